@@ -1,0 +1,85 @@
+"""Tensors that grow by a column per token without being copied per token.
+
+A buffer with spare columns is allocated, and the tensor handed out is a view of its start. Growing
+the view takes the next columns of the same buffer, which hold their final values already, so the
+views stay valid however often and by whomever they are grown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+#: Spare columns of a new buffer, at least; a buffer doubles when it is full.
+SPARE_COLUMNS = 128
+
+_BUFFER = "_hfgen_buffer"
+
+
+def grow(
+    tensor: torch.Tensor, count: int, fill: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """``tensor`` with ``count`` more columns in its last dimension.
+
+    ``fill(tensor, n)`` makes the ``n`` columns that follow ``tensor``; it has to be the same
+    columns whether they are made at once or one after the other.
+    """
+    length = tensor.shape[-1] + count
+    buffer = getattr(tensor, _BUFFER, None)
+    if buffer is None or buffer.shape[-1] < length:
+        spare = count + max(SPARE_COLUMNS, tensor.shape[-1])
+        buffer = torch.cat([tensor, fill(tensor, spare)], dim=-1)
+    view = buffer[..., :length]
+    setattr(view, _BUFFER, buffer)
+    return view
+
+
+def ones(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns of ones, for attention masks ``(rows, length)``."""
+    return tensor.new_ones((tensor.shape[0], count))
+
+
+def zeros(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Columns of zeros, for multimodal token types ``(rows, length)``: what is generated is text."""
+    return tensor.new_zeros((tensor.shape[0], count))
+
+
+def repeat_last(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The last column again, for token types."""
+    return tensor[..., -1:].expand(*tensor.shape[:-1], count)
+
+
+def count_on(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Consecutive numbers after the last column, for positions."""
+    steps = torch.arange(1, count + 1, dtype=tensor.dtype, device=tensor.device)
+    return tensor[..., -1:] + steps
+
+
+class TokenBuffer:
+    """Token ids ``(rows, length)`` with room for the tokens to come.
+
+    ``ids`` is a view of the filled part. At most ``limit`` columns are expected; more make the
+    buffer double.
+    """
+
+    def __init__(self, ids: torch.Tensor, limit: int) -> None:
+        rows, self.length = ids.shape
+        # A limit can be a caller's "practically endless": start small, grow as it fills.
+        capacity = min(max(limit, self.length), self.length + 1024)
+        self._buffer = ids.new_empty((rows, capacity), dtype=torch.long)
+        self._buffer[:, : self.length] = ids
+
+    @property
+    def ids(self) -> torch.Tensor:
+        return self._buffer[:, : self.length]
+
+    def append(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Add ``tokens (rows, n_new)``; returns all ids so far."""
+        end = self.length + tokens.shape[1]
+        if end > self._buffer.shape[1]:
+            spare = self._buffer.new_empty((self._buffer.shape[0], max(end, self._buffer.shape[1])))
+            self._buffer = torch.cat([self._buffer, spare], dim=1)
+        self._buffer[:, self.length : end] = tokens
+        self.length = end
+        return self.ids

@@ -1,0 +1,243 @@
+"""Stage 4: the KV cache that a call decodes with.
+
+``CACHES`` says which implementation stands behind which ``cache_implementation``. To add one, write
+a factory and add a row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    QuantizedCache,
+    StaticCache,
+)
+from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import (
+    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
+    STATIC_CACHE_IMPLEMENTATIONS,
+    GenerationMode,
+)
+
+from .. import quirks
+from ..logs import logger
+from ..types import ModelKwargs, Plan, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """What a factory has to go by."""
+
+    model: Any
+    config: GenerationConfig
+    model_kwargs: ModelKwargs
+    #: Sequences that the cache will hold.
+    rows: int
+    #: Tokens per sequence, at most.
+    max_length: int
+
+    @property
+    def decoder_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+
+def dynamic(request: CacheRequest) -> Cache:
+    """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
+    return DynamicCache(config=request.decoder_config)
+
+
+def offloaded(request: CacheRequest) -> Cache:
+    """Dynamic, on the CPU but for the layer that is being computed. Needs CUDA."""
+    return DynamicCache(config=request.decoder_config, offloading=True)
+
+
+def static(request: CacheRequest) -> Cache:
+    """Allocated once at its full length, as ``torch.compile`` needs it; ``offloaded_static`` too."""
+    config = request.config
+    max_length = request.max_length
+    if config.max_cache_len is not None:  # sized for the worst call to come
+        max_length = max(max_length, int(config.max_cache_len))
+    return request.model._prepare_static_cache(
+        cache_implementation=config.cache_implementation,
+        batch_size=request.rows,
+        max_cache_len=max_length,
+        prefill_chunk_size=config.prefill_chunk_size,
+        model_kwargs=request.model_kwargs,
+    )
+
+
+def deprecated_static(request: CacheRequest) -> Cache:
+    """The former names of ``static``."""
+    logger.warning_once(
+        f"`cache_implementation={request.config.cache_implementation!r}` is deprecated: use one of "
+        f"{STATIC_CACHE_IMPLEMENTATIONS}, which follow the layers of the model."
+    )
+    return static(request)
+
+
+def quantized(request: CacheRequest) -> Cache:
+    """Keys and values in few bits, by the backend that ``cache_config`` names."""
+    if request.model.config.is_encoder_decoder:
+        raise ValueError(
+            "`cache_implementation='quantized'` does not work with encoder-decoder models such as "
+            f"{type(request.model).__name__}. Use 'dynamic'."
+        )
+    options = copy.deepcopy(request.config.cache_config or {})
+    options.setdefault("config", request.decoder_config)
+    return QuantizedCache(backend=options.pop("backend", "quanto"), **options)
+
+
+CACHES: dict[str | None, Callable[[CacheRequest], Cache]] = {
+    None: dynamic,
+    "dynamic": dynamic,
+    "offloaded": offloaded,
+    "static": static,
+    "offloaded_static": static,
+    "quantized": quantized,
+    **dict.fromkeys(DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS, deprecated_static),
+}
+
+
+def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
+    """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it."""
+    config, model_kwargs = plan.config, prompt.model_kwargs
+    max_length = config.max_length - 1  # the last token is not forwarded
+    embeds_length = prompt.main_input.shape[1] if prompt.main_input_name == "inputs_embeds" else 0
+    if not model.config.is_encoder_decoder and embeds_length != prompt.ids.shape[1]:
+        max_length += embeds_length
+    name = quirks.cache_argument(model)
+    given = model_kwargs.get(name)
+    if isinstance(given, Cache) and config.cache_implementation is None:
+        model_kwargs[name] = fit_to_rows(given, prompt.batch_size, prompt.ids.shape[0])
+    model._prepare_cache_for_generation(
+        config, model_kwargs, plan.mode, prompt.batch_size, max_length
+    )
+
+
+def prepare_cache_for_generation(
+    self: Any,
+    generation_config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """Make the cache that the config asks for, unless one is given or none is wanted.
+
+    Raises ``ValueError`` if both a cache and an implementation are given, or a tuple as a cache.
+    """
+    name = quirks.cache_argument(self)
+    given = model_kwargs.get(name)
+    if given is not None:
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"`{name}` is a cache already, and `cache_implementation`="
+                f"{generation_config.cache_implementation!r} asks for another. Pass one of them."
+            )
+        if isinstance(given, tuple):
+            raise ValueError(
+                f"`{name}` has to be a Cache, but is a tuple. Pass the Cache that generate() or "
+                "forward() returned."
+            )
+        given._is_user_defined = True  # outlives the call: read by the loops
+        return
+    if generation_config.use_cache is False:
+        return
+    if not self._supports_default_dynamic_cache():
+        if generation_config.cache_implementation is not None:
+            logger.warning_once(
+                f"{type(self).__name__} makes its own kind of cache: `cache_implementation`="
+                f"{generation_config.cache_implementation!r} is ignored."
+            )
+        return
+    expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
+    request = CacheRequest(
+        self, generation_config, model_kwargs, batch_size * expand_size, max_cache_length
+    )
+    cache = CACHES[generation_config.cache_implementation](request)
+    if self.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
+        is_offloaded = generation_config.cache_implementation == "offloaded"
+        cache = EncoderDecoderCache(cache, (offloaded if is_offloaded else dynamic)(request))
+    if generation_config.is_assistant:
+        cache.activate_past_recording()  # what an assistant drafted may be rolled back
+    model_kwargs[name] = cache
+
+
+def prepare_static_cache(
+    self: Any,
+    cache_implementation: str,
+    batch_size: int,
+    max_cache_len: int,
+    prefill_chunk_size: int | None,
+    model_kwargs: ModelKwargs,
+) -> Cache:
+    """A static cache, no shorter than the last one: a new length would mean a new compilation."""
+    length = max(max_cache_len, getattr(self, "_previous_max_cache_length", -1))
+    config = self.config.get_text_config(decoder=True)
+    offloading = "offloaded" in cache_implementation
+    cache: Cache = StaticCache(config=config, max_cache_len=length, offloading=offloading)
+    if self.config.is_encoder_decoder:
+        source_length = model_kwargs["encoder_outputs"][0].shape[1]
+        cross = StaticCache(config=config, max_cache_len=source_length, offloading=offloading)
+        cache = EncoderDecoderCache(cache, cross)
+    elif prefill_chunk_size is not None and (shape := self._get_static_cache_init_shape()):
+        # The prefill is compiled too, and would be again if the first chunk found no tensors.
+        heads, head_size = shape
+        cache.early_initialization(
+            batch_size=batch_size,
+            num_heads=heads,
+            head_dim=head_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+    self._previous_max_cache_length = length
+    return cache
+
+
+def supports_default_dynamic_cache(cls: type) -> bool:
+    """Whether forward takes a ``Cache``."""
+    return not quirks.makes_its_own_cache(cls.__name__)
+
+
+def fit_to_rows(cache: Cache, batch_size: int, wanted: int) -> Cache:
+    """The caller's cache, for the ``wanted`` rows that ``batch_size`` prompts are expanded to.
+
+    Expanded caches are copies: the caller's stays as it is. A static cache that was emptied by
+    ``reset()`` takes any number of rows again. Raises ``ValueError`` for another number of rows.
+    """
+    rows = cached_rows(cache)
+    if rows is None or rows == wanted:
+        return cache
+    if _is_emptied_static(cache):
+        for layer in cache.layers:
+            layer.is_initialized = False  # allocated anew by the next update
+        return cache
+    if rows == batch_size and hasattr(cache, "batch_repeat_interleave"):
+        cache = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(wanted // batch_size)
+        return cache
+    raise ValueError(
+        f"`past_key_values` holds {rows} sequences, but the call has {batch_size} prompts"
+        + (f", expanded to {wanted} rows." if wanted != batch_size else ".")
+    )
+
+
+def cached_rows(cache: Any) -> int | None:
+    """How many sequences a cache holds; ``None`` if it is empty or does not say."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    for layer in getattr(cache, "layers", ()):
+        keys = getattr(layer, "keys", None)
+        if keys is not None and keys.ndim == 4 and keys.numel() > 0:
+            return int(keys.shape[0])
+    return None
+
+
+def _is_emptied_static(cache: Any) -> bool:
+    return isinstance(cache, StaticCache) and int(cache.get_seq_length()) == 0

@@ -1,0 +1,321 @@
+"""Stage 1: which values hold for this call, which mode decodes, and how long it may get.
+
+The only module that writes to a generation config, and only to the call's private copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.configuration_utils import GenerationMode
+
+from . import quirks, validate
+from .logs import logger
+from .types import Plan, Prompt, Request
+
+#: Which method decodes which mode. A mode whose value has a slash lives in that hub repository.
+METHODS: dict[GenerationMode, str] = {
+    GenerationMode.GREEDY_SEARCH: "_sample",
+    GenerationMode.SAMPLE: "_sample",
+    GenerationMode.BEAM_SEARCH: "_beam_search",
+    GenerationMode.BEAM_SAMPLE: "_beam_search",
+    GenerationMode.ASSISTED_GENERATION: "_assisted_decoding",
+    GenerationMode.CONTRASTIVE_SEARCH: "transformers-community/contrastive-search",
+    GenerationMode.DOLA_GENERATION: "transformers-community/dola",
+    GenerationMode.GROUP_BEAM_SEARCH: "transformers-community/group-beam-search",
+    GenerationMode.CONSTRAINED_BEAM_SEARCH: "transformers-community/constrained-beam-search",
+}
+
+
+class GenerationConfig(transformers.GenerationConfig):
+    """transformers' ``GenerationConfig``, which also takes what ``generate`` in hfgen takes.
+
+    ``strict=True`` raises ``ValueError`` on a field that nobody knows, naming the nearest one;
+    upstream stores any name, so that a typo silently does nothing. ``strict`` itself is not
+    stored: the saved ``generation_config.json`` is upstream's.
+    """
+
+    def __init__(self, strict: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        known = transformers.GenerationConfig().__dict__
+        if strict and (unknown := [name for name in kwargs if name not in known]):
+            raise ValueError(
+                f"GenerationConfig does not know {validate.with_suggestions(unknown, known)}."
+            )
+
+    def validate(self, strict: bool = False, **kwargs: Any) -> None:
+        """Upstream's checks; ``max_new_tokens=0`` is allowed and returns the prompt."""
+        with _without_zero_new_tokens(self):
+            super().validate(strict=strict, **kwargs)
+
+
+@contextmanager
+def _without_zero_new_tokens(config: transformers.GenerationConfig) -> Iterator[None]:
+    """Hide ``max_new_tokens=0`` from upstream's validation, which demands at least one token."""
+    if not validate.is_zero(getattr(config, "max_new_tokens", None)):
+        yield
+        return
+    config.max_new_tokens = None
+    try:
+        yield
+    finally:
+        config.max_new_tokens = 0
+
+
+def resolve(model: Any, request: Request) -> tuple[Plan, dict[str, Any]]:
+    """The plan of a call, and the kwargs that are the model's and not the config's.
+
+    Precedence: kwargs, then the passed config, then the model's, then the library's defaults.
+    """
+    kwargs = dict(request.kwargs)
+    mode_kwargs = model._extract_generation_mode_kwargs(
+        request.custom_generate,
+        kwargs,
+        request.synced_gpus,
+        request.assistant_model,
+        request.streamer,
+    )
+    given = (request.generation_config, model.generation_config)
+
+    def nobody_set(name: str) -> bool:
+        configs = (config for config in given if config is not None)
+        return kwargs.get(name) is None and all(getattr(c, name) is None for c in configs)
+
+    has_default_max_length = nobody_set("max_length")
+    has_default_min_length = nobody_set("min_length")
+    config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
+    plan = Plan(
+        config=config,
+        mode=config.get_generation_mode(request.assistant_model),
+        mode_kwargs=mode_kwargs,
+        method=None,
+        has_default_max_length=has_default_max_length,
+        has_default_min_length=has_default_min_length,
+    )
+    return plan, model_kwargs
+
+
+def set_lengths(model: Any, plan: Plan, prompt: Prompt) -> None:
+    """Fix how long the sequences may and have to get, now that the prompt's length is known."""
+    length = prompt.ids.shape[1]
+    plan.config = model._prepare_generated_length(
+        generation_config=plan.config,
+        has_default_max_length=plan.has_default_max_length,
+        has_default_min_length=plan.has_default_min_length,
+        model_input_name=prompt.main_input_name,
+        inputs_tensor=prompt.main_input,
+        input_ids_length=length,
+    )
+    plan.config._prompt_length = length  # stop strings are looked for after it
+    if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:
+        prompt.model_kwargs["logits_to_keep"] = 1  # the logits of a whole prompt are huge
+    model._validate_generated_length(plan.config, length, plan.has_default_max_length)
+    if (
+        validate.is_zero(plan.config.max_new_tokens)
+        and plan.mode is GenerationMode.ASSISTED_GENERATION
+    ):
+        plan.method = type(model)._sample  # which returns the prompt as it is
+
+
+def extract_generation_mode_kwargs(
+    self: Any,
+    custom_generate: str | Callable | None,
+    kwargs: dict[str, Any],
+    synced_gpus: bool | None,
+    assistant_model: Any,
+    streamer: Any,
+) -> dict[str, Any]:
+    """The arguments that go to the decoding method and not to the model.
+
+    A callable ``custom_generate`` gets those that its signature names, and takes its own
+    arguments out of ``kwargs``.
+    """
+    mode_kwargs = {
+        "tokenizer": kwargs.pop("tokenizer", None),
+        "assistant_tokenizer": kwargs.pop("assistant_tokenizer", None),
+        "assistant_model": assistant_model,
+        "streamer": streamer,
+        "synced_gpus": quirks.is_sharded(self) if synced_gpus is None else synced_gpus,
+    }
+    mode_kwargs = {name: value for name, value in mode_kwargs.items() if value is not None}
+    if callable(custom_generate):
+        named = inspect.signature(custom_generate).parameters.keys()
+        usual = inspect.signature(type(self)._sample).parameters.keys()
+        mode_kwargs = {name: value for name, value in mode_kwargs.items() if name in named}
+        mode_kwargs |= {name: kwargs.pop(name) for name in named - usual if name in kwargs}
+    return mode_kwargs
+
+
+def prepare_generation_config(
+    self: Any, generation_config: transformers.GenerationConfig | None, **kwargs: Any
+) -> tuple[transformers.GenerationConfig, dict[str, Any]]:
+    """A private, complete config, and the kwargs that no config field has the name of.
+
+    Raises ``ValueError`` or ``TypeError`` for a field of a wrong range or type.
+    """
+    is_config_given = generation_config is not None
+    if generation_config is None:
+        if in_model_config := self.config._get_generation_parameters():
+            raise ValueError(
+                f"model.config holds generation parameters ({in_model_config}), which generate() "
+                "does not read: set them on model.generation_config, or pass them to generate()."
+            )
+        generation_config = transformers.GenerationConfig()
+    config = copy.deepcopy(generation_config)
+    validate.check_field_types(kwargs)
+
+    zero_new_tokens = validate.is_zero(kwargs.get("max_new_tokens", config.max_new_tokens))
+    if zero_new_tokens:
+        config.max_new_tokens = None
+    fields = {
+        name: value
+        for name, value in kwargs.items()
+        if not (zero_new_tokens and name == "max_new_tokens")
+    }
+    own = self.generation_config
+    config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+    config.update(**own._get_default_generation_params(), defaults_only=True)
+    model_kwargs = config.update(**fields)
+    if zero_new_tokens:
+        config.max_new_tokens = 0
+    _accept_off_switches(config)
+    validate.check_config(config)
+
+    # Old checkpoints ask for this static cache by name; the dynamic one does the same work.
+    if config.cache_implementation == "hybrid":
+        config.cache_implementation = None
+    if is_config_given and (overridden := set(fields) - set(model_kwargs)):
+        logger.warning_once(
+            f"generate() got a `generation_config` and {overridden} beside it. The arguments win; "
+            "this mix is deprecated upstream, so pass either one object or only arguments."
+        )
+    for flag in ("output_attentions", "output_hidden_states"):  # the model's forward needs these
+        if getattr(config, flag):
+            model_kwargs[flag] = getattr(config, flag)
+    return config, model_kwargs
+
+
+def _accept_off_switches(config: transformers.GenerationConfig) -> None:
+    """Read the values by which other libraries switch a sampler off."""
+    if config.do_sample and validate.is_zero(config.temperature):
+        config.do_sample, config.temperature = False, 1.0
+    if config.top_k == -1:
+        config.top_k = 0
+
+
+def prepare_special_tokens(
+    self: Any,
+    generation_config: transformers.GenerationConfig,
+    kwargs_has_attention_mask: bool | None = None,
+    device: torch.device | str | None = None,
+    batch_size: int | None = None,
+) -> None:
+    """Write the special tokens to the config as tensors, under private names that models read.
+
+    ``_bos_token_tensor``, ``_pad_token_tensor``: scalars; ``_eos_token_tensor (n_eos,)``;
+    ``_decoder_start_token_tensor``: a scalar, or ``(batch,)`` for one start per row. A missing
+    pad token becomes the first EOS token. Raises ``ValueError`` if an encoder-decoder model has
+    no start token.
+    """
+
+    def as_tensor(token: Any) -> torch.Tensor | None:
+        target = self.device if device is None else device
+        if token is None or isinstance(token, torch.Tensor):
+            return None if token is None else token.to(target)
+        return torch.tensor(token, device=target, dtype=torch.long)
+
+    bos = as_tensor(generation_config.bos_token_id)
+    eos = as_tensor(generation_config.eos_token_id)
+    pad = as_tensor(generation_config.pad_token_id)
+    decoder_start = as_tensor(generation_config.decoder_start_token_id)
+    if self.config.is_encoder_decoder:
+        decoder_start = bos if decoder_start is None else decoder_start
+        if decoder_start is None:
+            raise ValueError(
+                "An encoder-decoder model needs `decoder_start_token_id` or `bos_token_id` to start "
+                "decoding from; both are None. Set one on model.generation_config."
+            )
+    if eos is not None and eos.ndim == 0:
+        eos = eos.unsqueeze(0)
+    # One sequence has no padding, and a given mask says where it is: then a guess does no harm.
+    is_guessing = kwargs_has_attention_mask is False and (batch_size is None or batch_size > 1)
+    if eos is not None:
+        if pad is None:
+            if is_guessing:
+                logger.warning(
+                    "A batch came with neither an `attention_mask` nor a `pad_token_id`: padding is "
+                    "read as text. Pass the tokenizer's `attention_mask`."
+                )
+            pad = eos[0]
+        if torch.isin(eos, pad).any() and is_guessing:
+            logger.warning_once(
+                "A batch came without `attention_mask`, and none can be inferred since the pad "
+                "token is an EOS token: padding is read as text. Pass the tokenizer's "
+                "`attention_mask`."
+            )
+        if torch.is_floating_point(eos) or (eos < 0).any():
+            logger.warning(
+                f"`eos_token_id` should be non-negative integers, but is {eos}: no token will match "
+                "it, and generation runs to its maximum length."
+            )
+    generation_config._bos_token_tensor = bos
+    generation_config._eos_token_tensor = eos
+    generation_config._pad_token_tensor = pad
+    generation_config._decoder_start_token_tensor = decoder_start
+
+
+def prepare_generated_length(
+    self: Any,
+    generation_config: transformers.GenerationConfig,
+    has_default_max_length: bool,
+    has_default_min_length: bool,
+    model_input_name: str,
+    input_ids_length: int,
+    inputs_tensor: torch.Tensor,
+) -> transformers.GenerationConfig:
+    """Turn every way to say how long into ``max_length`` and ``min_length``, prompt included.
+
+    ``max_new_tokens`` and ``min_new_tokens`` win. The default of 20 means 20 new tokens. A
+    decoder-only prompt given as embeddings has no ids, so its length comes off.
+    """
+    config = generation_config
+    embeds_length = 0
+    if (
+        model_input_name == "inputs_embeds"
+        and input_ids_length != inputs_tensor.shape[1]
+        and not self.config.is_encoder_decoder
+    ):
+        embeds_length = inputs_tensor.shape[1]
+
+    if config.max_new_tokens is not None:
+        if not has_default_max_length and config.max_length is not None:
+            _warn_both("max_new_tokens", "max_length", config)
+        config.max_length = int(config.max_new_tokens) + input_ids_length
+    elif has_default_max_length:
+        # Upstream keeps the default within the model's positions only where it extends it.
+        config.max_length += input_ids_length
+        if (positions := getattr(self.config, "max_position_embeddings", None)) is not None:
+            config.max_length = min(config.max_length, positions)
+    elif embeds_length:
+        config.max_length -= embeds_length
+
+    if config.min_new_tokens is not None:
+        if not has_default_min_length:
+            _warn_both("min_new_tokens", "min_length", config)
+        config.min_length = int(config.min_new_tokens) + input_ids_length
+    elif embeds_length:
+        config.min_length = max(config.min_length - embeds_length, 0)
+    return config
+
+
+def _warn_both(new_tokens: str, length: str, config: transformers.GenerationConfig) -> None:
+    logger.warning(
+        f"Both `{new_tokens}`={getattr(config, new_tokens)} and `{length}`={getattr(config, length)} "
+        f"are set; `{new_tokens}` wins."
+    )

@@ -1,0 +1,117 @@
+"""Calls that run elsewhere: a repository's own generate, modes that live in one, and batching."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.configuration_utils import GenerationMode
+
+from .config import METHODS
+from .logs import logger
+from .types import Plan, Request
+
+
+def generate_from_repository(model: Any, request: Request, trust_remote_code: bool | None) -> Any:
+    """Run ``custom_generate/generate.py`` of the repository that ``custom_generate`` names.
+
+    It gets the arguments of ``generate``, with ``model`` for ``self``. Its code is loaded only
+    with ``trust_remote_code=True``.
+    """
+    function = model.load_custom_generate(
+        request.custom_generate, trust_remote_code=trust_remote_code, **request.kwargs
+    )
+    names = (name for name in request.__slots__ if name not in ("kwargs", "custom_generate"))
+    return function(
+        model=model, **{name: getattr(request, name) for name in names}, **request.kwargs
+    )
+
+
+def request_for(repository: str, request: Request, plan: Plan) -> Request:
+    """``request``, to be run by ``repository`` with the config that was resolved here."""
+    kwargs = request.kwargs | {
+        name: value for name, value in plan.mode_kwargs.items() if name.endswith("tokenizer")
+    }
+    return replace(
+        request, generation_config=plan.config, custom_generate=repository, kwargs=kwargs
+    )
+
+
+def get_deprecated_gen_repo(
+    self: Any,
+    generation_mode: GenerationMode,
+    trust_remote_code: bool | None,
+    custom_generate: Any = None,
+) -> str | None:
+    """The hub repository that a mode was moved to; ``None`` if it runs here.
+
+    Raises ``ValueError`` without ``trust_remote_code=True``, since that code is to be downloaded.
+    """
+    repository = METHODS[generation_mode]
+    if custom_generate is not None or "/" not in repository:
+        return None
+    mode = generation_mode.value.replace("_", " ")
+    logger.warning_once(
+        f"{mode} runs from the repository https://hf.co/{repository}: pass "
+        f"`custom_generate={repository!r}` to say so yourself."
+    )
+    if not trust_remote_code:
+        raise ValueError(
+            f"{mode} runs code from https://hf.co/{repository}. Read it, then pass "
+            "`trust_remote_code=True`."
+        )
+    return repository
+
+
+#: Arguments of ``generate`` that continuous batching has no use for.
+NOT_BATCHED = (
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+)
+
+
+def generate_paged(model: Any, request: Request) -> torch.Tensor:
+    """Continue the prompts by continuous batching (``cache_implementation="paged"``).
+
+    Returns ``(1, batch, length)``, upstream's shape. Masked prompt tokens are left out, and
+    shorter rows are padded on the right. Raises ``NotImplementedError`` for what batching lacks.
+    """
+    logger.warning(
+        "`cache_implementation='paged'` means continuous batching: generate_batch() does it directly."
+    )
+    kwargs = dict(request.kwargs)
+    ids = request.inputs if request.inputs is not None else kwargs.get("input_ids")
+    if ids is None:
+        raise ValueError("Continuous batching needs a prompt: pass `inputs` or `input_ids`.")
+    if ids.ndim not in (1, 2):
+        raise ValueError(
+            f"`input_ids` has to be (length,) or (batch, length), but has shape {tuple(ids.shape)}."
+        )
+    for name in NOT_BATCHED:
+        if (value := getattr(request, name)) is not None:
+            raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
+    if request.synced_gpus is not None:
+        logger.warning(f"Continuous batching ignores `synced_gpus` (={request.synced_gpus}).")
+    if kwargs.get("num_beams", 1) > 1:
+        logger.warning(f"Continuous batching ignores `num_beams` (={kwargs['num_beams']}).")
+
+    ids = torch.atleast_2d(ids)
+    mask = kwargs.pop("attention_mask", None)
+    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.atleast_2d(mask).bool()
+    prompts = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
+    config, _ = model._prepare_generation_config(request.generation_config, **kwargs)
+    results = model.generate_batch(inputs=prompts, generation_config=config, **kwargs)
+    rows = [results[f"req_{i}"] for i in range(len(results))]
+    sequences = [torch.tensor(row.prompt_ids + row.generated_tokens) for row in rows]
+    pad = config.pad_token_id
+    if pad is None:
+        eos = config.eos_token_id
+        pad = (eos[0] if isinstance(eos, list) else eos) or 0
+    padded = pad_sequence(sequences, batch_first=True, padding_value=pad)
+    return padded.to(model.device).unsqueeze(0)

@@ -1,0 +1,436 @@
+"""Stage 2: from what the caller passed to the ids, mask and positions that the loop starts with."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from itertools import accumulate
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StaticCache
+from transformers.tokenization_python import ExtensionsTrie
+from transformers.utils.generic import is_flash_attention_requested
+
+from . import quirks, validate
+from .logs import logger
+from .types import ModelKwargs, Plan, Prompt, Request
+
+
+def prepare(model: Any, request: Request, plan: Plan, model_kwargs: ModelKwargs) -> Prompt:
+    """The prompt, ready to be decoded: main input, special tokens, mask, positions, encoder, ids."""
+    has_mask = model_kwargs.get("attention_mask") is not None
+    main_input, name, model_kwargs = model._prepare_model_inputs(
+        request.inputs, plan.config.bos_token_id, model_kwargs
+    )
+    prompt = Prompt(main_input, name, main_input.shape[0], model_kwargs)
+    if "inputs_tensor" in inspect.signature(plan.method).parameters:  # type: ignore[arg-type]
+        plan.mode_kwargs["inputs_tensor"] = main_input
+    model._prepare_special_tokens(
+        plan.config, has_mask, device=main_input.device, batch_size=prompt.batch_size
+    )
+    validate.check_prompt(model, plan, prompt)
+    if not model.config.is_encoder_decoder:
+        _warn_of_right_padding(plan, prompt)
+        if name == "inputs_embeds":  # without a cache, the embeddings would be fed at every step
+            plan.config.use_cache = True
+    prepare_mask_and_positions(model, plan, prompt, has_mask)
+    encode_inputs(model, plan, prompt)
+    prepare_ids(model, plan, prompt)
+    return prompt
+
+
+def prepare_mask_and_positions(model: Any, plan: Plan, prompt: Prompt, has_mask: bool) -> None:
+    """Infer the attention mask and the positions; drop a mask that masks nothing.
+
+    Encoder-decoder models infer their own; others take what their forward has a name for.
+    """
+    config, model_kwargs = plan.config, prompt.model_kwargs
+    accepted = set(inspect.signature(model.forward).parameters)
+    is_decoder_only = not model.config.is_encoder_decoder
+    if has_mask:
+        if prompt.main_input_name == "input_ids" and model_kwargs["attention_mask"].ndim > 2:
+            raise ValueError(
+                "`attention_mask` has to be (batch, length), but has shape "
+                f"{tuple(model_kwargs['attention_mask'].shape)}."
+            )
+    elif is_decoder_only and "attention_mask" in accepted:
+        model_kwargs["attention_mask"] = model._prepare_attention_mask_for_generation(
+            prompt.main_input, config, model_kwargs
+        )
+    has_positions = model_kwargs.get("position_ids") is not None
+    if is_decoder_only and not has_positions and "position_ids" in accepted:
+        model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(
+            prompt.main_input, model_kwargs
+        )
+
+    # Kernels are faster without a mask. Flash attention needs one to unpad a static cache.
+    is_static = config.cache_implementation == "static" or isinstance(
+        model_kwargs.get("past_key_values"), StaticCache
+    )
+    needs_mask = is_flash_attention_requested(model.config) and is_static
+    if is_decoder_only and "attention_mask" in accepted and not needs_mask:
+        mask = model_kwargs["attention_mask"]
+        if (mask == 1).all():
+            config._mask_length = mask.shape[1]  # tells the prefill what a cache already covers
+            model_kwargs["attention_mask"] = None
+
+
+def encode_inputs(model: Any, plan: Plan, prompt: Prompt) -> None:
+    """Run the encoders whose outputs the caller did not pass."""
+    given = prompt.model_kwargs
+    if given.get("encoder_outputs") is None or given.get("mm_encoder_outputs") is None:
+        prompt.model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
+            prompt.main_input, given, prompt.main_input_name, plan.config
+        )
+
+
+def prepare_ids(model: Any, plan: Plan, prompt: Prompt) -> None:
+    """The ids to decode from, one row per beam or returned sequence, healed if asked for."""
+    config = plan.config
+    if model.config.is_encoder_decoder:
+        ids, prompt.model_kwargs = model._prepare_decoder_input_ids_for_generation(
+            batch_size=prompt.batch_size,
+            model_input_name=prompt.main_input_name,
+            model_kwargs=prompt.model_kwargs,
+            decoder_start_token_id=config._decoder_start_token_tensor,
+            device=prompt.main_input.device,
+        )
+    elif prompt.main_input_name == "input_ids":
+        ids = prompt.main_input
+    else:
+        ids = prompt.model_kwargs.pop("input_ids")
+    ids, prompt.model_kwargs = model._expand_inputs_for_generation(
+        input_ids=ids,
+        expand_size=max(config.num_beams, config.num_return_sequences),
+        is_encoder_decoder=model.config.is_encoder_decoder,
+        **prompt.model_kwargs,
+    )
+    if config.token_healing:
+        ids = model.heal_tokens(ids, plan.mode_kwargs.get("tokenizer"))
+    prompt.ids = ids
+
+
+def _warn_of_right_padding(plan: Plan, prompt: Prompt) -> None:
+    pad, ids = plan.config._pad_token_tensor, prompt.main_input
+    if pad is None or prompt.batch_size == 1 or ids.ndim != 2:
+        return
+    mask = prompt.model_kwargs.get("attention_mask")
+    # The mask knows; the ids can only be guessed from, since the pad may be an ordinary token.
+    if mask is not None and mask.shape == ids.shape:
+        is_right_padded = (mask[:, -1] == 0).any()
+    else:
+        is_right_padded = (ids[:, -1] == pad).any()
+    if is_right_padded:
+        logger.warning(
+            "Some rows end in padding. A decoder-only model continues from the last token: set "
+            "`padding_side='left'` on the tokenizer."
+        )
+
+
+def warn_of_foreign_device(model: Any, ids: torch.Tensor) -> None:
+    """Ids on the CPU are moved for each forward; on another accelerator that is a mistake."""
+    if ids.device.type not in (model.device.type, "cpu"):
+        warnings.warn(
+            f"`input_ids` is on {ids.device.type} and the model on {model.device.type}; every step "
+            f"copies between them. Call input_ids.to('{model.device.type}') first.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+# --- hooks --------------------------------------------------------------------------------------
+
+
+def prepare_model_inputs(
+    self: Any,
+    inputs: torch.Tensor | None,
+    bos_token_id: torch.Tensor | None,
+    model_kwargs: ModelKwargs,
+) -> tuple[torch.Tensor, str | None, ModelKwargs]:
+    """The main input, its name, and the model kwargs without it.
+
+    It comes as ``inputs``, under its own name, or as ``inputs_embeds``; otherwise it is one BOS
+    token per row. Raises ``ValueError`` if it comes twice, or not at all and there is no BOS.
+    """
+    is_encoder_decoder = self.config.is_encoder_decoder
+    name = self.main_input_name
+    if is_encoder_decoder and hasattr(self, "encoder"):
+        name = self.encoder.main_input_name
+    named = model_kwargs.pop(name, None)
+    if named is not None and inputs is not None:
+        raise ValueError(
+            f"The prompt came twice, as `inputs` of shape {tuple(inputs.shape)} and as `{name}` of "
+            f"shape {tuple(named.shape)}. Pass one of them."
+        )
+    inputs = named if inputs is None else inputs
+
+    if name == "input_ids" and "inputs_embeds" in model_kwargs:
+        embeds = model_kwargs["inputs_embeds"]
+        if embeds is None:
+            del model_kwargs["inputs_embeds"]
+        elif is_encoder_decoder:
+            if inputs is not None:
+                raise ValueError(
+                    "Both `inputs_embeds` and `input_ids` were passed to the encoder. Pass one of them."
+                )
+            inputs, name = embeds, "inputs_embeds"
+        else:
+            if (
+                "inputs_embeds"
+                not in inspect.signature(self.prepare_inputs_for_generation).parameters
+            ):
+                raise ValueError(
+                    f"{type(self).__name__} does not generate from `inputs_embeds`: its "
+                    "prepare_inputs_for_generation() has no such argument. Pass `input_ids`."
+                )
+            # The ids stay in the kwargs: what comes after the prompt is appended to them.
+            model_kwargs["input_ids"] = self._maybe_initialize_input_ids_for_generation(
+                inputs, bos_token_id, model_kwargs=model_kwargs
+            )
+            inputs, name = embeds, "inputs_embeds"
+    inputs = self._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
+    return inputs, name, model_kwargs
+
+
+def maybe_initialize_input_ids_for_generation(
+    self: Any,
+    inputs: torch.Tensor | None,
+    bos_token_id: torch.Tensor | None,
+    model_kwargs: ModelKwargs,
+) -> torch.Tensor:
+    """``inputs``, or ids in their place: none beside embeddings, else a BOS token per row.
+
+    An encoder whose outputs are given is not run: its ids are -100, which no embedding takes.
+    """
+    if inputs is not None:
+        return inputs
+    encoder_outputs = model_kwargs.get("encoder_outputs")
+    hidden_state = getattr(encoder_outputs, "last_hidden_state", None)
+    if self.config.is_encoder_decoder and hidden_state is not None:
+        return torch.full(hidden_state.shape[:-1], -100, dtype=torch.long, device=self.device)
+    tensors = (value for value in model_kwargs.values() if isinstance(value, torch.Tensor))
+    first = next(tensors, None)
+    batch_size = 1 if first is None else first.shape[0]
+    if "inputs_embeds" in model_kwargs:
+        # An offloaded model says "meta"; then the embeddings know where the computation is.
+        is_meta = self.device.type == "meta"
+        device = model_kwargs["inputs_embeds"].device if is_meta else self.device
+        return torch.ones((batch_size, 0), dtype=torch.long, device=device)
+    if bos_token_id is None:
+        raise ValueError(
+            "There is no prompt, and no `bos_token_id` to start from without one. Pass `input_ids`."
+        )
+    return torch.ones((batch_size, 1), dtype=torch.long, device=self.device) * bos_token_id
+
+
+def prepare_position_ids_for_generation(
+    self: Any, inputs_tensor: torch.Tensor, model_kwargs: ModelKwargs
+) -> torch.Tensor:
+    """Positions ``(batch, length)`` that count attended tokens; pads sit at 0.
+
+    Without a mask ``(1, length)``, the tokens in the cache included.
+    """
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    inputs_tensor = _ids_if_any(inputs_tensor, model_kwargs)
+    cache = model_kwargs.get("past_key_values")
+    length = inputs_tensor.shape[1] + (0 if cache is None else cache.get_seq_length())
+    return torch.arange(length, dtype=torch.long, device=inputs_tensor.device).unsqueeze(0)
+
+
+def prepare_attention_mask_for_generation(
+    self: Any,
+    inputs_tensor: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+) -> torch.Tensor:
+    """A mask ``(batch, length)``: zeros at pad tokens, if these are in the ids and are not EOS."""
+    ids = _ids_if_any(inputs_tensor, model_kwargs)
+    pad, eos = generation_config._pad_token_tensor, generation_config._eos_token_tensor
+    everything = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
+    is_ids = ids.ndim == 2 and ids.dtype in (torch.int, torch.long)
+    if pad is None or not is_ids or not torch.isin(ids, pad).any():
+        return everything
+    if eos is not None and torch.isin(eos, pad).any():
+        return everything
+    return ids.ne(pad).long()
+
+
+def _ids_if_any(inputs_tensor: torch.Tensor, model_kwargs: ModelKwargs) -> torch.Tensor:
+    """The ids, where something else is the main input and ids come beside it."""
+    ids = model_kwargs.get("input_ids")
+    return ids if ids is not None and ids.shape[1] > 0 else inputs_tensor
+
+
+def prepare_decoder_input_ids_for_generation(
+    self: Any,
+    batch_size: int,
+    model_input_name: str,
+    model_kwargs: ModelKwargs,
+    decoder_start_token_id: torch.Tensor,
+    device: torch.device | None = None,
+) -> tuple[torch.Tensor, ModelKwargs]:
+    """Decoder ids ``(batch, length)`` of an encoder-decoder model, starting with its start token.
+
+    ``decoder_start_token_id`` is a scalar, or ``(batch,)`` for one start per row; another length
+    raises ``ValueError``.
+    """
+    if decoder_start_token_id.ndim == 1:
+        if decoder_start_token_id.shape[0] != batch_size:
+            raise ValueError(
+                f"`decoder_start_token_id` has to be one id or {batch_size}, one per row, but has "
+                f"{decoder_start_token_id.shape[0]}."
+            )
+        start = decoder_start_token_id.view(-1, 1)
+    else:
+        start = decoder_start_token_id * torch.ones(
+            (batch_size, 1), dtype=torch.long, device=self.device if device is None else device
+        )
+    if "decoder_input_ids" in model_kwargs:
+        ids = model_kwargs.pop("decoder_input_ids")
+    elif "input_ids" in model_kwargs and model_input_name != "input_ids":
+        ids = model_kwargs.pop("input_ids")
+    else:
+        ids = None
+    if ids is None:
+        return start, model_kwargs
+    if not quirks.keeps_decoder_prompt(self) and (ids[:, 0] != start[:, 0]).all():
+        ids = torch.cat([start, ids], dim=-1)
+        if "decoder_attention_mask" in model_kwargs:
+            mask = model_kwargs["decoder_attention_mask"]
+            mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=-1)
+            model_kwargs["decoder_attention_mask"] = mask
+    return ids, model_kwargs
+
+
+def expand_inputs_for_generation(
+    self: Any,
+    expand_size: int = 1,
+    is_encoder_decoder: bool = False,
+    input_ids: torch.Tensor | None = None,
+    **model_kwargs: Any,
+) -> tuple[torch.Tensor | None, ModelKwargs]:
+    """Repeat each row ``expand_size`` times: ``(batch, …)`` to ``(batch * expand_size, …)``.
+
+    The caller's ``encoder_outputs`` are left as they are; the expanded ones are a copy.
+    """
+    if expand_size == 1:
+        return input_ids, model_kwargs
+    if (multimodal := model_kwargs.get("mm_encoder_outputs")) is not None:
+        # Before the ids: their placeholders say which outputs belong to which row.
+        model_kwargs["mm_encoder_outputs"] = self._expand_multimodal_outputs(
+            input_ids,
+            {modality: copy.copy(outputs) for modality, outputs in multimodal.items()},
+            expand_size=expand_size,
+            inputs_embeds=model_kwargs.get("inputs_embeds"),
+        )
+    if input_ids is not None:
+        input_ids = input_ids.repeat_interleave(expand_size, dim=0)
+    positions = model_kwargs.pop("position_ids", None)
+    model_kwargs = _expand_tensors(model_kwargs, expand_size)
+    if positions is not None:  # multimodal rotary positions are (3, batch, length)
+        model_kwargs["position_ids"] = positions.repeat_interleave(
+            expand_size, dim=1 if positions.ndim == 3 else 0
+        )
+    if is_encoder_decoder:
+        if model_kwargs.get("encoder_outputs") is None:
+            raise ValueError(
+                "`encoder_outputs` is missing: an encoder-decoder model's inputs can be expanded "
+                "only after its encoder has run."
+            )
+        model_kwargs["encoder_outputs"] = _expand_tensors(
+            copy.copy(model_kwargs["encoder_outputs"]), expand_size
+        )
+    return input_ids, model_kwargs
+
+
+def _expand_tensors(values: Any, expand_size: int) -> Any:
+    for name in values:
+        if isinstance(values[name], torch.Tensor):
+            values[name] = values[name].repeat_interleave(expand_size, dim=0)
+    return values
+
+
+def expand_multimodal_outputs(
+    self: Any,
+    input_ids: torch.Tensor | None,
+    mm_encoder_output: dict[str, Any],
+    expand_size: int = 1,
+    inputs_embeds: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Repeat encoded images and videos like the rows that show them.
+
+    A row may show several: they are repeated as a group, ``A B`` to ``A B A B``. Which belong to
+    a row follows from how many placeholder tokens it has.
+    """
+    for modality in ("image", "video"):
+        outputs: Any = mm_encoder_output.get(modality)
+        features = getattr(outputs, "pooler_output", None)
+        if features is None:
+            continue
+        token_id = getattr(self.config, f"{modality}_token_id")
+        if (input_ids is None or input_ids.numel() == 0) and inputs_embeds is not None:
+            placeholder = self.get_input_embeddings()(
+                torch.tensor(token_id, dtype=torch.long, device=inputs_embeds.device)
+            )
+            placeholders = (inputs_embeds == placeholder).all(-1).sum(-1)
+        else:
+            placeholders = (input_ids == token_id).sum(-1)
+        row_ends = set(accumulate(placeholders.tolist()))
+        feature_ends = accumulate(len(feature) for feature in features)
+        # The features of a row end where as many placeholders have been filled.
+        ends = [index + 1 for index, end in enumerate(feature_ends) if end in row_ends]
+        groups = list(zip([0, *ends[:-1]], ends, strict=True))
+        repeated = [f for start, end in groups for f in list(features[start:end]) * expand_size]
+        is_tensor = isinstance(features, torch.Tensor)
+        outputs.pooler_output = torch.stack(repeated) if is_tensor else repeated
+
+        layers = getattr(outputs, "deepstack_features", None)
+        # Some models keep (layer index, features) pairs there instead, which are left alone.
+        if layers is not None and isinstance(layers[0][0], torch.Tensor):
+            outputs.deepstack_features = [
+                [f for start, end in groups for f in list(layer[start:end]) * expand_size]
+                for layer in layers
+            ]
+    return mm_encoder_output
+
+
+def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
+    """Replace the last token of each prompt by the likeliest token that starts with its text.
+
+    A prompt cut within a word ends in a token that rarely stands before the rest of that word.
+    ``input_ids (rows, length)``; returns ids of the stripped and retokenised prompts, whose length
+    may differ. Raises ``ValueError`` without a tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError("`token_healing` needs the model's tokenizer: pass `tokenizer=...`.")
+    bos_id, pad_id = tokenizer.bos_token_id, tokenizer.pad_token_id
+    prompts = [text.strip() for text in tokenizer.decode(input_ids, skip_special_tokens=True)]
+    ids = tokenizer(prompts, return_tensors="pt", padding=True).input_ids.to(input_ids.device)
+    ids = torch.where(ids == bos_id, pad_id, ids)  # healing is not to be conditioned on BOS
+    if ids.numel() == 0:
+        return ids
+
+    trie = ExtensionsTrie(tokenizer.get_vocab())
+    space_id = tokenizer.convert_tokens_to_ids(" ")
+    space = None if space_id is None else tokenizer.convert_ids_to_tokens(space_id)[0]
+    one_token = GenerationConfig(max_new_tokens=1, pad_token_id=pad_id)
+    for row in ids:
+        if (row == pad_id).all():
+            continue
+        tail_id = row[-1].item()
+        tail = tokenizer.decode(tail_id)
+        tail = tail if space is None else tail.replace(" ", space)  # as the vocabulary spells it
+        bias = {(tokenizer.convert_tokens_to_ids(token),): 10.0 for token in trie.extensions(tail)}
+        if not bias.keys() - {(tail_id,)} or len(row) == 1:
+            continue  # nothing to choose from, or nothing to choose by
+        bias[(tail_id,)] = 11.0  # a whole word is rather kept than extended
+        one_token.update(sequence_bias=bias)
+        context = row[:-1]
+        if (row != pad_id).sum() == 1:
+            context[-1] = bos_id
+        row[:] = self.generate(context.unsqueeze(0), generation_config=one_token)[0]
+    return ids

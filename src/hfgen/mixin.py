@@ -1,0 +1,291 @@
+"""``GenerationMixin``: ``generate()`` as the list of its stages, and the table of hooks.
+
+A stage is a function that takes ``self`` first and is assigned here, under the name by which models
+override and call it. Names and signatures are upstream's
+(``transformers.generation.utils.GenerationMixin``, 5.23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from . import (
+    caches,
+    config,
+    encode,
+    forward,
+    hub,
+    inputs,
+    loop,
+    outputs,
+    processors,
+    stopping,
+    validate,
+)
+from .outputs import GenerateOutput, Recording
+from .strategies import STRATEGIES
+from .types import Request, Run, Strategy
+
+
+class GenerationMixin(transformers.GenerationMixin):
+    """Generation for any transformers model; put it after the model's class among the bases.
+
+    ``class Mine(LlamaForCausalLM, hfgen.GenerationMixin)``. See ``hfgen.mix_into`` for models that
+    are loaded already.
+    """
+
+    @torch.no_grad()
+    def generate(
+        self: Any,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        streamer: BaseStreamer | None = None,
+        negative_prompt_ids: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
+        custom_generate: str | Callable | None = None,
+        **kwargs: Any,
+    ) -> GenerateOutput | torch.Tensor:
+        """Continue a prompt, or answer an input.
+
+        Args:
+            inputs: The main input: ``input_ids (batch, length)`` of a decoder-only model, what the
+                encoder takes otherwise. May also come under its own name; without any, decoding
+                starts from ``bos_token_id``.
+            generation_config: What to do. ``kwargs`` go before it, the model's own config after.
+            logits_processor: Processors that run after the config's, before temperature, top-k, ….
+                One of the same type as one of the config's takes its place.
+            stopping_criteria: Criteria besides the config's, merged likewise.
+            prefix_allowed_tokens_fn: ``(row of the batch, its ids so far) -> allowed next ids``.
+            synced_gpus: Go on until every device is done. Default: if parameters are sharded.
+            assistant_model: A smaller model that drafts tokens for this one to verify.
+            streamer: Gets the prompt, then each token, through ``put()``; ``end()`` is called at
+                the end, also if that is an exception.
+            negative_prompt_ids: What ``guidance_scale`` guides away from, ``(batch, length)``.
+            negative_prompt_attention_mask: Its mask, ``(batch, length)``.
+            custom_generate: A callable that decodes in place of the methods here, after everything
+                is prepared; or a repository whose ``generate`` runs instead (needs
+                ``trust_remote_code=True``).
+            kwargs: Fields of the generation config, and inputs of the model's forward. Those of a
+                decoder start with ``decoder_``.
+
+        Returns:
+            Ids ``(batch * num_return_sequences, length)``, the prompt included if the model is
+            decoder-only and the prompt came as ids. With ``return_dict_in_generate``, one of
+            transformers' ``Generate*Output``.
+
+        Raises:
+            ValueError, TypeError, IndexError: An argument that cannot be used, before the first
+                forward. The model and the caller's objects are left as they were.
+            InvalidScoresError: Scores are NaN, so that no token can be chosen.
+        """
+        request = Request(
+            inputs,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            prefix_allowed_tokens_fn,
+            synced_gpus,
+            assistant_model,
+            streamer,
+            negative_prompt_ids,
+            negative_prompt_attention_mask,
+            custom_generate,
+            kwargs,
+        )
+        with _ending(streamer):
+            return _generate(self, request)
+
+    # Stage 1: config
+    _extract_generation_mode_kwargs = config.extract_generation_mode_kwargs
+    _prepare_generation_config = config.prepare_generation_config
+    _prepare_special_tokens = config.prepare_special_tokens
+    _prepare_generated_length = config.prepare_generated_length
+    _get_deprecated_gen_repo = hub.get_deprecated_gen_repo
+    _validate_model_kwargs = validate.validate_model_kwargs
+    _validate_generation_mode = validate.validate_generation_mode
+    _validate_generated_length = validate.validate_generated_length
+
+    # Stage 2: inputs
+    _prepare_model_inputs = inputs.prepare_model_inputs
+    _maybe_initialize_input_ids_for_generation = inputs.maybe_initialize_input_ids_for_generation
+    _prepare_attention_mask_for_generation = inputs.prepare_attention_mask_for_generation
+    _prepare_position_ids_for_generation = inputs.prepare_position_ids_for_generation
+    _prepare_decoder_input_ids_for_generation = inputs.prepare_decoder_input_ids_for_generation
+    _expand_inputs_for_generation = inputs.expand_inputs_for_generation
+    _expand_multimodal_outputs = inputs.expand_multimodal_outputs
+    heal_tokens = inputs.heal_tokens
+
+    # Stage 3: encoders
+    _maybe_prepare_encoder_kwargs_for_generation = (
+        encode.maybe_prepare_encoder_kwargs_for_generation
+    )
+    _prepare_text_encoder_decoder_kwargs_for_generation = (
+        encode.prepare_text_encoder_decoder_kwargs_for_generation
+    )
+    _prepare_multimodal_encoder_kwargs_for_generation = (
+        encode.prepare_multimodal_encoder_kwargs_for_generation
+    )
+    _supports_mm_encoder_outputs = encode.supports_mm_encoder_outputs
+
+    # Stage 4: caches
+    _prepare_cache_for_generation = caches.prepare_cache_for_generation
+    _prepare_static_cache = caches.prepare_static_cache
+    _supports_default_dynamic_cache: Any = classmethod(caches.supports_default_dynamic_cache)
+
+    # Stage 5: processors and criteria
+    _get_logits_processor = processors.get_logits_processor
+    _get_stopping_criteria = stopping.get_stopping_criteria
+    _merge_criteria_processor_list = processors.merge_criteria_processor_list
+
+    # The loop
+    prepare_inputs_for_generation = forward.prepare_inputs_for_generation
+    _update_model_kwargs_for_generation = forward.update_model_kwargs_for_generation
+    _prefill = forward.prefill
+    _optimize_model_for_decode = forward.optimize_model_for_decode
+    _supports_logits_to_keep = forward.supports_logits_to_keep
+    _valid_auto_compile_criteria = forward.valid_auto_compile_criteria
+    _has_unfinished_sequences = loop.has_unfinished_sequences
+    compute_transition_scores = outputs.compute_transition_scores
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | torch.Tensor:
+        """Decode greedily, or by sampling with ``do_sample``. Returns what ``generate`` returns."""
+        run = Run(
+            self,
+            input_ids,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            model_kwargs,
+            synced_gpus,
+        )
+        return _decode(run, STRATEGIES["_sample"], streamer)
+
+    def _beam_search(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | torch.Tensor:
+        """Search with ``num_beams`` beams, or sample them with ``do_sample``.
+
+        Returns what ``generate`` returns.
+        """
+        run = Run(
+            self,
+            input_ids,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            model_kwargs,
+            synced_gpus,
+        )
+        return _decode(run, STRATEGIES["_beam_search"])
+
+
+@contextmanager
+def _ending(streamer: BaseStreamer | None) -> Iterator[None]:
+    """End the streamer if an exception ends the call, so that nobody waits for it for ever."""
+    try:
+        yield
+    except BaseException:
+        if hasattr(streamer, "end"):
+            with suppress(Exception):  # the first exception is the one to report
+                streamer.end()  # type: ignore[union-attr]
+        raise
+
+
+def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
+    """The stages, in order."""
+    trust_remote_code = request.kwargs.pop("trust_remote_code", None)
+    if isinstance(request.custom_generate, str):
+        return hub.generate_from_repository(model, request, trust_remote_code)
+    validate.check_request(request)
+    if request.kwargs.get("cache_implementation") == "paged":
+        return hub.generate_paged(model, request)
+
+    plan, model_kwargs = config.resolve(model, request)
+    repository = model._get_deprecated_gen_repo(
+        plan.mode, trust_remote_code, request.custom_generate
+    )
+    model._validate_model_kwargs(model_kwargs.copy())
+    model._validate_generation_mode(plan.mode, plan.config, plan.mode_kwargs)
+    if repository is not None:
+        there = hub.request_for(repository, request, plan)
+        return hub.generate_from_repository(model, there, trust_remote_code)
+    plan.method = request.custom_generate or getattr(type(model), config.METHODS[plan.mode])
+
+    prompt = inputs.prepare(model, request, plan, model_kwargs)
+    if request.streamer is not None:
+        request.streamer.put(prompt.ids.cpu())
+    config.set_lengths(model, plan, prompt)
+    caches.prepare(model, plan, prompt)
+    inputs.warn_of_foreign_device(model, prompt.ids)
+    logits_processor = model._get_logits_processor(
+        generation_config=plan.config,
+        input_ids_seq_length=prompt.ids.shape[1],
+        encoder_input_ids=prompt.main_input,
+        prefix_allowed_tokens_fn=request.prefix_allowed_tokens_fn,
+        logits_processor=request.logits_processor or LogitsProcessorList(),
+        device=prompt.main_input.device,
+        model_kwargs=prompt.model_kwargs,
+        negative_prompt_ids=request.negative_prompt_ids,
+        negative_prompt_attention_mask=request.negative_prompt_attention_mask,
+    )
+    stopping_criteria = model._get_stopping_criteria(
+        generation_config=plan.config,
+        stopping_criteria=request.stopping_criteria or StoppingCriteriaList(),
+        tokenizer=plan.mode_kwargs.get("tokenizer"),
+    )
+    prompt.model_kwargs["use_cache"] = plan.config.use_cache
+    return plan.method(
+        model,
+        prompt.ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=plan.config,
+        **plan.mode_kwargs,
+        **prompt.model_kwargs,
+    )
+
+
+def _decode(
+    run: Run, strategy_class: Callable[[Run], Strategy], streamer: BaseStreamer | None = None
+) -> GenerateOutput | torch.Tensor:
+    """Drive the loop: record each step, stream it, and put together what is returned."""
+    for name in ("tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"):
+        run.model_kwargs.pop(name, None)  # arguments of other modes: no model's forward takes them
+    strategy = strategy_class(run)
+    recording = Recording(run)
+    if not validate.is_zero(run.config.max_new_tokens):
+        with closing(loop.steps(run, strategy)) as steps:
+            for step in steps:
+                recording.add(step)
+                if streamer is not None:
+                    streamer.put(step.tokens.squeeze(1).cpu())
+    if streamer is not None:
+        streamer.end()
+    return recording.finish(strategy.result(run))

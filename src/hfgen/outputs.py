@@ -1,0 +1,123 @@
+"""What a call returns: the recording of each step, and the ``Generate*Output`` made of it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateBeamOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    GenerateNonBeamOutput,
+)
+from transformers.utils import ModelOutput
+
+from . import quirks
+from .types import Run, Step
+
+#: What ``generate`` returns if not a tensor of ids.
+GenerateOutput: TypeAlias = GenerateNonBeamOutput | GenerateBeamOutput
+
+
+def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
+    """The attentions and hidden states of a forward, as fields of a ``Step``, if asked for."""
+    config = run.config
+    observed: dict[str, Any] = {}
+    if not config.return_dict_in_generate:
+        return observed
+    prefix = "decoder_" if run.is_encoder_decoder else ""
+    if config.output_attentions:
+        observed["attentions"] = (outputs[prefix + "attentions"],)
+        if run.is_encoder_decoder:
+            observed["cross_attentions"] = (outputs.cross_attentions,)
+    if config.output_hidden_states:
+        observed["hidden_states"] = (outputs[prefix + "hidden_states"],)
+    return observed
+
+
+class Recording:
+    """One entry per generated token for each thing that the config asks for."""
+
+    def __init__(self, run: Run) -> None:
+        config = run.config
+        asked = {
+            "logits": config.output_logits,
+            "attentions": config.output_attentions,
+            "cross_attentions": config.output_attentions and run.is_encoder_decoder,
+            "hidden_states": config.output_hidden_states,
+        }
+        self.run = run
+        self.recorded: dict[str, list[Any]] = {
+            name: [] for name, flag in asked.items() if flag and config.return_dict_in_generate
+        }
+
+    def add(self, step: Step) -> None:
+        """Take what ``step`` holds; its scores are in ``run`` already, where criteria need them."""
+        for name, entries in self.recorded.items():
+            entries.extend(getattr(step, name))
+
+    def finish(self, result: dict[str, torch.Tensor | None]) -> GenerateOutput | torch.Tensor:
+        """The return value of ``generate``: ``result``'s sequences alone, or all in an output."""
+        run, config = self.run, self.run.config
+        sequences = result["sequences"]
+        if not config.return_dict_in_generate:
+            return sequences
+
+        recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
+        fields: dict[str, Any] = {
+            **result,
+            "scores": run.scores,
+            "logits": recorded.get("logits"),
+            "past_key_values": quirks.returned_cache(run.model_kwargs),
+        }
+        attentions, hidden_states = recorded.get("attentions"), recorded.get("hidden_states")
+        is_beam = "beam_indices" in result
+        if not run.is_encoder_decoder:
+            output = GenerateBeamDecoderOnlyOutput if is_beam else GenerateDecoderOnlyOutput
+            return output(**fields, attentions=attentions, hidden_states=hidden_states)
+        encoder = run.model_kwargs["encoder_outputs"]
+        output = GenerateBeamEncoderDecoderOutput if is_beam else GenerateEncoderDecoderOutput
+        return output(
+            **fields,
+            encoder_attentions=encoder.get("attentions") if config.output_attentions else None,
+            encoder_hidden_states=(
+                encoder.get("hidden_states") if config.output_hidden_states else None
+            ),
+            decoder_attentions=attentions,
+            cross_attentions=recorded.get("cross_attentions"),
+            decoder_hidden_states=hidden_states,
+        )
+
+
+def compute_transition_scores(
+    self: Any,
+    sequences: torch.Tensor,
+    scores: tuple[torch.Tensor, ...],
+    beam_indices: torch.Tensor | None = None,
+    normalize_logits: bool = False,
+) -> torch.Tensor:
+    """The score of each generated token, given the output of ``generate``.
+
+    ``sequences (returned, length)``; ``scores``: a tuple of ``(rows, vocab)``, one per step;
+    ``beam_indices (returned, n_steps)``: the row that each token was scored in, negative after a
+    beam's end. With ``normalize_logits``, scores are log-probabilities. Returns
+    ``(returned, n_steps)``, zero after the end of a beam.
+    """
+    rows, vocab = scores[0].shape
+    if beam_indices is None:
+        beam_indices = torch.arange(rows, device=sequences.device).unsqueeze(1)
+        beam_indices = beam_indices.expand(-1, len(scores))
+    n_steps = int((beam_indices >= 0).sum(-1).max())
+    beam_indices = beam_indices[:, :n_steps]
+    is_past_end = beam_indices < 0
+
+    by_step = torch.stack(scores)  # (steps, rows, vocab)
+    if normalize_logits:
+        by_step = by_step.log_softmax(dim=-1)
+    by_step = by_step.reshape(len(scores), rows * vocab)
+    tokens = sequences[:, sequences.shape[1] - n_steps :]
+    flat = beam_indices.clamp(min=0) * vocab + tokens
+    return by_step[:n_steps].gather(1, flat.T).T.masked_fill(is_past_end, 0)

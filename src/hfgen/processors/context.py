@@ -1,0 +1,66 @@
+"""What a builder of a logits processor may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+
+PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The facts of one ``generate`` call that decide which processors it needs.
+
+    ``prompt_length`` counts the ids that the decoder starts from, pads included; it is 0 where the
+    prompt is known as embeddings only.  ``encoder_input_ids`` is the main input of the call, of
+    whatever shape: see :attr:`encoder_ids`.
+    """
+
+    model: Any
+    config: GenerationConfig
+    prompt_length: int = 0
+    encoder_input_ids: torch.Tensor | None = None
+    prefix_allowed_tokens_fn: PrefixFunction | None = None
+    device: Any = None
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+    negative_prompt_ids: torch.Tensor | None = None
+    negative_prompt_attention_mask: torch.Tensor | None = None
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)
+
+    @property
+    def eos(self) -> torch.Tensor | None:
+        """EOS ids ``(n,)``, or ``None`` where generation has no EOS token."""
+        return getattr(self.config, "_eos_token_tensor", None)
+
+    @property
+    def encoder_ids(self) -> torch.Tensor | None:
+        """The main input ``(rows, length)`` if it is token ids, else ``None``.
+
+        Features and embeddings have more dimensions, and some models fill in -100 for ids that
+        they do not have.
+        """
+        ids = self.encoder_input_ids
+        return ids if ids is not None and ids.dim() == 2 and not (ids < 0).any() else None
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether a decoder-only prompt is known as embeddings only."""
+        return not self.is_encoder_decoder and self.prompt_length == 0
+
+    @property
+    def min_tokens_to_keep(self) -> int:
+        """Tokens that a warper has to leave: beams need one that is not EOS to go on with."""
+        if self.config.num_beams is None or self.config.num_beams <= 1:
+            return 1
+        return 2 if self.eos is None else len(self.eos) + 1
+
+
+Builder: TypeAlias = Callable[[Context], LogitsProcessor | None]

@@ -1,0 +1,190 @@
+"""Classifier-free guidance: scores are pushed away from those of an unconditional branch.
+
+The unconditional branch is the same model with another prompt.  Method: Sanchez et al., "Stay on
+topic with Classifier-Free Guidance" (2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as upstream
+from transformers.modeling_outputs import BaseModelOutput
+
+from .context import Context
+
+
+class UnbatchedClassifierFreeGuidanceLogitsProcessor(
+    upstream.UnbatchedClassifierFreeGuidanceLogitsProcessor
+):
+    """Guidance for decoder-only models; one negative prompt serves all beams of a row."""
+
+    def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``(rows, length, vocab)`` of the unconditional branch for ``input_ids (rows, length)``."""
+        context = self.unconditional_context
+        if context["first_pass"]:
+            for name in ("input_ids", "attention_mask"):
+                if context[name] is not None:
+                    context[name] = _expand(context[name], len(input_ids))
+        return super().get_unconditional_logits(input_ids)
+
+
+class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Guidance for encoder-decoders.
+
+    Upstream gives the negative prompt to the model without decoder ids.  Models that derive those
+    from the encoder's ids (BART, mBART) are left that way, for equal tokens.  The others raise on
+    it, as do those on a padded negative prompt: here they get a branch of their own, in which the
+    encoder reads the negative prompt and the decoder the tokens so far.
+    """
+
+    def __init__(
+        self,
+        guidance_scale: float,
+        model: Any,
+        unconditional_ids: torch.Tensor | None = None,
+        unconditional_attention_mask: torch.Tensor | None = None,
+        use_cache: bool = True,
+        default_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            guidance_scale, model, unconditional_ids, unconditional_attention_mask, use_cache
+        )
+        self.encoder_ids = default_ids if unconditional_ids is None else unconditional_ids
+        self.encoder_mask = None if unconditional_ids is None else unconditional_attention_mask
+        self.decoder_mask = decoder_attention_mask
+        self.branch: UnconditionalBranch | None = None
+
+    def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``(rows, length, vocab)`` of the unconditional branch for ``input_ids (rows, length)``.
+
+        Raises ``ValueError`` if there is nothing to give to the encoder.
+        """
+        if self.branch is None:
+            first_pass = self.unconditional_context["first_pass"]
+            try:
+                if not first_pass or not self._is_padded():
+                    return super().get_unconditional_logits(input_ids)
+            except (RuntimeError, TypeError, ValueError):
+                if not first_pass:
+                    raise
+            self.branch = self._own_branch(len(input_ids))
+        return self.branch.logits(input_ids)
+
+    def _is_padded(self) -> bool:
+        return self.encoder_mask is not None and bool((self.encoder_mask == 0).any())
+
+    def _own_branch(self, rows: int) -> UnconditionalBranch:
+        if self.encoder_ids is None:
+            raise ValueError(
+                f"`guidance_scale` (={self.guidance_scale}) needs `negative_prompt_ids` here: the "
+                f"input of {type(self.model).__name__} is not token ids, so there is no default."
+            )
+        return UnconditionalBranch(
+            self.model,
+            self.encoder_ids,
+            self.encoder_mask,
+            self.decoder_mask,
+            rows,
+            use_cache=self.unconditional_context["use_cache"],
+        )
+
+
+class UnconditionalBranch:
+    """The decoder run on another encoder input, ``rows`` sequences at once, with its own cache."""
+
+    def __init__(
+        self,
+        model: Any,
+        encoder_ids: torch.Tensor,
+        encoder_mask: torch.Tensor | None,
+        decoder_mask: torch.Tensor | None,
+        rows: int,
+        *,
+        use_cache: bool,
+    ) -> None:
+        if encoder_mask is None and encoder_ids.dim() == 2:
+            encoder_mask = torch.ones_like(encoder_ids)
+        masked = {} if encoder_mask is None else {"attention_mask": encoder_mask}
+        states = model.get_encoder()(encoder_ids, return_dict=True, **masked).last_hidden_state
+        self.model = model
+        self.encoder_outputs = BaseModelOutput(last_hidden_state=_expand(states, rows))
+        self.masks = {name: _expand(mask, rows) for name, mask in masked.items()}
+        self.decoder_mask = decoder_mask
+        self.use_cache = use_cache
+        self.past: Any = None
+        self.seen = torch.empty(rows, 0, dtype=torch.long)  # ids whose keys the cache holds
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``(rows, n, vocab)`` of the decoder for the last n of ``input_ids (rows, length)``.
+
+        n is 1 once the cache holds the tokens before; where beams changed places, all are run.
+        """
+        if not self._continues(input_ids):
+            self.past, self.seen = None, input_ids[:, :0]
+        inputs: dict[str, Any] = dict(self.masks)
+        if self.decoder_mask is not None:
+            new = input_ids.shape[1] - self.decoder_mask.shape[1]
+            inputs["decoder_attention_mask"] = torch.nn.functional.pad(
+                self.decoder_mask, (0, new), value=1
+            )
+        outputs = self.model(
+            encoder_outputs=self.encoder_outputs,
+            decoder_input_ids=input_ids[:, self.seen.shape[1] :],
+            past_key_values=self.past,
+            use_cache=self.use_cache,
+            return_dict=True,
+            **inputs,
+        )
+        self.past = outputs.get("past_key_values")
+        self.seen = input_ids.clone()
+        return outputs.logits
+
+    def _continues(self, input_ids: torch.Tensor) -> bool:
+        """Whether the cache holds the keys of a proper prefix of ``input_ids``."""
+        length = self.seen.shape[1]
+        if self.past is None or length >= input_ids.shape[1]:
+            return False
+        return torch.equal(self.seen, input_ids[:, :length])
+
+
+def guidance(context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor | None:
+    scale = context.config.guidance_scale
+    if scale is None or scale == 1:
+        return None
+    branch = {
+        "unconditional_ids": context.negative_prompt_ids,
+        "unconditional_attention_mask": context.negative_prompt_attention_mask,
+        "use_cache": context.config.use_cache,
+    }
+    if not context.is_encoder_decoder:
+        return UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, context.model, **branch)
+    return EncoderDecoderGuidance(
+        scale,
+        context.model,
+        **branch,
+        default_ids=_last_encoder_token(context),
+        decoder_attention_mask=context.model_kwargs.get("decoder_attention_mask"),
+    )
+
+
+def _last_encoder_token(context: Context) -> torch.Tensor | None:
+    """The last token ``(rows, 1)`` that the encoder attends to: what remains of a prompt by default."""
+    ids, mask = context.encoder_ids, context.model_kwargs.get("attention_mask")
+    if ids is None or mask is None:
+        return None if ids is None else ids[:, -1:]
+    mask = mask[:: len(mask) // len(ids)]  # the mask is expanded to beams, the input is not
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    return ids.gather(1, (positions * (mask != 0)).argmax(dim=1, keepdim=True))
+
+
+def _expand(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """``tensor (n, ...)`` with each row repeated in place, up to ``rows`` rows."""
+    if rows % len(tensor) != 0:
+        raise ValueError(
+            f"`negative_prompt_ids` and its mask have {len(tensor)} rows, which do not divide the "
+            f"{rows} rows that are generated."
+        )
+    return tensor if len(tensor) == rows else tensor.repeat_interleave(rows // len(tensor), dim=0)

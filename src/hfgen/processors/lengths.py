@@ -1,0 +1,99 @@
+"""Processors that decide when a sequence may, or has to, begin and end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor
+from transformers.generation import logits_process as upstream
+
+from .banned import Banned
+from .context import Context
+
+
+class MinLengthLogitsProcessor(upstream.MinLengthLogitsProcessor):
+    """No EOS while the sequence, prompt and left pads included, is shorter than ``min_length``."""
+
+    def __init__(self, min_length: int, eos_token_id: Any, device: Any = "cpu") -> None:
+        super().__init__(min_length, eos_token_id, device)
+        self.banned = Banned(self.eos_token_id)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        return self.banned.fill(scores) if input_ids.shape[-1] < self.min_length else scores
+
+
+class MinNewTokensLengthLogitsProcessor(upstream.MinNewTokensLengthLogitsProcessor):
+    """No EOS before ``min_new_tokens`` tokens are generated."""
+
+    def __init__(
+        self,
+        prompt_length_to_skip: int,
+        min_new_tokens: int,
+        eos_token_id: Any,
+        device: Any = "cpu",
+    ) -> None:
+        super().__init__(prompt_length_to_skip, min_new_tokens, eos_token_id, device)
+        self.banned = Banned(self.eos_token_id)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        new_tokens = input_ids.shape[-1] - self.prompt_length_to_skip
+        return self.banned.fill(scores) if new_tokens < self.min_new_tokens else scores
+
+
+class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
+    """EOS grows likelier by a factor per token, from a given number of new tokens on."""
+
+    eos_token_id: torch.Tensor
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        late = input_ids.shape[-1] - self.regulation_start
+        if late <= 0:
+            return scores
+        self.eos_token_id = self.eos_token_id.to(scores.device)
+        eos = scores[:, self.eos_token_id]
+        gain = eos.abs() * (pow(self.regulation_factor, late) - 1)
+        return scores.index_copy(1, self.eos_token_id, eos + gain.masked_fill(~eos.isfinite(), 0.0))
+
+
+def min_length(context: Context) -> MinLengthLogitsProcessor | None:
+    wanted = context.config.min_length
+    if wanted is None or wanted <= 0 or context.eos is None:
+        return None
+    return MinLengthLogitsProcessor(wanted, context.eos, device=context.device)
+
+
+def min_new_tokens(context: Context) -> MinNewTokensLengthLogitsProcessor | None:
+    wanted = context.config.min_new_tokens
+    if wanted is None or wanted <= 0 or context.eos is None:
+        return None
+    return MinNewTokensLengthLogitsProcessor(
+        context.prompt_length, wanted, context.eos, device=context.device
+    )
+
+
+def forced_bos(context: Context) -> ForcedBOSTokenLogitsProcessor | None:
+    token = context.config.forced_bos_token_id
+    return None if token is None else ForcedBOSTokenLogitsProcessor(token)
+
+
+def forced_eos(context: Context) -> ForcedEOSTokenLogitsProcessor | None:
+    token = context.config.forced_eos_token_id
+    if token is None:
+        return None
+    return ForcedEOSTokenLogitsProcessor(context.config.max_length, token, device=context.device)
+
+
+def exponential_decay(context: Context) -> ExponentialDecayLengthPenalty | None:
+    penalty = context.config.exponential_decay_length_penalty
+    if penalty is None:
+        return None
+    if context.eos is None:
+        raise ValueError(
+            f"`exponential_decay_length_penalty` (={penalty}) raises the score of the EOS token, "
+            "but there is none: set `eos_token_id`."
+        )
+    return ExponentialDecayLengthPenalty(penalty, context.eos, context.prompt_length)

@@ -1,0 +1,123 @@
+"""Processors that hold repetition down, of generated tokens or of the encoder's input."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from transformers import EncoderRepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor
+from transformers.generation import logits_process as upstream
+
+from .context import Context
+
+
+class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor):
+    """Divides positive and multiplies negative scores of tokens that occurred by the penalty."""
+
+    prompt_ignore_length: int | torch.Tensor | None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        if scores.dim() != 2 or input_ids.dim() != 2:
+            return super().__call__(input_ids, scores)
+        vocab = scores.shape[-1]
+        input_ids = self._without_ignored(input_ids, vocab).clamp(max=vocab)
+        padded = torch.nn.functional.pad(scores, (0, 1))  # a column for ids that do not count
+        seen = padded.gather(1, input_ids)
+        seen = torch.where(seen < 0, seen * self.penalty, seen / self.penalty)
+        return padded.scatter_(1, input_ids, seen)[:, :vocab]
+
+    def _without_ignored(self, input_ids: torch.Tensor, vocab: int) -> torch.Tensor:
+        ignored = self.prompt_ignore_length
+        if isinstance(ignored, int):
+            return input_ids[:, ignored:]
+        if ignored is None:
+            return input_ids
+        if len(ignored) != len(input_ids):
+            raise ValueError(
+                f"`prompt_ignore_length` has {len(ignored)} rows, the input ids {len(input_ids)}."
+            )
+        self.prompt_ignore_length = ignored = ignored.to(input_ids.device)
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return input_ids.masked_fill(positions < ignored[:, None], vocab)
+
+
+class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsProcessor):
+    """Rules out the token that would complete an n-gram of the encoder's input."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        start = input_ids.shape[-1] + 1 - self.ngram_size
+        if start < 0:
+            return scores
+        beams = len(scores) // self.batch_size
+        rows: list[int] = []
+        tokens: list[int] = []
+        for row, prefix in enumerate(input_ids[:, start:].tolist()):
+            banned = self.generated_ngrams[row // beams].get(tuple(prefix), [])
+            tokens += banned
+            rows += [row] * len(banned)
+        if not tokens:
+            return scores
+        scores = scores.clone()
+        scores[rows, tokens] = -math.inf
+        return scores
+
+
+def encoder_repetition_penalty(context: Context) -> EncoderRepetitionPenaltyLogitsProcessor | None:
+    penalty = context.config.encoder_repetition_penalty
+    if penalty is None or penalty == 1.0:
+        return None
+    ids = _encoder_ids(context, "encoder_repetition_penalty")
+    return None if ids is None else EncoderRepetitionPenaltyLogitsProcessor(penalty, ids)
+
+
+def repetition_penalty(context: Context) -> RepetitionPenaltyLogitsProcessor | None:
+    penalty = context.config.repetition_penalty
+    if penalty is None or penalty == 1.0:
+        return None
+    name = "decoder_attention_mask" if context.is_encoder_decoder else "attention_mask"
+    mask = context.model_kwargs.get(name)
+    pads = None if mask is None else (mask != 0).int().argmax(dim=1)
+    processor = RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=pads)
+    _warn_without_prompt(context, "repetition_penalty")
+    return processor
+
+
+def no_repeat_ngram(context: Context) -> NoRepeatNGramLogitsProcessor | None:
+    size = context.config.no_repeat_ngram_size
+    if size is None or size <= 0:
+        return None
+    processor = NoRepeatNGramLogitsProcessor(size)
+    _warn_without_prompt(context, "no_repeat_ngram_size")
+    return processor
+
+
+def encoder_no_repeat_ngram(context: Context) -> EncoderNoRepeatNGramLogitsProcessor | None:
+    size = context.config.encoder_no_repeat_ngram_size
+    if size is None or size <= 0:
+        return None
+    ids = _encoder_ids(context, "encoder_no_repeat_ngram_size")
+    return None if ids is None else EncoderNoRepeatNGramLogitsProcessor(size, ids)
+
+
+def _encoder_ids(context: Context, argument: str) -> torch.Tensor | None:
+    ids = context.encoder_ids
+    if ids is None:
+        warnings.warn(
+            f"`{argument}` is ignored: it works on token ids, and the input of this call has none.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return ids
+
+
+def _warn_without_prompt(context: Context, argument: str) -> None:
+    if context.lacks_prompt:
+        warnings.warn(
+            f"`{argument}` counts generated tokens only: the prompt was given as `inputs_embeds`, "
+            "without `input_ids`.",
+            UserWarning,
+            stacklevel=2,
+        )

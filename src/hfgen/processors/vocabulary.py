@@ -1,0 +1,116 @@
+"""Processors that allow, forbid or favour given tokens and token sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import InfNanRemoveLogitsProcessor as UpstreamInfNanRemove
+from transformers import PrefixConstrainedLogitsProcessor
+from transformers.generation import logits_process as upstream
+
+from .banned import Banned
+from .context import Context
+
+
+class _OneCopyBias:
+    """Sequence biases, summed into the one tensor that is then returned."""
+
+    length_1_bias: torch.Tensor
+    multi_token_biases: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    prepared_bias_variables: bool
+
+    def _prepare_bias_variables(self, scores: torch.Tensor) -> None:
+        super()._prepare_bias_variables(scores)  # type: ignore[misc]
+        self.length_1_bias = self.length_1_bias.to(scores.dtype)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        if not self.prepared_bias_variables:
+            self._prepare_bias_variables(scores)
+        if not self.multi_token_biases:
+            return scores + self.length_1_bias
+        bias = self.length_1_bias.expand_as(scores).clone()
+        for prefixes, last_tokens, biases in self.multi_token_biases:
+            size = prefixes.shape[1]
+            if size <= input_ids.shape[1]:
+                matches = (input_ids[:, None, -size:] == prefixes).all(dim=-1)
+                bias.index_add_(1, last_tokens, torch.where(matches, biases, 0.0).to(bias.dtype))
+        return bias.add_(scores)
+
+
+class SequenceBiasLogitsProcessor(_OneCopyBias, upstream.SequenceBiasLogitsProcessor):
+    """Adds a bias to the token that would complete a given sequence."""
+
+
+class NoBadWordsLogitsProcessor(_OneCopyBias, upstream.NoBadWordsLogitsProcessor):
+    """Rules out the token that would complete a bad word; EOS alone is never one."""
+
+
+class SuppressTokensLogitsProcessor(upstream.SuppressTokensLogitsProcessor):
+    """Rules out given tokens at every step."""
+
+    def __init__(self, suppress_tokens: Any, device: Any = "cpu") -> None:
+        super().__init__(suppress_tokens, device)
+        self.banned = Banned(self.suppress_tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        return self.banned.fill(scores)
+
+
+class SuppressTokensAtBeginLogitsProcessor(upstream.SuppressTokensAtBeginLogitsProcessor):
+    """Rules out given tokens where the sequence is ``begin_index`` tokens long."""
+
+    def __init__(self, begin_suppress_tokens: Any, begin_index: int, device: Any = "cpu") -> None:
+        super().__init__(begin_suppress_tokens, begin_index, device)
+        self.banned = Banned(self.begin_suppress_tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        return self.banned.fill(scores) if input_ids.shape[-1] == self.begin_index else scores
+
+
+class InfNanRemoveLogitsProcessor(UpstreamInfNanRemove):
+    """NaN becomes 0, infinities the largest finite values of the dtype."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
+        return scores.nan_to_num(nan=0.0)
+
+
+def sequence_bias(context: Context) -> SequenceBiasLogitsProcessor | None:
+    bias = context.config.sequence_bias
+    return None if bias is None else SequenceBiasLogitsProcessor(sequence_bias=bias)
+
+
+def bad_words(context: Context) -> NoBadWordsLogitsProcessor | None:
+    words = context.config.bad_words_ids
+    return None if words is None else NoBadWordsLogitsProcessor(words, context.eos)
+
+
+def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor | None:
+    allowed = context.prefix_allowed_tokens_fn
+    if allowed is None:
+        return None
+    return PrefixConstrainedLogitsProcessor(allowed, context.config.num_beams)
+
+
+def remove_invalid_values(context: Context) -> InfNanRemoveLogitsProcessor | None:
+    return InfNanRemoveLogitsProcessor() if context.config.remove_invalid_values is True else None
+
+
+def suppress_tokens(context: Context) -> SuppressTokensLogitsProcessor | None:
+    tokens = context.config.suppress_tokens
+    return None if tokens is None else SuppressTokensLogitsProcessor(tokens, device=context.device)
+
+
+def begin_suppress_tokens(context: Context) -> SuppressTokensAtBeginLogitsProcessor | None:
+    tokens = context.config.begin_suppress_tokens
+    if tokens is None:
+        return None
+    # A forced BOS takes the first place, so the sequence proper begins one token later.
+    forced = context.prompt_length <= 1 and context.config.forced_bos_token_id is not None
+    return SuppressTokensAtBeginLogitsProcessor(
+        tokens, context.prompt_length + int(forced), device=context.device
+    )

@@ -1,0 +1,88 @@
+"""Everything that is about one model family, or one version of transformers, with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.distributed.utils import _get_torch_distributed_world_size as world_size
+from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP)."""
+    return (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and world_size() > 1
+
+
+def cache_argument(model: Any) -> str:
+    """Under which name forward takes the cache: Mamba's predate ``past_key_values``."""
+    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+
+
+def given_cache(model: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The cache in ``model_kwargs``, under whichever name, or ``None``."""
+    names = (cache_argument(model), *ALL_CACHE_NAMES)
+    return next((model_kwargs[n] for n in names if model_kwargs.get(n) is not None), None)
+
+
+def makes_its_own_cache(class_name: str) -> bool:
+    """Whether the model builds a cache that is no ``Cache`` by itself.
+
+    MiniMax's first release does; M2 and M3 are ordinary attention models.
+    """
+    name = class_name.lower()
+    if "minimaxm2" in name or "minimaxm3" in name:
+        return False
+    return any(family in name for family in ("reformer", "minimax", "xlnet", "rwkv", "xlstm"))
+
+
+def keeps_decoder_prompt(model: Any) -> bool:
+    """Whether decoder ids are used as given, with no start token put before them.
+
+    Whisper's prompts and Donut's task prompts start with other special tokens. Donut checkpoints
+    are vision encoder-decoders, told by their encoder.
+    """
+    config = model.config
+    return (
+        "donut" in type(model).__name__.lower()
+        or config.model_type == "whisper"
+        or (
+            config.model_type == "vision-encoder-decoder"
+            and "donut" in config.encoder.model_type.lower()
+        )
+    )
+
+
+def takes_only_text(model: Any) -> bool:
+    """Whether ids are looked up as they are.
+
+    Multimodal models use ids outside of the vocabulary as placeholders and replace them first.
+    """
+    modalities = getattr(model, "input_modalities", "text")
+    return modalities == "text" or list(modalities) == ["text"]
+
+
+def token_embedding(model: Any) -> nn.Embedding | None:
+    """The table of token embeddings, if it is an ordinary one."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return (
+        embedding
+        if type(embedding).__name__.endswith("Embedding") and isinstance(embedding, nn.Embedding)
+        else None
+    )
+
+
+def cache_name(model_kwargs: dict[str, Any]) -> str | None:
+    """The name under which ``model_kwargs`` has a cache, be it ``None``; ``None`` if it has none."""
+    return next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)
+
+
+def returned_cache(model_kwargs: dict[str, Any]) -> Any:
+    """The cache as it is after decoding, for the output."""
+    name = cache_name(model_kwargs)
+    return None if name is None else model_kwargs[name]

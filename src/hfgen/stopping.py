@@ -1,0 +1,114 @@
+"""Stage 5b: the stopping criteria of a call, in one fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
+from transformers.generation.stopping_criteria import ConfidenceCriteria
+
+
+class StoppingCriteriaList(transformers.StoppingCriteriaList):
+    """Criteria of which one suffices to end a row; calling it gives ``(rows,)`` bools."""
+
+    @property
+    def length_only(self) -> bool:
+        """Whether the length alone decides, so that nothing has to be read off the device."""
+        return bool(self) and all(type(criterion) is MaxLengthCriteria for criterion in self)
+
+
+class StopStringCriteria(transformers.StopStringCriteria):
+    """Ends a row at a stop string that lies within the generated text.
+
+    ``prompt_length`` tokens at the start of the ids are left out.  (Upstream's criterion also
+    ends a row where a stop string begins in the prompt.)
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: str | list[str], prompt_length: int = 0):
+        super().__init__(tokenizer, stop_strings)
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
+        generated = input_ids[:, self.prompt_length :]
+        if generated.shape[1] == 0:
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return super().__call__(generated, scores, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a builder of a stopping criterion may read."""
+
+    model: Any
+    config: Any
+    tokenizer: Any = None
+
+
+Builder: TypeAlias = Callable[[Context], StoppingCriteria | None]
+
+
+def max_length(context: Context) -> MaxLengthCriteria | None:
+    if context.config.max_length is None:
+        return None
+    return MaxLengthCriteria(
+        max_length=context.config.max_length,
+        max_position_embeddings=getattr(context.model.config, "max_position_embeddings", None),
+    )
+
+
+def max_time(context: Context) -> MaxTimeCriteria | None:
+    seconds = context.config.max_time
+    return None if seconds is None else MaxTimeCriteria(max_time=seconds)
+
+
+def stop_strings(context: Context) -> StopStringCriteria | None:
+    strings = context.config.stop_strings
+    if strings is None:
+        return None
+    if context.tokenizer is None:
+        raise ValueError(
+            f"`stop_strings` (={strings!r}) can only be found with the model's tokenizer: pass it "
+            "to `generate` as `tokenizer`."
+        )
+    prompt_length = getattr(context.config, "_prompt_length", 0)
+    return StopStringCriteria(context.tokenizer, strings, prompt_length=prompt_length)
+
+
+def eos(context: Context) -> EosTokenCriteria | None:
+    tokens = getattr(context.config, "_eos_token_tensor", None)
+    return None if tokens is None else EosTokenCriteria(eos_token_id=tokens)
+
+
+def assistant_confidence(context: Context) -> ConfidenceCriteria | None:
+    threshold = context.config.assistant_confidence_threshold
+    if not context.config.is_assistant or threshold is None or threshold <= 0:
+        return None
+    return ConfidenceCriteria(assistant_confidence_threshold=threshold)
+
+
+#: Rows in the order in which the criteria are asked; the caller's own follow.
+CRITERIA: tuple[Builder, ...] = (max_length, max_time, stop_strings, eos, assistant_confidence)
+
+
+def get_stopping_criteria(
+    self: Any, generation_config: Any, stopping_criteria: Any, tokenizer: Any = None
+) -> Any:
+    """All criteria of a call, the caller's ``stopping_criteria`` among them.
+
+    The hook ``GenerationMixin._get_stopping_criteria``, with upstream's order and conditions.  The private field ``_prompt_length`` of the config, where set, tells stop strings where the
+    generated text begins.  Raises ``ValueError`` for stop strings without a tokenizer.
+    """
+    context = Context(self, generation_config, tokenizer)
+    built = (builder(context) for builder in CRITERIA)
+    criteria = StoppingCriteriaList(criterion for criterion in built if criterion is not None)
+    return self._merge_criteria_processor_list(criteria, stopping_criteria)
+
+
+def has_eos_criterion(criteria: Iterable[Any]) -> bool:
+    """Whether a row may end before the others do, so that it has to be padded from there on."""
+    return any(hasattr(criterion, "eos_token_id") for criterion in criteria)

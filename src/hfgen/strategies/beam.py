@@ -1,0 +1,233 @@
+"""Beam search and beam sampling.
+
+Symbols: ``batch`` prompts, ``beams`` hypotheses per prompt, ``rows = batch * beams`` as the model
+sees them, ``kept`` candidates per prompt and step, ``length`` tokens so far, ``prompt`` tokens at
+the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import ModelOutput
+
+from .. import forward, outputs, quirks
+from ..loop import commit
+from ..types import Run, Step
+from .base import InvalidScoresError, NextToken
+
+#: Stands for minus infinity where a difference between two of them must not be NaN.
+UNREACHABLE = -1.0e9
+
+
+@dataclass(slots=True)
+class Hypotheses:
+    """Scored sequences of each prompt.
+
+    ``ids (batch, n, length)``; ``parents (batch, n, steps)``: in which row each generated token
+    was scored, -1 where there is none; ``scores (batch, n)``; ``is_done (batch, n)``.
+    """
+
+    ids: torch.Tensor
+    parents: torch.Tensor
+    scores: torch.Tensor
+    is_done: torch.Tensor
+
+    def best(self, n: int, by: torch.Tensor) -> Hypotheses:
+        """The ``n`` of each prompt that are best by ``by (batch, n)``, in descending order."""
+        index = torch.topk(by, k=n)[1]
+        return Hypotheses(
+            ids=_take(self.ids, index),
+            parents=_take(self.parents, index),
+            scores=_take(self.scores, index),
+            is_done=_take(self.is_done, index),
+        )
+
+
+def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``tensor (batch, n, …)`` at ``index (batch, m)``: ``(batch, m, …)``."""
+    shape = (*index.shape, *tensor.shape[2:])
+    return tensor.gather(1, index.view(*index.shape, *[1] * (tensor.ndim - 2)).expand(shape))
+
+
+class Beam(NextToken):
+    """Keep the ``num_beams`` likeliest sequences of each prompt; return the best that ended.
+
+    Greedy, the candidates of a step are the likeliest continuations of all beams; sampling, they
+    are drawn without replacement. There are enough of them to go on with even if the best all end
+    in an EOS.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        config = run.config
+        if config.low_memory:
+            raise ValueError(
+                "`low_memory=True` is no longer a way to search with beams. Leave it out; "
+                "`cache_implementation='offloaded'` saves memory."
+            )
+        rows, self.prompt_length = run.ids.shape
+        self.beams = config.num_beams
+        self.batch = rows // self.beams
+        device = run.ids.device
+        eos = config._eos_token_tensor
+        self.kept = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.beams
+        # Only the best may end; the others are there to go on with.
+        self.may_end = torch.arange(self.kept, device=device) < self.beams
+        self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
+
+        # Without an EOS nothing ends early, but for a criterion of the caller's.
+        pad = config._pad_token_tensor
+        fill = -1 if eos is None else int(eos[0] if pad is None else pad)
+        # A criterion of the caller's may allow more than the config.
+        self.max_length = int(max(config.max_length, run.criteria.max_length or 0))
+        n_steps = self.max_length - self.prompt_length
+        shape = (self.batch, self.beams)
+        ids = torch.full((*shape, self.max_length), fill, dtype=torch.long, device=device)
+        ids[:, :, : self.prompt_length] = run.ids.reshape(*shape, self.prompt_length)
+        parents = torch.full((*shape, n_steps), -1, dtype=torch.int32, device=device)
+        is_done = torch.zeros(shape, dtype=torch.bool, device=device)
+        # All beams start alike: only the first may be continued, or they would stay alike.
+        scores = torch.zeros(shape, device=device)
+        scores[:, 1:] = UNREACHABLE
+        self.running = Hypotheses(ids, parents, scores, is_done)
+        none_yet = torch.full(shape, UNREACHABLE, device=device)
+        self.ended = Hypotheses(ids.clone(), parents.clone(), none_yet, is_done)
+        self.can_improve = torch.ones((self.batch, 1), dtype=torch.bool, device=device)
+        self.all_hit = False
+
+    def step(self, run: Run, model_outputs: ModelOutput) -> Step:
+        commit(run, model_outputs)
+        logits = forward.last_logits(model_outputs, run.ids.device)
+        log_probs = run.processors(run.ids, logits.log_softmax(dim=-1))
+        if run.scores is not None:
+            run.scores += (log_probs.clone(),)
+        observed = outputs.observe(run, model_outputs)
+        del model_outputs
+
+        candidates = self.candidates(run, log_probs)
+        length = candidates.ids.shape[2]
+        hits = run.criteria(candidates.ids.flatten(0, 1), run.scores)
+        candidates.is_done = hits.view(self.batch, self.kept)
+        self.all_hit = bool(candidates.is_done.all())
+
+        open_scores = candidates.scores + candidates.is_done.float() * UNREACHABLE
+        running = Hypotheses(candidates.ids, candidates.parents, open_scores, candidates.is_done)
+        running = running.best(self.beams, by=open_scores)
+        self.add_ended(run, candidates)
+        _write(self.running, running)
+        self.reorder_cache(
+            run, self.running.parents[..., length - 1 - self.prompt_length].flatten()
+        )
+        run.ids = self.running.ids[:, :, :length].flatten(0, 1)
+        return Step(tokens=run.ids[:, -1:], scores=(log_probs,), logits=(logits,), **observed)
+
+    def candidates(self, run: Run, log_probs: torch.Tensor) -> Hypotheses:
+        """The ``kept`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``."""
+        vocab, length = log_probs.shape[-1], run.ids.shape[1]
+        totals = log_probs.view(self.batch, self.beams, vocab) + self.running.scores[:, :, None]
+        totals = totals.view(self.batch, self.beams * vocab)
+        self.check(run, totals)
+        if run.config.do_sample:
+            index = torch.multinomial(totals.softmax(dim=-1), num_samples=self.kept)
+            scores = totals.gather(1, index)
+        else:
+            scores, index = torch.topk(totals, k=self.kept)
+        beam, token = index // vocab, index % vocab
+        n_steps = length - self.prompt_length
+        parent = (beam + self.row_offsets).to(torch.int32)
+        return Hypotheses(
+            ids=torch.cat([_take(self.running.ids[:, :, :length], beam), token[:, :, None]], dim=2),
+            parents=torch.cat(
+                [_take(self.running.parents[:, :, :n_steps], beam), parent[:, :, None]], dim=2
+            ),
+            scores=scores,
+            is_done=torch.zeros_like(scores, dtype=torch.bool),
+        )
+
+    def check(self, run: Run, totals: torch.Tensor) -> None:
+        """Raise if a prompt has no usable scores among ``totals (batch, beams * vocab)``."""
+        best = totals.amax(dim=-1)  # NaN if any is
+        is_invalid = ~best.isfinite() if run.config.do_sample else best.isnan()
+        if is_invalid.any():
+            step = run.ids.shape[1] - self.prompt_length
+            raise InvalidScoresError(is_invalid.nonzero().flatten().tolist(), step)
+
+    def add_ended(self, run: Run, candidates: Hypotheses) -> None:
+        """Let candidates that ended replace worse ones, by score per length to the penalty's power."""
+        config, length = run.config, candidates.ids.shape[2]
+        ends_now = candidates.is_done & self.may_end
+        scores = candidates.scores / (length - self.prompt_length) ** config.length_penalty
+        is_full = self.ended.is_done.all(dim=-1, keepdim=True) & (config.early_stopping is True)
+        # Three sums and not one mask: so rows that none may enter stay ordered as upstream's are.
+        scores = scores + is_full.float() * UNREACHABLE
+        scores = scores + (~self.can_improve).float() * UNREACHABLE
+        scores = scores + (~ends_now) * UNREACHABLE
+        n_steps = length - self.prompt_length
+        merged = Hypotheses(
+            ids=torch.cat([self.ended.ids[:, :, :length], candidates.ids], dim=1),
+            parents=torch.cat([self.ended.parents[:, :, :n_steps], candidates.parents], dim=1),
+            scores=torch.cat([self.ended.scores, scores], dim=1),
+            is_done=torch.cat([self.ended.is_done, ends_now], dim=1),
+        )
+        _write(self.ended, merged.best(self.beams, by=merged.scores))
+
+    def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
+        """Let each row of the cache be that of the beam which the row now continues."""
+        name = quirks.cache_name(run.model_kwargs)
+        if name is None:
+            return
+        cache = run.model_kwargs[name]
+        if hasattr(run.model, "_reorder_cache"):  # RAG and others know better
+            run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
+        elif hasattr(cache, "reorder_cache"):
+            # Looking is free where no device has to be waited for; copying the cache is not.
+            if not rows.is_cpu or (rows != torch.arange(len(rows))).any():
+                cache.reorder_cache(rows)
+        else:
+            raise ValueError(
+                f"{type(run.model).__name__} cannot search with beams: its cache "
+                f"({type(cache).__name__}) cannot be reordered. Set `use_cache=False`."
+            )
+
+    def stop(self, run: Run) -> None:
+        self.update_can_improve(run)
+        config = run.config
+        is_full = config.early_stopping is True and bool(self.ended.is_done.all())
+        run.finished = self.all_hit or is_full or not bool(self.can_improve.any())
+
+    def update_can_improve(self, run: Run) -> None:
+        """Whether the best running beam of a prompt may still beat its worst ended one.
+
+        With ``early_stopping="never"``, by the best score that it can have at any length; else by
+        its score as it is now, which is a heuristic.
+        """
+        config = run.config
+        is_never = config.early_stopping == "never" and config.length_penalty > 0.0
+        length = config.max_length if is_never else run.ids.shape[1]
+        possible = self.running.scores[:, :1] / (
+            (length - self.prompt_length) ** config.length_penalty
+        )
+        worst = self.ended.scores.min(dim=1, keepdim=True)[0]
+        worst = torch.where(self.ended.is_done, worst, UNREACHABLE)
+        self.can_improve = self.can_improve & (possible > worst).any(dim=-1, keepdim=True)
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        n = run.config.num_return_sequences
+        parents = self.ended.parents[:, :n].flatten(0, 1)
+        n_steps = int((parents >= 0).sum(dim=1).max())
+        ids = self.ended.ids[:, :n].flatten(0, 1)
+        scores = self.ended.scores[:, :n].flatten()
+        return {
+            "sequences": ids[:, : self.prompt_length + n_steps],
+            "sequences_scores": scores if run.config.output_scores else None,
+            "beam_indices": parents[:, :n_steps],
+        }
+
+
+def _write(pool: Hypotheses, chosen: Hypotheses) -> None:
+    """Write ``chosen`` into the buffers of ``pool``; what lies after its length stays padding."""
+    pool.ids[:, :, : chosen.ids.shape[2]] = chosen.ids
+    pool.parents[:, :, : chosen.parents.shape[2]] = chosen.parents
+    pool.scores, pool.is_done = chosen.scores, chosen.is_done

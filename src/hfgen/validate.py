@@ -1,0 +1,415 @@
+"""Every check of arguments, and the errors and warnings they end in. Nothing here changes anything.
+
+Errors name the argument, what was given and what is allowed, and come before the first forward
+pass. Where upstream fails later and less clearly, the class of its exception is kept.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.utils import TransformersKwargs
+
+from . import quirks
+from .types import Plan, Prompt, Request
+
+
+def is_zero(value: Any) -> bool:
+    """Whether ``value`` is the number zero (and not ``False``)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` counts something: 8, 8.0, ``numpy.int64(8)`` and ``tensor(8)`` do."""
+    try:
+        return not isinstance(value, str | bytes) and float(value).is_integer()
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is one number of any type."""
+    try:
+        return not isinstance(value, str | bytes) and float(value) == float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def is_token_ids(value: Any) -> bool:
+    """Whether ``value`` is a token id or several."""
+    if isinstance(value, torch.Tensor):
+        return True
+    return is_number(value) or (
+        isinstance(value, Iterable) and not isinstance(value, str) and all(map(is_number, value))
+    )
+
+
+def is_stop_strings(value: Any) -> bool:
+    """Whether ``value`` is a non-empty string or a non-empty collection of them."""
+    if isinstance(value, str):
+        return bool(value)
+    return (
+        isinstance(value, list | tuple | set)
+        and len(value) > 0
+        and all(isinstance(string, str) and string for string in value)
+    )
+
+
+def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """``unknown`` names, each with the nearest known one."""
+    known = list(known)
+    named = []
+    for name in unknown:
+        nearest = difflib.get_close_matches(name, known, n=1)
+        named.append(f"`{name}` (did you mean `{nearest[0]}`?)" if nearest else f"`{name}`")
+    return ", ".join(named)
+
+
+# --- fields of the config -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a config field may be. ``None`` always may: the field is then not set."""
+
+    field: str
+    holds: Callable[[Any], bool]
+    allowed: str
+
+    def check(self, value: Any, error: type[Exception]) -> None:
+        if value is not None and not self.holds(value):
+            raise error(f"`{self.field}` has to be {self.allowed}, but is {value!r}.")
+
+
+_INTEGERS = (
+    "max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences "
+    "prefill_chunk_size max_cache_len num_beam_groups prompt_lookup_num_tokens "
+    "max_matching_ngram_size num_assistant_tokens pad_token_id bos_token_id"
+).split()
+_NUMBERS = (
+    "max_time top_p min_p top_h typical_p epsilon_cutoff eta_cutoff length_penalty guidance_scale"
+).split()
+_FLAGS = (
+    "do_sample use_cache return_dict_in_generate output_scores output_logits output_attentions "
+    "output_hidden_states renormalize_logits remove_invalid_values token_healing"
+).split()
+
+#: A value of another type raises ``TypeError``.
+TYPES = (
+    *(Rule(name, is_integer, "an integer") for name in _INTEGERS),
+    *(Rule(name, is_number, "a number") for name in _NUMBERS),
+    *(Rule(name, lambda value: not isinstance(value, str), "True or False") for name in _FLAGS),
+    Rule("eos_token_id", is_token_ids, "a token id or a list of them"),
+    Rule("suppress_tokens", is_token_ids, "a list of token ids"),
+    Rule("begin_suppress_tokens", is_token_ids, "a list of token ids"),
+)
+
+#: A value outside of the range raises ``ValueError``.
+RANGES = (
+    Rule("num_beams", lambda n: n >= 1, "at least 1"),
+    Rule("num_return_sequences", lambda n: n >= 1, "at least 1"),
+    Rule("prefill_chunk_size", lambda n: n >= 1, "at least 1"),
+    Rule("min_new_tokens", lambda n: n >= 0, "at least 0"),
+    Rule("stop_strings", is_stop_strings, "a non-empty string or a list of them"),
+    Rule("no_repeat_ngram_size", lambda n: is_integer(n), "an integer; 0 switches it off"),
+    Rule("repetition_penalty", lambda x: is_number(x) and x > 0, "a number above 0; 1 is off"),
+)
+
+#: Checked when the call samples; greedy and beam search ignore these fields.
+SAMPLING_RANGES = (
+    Rule("temperature", lambda x: is_number(x) and x > 0, "a number above 0; 0 decodes greedily"),
+    Rule("top_k", lambda n: is_integer(n) and n >= 0, "a positive integer; 0 or -1 is off"),
+    Rule("top_p", lambda x: 0 <= x <= 1, "between 0 and 1; 1 is off"),
+    Rule("min_p", lambda x: 0 <= x <= 1, "between 0 and 1"),
+    Rule("top_h", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    Rule("typical_p", lambda x: 0 < x <= 1, "above 0 and at most 1; 1 is off"),
+    Rule("epsilon_cutoff", lambda x: 0 <= x < 1, "at least 0 and below 1; 0 is off"),
+    Rule("eta_cutoff", lambda x: 0 <= x < 1, "at least 0 and below 1; 0 is off"),
+)
+
+
+def check_field_types(fields: dict[str, Any]) -> None:
+    """Raise ``TypeError`` for the first of the config ``fields`` that has a wrong type."""
+    for rule in TYPES:
+        rule.check(fields.get(rule.field), TypeError)
+
+
+def check_config(config: GenerationConfig) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a field that cannot mean anything."""
+    check_field_types(config.__dict__)
+    for rule in RANGES + (SAMPLING_RANGES if config.do_sample else ()):
+        rule.check(getattr(config, rule.field), ValueError)
+    # These two know best what they accept; build them before anything is computed.
+    if config.bad_words_ids is not None:
+        NoBadWordsLogitsProcessor(config.bad_words_ids)
+    if config.sequence_bias is not None:
+        SequenceBiasLogitsProcessor(config.sequence_bias)
+
+
+# --- arguments of generate ----------------------------------------------------------------------
+
+
+def check_request(request: Request) -> None:
+    """Raise ``TypeError`` for an argument of ``generate`` that is of the wrong kind."""
+    config = request.generation_config
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(
+            f"`generation_config` has to be a GenerationConfig, but is {_kind(config)}. "
+            "Write GenerationConfig(**fields), or pass the fields as keyword arguments."
+        )
+    for name in ("logits_processor", "stopping_criteria"):
+        functions = getattr(request, name)
+        if functions is not None and not isinstance(functions, list | tuple):
+            raise TypeError(
+                f"`{name}` has to be a list, but is {_kind(functions)}. Put it into a list."
+            )
+        for function in functions or ():
+            if not callable(function):
+                raise TypeError(f"`{name}` has to hold callables, but holds {_kind(function)}.")
+    streamer = request.streamer
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(
+            f"`streamer` has to have the methods put() and end(), but is {_kind(streamer)}."
+        )
+    function = request.prefix_allowed_tokens_fn
+    if function is not None and not callable(function):
+        raise TypeError(f"`prefix_allowed_tokens_fn` has to be callable, but is {_kind(function)}.")
+    custom = request.custom_generate
+    if custom is not None and not (callable(custom) or isinstance(custom, str)):
+        raise TypeError(
+            "`custom_generate` has to be a callable or a repository's name or path, but is "
+            f"{_kind(custom)}."
+        )
+    for name in ("inputs", "input_ids", "attention_mask", "inputs_embeds"):
+        tensor = request.inputs if name == "inputs" else request.kwargs.get(name)
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            unpack = hasattr(tensor, "input_ids") or isinstance(tensor, dict)
+            raise TypeError(
+                f"`{name}` has to be a tensor, but is {_kind(tensor)}. "
+                + ("Unpack it: generate(**inputs)." if unpack else "Use torch.tensor(...).")
+            )
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} ({str(value)[:60]})"
+
+
+def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for keyword arguments that the model does not take; typos end here."""
+    known = set(inspect.signature(self.prepare_inputs_for_generation).parameters)
+    if known & {"kwargs", "model_kwargs"}:  # it passes on whatever forward takes
+        known |= set(inspect.signature(self.forward).parameters)
+    if self.config.is_encoder_decoder:
+        known.add("decoder_input_ids")
+        base_model = getattr(self, self.base_model_prefix, None)
+        for part, prefix in (("encoder", ""), ("decoder", "decoder_")):
+            module = getattr(self, part, None)
+            if module is None:
+                module = getattr(base_model, part, None)
+            if module is not None:
+                known |= {prefix + name for name in inspect.signature(module.forward).parameters}
+    known |= TransformersKwargs.__optional_keys__ | {"debug_io", "mm_encoder_outputs"}
+    unknown = [
+        name for name, value in model_kwargs.items() if value is not None and name not in known
+    ]
+    if unknown:
+        fields = GenerationConfig().__dict__
+        raise ValueError(
+            f"{type(self).__name__}.generate() does not know {with_suggestions(unknown, known | set(fields))}: "
+            "neither the generation config nor the model's forward takes it."
+        )
+
+
+def validate_generation_mode(
+    self: Any,
+    generation_mode: GenerationMode,
+    generation_config: GenerationConfig,
+    generation_mode_kwargs: dict[str, Any],
+) -> None:
+    """Raise ``ValueError`` for a mode that the model, or the other arguments, rule out."""
+    supported = getattr(self, "_supported_generation_modes", None)
+    if supported is not None and generation_mode not in supported:
+        names = ", ".join(mode.value for mode in supported)
+        raise ValueError(
+            f"{type(self).__name__} decodes with {names}; the arguments ask for "
+            f"{generation_mode.value}."
+        )
+    if generation_mode == GenerationMode.BEAM_SEARCH and "streamer" in generation_mode_kwargs:
+        raise ValueError(
+            f"`streamer` cannot follow beam search (`num_beams`={generation_config.num_beams}), "
+            "which revises what it has written. Set `num_beams=1` or drop the streamer."
+        )
+    if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        if generation_config.num_return_sequences > 1:
+            raise ValueError(
+                "`num_return_sequences` has to be 1 in assisted generation, but is "
+                f"{generation_config.num_return_sequences}."
+            )
+        if self._is_stateful:
+            raise ValueError(
+                f"{type(self).__name__} keeps a state that cannot be rolled back, so candidate "
+                "tokens cannot be rejected: assisted generation does not work with it."
+            )
+    assistant = generation_mode_kwargs.get("assistant_model")
+    if assistant is not None and getattr(generation_config, "speculation_type", None) != "dflash":
+        _check_assistant(self, assistant, generation_mode_kwargs)
+
+
+def _check_assistant(self: Any, assistant: Any, mode_kwargs: dict[str, Any]) -> None:
+    if self.config.is_encoder_decoder and not assistant.config.is_encoder_decoder:
+        for name in ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layers"):
+            if name in dir(assistant.config) and (
+                getattr(self.config, name) != getattr(assistant.config, name)
+            ):
+                raise ValueError(
+                    f"`assistant_model` is decoder-only and its config's `{name}` differs from the "
+                    "model's, so it cannot read the model's encoder. Load the assistant as an "
+                    "encoder-decoder, for example with AutoModelForSpeechSeq2Seq."
+                )
+    vocab_size = self.config.get_text_config().vocab_size
+    assistant_vocab_size = assistant.config.get_text_config().vocab_size
+    if vocab_size == assistant_vocab_size:
+        if "assistant_tokenizer" in mode_kwargs:
+            raise ValueError(
+                f"`assistant_tokenizer` is for assistants with another vocabulary; both have "
+                f"{vocab_size} tokens here. Leave it out."
+            )
+    elif not {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
+        raise ValueError(
+            f"The model has {vocab_size} tokens and `assistant_model` {assistant_vocab_size}: pass "
+            "both `tokenizer` and `assistant_tokenizer`, to translate between them."
+        )
+
+
+def validate_generated_length(
+    self: Any,
+    generation_config: GenerationConfig,
+    input_ids_length: int,
+    has_default_max_length: bool,
+) -> None:
+    """Raise ``ValueError`` if the prompt fills ``max_length``; warn of lengths out of reach."""
+    config = generation_config
+    if is_zero(config.max_new_tokens):
+        return
+    if has_default_max_length and config.max_new_tokens is None:
+        warnings.warn(
+            f"No length was asked for, so up to {config.max_length} tokens are generated, the "
+            "default `max_length`. Set `max_new_tokens`.",
+            UserWarning,
+            stacklevel=2,
+        )
+    name = "decoder_input_ids" if self.config.is_encoder_decoder else "input_ids"
+    if input_ids_length >= config.max_length:
+        raise ValueError(
+            f"`{name}` has {input_ids_length} tokens and `max_length` is {config.max_length}, so "
+            "there is no room to generate. Raise `max_length`, or better, set `max_new_tokens`."
+        )
+    wanted = []
+    if config.min_length is not None:
+        wanted.append(("min_length", config.min_length, config.min_length))
+    if config.min_new_tokens is not None:
+        wanted.append(
+            ("min_new_tokens", config.min_new_tokens, config.min_new_tokens + input_ids_length)
+        )
+    for field, value, length in wanted:
+        if length > config.max_length:
+            default = " (its default)" if has_default_max_length else ""
+            warnings.warn(
+                f"`{field}`={value} asks for {length} tokens in all, more than `max_length`="
+                f"{config.max_length}{default}: generation stops at `max_length`.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+# --- the prompt ---------------------------------------------------------------------------------
+
+
+def check_prompt(model: Any, plan: Plan, prompt: Prompt) -> None:
+    """Raise for a prompt that the model cannot take.
+
+    ``ValueError``: empty batch, empty prompt, attention mask of another shape, prompt longer than
+    the rotary positions that the model was made for. ``IndexError``, as in upstream's forward: ids
+    outside of the vocabulary, prompt longer than the table of learned positions.
+    """
+    if prompt.batch_size == 0:
+        raise ValueError(
+            f"`{prompt.main_input_name}` has to hold at least one row, but has shape "
+            f"{tuple(prompt.main_input.shape)}."
+        )
+    _check_mask(model, prompt)
+    ids = prompt.main_input
+    if prompt.main_input_name != "input_ids" or ids.ndim != 2 or ids.is_floating_point():
+        return
+    is_continued = quirks.given_cache(model, prompt.model_kwargs) is not None
+    if ids.shape[1] == 0:
+        if not model.config.is_encoder_decoder and not is_continued:
+            raise ValueError(
+                f"`input_ids` has to hold at least one token per row, but has shape "
+                f"{tuple(ids.shape)}. Pass a prompt, or leave `input_ids` out to start from "
+                f"`bos_token_id` (which is {plan.config.bos_token_id})."
+            )
+        return
+    if quirks.takes_only_text(model):
+        _check_vocabulary(model, ids)
+        _check_positions(model, ids)
+
+
+def _check_mask(model: Any, prompt: Prompt) -> None:
+    mask = prompt.model_kwargs.get("attention_mask")
+    is_text = prompt.main_input_name in ("input_ids", "inputs_embeds")
+    if not is_text or mask is None or mask.ndim != 2 or prompt.main_input.ndim < 2:
+        return
+    expected, given = tuple(prompt.main_input.shape[:2]), tuple(mask.shape)
+    if given == expected:
+        return
+    # With a cache the mask also covers what is in the cache.
+    is_continued = quirks.given_cache(model, prompt.model_kwargs) is not None
+    if is_continued and given[0] == expected[0] and given[1] >= expected[1]:
+        return
+    raise ValueError(
+        f"`attention_mask` has to have the shape of `{prompt.main_input_name}`, {expected}, but has "
+        f"{given}."
+    )
+
+
+def _check_vocabulary(model: Any, ids: torch.Tensor) -> None:
+    embedding = quirks.token_embedding(model)
+    if embedding is None or ids.device.type == "meta":
+        return
+    lowest, highest = (int(bound) for bound in ids.aminmax())
+    if lowest >= 0 and highest < embedding.num_embeddings:
+        return
+    row, column = ((ids < 0) | (ids >= embedding.num_embeddings)).nonzero()[0].tolist()
+    raise IndexError(
+        f"`input_ids[{row}, {column}]` is {int(ids[row, column])}, but the model's vocabulary has "
+        f"the ids 0 to {embedding.num_embeddings - 1}. Is the tokenizer this model's?"
+    )
+
+
+def _check_positions(model: Any, ids: torch.Tensor) -> None:
+    length = ids.shape[1]
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or length <= positions:
+        return
+    message = (
+        f"`input_ids` has {length} tokens per row, but {type(model).__name__} has {positions} "
+        "positions (`config.max_position_embeddings`). Shorten the prompt"
+    )
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding) and ("pos" in name or name.endswith("wpe"))
+        if is_table and module.num_embeddings - getattr(module, "offset", 0) < length:
+            raise IndexError(f"{message}.")
+        if getattr(module, "rope_type", None) == "default":
+            raise ValueError(
+                f"{message}, or raise that field or set its rotary scaling if the model can go on."
+            )
