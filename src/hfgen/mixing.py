@@ -27,14 +27,13 @@ def mix_into(model: T) -> T:
         TypeError: ``model`` cannot generate, or is not a model.
     """
     if isinstance(model, type):
-        cls: Any = model
-        return _mixed_class(cls)
+        return _mixed_class(model)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"mix_into() takes a transformers model or its class, but got {type(model).__name__}."
         )
     inner = _unwrap(model)
-    inner.__class__ = _mixed_class(type(inner))
+    inner.__class__ = _mixed_class(inner.__class__)
     if inner is not model and hasattr(model, "base_model_prepare_inputs_for_generation"):
         # PEFT kept the method that the model had when it was wrapped.
         model.base_model_prepare_inputs_for_generation = inner.prepare_inputs_for_generation

@@ -1,0 +1,47 @@
+# Every target makes its environment itself: `make demo` works on a fresh machine.
+# PYTHON chooses the interpreter the environment is made with, VENV where it lies.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+COUNT ?= 2000
+
+.PHONY: help demo test check format parity bench clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 12
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Making the environment in $(VENV): a minute or two, once."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "hfgen needs Python 3.10 or later; say which with make PYTHON=python3.x"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/installed ## Complete code with the built-in model, beside upstream.
+	@$(BIN)/hfgen demo
+
+test: $(VENV)/installed ## Run the tests (under 10 minutes on 2 cores).
+	@$(BIN)/python -m pytest --numprocesses 2
+
+check: $(VENV)/installed ## Check format, lint and types.
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: $(VENV)/installed ## Format, and fix what the linter can.
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+parity: $(VENV)/installed ## Compare with upstream on COUNT random cases from SEED.
+	@$(BIN)/python -m tests.parity.sweep --seed $(SEED) --count $(COUNT)
+
+bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.
+	@$(BIN)/python -m benchmarks.overhead
+
+clean: ## Remove the environment and all caches.
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -prune -exec rm -rf {} +
