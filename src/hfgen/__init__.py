@@ -3,20 +3,24 @@
 ``hfgen.mix_into(model)``, and ``model.generate(...)`` runs on hfgen: same call, same tokens.
 """
 
-from .builtin import builtin_model
-from .config import GenerationConfig
-from .mixin import GenerationMixin
-from .mixing import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    mix_into,
-    patch,
-    patched,
-    unpatch,
-)
-from .strategies.base import InvalidScoresError
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .builtin import builtin_model
+    from .config import GenerationConfig
+    from .mixin import GenerationMixin
+    from .mixing import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+        mix_into,
+        patch,
+        patched,
+        unpatch,
+    )
+    from .strategies.base import InvalidScoresError
 
 __version__ = "0.1.0"
 
@@ -34,3 +38,23 @@ __all__ = [
     "patched",
     "unpatch",
 ]
+
+_HOMES = {  # names that live elsewhere than in `mixing`
+    "GenerationConfig": "config",
+    "GenerationMixin": "mixin",
+    "InvalidScoresError": "strategies.base",
+    "builtin_model": "builtin",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use, so that ``hfgen --help`` does not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(f".{_HOMES.get(name, 'mixing')}", __name__)
+    globals()[name] = value = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

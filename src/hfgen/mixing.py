@@ -19,9 +19,10 @@ T = TypeVar("T")
 def mix_into(model: T) -> T:
     """Let ``model`` generate with hfgen, and return it; or, given a class, return the mixed class.
 
-    A model is switched in place: its weights, hooks, adapters, quantisation and device map stay as
-    they are, and so do the name and the module of its class. A wrapper (PEFT, ``torch.compile``)
-    has the model inside it switched. Doing it twice changes nothing.
+    A model is switched in place, and so are the models inside it that generate by themselves (the
+    generator of RAG, the depth decoder of speech models): weights, hooks, adapters, quantisation
+    and device map stay as they are, and so do the name and the module of each class. Of a wrapper
+    (PEFT, ``torch.compile``) the model inside is switched. Doing it twice changes nothing.
 
     Raises:
         TypeError: ``model`` cannot generate, or is not a model.
@@ -34,6 +35,9 @@ def mix_into(model: T) -> T:
         )
     inner = _unwrap(model)
     inner.__class__ = _mixed_class(inner.__class__)
+    for part in inner.modules():
+        if isinstance(part, UpstreamMixin):
+            part.__class__ = _mixed_class(part.__class__)
     if inner is not model and hasattr(model, "base_model_prepare_inputs_for_generation"):
         # PEFT kept the method that the model had when it was wrapped.
         model.base_model_prepare_inputs_for_generation = inner.prepare_inputs_for_generation
@@ -71,8 +75,10 @@ def _mixed_class(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
 
 
-def _reduce(self: Any, protocol: Any) -> tuple:
+def _reduce(self: Any, protocol: Any) -> str | tuple:
     """Pickle by the class that can be imported; mix again on the other side."""
+    if "_unmixed_class" not in vars(type(self)):  # a subclass of a mixed class, importable itself
+        return object.__reduce_ex__(self, protocol)
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     return _new, (type(self)._unmixed_class,), state
 

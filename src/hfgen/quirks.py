@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import transformers
+from packaging import version
 from torch import nn
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.utils import _get_torch_distributed_world_size as world_size
@@ -14,6 +17,12 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 def is_sharded(model: Any) -> bool:
     """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP)."""
     return (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and world_size() > 1
+
+
+@functools.cache
+def penalty_spares_padding() -> bool:
+    """Whether ``repetition_penalty`` leaves left padding out: since transformers 5.23."""
+    return version.parse(transformers.__version__) >= version.parse("5.23.0")
 
 
 def cache_argument(model: Any) -> str:

@@ -35,8 +35,8 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
 
     Upstream gives the negative prompt to the model without decoder ids.  Models that derive those
     from the encoder's ids (BART, mBART) are left that way, for equal tokens.  The others raise on
-    it, as do those on a padded negative prompt: here they get a branch of their own, in which the
-    encoder reads the negative prompt and the decoder the tokens so far.
+    it, as do those with a cache on a padded negative prompt: here they get a branch of their own,
+    in which the encoder reads the negative prompt and the decoder the tokens so far.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         if self.branch is None:
             first_pass = self.unconditional_context["first_pass"]
             try:
-                if not first_pass or not self._is_padded():
+                if not first_pass or not self._breaks_upstream():
                     return super().get_unconditional_logits(input_ids)
             except (RuntimeError, TypeError, ValueError):
                 if not first_pass:
@@ -73,8 +73,11 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
             self.branch = self._own_branch(len(input_ids))
         return self.branch.logits(input_ids)
 
-    def _is_padded(self) -> bool:
-        return self.encoder_mask is not None and bool((self.encoder_mask == 0).any())
+    def _breaks_upstream(self) -> bool:
+        """Whether the second token would fail: its mask covers more ids than the encoder is given."""
+        if self.encoder_mask is None or not self.unconditional_context["use_cache"]:
+            return False
+        return bool((self.encoder_mask == 0).any())
 
     def _own_branch(self, rows: int) -> UnconditionalBranch:
         if self.encoder_ids is None:

@@ -11,6 +11,9 @@ from transformers.generation import logits_process as upstream
 from .banned import Banned
 from .context import Context
 
+# A processor that does nothing returns a copy where upstream's does: if a later one edits the scores
+# in place, the recorded logits stay as they were.
+
 
 class MinLengthLogitsProcessor(upstream.MinLengthLogitsProcessor):
     """No EOS while the sequence, prompt and left pads included, is shorter than ``min_length``."""
@@ -21,7 +24,8 @@ class MinLengthLogitsProcessor(upstream.MinLengthLogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
-        return self.banned.fill(scores) if input_ids.shape[-1] < self.min_length else scores
+        is_short = input_ids.shape[-1] < self.min_length
+        return self.banned.fill(scores) if is_short else scores.clone()
 
 
 class MinNewTokensLengthLogitsProcessor(upstream.MinNewTokensLengthLogitsProcessor):
@@ -40,7 +44,8 @@ class MinNewTokensLengthLogitsProcessor(upstream.MinNewTokensLengthLogitsProcess
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         new_tokens = input_ids.shape[-1] - self.prompt_length_to_skip
-        return self.banned.fill(scores) if new_tokens < self.min_new_tokens else scores
+        is_short = new_tokens < self.min_new_tokens
+        return self.banned.fill(scores) if is_short else scores.clone()
 
 
 class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import transformers
 from transformers.generation.stopping_criteria import StoppingCriteria
-from transformers.utils import logging
 
-# The name that upstream logs under, so that filters on it keep working.
-logger = logging.get_logger("transformers.generation.utils")
+from ..logs import logger
 
 
 class LogitsProcessorList(transformers.LogitsProcessorList):

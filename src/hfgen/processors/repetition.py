@@ -9,6 +9,7 @@ import torch
 from transformers import EncoderRepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor
 from transformers.generation import logits_process as upstream
 
+from .. import quirks
 from .context import Context
 
 
@@ -16,6 +17,19 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
     """Divides positive and multiplies negative scores of tokens that occurred by the penalty."""
 
     prompt_ignore_length: int | torch.Tensor | None
+
+    def __init__(
+        self, penalty: float, prompt_ignore_length: int | torch.Tensor | None = None
+    ) -> None:
+        """``prompt_ignore_length``: tokens at the start that do not count, also per row ``(rows,)``."""
+        ignored = prompt_ignore_length
+        if isinstance(ignored, torch.Tensor) and ignored.dim() != 1:
+            raise ValueError(
+                "`prompt_ignore_length` has to be an integer or a tensor of shape (rows,), but has "
+                f"the shape {tuple(ignored.shape)}."
+            )
+        super().__init__(penalty, None if isinstance(ignored, torch.Tensor) else ignored)
+        self.prompt_ignore_length = ignored
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
@@ -49,6 +63,7 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         start = input_ids.shape[-1] + 1 - self.ngram_size
+        scores = scores.clone()  # upstream's copies too: a later in-place edit spares the logits
         if start < 0:
             return scores
         beams = len(scores) // self.batch_size
@@ -58,9 +73,6 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
             banned = self.generated_ngrams[row // beams].get(tuple(prefix), [])
             tokens += banned
             rows += [row] * len(banned)
-        if not tokens:
-            return scores
-        scores = scores.clone()
         scores[rows, tokens] = -math.inf
         return scores
 
@@ -79,7 +91,9 @@ def repetition_penalty(context: Context) -> RepetitionPenaltyLogitsProcessor | N
         return None
     name = "decoder_attention_mask" if context.is_encoder_decoder else "attention_mask"
     mask = context.model_kwargs.get(name)
-    pads = None if mask is None else (mask != 0).int().argmax(dim=1)
+    pads = None
+    if mask is not None and quirks.penalty_spares_padding():
+        pads = (mask != 0).int().argmax(dim=1)
     processor = RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=pads)
     _warn_without_prompt(context, "repetition_penalty")
     return processor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -16,22 +17,35 @@ from .context import Context
 class _OneCopyBias:
     """Sequence biases, summed into the one tensor that is then returned."""
 
+    sequence_bias: dict[tuple[int, ...], float]
     length_1_bias: torch.Tensor
-    multi_token_biases: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     prepared_bias_variables: bool
 
     def _prepare_bias_variables(self, scores: torch.Tensor) -> None:
         super()._prepare_bias_variables(scores)  # type: ignore[misc]
         self.length_1_bias = self.length_1_bias.to(scores.dtype)
+        by_length: dict[int, dict[tuple[int, ...], float]] = defaultdict(dict)
+        for sequence, bias in self.sequence_bias.items():
+            by_length[len(sequence)][sequence] = bias
+        by_length.pop(1, None)
+        #: For each length above 1: prefixes (n, length - 1), last tokens (n,), biases (n,).
+        self.longer = [
+            (
+                torch.tensor([sequence[:-1] for sequence in group], device=scores.device),
+                torch.tensor([sequence[-1] for sequence in group], device=scores.device),
+                torch.tensor(list(group.values()), dtype=torch.float, device=scores.device),
+            )
+            for group in by_length.values()
+        ]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         if not self.prepared_bias_variables:
             self._prepare_bias_variables(scores)
-        if not self.multi_token_biases:
+        if not self.longer:
             return scores + self.length_1_bias
         bias = self.length_1_bias.expand_as(scores).clone()
-        for prefixes, last_tokens, biases in self.multi_token_biases:
+        for prefixes, last_tokens, biases in self.longer:
             size = prefixes.shape[1]
             if size <= input_ids.shape[1]:
                 matches = (input_ids[:, None, -size:] == prefixes).all(dim=-1)

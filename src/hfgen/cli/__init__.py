@@ -1,0 +1,98 @@
+"""The command line: ``hfgen generate``, ``hfgen chat``, ``hfgen compare``, ``hfgen demo``.
+
+Nothing here imports torch or transformers before a command needs them, so that ``--help`` is
+immediate.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from hfgen.cli import chat, compare, demo, generate
+from hfgen.cli.options import GenerationCommand
+from hfgen.cli.report import CliError, one_line, say
+
+__all__ = ["app", "main"]
+
+
+class OneLineErrors(TyperGroup):
+    """Ends a failed command with one line on standard error instead of a traceback.
+
+    Exit code 2: the input was wrong. Exit code 1: the tokens differ, or something unexpected
+    happened. ``--debug`` anywhere on the line lets the traceback through.
+    """
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        arguments = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
+        try:
+            status = super().main(arguments, *rest, **extra)
+        except typer.Abort:
+            status = 130
+        except Exception as error:
+            if "--debug" in arguments:
+                raise
+            say(f"[red]hfgen:[/] {describe(error)}")
+            status = 2 if isinstance(error, CliError) or is_usage_error(error) else 1
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def is_usage_error(error: Exception) -> bool:
+    """Whether the argument parser raised it; typer's versions disagree on where the class is."""
+    return hasattr(error, "format_message")
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, in one line of rich markup."""
+    if isinstance(error, CliError):
+        return one_line(str(error))
+    if is_usage_error(error):
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "hfgen"
+        message = one_line(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
+        return f"{message}; see {command} --help"
+    return (
+        f"unexpected {type(error).__name__}: {one_line(str(error))} (--debug shows the traceback)"
+    )
+
+
+app = typer.Typer(
+    name="hfgen",
+    cls=OneLineErrors,
+    add_completion=False,
+    rich_markup_mode="rich",
+    invoke_without_command=True,
+)
+
+
+@app.callback()
+def hfgen(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Generate with any transformers model: same call, same tokens."""
+    if version:
+        from hfgen import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+app.command(cls=GenerationCommand)(generate.generate)
+app.command(cls=GenerationCommand)(chat.chat)
+app.command(cls=GenerationCommand)(compare.compare)
+app.command()(demo.demo)
+
+
+def main() -> None:
+    """Run the command line on ``sys.argv`` and exit with its status."""
+    app(prog_name="hfgen")

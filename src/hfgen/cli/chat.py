@@ -1,0 +1,145 @@
+"""``hfgen chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from hfgen.cli import measure
+from hfgen.cli.generate import text_streamer
+from hfgen.cli.loading import Loaded, load, quiet
+from hfgen.cli.options import (
+    FIELDS,
+    AssistantOption,
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    generation_config,
+)
+from hfgen.cli.report import CliError, one_line, say
+
+NEW_TOKENS = 256
+HELP = "[dim]/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer[/]"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far, as the model sees it."""
+
+    loaded: Loaded
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.loaded.tokenizer, "chat_template", None))
+
+    def reset(self) -> None:
+        self.messages.clear()
+
+    def add(self, role: str, content: str) -> None:
+        self.messages.append({"role": role, "content": content})
+
+    def inputs(self) -> dict[str, Any]:
+        """Model inputs ``(1, length)`` for the next answer.
+
+        Without a chat template the messages follow one another as plain text.
+        """
+        if not self.has_template:
+            lines = [self.system] if self.system else []
+            lines += [message["content"] for message in self.messages]
+            return measure.encode(self.loaded, ["\n".join([*lines, ""])])
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        encoded = self.loaded.tokenizer.apply_chat_template(
+            opening + self.messages,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(self.loaded.model.device)
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def chat(
+    context: typer.Context,
+    model: ModelOption = "builtin",
+    assistant: AssistantOption = None,
+    system: Annotated[
+        str | None, typer.Option("--system", help="What the model is told before everything else.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of the random generator.")
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Talk with a model, turn by turn, in its chat template where its tokenizer has one.
+
+    Ctrl-C stops the answer and not the program; Ctrl-D or /exit leaves; /reset forgets; /help.
+    An answer has at most 256 new tokens unless told otherwise.
+    """
+    with quiet(debug):
+        import torch
+
+        loaded = load(model, assistant, dtype, device)
+        config = generation_config(context.meta[FIELDS], loaded.model, NEW_TOKENS)
+        if seed is not None:
+            torch.manual_seed(seed)
+        conversation = Conversation(loaded, system)
+        if sys.stdin.isatty():
+            say(HELP)
+        if not conversation.has_template:
+            say(
+                "[yellow]note:[/] this tokenizer has no chat template, "
+                "so the model continues the conversation as plain text"
+            )
+        while (line := read_line()) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                conversation.reset()
+                say("[dim]forgotten[/]")
+            elif line.startswith("/"):
+                say(HELP)
+            elif line:
+                turn(conversation, line, config)
+
+
+def read_line() -> str | None:
+    """The next line of the user without spaces around it; None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    with suppress(ImportError):
+        import readline  # noqa: F401  line editing and history for input()
+    while True:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            say(HELP)
+
+
+def turn(conversation: Conversation, line: str, config: Any) -> None:
+    """Stream the answer to ``line``; Ctrl-C keeps what was said so far, an error undoes the turn."""
+    conversation.add("user", line)
+    clock = measure.Clock(text_streamer(conversation.loaded))
+    try:
+        measure.generate(conversation.loaded, conversation.inputs(), config, streamer=clock)
+    except KeyboardInterrupt:
+        clock.end()
+        say("[dim]stopped[/]")
+    except CliError as error:
+        conversation.messages.pop()
+        say(f"[red]hfgen:[/] {one_line(str(error))} (/reset starts again)")
+        return
+    answer = conversation.loaded.tokenizer.decode(clock.tokens, skip_special_tokens=True)
+    conversation.add("assistant", answer)

@@ -1,0 +1,219 @@
+"""``hfgen compare``: both libraries on the same weights, prompts, options and seed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from hfgen.cli import measure
+from hfgen.cli.loading import Loaded, load, quiet, upstream
+from hfgen.cli.options import (
+    FIELDS,
+    AssistantOption,
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    generation_config,
+    read_prompt,
+    without_effect,
+)
+from hfgen.cli.report import CliError, comparison_table, difference_line, out, say
+
+NEW_TOKENS = 64
+LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first new token at which one row of the two outputs parts."""
+
+    row: int
+    position: int  # among the new tokens, from 0
+    tokens: dict[str, int | None]  # library -> token there; None where its row has ended
+    texts: dict[str, str]  # the same, decoded
+    gap: float | None  # between the two largest of transformers' logits there
+
+    def describe(self, library: str) -> str:
+        token = self.tokens[library]
+        return "has ended" if token is None else f"has {self.texts[library]!r} ({token})"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What both libraries gave for one call; the runs of each in the order they were made."""
+
+    runs: dict[str, list[measure.Generated]]  # library -> its runs, the warm-up first
+    differences: list[Difference]
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all rows of one run of transformers."""
+        return self.runs["transformers"][0].timings.tokens
+
+    def seconds(self, library: str) -> float:
+        """Median time of a call, the warm-up left out."""
+        return statistics.median(run.timings.seconds for run in self.runs[library][1:])
+
+    def first(self, library: str) -> float | None:
+        """Median time to the first token, the warm-up left out; None with beams."""
+        times = [t for run in self.runs[library][1:] if (t := run.timings.first) is not None]
+        return statistics.median(times) if times else None
+
+    @property
+    def ratio(self) -> float:
+        """Time of hfgen divided by that of transformers."""
+        return self.seconds("hfgen") / self.seconds("transformers")
+
+
+def compare(
+    context: typer.Context,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; - or a pipe: one from standard input.")
+    ] = None,
+    model: ModelOption = "builtin",
+    assistant: AssistantOption = None,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="All prompts in one call, padded on the left.")
+    ] = False,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 3,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of each call.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Run transformers and hfgen side by side: tokens, first difference, times.
+
+    Takes the options of generate. The times are medians of interleaved runs after one warm-up.
+    Exit code 0: same tokens; 1: they differ.
+    """
+    fields: dict[str, Any] = context.meta[FIELDS]
+    texts = [read_prompt(prompt) for prompt in prompts] if prompts else [read_prompt(None)]
+    with quiet(debug):
+        loaded = load(model, assistant, dtype, device)
+        config = generation_config(fields, loaded.model, NEW_TOKENS)
+        for note in without_effect(fields, config, loaded.model):
+            say(f"[yellow]note:[/] {note}")
+        groups = [texts] if batch else [[text] for text in texts]
+        results = [
+            compare_call(loaded, measure.encode(loaded, group), config, seed, repeat)
+            for group in groups
+        ]
+    names = [f"{len(texts)} prompts"] if batch and len(texts) > 1 else texts
+    if as_json:
+        calls = [as_object(*each) for each in zip(groups, results, strict=True)]
+        report = {"model": loaded.name, "options": fields, "seed": seed, "calls": calls}
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        out.print(comparison_table([repr(name)[1:-1] for name in names], results, "prompt"))
+        for name, result in zip(names, results, strict=True):
+            for difference in result.differences:
+                out.print(f"{name!r}", markup=False, end=", ", soft_wrap=True)
+                out.print(difference_line(difference), soft_wrap=True)
+    if any(result.differences for result in results):
+        raise typer.Exit(1)
+
+
+def compare_call(
+    loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int, repeat: int
+) -> Comparison:
+    """One warm-up and ``repeat`` timed calls of each library, in turn.
+
+    Raises ``CliError`` when a library cannot run the call, naming it.
+    """
+    runs: dict[str, list[measure.Generated]] = {library: [] for library in LIBRARIES}
+    for turn in range(repeat + 1):
+        # The order alternates, so that neither library always runs on warm caches.
+        for library in list(LIBRARIES)[:: 1 if turn % 2 == 0 else -1]:
+            runs[library].append(run(library, loaded, inputs, config, seed))
+    pairs = zip(runs["transformers"], runs["hfgen"], strict=True)
+    differing = next((pair for pair in pairs if pair[0].rows != pair[1].rows), None)
+    if differing is None:
+        return Comparison(runs, [])
+    recording = copy.deepcopy(config)
+    recording.return_dict_in_generate = recording.output_logits = True
+    output = run("transformers", loaded, inputs, recording, seed).output
+    rows = zip(differing[0].rows, differing[1].rows, strict=False)
+    found = [find_difference(loaded, number, *row, output) for number, row in enumerate(rows)]
+    return Comparison(runs, [difference for difference in found if difference is not None])
+
+
+def run(
+    library: str, loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int
+) -> measure.Generated:
+    try:
+        with LIBRARIES[library](loaded):
+            return measure.generate(loaded, inputs, config, seed)
+    except CliError as error:
+        raise CliError(f"{library}: {error}") from error
+
+
+def find_difference(
+    loaded: Loaded, row: int, theirs: list[int], ours: list[int], output: Any
+) -> Difference | None:
+    """Where row ``row`` of transformers and of hfgen part; None where they are equal.
+
+    ``output`` is transformers' output for the call with its logits.
+    """
+    if theirs == ours:
+        return None
+    longest = max(len(theirs), len(ours))
+    both = {
+        "transformers": theirs + [None] * (longest - len(theirs)),
+        "hfgen": ours + [None] * (longest - len(ours)),
+    }
+    position = next(
+        i for i, pair in enumerate(zip(*both.values(), strict=True)) if len({*pair}) > 1
+    )
+    tokens = {library: tokens[position] for library, tokens in both.items()}
+    texts = {
+        library: "" if token is None else loaded.tokenizer.decode([token])
+        for library, token in tokens.items()
+    }
+    return Difference(row, position, tokens, texts, logit_gap(output, row, position))
+
+
+def logit_gap(output: Any, row: int, position: int) -> float | None:
+    """Difference of the two largest logits of ``row`` at new token ``position``."""
+    if position >= len(output.logits):
+        return None
+    if getattr(output, "beam_indices", None) is not None:
+        row = int(output.beam_indices[row, position])  # the beam that the row was in at that step
+    if row < 0:
+        return None
+    best, second = output.logits[position][row].float().topk(2).values.tolist()
+    return best - second
+
+
+def as_object(prompts: list[str], result: Comparison) -> dict[str, Any]:
+    """One of the calls that ``--json`` prints; times in seconds."""
+    return {
+        "prompts": prompts,
+        "identical": not result.differences,
+        "differences": [
+            {
+                "row": difference.row,
+                "position": difference.position,
+                "tokens": difference.tokens,
+                "logit_gap": difference.gap,
+            }
+            for difference in result.differences
+        ],
+        **{
+            library: {
+                "tokens": result.runs[library][0].rows,
+                "seconds": result.seconds(library),
+                "time_to_first_token": result.first(library),
+            }
+            for library in LIBRARIES
+        },
+        "ratio": result.ratio,
+    }

@@ -1,0 +1,74 @@
+"""``hfgen demo``: the built-in model at work, and the same calls through transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from hfgen.cli import measure
+from hfgen.cli.compare import compare_call
+from hfgen.cli.generate import text_streamer
+from hfgen.cli.loading import load, quiet
+from hfgen.cli.options import DebugOption, generation_config
+from hfgen.cli.report import comparison_table, duration, mebibytes, out, show
+
+PROMPT = '''\
+def read_lines(path, encoding="utf-8"):
+    """Return the lines of a text file as a list."""
+'''
+NEW_TOKENS = 64
+REPEAT = 5  # timed runs of each library in each mode, fewer on a slow machine
+SECONDS = 40.0  # about what all these runs may take
+SEED = 0
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.95},
+    "beam search (4)": {"do_sample": False, "num_beams": 4},
+}
+
+
+def demo(debug: DebugOption = False) -> None:
+    """Watch the built-in model complete a function, then hold hfgen against transformers.
+
+    Exit code 0: same tokens in every mode; 1: they differ.
+    """
+    with quiet(debug):
+        import torch
+        import transformers
+
+        import hfgen
+
+        loaded = load("builtin", None, "auto", "cpu")
+        threads = torch.get_num_threads()
+        size = sum(parameter.numel() for parameter in loaded.model.parameters())
+        out.print(
+            f"[bold]hfgen {hfgen.__version__}[/] · transformers {transformers.__version__} · "
+            f"torch {torch.__version__} · {threads} thread{'s' if threads > 1 else ''}\n"
+            f"[dim]built-in model, {size / 1e6:.1f} million parameters, completing Python[/]\n"
+        )
+        inputs = measure.encode(loaded, [PROMPT])
+        config = generation_config(MODES["greedy"], loaded.model, NEW_TOKENS)
+        show(PROMPT, "dim")
+        result = measure.generate(loaded, inputs, config, SEED, text_streamer(loaded))
+        timings = result.timings
+        out.print(
+            f"\ntime to first token    {duration(timings.first)}\n"
+            f"time per output token  {duration(timings.per_token)}\n"
+            f"tokens per second      {timings.per_second:,.0f}\n"
+            f"peak memory            {mebibytes(measure.peak_memory())}\n"
+        )
+        calls = 2 * len(MODES)
+        repeat = max(1, min(REPEAT, int(SECONDS / (calls * timings.seconds)) - 1))
+        results = []
+        with out.status("the same prompt through both libraries"):
+            for fields in MODES.values():
+                config = generation_config(fields, loaded.model, NEW_TOKENS)
+                results.append(compare_call(loaded, inputs, config, SEED, repeat))
+    out.print(comparison_table(list(MODES), results, "mode"))
+    out.print(f"[dim]one call, median of {repeat} interleaved runs; same weights, same seed[/]\n")
+    differing = [mode for mode, each in zip(MODES, results, strict=True) if each.differences]
+    if differing:
+        out.print(f"[bold red]The tokens differ from transformers' in: {', '.join(differing)}.[/]")
+        raise typer.Exit(1)
+    out.print("[bold green]Every token is identical to transformers'.[/]")

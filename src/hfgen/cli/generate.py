@@ -1,0 +1,118 @@
+"""``hfgen generate``: complete one prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from hfgen.cli import measure
+from hfgen.cli.loading import Loaded, load, quiet
+from hfgen.cli.options import (
+    FIELDS,
+    AssistantOption,
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    generation_config,
+    read_prompt,
+    without_effect,
+)
+from hfgen.cli.report import CliError, err, say, summary
+
+NEW_TOKENS = 64
+
+
+def generate(
+    context: typer.Context,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to complete; - or a pipe: standard input.")
+    ] = None,
+    model: ModelOption = "builtin",
+    assistant: AssistantOption = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: text, tokens, times, memory.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Seed of the random generator.")
+    ] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Complete a prompt; the prompt itself is not printed.
+
+    Every field of GenerationConfig is an option, as in
+    --max-new-tokens 64 --do-sample --temperature 0.7 --eos-token-id '\\[1, 2]' --no-use-cache.
+    Without a length it stops after 64 new tokens.
+    """
+    fields: dict[str, Any] = context.meta[FIELDS]
+    if stream and as_json:
+        raise CliError("--stream and --json exclude each other: leave one out")
+    text = read_prompt(prompt)
+    with quiet(debug):
+        loaded = load(model, assistant, dtype, device)
+        config = generation_config(fields, loaded.model, NEW_TOKENS)
+        for note in without_effect(fields, config, loaded.model):
+            say(f"[yellow]note:[/] {note}")
+        inputs = measure.encode(loaded, [text])
+        streamer = text_streamer(loaded) if stream else None
+        result = measure.generate(loaded, inputs, config, seed, streamer)
+        rows = [measure.until_end(row, config, loaded) for row in result.rows]
+        texts = [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        if as_json:
+            report = as_object(loaded, text, inputs, fields, seed, rows, texts, result.timings)
+            print(json.dumps(report, ensure_ascii=False))
+        elif not stream:
+            print_texts(texts)
+        if err.is_terminal and not as_json:
+            say(f"[dim]{summary(result.timings, measure.peak_memory())}[/]")
+
+
+def text_streamer(loaded: Loaded) -> Any:
+    """A streamer that writes new text to standard output."""
+    from transformers import TextStreamer
+
+    return TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def print_texts(texts: list[str]) -> None:
+    """One text alone as it is; several with a numbered line before each."""
+    for number, text in enumerate(texts, start=1):
+        if len(texts) > 1:
+            print(f"--- {number} of {len(texts)} ---")
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def as_object(
+    loaded: Loaded,
+    prompt: str,
+    inputs: dict[str, Any],
+    fields: dict[str, Any],
+    seed: int | None,
+    rows: list[list[int]],
+    texts: list[str],
+    timings: measure.Timings,
+) -> dict[str, Any]:
+    """The object that ``--json`` prints; times in seconds, memory in bytes."""
+    return {
+        "model": loaded.name,
+        "prompt": prompt,
+        "prompt_tokens": inputs["input_ids"][0].tolist(),
+        "options": fields,
+        "seed": seed,
+        "text": texts[0],
+        "tokens": rows[0],
+        "sequences": [{"text": text, "tokens": row} for text, row in zip(texts, rows, strict=True)],
+        "timings": {
+            "total": timings.seconds,
+            "time_to_first_token": timings.first,
+            "time_per_output_token": timings.per_token,
+            "tokens_per_second": timings.per_second,
+        },
+        "peak_memory": measure.peak_memory(),
+    }

@@ -1,0 +1,176 @@
+"""Models and tokenizers by name, and one model under both libraries."""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from hfgen.cli.report import CliError
+
+BUILTIN = {"builtin": False, "builtin-draft": True}  # name -> whether it is the draft model
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that generates with hfgen, its tokenizer, and the model that drafts for it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    assistant: Loaded | None = None
+
+    def mode_kwargs(self) -> dict[str, Any]:
+        """The arguments of ``generate`` that stand beside the config and the inputs."""
+        kwargs: dict[str, Any] = {"tokenizer": self.tokenizer}
+        if self.assistant is not None:
+            kwargs["assistant_model"] = self.assistant.model
+            if len(self.assistant.tokenizer) != len(self.tokenizer):
+                kwargs["assistant_tokenizer"] = self.assistant.tokenizer
+        return kwargs
+
+
+def load(name: str, assistant: str | None, dtype: str, device: str | None) -> Loaded:
+    """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``) for generation.
+
+    ``dtype`` is one of ``DTYPES``; ``device`` is a torch device, ``auto`` to spread the model over
+    all devices, or None for the GPU where there is one.
+    Raises ``CliError`` with what is wrong in one line.
+    """
+    import torch
+
+    if dtype not in DTYPES:
+        raise CliError(f"--dtype takes one of {', '.join(DTYPES)}, but {dtype!r} was given")
+    if device not in (None, "auto"):
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise CliError(
+                f"--device takes cpu, cuda, cuda:1, mps or auto, but {device!r} was given"
+            ) from error
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    drafts = None if assistant is None else load(assistant, None, dtype, device)
+    try:
+        model, tokenizer = (
+            _builtin(name, dtype, device) if name in BUILTIN else _load(name, dtype, device)
+        )
+    except CliError:
+        raise
+    except Exception as error:
+        raise CliError(
+            f"cannot load {name!r}: {_first_sentence(error)} "
+            "Give a folder written by save_pretrained, a hub id, or builtin."
+        ) from error
+    return Loaded(name, model.eval(), tokenizer, drafts)
+
+
+def _builtin(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+    import torch
+
+    import hfgen
+
+    model, tokenizer = hfgen.builtin_model(draft=BUILTIN[name])
+    if dtype != "auto":
+        model = model.to(getattr(torch, dtype))
+    return hfgen.mix_into(model if device == "auto" else model.to(device)), tokenizer
+
+
+def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+    import transformers
+
+    import hfgen
+
+    path = Path(name).expanduser()
+    source = str(path) if path.exists() else name
+    if not path.exists() and (
+        path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    ):
+        raise CliError(
+            f"no model at {name!r}: give a folder written by save_pretrained, a hub id, or builtin"
+        )
+    if path.is_file() or (path.is_dir() and not (path / "config.json").exists()):
+        raise CliError(f"{name!r} is not a folder with a config.json, as save_pretrained writes it")
+    local = offline()
+    config = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
+    auto = (
+        transformers.AutoModelForSeq2SeqLM
+        if config.is_encoder_decoder
+        else transformers.AutoModelForCausalLM
+    )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
+    except Exception as error:
+        raise CliError(f"no tokenizer with {name!r}: save one to the same folder") from error
+    model = auto.from_pretrained(source, dtype=dtype, device_map=device, local_files_only=local)
+    return hfgen.mix_into(model), tokenizer
+
+
+def offline() -> bool:
+    """Whether the hub's name cannot be resolved; without this, loading retries for half a minute."""
+    from huggingface_hub.constants import ENDPOINT
+
+    if getproxies():
+        return False
+    try:
+        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
+    except OSError:
+        return True
+    return False
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".:") + "."
+
+
+@contextmanager
+def upstream(loaded: Loaded) -> Iterator[None]:
+    """Inside, ``loaded`` generates with transformers' own code: same object, same weights.
+
+    Switches the class of the model, and of its assistant, to the one that hfgen was mixed into.
+    """
+    import hfgen
+
+    models = [each.model for each in (loaded, loaded.assistant) if each is not None]
+    mixed = [type(model) for model in models]
+    for model in models:
+        model.__class__ = next(
+            cls for cls in type(model).__mro__ if not issubclass(cls, hfgen.GenerationMixin)
+        )
+    try:
+        yield
+    finally:
+        for model, cls in zip(models, mixed, strict=True):
+            model.__class__ = cls
+
+
+@contextmanager
+def quiet(debug: bool = False) -> Iterator[None]:
+    """Inside, transformers' log lines, loading bars and warnings are off, unless ``debug``."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    if debug:
+        yield
+        return
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_level = hub_logging.get_verbosity()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        hub_logging.set_verbosity(hub_level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,99 @@
+"""What the terminal shows: messages, numbers with their units, tables."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from hfgen.cli.compare import Comparison, Difference
+    from hfgen.cli.measure import Timings
+
+NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+class CliError(Exception):
+    """The input is wrong: shown as one line, exit code 2."""
+
+
+def one_line(message: str, width: int = 320) -> str:
+    """``message`` on a single line of at most ``width`` characters, safe as rich markup."""
+    return escape(textwrap.shorten(message, width, placeholder=" …"))
+
+
+def say(markup: str) -> None:
+    """One line on standard error, whatever the width of the terminal."""
+    err.print(markup, soft_wrap=True)
+
+
+def show(text: str, style: str = "") -> None:
+    """Text on standard output exactly as it is, without a line end."""
+    out.print(Text(text, style=style), end="", soft_wrap=True)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds with a unit that suits them; a dash where there is no measurement."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def mebibytes(size: int | None) -> str:
+    """Bytes as MiB; a dash where there is no measurement."""
+    return "-" if size is None else f"{size / 2**20:,.0f} MiB"
+
+
+def summary(timings: Timings, peak_memory: int | None) -> str:
+    """The four numbers of a run on one line."""
+    return " · ".join(
+        [
+            f"{timings.tokens} tokens",
+            f"first after {duration(timings.first)}",
+            f"{duration(timings.per_token)} per token",
+            f"{timings.per_second:,.0f} tokens/s",
+            f"peak {mebibytes(peak_memory)}",
+        ]
+    )
+
+
+def comparison_table(names: Sequence[str], results: Sequence[Comparison], heading: str) -> Table:
+    """Both libraries side by side, one row per prompt or mode; times are medians."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(heading, overflow="ellipsis", no_wrap=True, max_width=26)
+    for column in ("tokens", "same tokens", "transformers", "hfgen", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, result in zip(names, results, strict=True):
+        verdict = Text("no", style="bold red") if result.differences else Text("yes", style="green")
+        table.add_row(
+            Text(name),
+            str(result.tokens),
+            verdict,
+            duration(result.seconds("transformers")),
+            duration(result.seconds("hfgen")),
+            f"{result.ratio:.2f}",
+        )
+    return table
+
+
+def difference_line(difference: Difference) -> str:
+    """Where two outputs part, in one line of rich markup."""
+    place = f"row {difference.row}, new token {difference.position + 1}"
+    tokens = (
+        f"transformers {difference.describe('transformers')}, hfgen {difference.describe('hfgen')}"
+    )
+    if difference.gap is None:
+        gap = "no logits there"
+    elif difference.gap < NEAR_TIE:
+        gap = f"top-2 logit gap {difference.gap:.2e}, a near tie that rounding can decide"
+    else:
+        gap = f"top-2 logit gap {difference.gap:.2e}"
+    return f"[red]{place}:[/] {escape(tokens)}; {gap}"

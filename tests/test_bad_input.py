@@ -1,0 +1,358 @@
+"""Bad input: a clear exception before the first forward, and nothing changed by it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import BatchEncoding, GenerationConfig, TopKLogitsWarper
+from transformers.generation.streamers import BaseStreamer
+
+import hfgen
+from tests import tiny
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given; raises at the ``fails_at``-th ``put``."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.puts: list[torch.Tensor] = []
+        self.ends = 0
+        self.fails_at = fails_at
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.puts) == self.fails_at:
+            raise OSError("the terminal is gone")
+        self.puts.append(value)
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+class Untouched:
+    """A mixed model that counts its forwards, and knows whether anything about it changed."""
+
+    def __init__(self, build: Callable[[], Any] = tiny.llama) -> None:
+        self.model = hfgen.mix_into(build())
+        self.forwards = 0
+        self.model.register_forward_pre_hook(self._count)
+        if self.model.config.is_encoder_decoder:
+            self.model.get_encoder().register_forward_pre_hook(self._count)
+        self.before = self._state()
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def _state(self) -> tuple[Any, ...]:
+        model = self.model
+        return (
+            copy.deepcopy(model.config.to_dict()),
+            copy.deepcopy(model.generation_config.to_dict()),
+            sorted(model.__dict__),
+            model.training,
+        )
+
+    def check(self) -> None:
+        assert self.forwards == 0, "an input that cannot be used was computed on"
+        assert self._state() == self.before
+
+
+IDS = tiny.prompt()
+NOT_FIELDS = [
+    (TypeError, {"max_new_tokens": "5"}, "`max_new_tokens` has to be an integer, but is '5'"),
+    (TypeError, {"max_new_tokens": 2.5}, "`max_new_tokens` has to be an integer, but is 2.5"),
+    (TypeError, {"num_beams": [2]}, "`num_beams` has to be an integer, but is [2]"),
+    (TypeError, {"top_p": "0.9", "do_sample": True}, "`top_p` has to be a number, but is '0.9'"),
+    (TypeError, {"do_sample": "False"}, "`do_sample` has to be True or False, but is 'False'"),
+    (TypeError, {"eos_token_id": "</s>"}, "`eos_token_id` has to be a token id or a list of them"),
+    (ValueError, {"max_new_tokens": -1}, "`max_new_tokens` must be greater than 0, but is -1"),
+    (ValueError, {"min_new_tokens": -1}, "`min_new_tokens` has to be at least 0, but is -1"),
+    (ValueError, {"num_beams": 0}, "`num_beams` has to be at least 1, but is 0"),
+    (ValueError, {"num_return_sequences": 0}, "`num_return_sequences` has to be at least 1"),
+    (ValueError, {"prefill_chunk_size": 0}, "`prefill_chunk_size` has to be at least 1, but is 0"),
+    (ValueError, {"stop_strings": []}, "`stop_strings` has to be a non-empty string or a list"),
+    (ValueError, {"stop_strings": "x"}, "`stop_strings` (='x') can only be found with the model's"),
+    (ValueError, {"repetition_penalty": -1.0}, "`repetition_penalty` has to be a number above 0"),
+    (ValueError, {"bad_words_ids": [3]}, "`bad_words_ids` has to be a list of lists"),
+    (ValueError, {"sequence_bias": {}}, "`sequence_bias` has to be a non-empty dictionary"),
+    (
+        ValueError,
+        {"early_stopping": "soon", "num_beams": 2},
+        "`early_stopping` must be a boolean or",
+    ),
+    (ValueError, {"cache_implementation": "fast"}, "Invalid `cache_implementation` (fast)"),
+]
+NOT_SAMPLED = [
+    ({"temperature": -1.0}, "`temperature` has to be a number above 0"),
+    ({"top_k": -3}, "`top_k` has to be a positive integer"),
+    ({"top_p": 1.5}, "`top_p` has to be between 0 and 1"),
+    ({"min_p": -0.1}, "`min_p` has to be between 0 and 1"),
+    ({"typical_p": 0}, "`typical_p` has to be above 0"),
+    ({"epsilon_cutoff": 1.5}, "`epsilon_cutoff` has to be at least 0 and below 1"),
+    ({"eta_cutoff": -1}, "`eta_cutoff` has to be at least 0 and below 1"),
+    ({"top_h": 0.0}, "`top_h` has to be above 0"),
+]
+
+
+@pytest.mark.parametrize(("error", "options", "message"), NOT_FIELDS, ids=str)
+@pytest.mark.parametrize("build", [tiny.llama, tiny.t5], ids=["llama", "t5"])
+def test_fields_of_wrong_type_or_range(build, error, options, message):
+    untouched = Untouched(build)
+    with pytest.raises(error, match=re.escape(message)):
+        untouched.model.generate(IDS, **{"max_new_tokens": 4} | options)
+    if "stop_strings" not in options:  # upstream's hook for criteria comes after the encoder
+        untouched.check()
+
+
+@pytest.mark.parametrize(("options", "message"), NOT_SAMPLED, ids=str)
+def test_sampling_fields_out_of_range(options, message):
+    untouched = Untouched()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        untouched.model.generate(IDS, do_sample=True, max_new_tokens=4, **options)
+    untouched.check()
+
+
+CONTRADICTIONS = [
+    ({"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences` (3) has to be smaller"),
+    ({"num_return_sequences": 2}, "Greedy methods"),
+    ({"num_beams": 2, "streamer": Recorder()}, "`streamer` cannot follow beam search"),
+    ({"num_beams": 2, "do_sample": True, "streamer": Recorder()}, "`streamer` cannot follow beam"),
+    ({"max_length": 4}, "`input_ids` has 7 tokens and `max_length` is 4"),
+    ({"input_ids": IDS}, "The prompt came twice, as `inputs` of shape (2, 7)"),
+    ({"max_new_token": 4}, "`max_new_token` (did you mean `max_new_tokens`?)"),
+    ({"suppress_tokens": [2], "forced_eos_token_id": 2}, "`forced_eos_token_id`"),
+    ({"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": None}, "`eos_token_id`"),
+    ({"token_healing": True}, "`token_healing` needs the model's tokenizer"),
+    ({"prompt_lookup_num_tokens": 3, "do_sample": True, "num_return_sequences": 2}, "has to be 1"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS, ids=lambda value: str(value)[:60])
+def test_contradictory_arguments(options, message):
+    untouched = Untouched()
+    length = {} if "max_length" in options else {"max_new_tokens": 4}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        untouched.model.generate(IDS, **length | options)
+    untouched.check()
+
+
+ARGUMENTS = [
+    (
+        {"generation_config": {"max_new_tokens": 4}},
+        "`generation_config` has to be a GenerationConfig",
+    ),
+    ({"logits_processor": TopKLogitsWarper(3)}, "`logits_processor` has to be a list"),
+    ({"logits_processor": [3]}, "`logits_processor` has to hold callables, but holds int"),
+    ({"stopping_criteria": len}, "`stopping_criteria` has to be a list"),
+    ({"streamer": print}, "`streamer` has to have the methods put() and end()"),
+    ({"prefix_allowed_tokens_fn": [1, 2]}, "`prefix_allowed_tokens_fn` has to be callable"),
+    ({"custom_generate": 3}, "`custom_generate` has to be a callable or"),
+    ({"attention_mask": [[1, 1]]}, "`attention_mask` has to be a tensor, but is list"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ARGUMENTS, ids=lambda value: str(value)[:60])
+def test_arguments_of_the_wrong_kind(options, message):
+    untouched = Untouched()
+    with pytest.raises(TypeError, match=re.escape(message)):
+        untouched.model.generate(IDS, **options)
+    untouched.check()
+
+
+def test_prompts_that_are_no_tensors():
+    untouched = Untouched()
+    with pytest.raises(TypeError, match=re.escape("`inputs` has to be a tensor, but is list")):
+        untouched.model.generate([[5, 6]])
+    with pytest.raises(TypeError, match=re.escape("Unpack it: generate(**inputs)")):
+        untouched.model.generate(BatchEncoding({"input_ids": IDS}))
+    untouched.check()
+
+
+def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any], str]]:
+    ones = torch.ones_like(IDS)
+    outside = IDS.clone()
+    outside[1, 3] = tiny.VOCAB
+    negative = IDS.clone()
+    negative[0, 6] = -1
+    long = tiny.prompt(1, 70)
+    decoders = [tiny.llama, tiny.gpt2]
+    everyone = [*decoders, tiny.t5, tiny.bart]
+    return [
+        *((m, ValueError, {"input_ids": IDS[:0]}, "at least one row, but has shape (0, 7)") for m in everyone),
+        *((m, ValueError, {"input_ids": IDS[:, :0]}, "at least one token per row") for m in decoders),
+        *((m, IndexError, {"input_ids": outside}, "`input_ids[1, 3]` is 97, but the model's vocabulary has the ids 0 to 96") for m in everyone),
+        *((m, IndexError, {"input_ids": negative}, "`input_ids[0, 6]` is -1") for m in everyone),
+        *((m, ValueError, {"input_ids": IDS, "attention_mask": ones[:, 1:]}, "shape of `input_ids`, (2, 7), but has (2, 6)") for m in everyone),
+        *((m, ValueError, {"input_ids": IDS, "attention_mask": ones[:1]}, "(2, 7), but has (1, 7)") for m in everyone),
+        (tiny.llama, ValueError, {"input_ids": IDS, "attention_mask": ones[:, None]}, "(batch, length), but has shape (2, 1, 7)"),
+        *((m, IndexError, {"input_ids": long}, "70 tokens per row") for m in (tiny.gpt2, tiny.bart)),
+        (tiny.llama, ValueError, {"input_ids": tiny.prompt(1, 300)}, "has 300 tokens per row, but LlamaForCausalLM has 256 positions"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "inputs", "message"), _prompts(), ids=lambda v: str(v)[:40]
+)
+def test_prompts_that_the_model_cannot_take(build, error, inputs, message):
+    untouched = Untouched(build)
+    with pytest.raises(error, match=re.escape(message)):
+        untouched.model.generate(**inputs, max_new_tokens=4)
+    untouched.check()
+
+
+def test_no_prompt_and_no_bos():
+    untouched = Untouched()
+    config = GenerationConfig(max_new_tokens=4)
+    untouched.model.generation_config.bos_token_id = None
+    untouched.before = untouched._state()
+    with pytest.raises(ValueError, match="no `bos_token_id` to start from"):
+        untouched.model.generate(generation_config=config)
+    untouched.check()
+    assert config == GenerationConfig(max_new_tokens=4)
+
+
+def test_rotary_scaling_goes_beyond_the_positions():
+    model = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    out = hfgen.mix_into(model).generate(tiny.prompt(1, 300), max_new_tokens=2, eos_token_id=None)
+    assert out.shape == (1, 302)
+
+
+# --- while decoding -----------------------------------------------------------------------------
+
+
+def _nan_at(step: int, row: int, length: int = 7) -> Callable[..., torch.Tensor]:
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == length + step:
+            scores = scores.clone()
+            scores[row, 5] = float("nan")
+        return scores
+
+    return processor
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nan_scores_name_row_and_step(do_sample):
+    model = hfgen.mix_into(tiny.llama())
+    with pytest.raises(hfgen.InvalidScoresError, match="row 1 are NaN or infinite at step 2"):
+        model.generate(
+            IDS,
+            do_sample=do_sample,
+            max_new_tokens=6,
+            eos_token_id=None,
+            logits_processor=[_nan_at(2, row=1)],
+        )
+
+
+def test_nan_scores_in_beams_name_the_prompt():
+    model = hfgen.mix_into(tiny.llama())
+    with pytest.raises(hfgen.InvalidScoresError, match="row 1 are NaN or infinite at step 2"):
+        model.generate(
+            IDS,
+            num_beams=2,
+            max_new_tokens=6,
+            eos_token_id=None,
+            logits_processor=[_nan_at(2, row=2)],
+        )
+
+
+def test_nan_weights_are_found_at_the_first_step():
+    model = hfgen.mix_into(tiny.llama())
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(hfgen.InvalidScoresError, match="row 0, 1 are NaN or infinite at step 0"):
+        model.generate(IDS, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_nan_scores_of_an_ended_row_do_not_matter(do_sample):
+    model = hfgen.mix_into(tiny.llama())
+
+    def end_row_0_then_break_it(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        if ids.shape[1] == 7:
+            scores[0, 2] = 1e4  # EOS
+        else:
+            scores[0] = float("nan")
+        return scores
+
+    out = model.generate(
+        IDS, do_sample=do_sample, max_new_tokens=4, logits_processor=[end_row_0_then_break_it]
+    )
+    assert out[0, 7:].tolist() == [2, 0, 0, 0][: out.shape[1] - 7]
+
+
+@pytest.mark.parametrize(
+    "returns", [lambda s: s[:, :10], lambda s: s[:1], lambda s: s[None], lambda s: None], ids=str
+)
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_processors_that_return_another_shape(returns, num_beams):
+    class Careless:
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> Any:
+            return returns(scores)
+
+    model = hfgen.mix_into(tiny.llama())
+    with pytest.raises(ValueError, match="Careless returned") as raised:
+        model.generate(IDS, num_beams=num_beams, max_new_tokens=4, logits_processor=[Careless()])
+    assert f"({2 * num_beams}, 97)" in str(raised.value)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_a_streamer_that_raises_is_ended(fails_at):
+    model, streamer = hfgen.mix_into(tiny.llama()), Recorder(fails_at)
+    with pytest.raises(OSError, match="the terminal is gone"):
+        model.generate(IDS[:1], max_new_tokens=6, eos_token_id=None, streamer=streamer)
+    assert (len(streamer.puts), streamer.ends) == (fails_at, 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prompt_lookup_num_tokens": 2}], ids=["greedy", "assisted"]
+)
+def test_a_criterion_that_raises_ends_the_streamer(options):
+    def criterion(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if ids.shape[1] >= 9:
+            raise KeyError("out of budget")
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    model, streamer = hfgen.mix_into(tiny.llama()), Recorder()
+    with pytest.raises(KeyError, match="out of budget"):
+        model.generate(
+            IDS[:1],
+            max_new_tokens=6,
+            eos_token_id=None,
+            streamer=streamer,
+            stopping_criteria=[criterion],
+            **options,
+        )
+    assert streamer.ends == 1
+
+
+def test_a_bad_argument_ends_the_streamer():
+    streamer = Recorder()
+    with pytest.raises(TypeError):
+        hfgen.mix_into(tiny.llama()).generate(IDS[:1], max_new_tokens="many", streamer=streamer)
+    assert (streamer.puts, streamer.ends) == ([], 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
+def test_an_interrupted_call_leaves_the_model_working(options):
+    model = hfgen.mix_into(tiny.llama())
+    torch.manual_seed(1)
+    expected = model.generate(IDS, max_new_tokens=8, **options)
+
+    def interrupt(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == 10:
+            raise KeyboardInterrupt
+        return scores
+
+    before = copy.deepcopy(model.generation_config.to_dict())
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(
+            IDS, max_new_tokens=8, eos_token_id=None, logits_processor=[interrupt], **options
+        )
+    assert model.generation_config.to_dict() == before
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(IDS, max_new_tokens=8, **options), expected)

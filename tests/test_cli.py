@@ -1,0 +1,504 @@
+"""The command line, on a tiny random model that is built here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from typer.testing import CliRunner
+
+import hfgen
+from hfgen.cli import app, chat, compare, demo, loading, main, measure, options
+from hfgen.cli.report import CliError
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", chat_template=template
+    )
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128}
+    special = {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
+    config = LlamaConfig(vocab_size=258, initializer_range=0.5, **sizes, **heads, **special)
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("llama")
+    llama().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("chat")
+    llama().save_pretrained(path)
+    tokenizer(TEMPLATE).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def loaded(folder: str) -> loading.Loaded:
+    with loading.quiet():
+        return loading.load(folder, None, "auto", "cpu")
+
+
+@pytest.fixture
+def tiny_builtin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hfgen, "builtin_model", lambda draft=False: (llama(draft), tokenizer()))
+
+
+def run(*arguments: str, stdin: str = "") -> SimpleNamespace:
+    result = CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "80"})
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    return SimpleNamespace(code=result.exit_code, out=result.stdout, err=result.stderr)
+
+
+def upstream_ids(folder: str, prompt: str, **kwargs: object) -> list[int]:
+    """New tokens of transformers' own `generate`."""
+    ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt").input_ids
+    model = LlamaForCausalLM.from_pretrained(folder)
+    return model.generate(ids, **kwargs)[0, ids.shape[1] :].tolist()
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        (["--max-new-tokens", "5"], {"max_new_tokens": 5}),
+        (["--max_new_tokens=5"], {"max_new_tokens": 5}),
+        (["--do-sample", "--temperature", ".5"], {"do_sample": True, "temperature": 0.5}),
+        (["--do-sample", "false"], {"do_sample": False}),
+        (["--no-use-cache"], {"use_cache": False}),
+        (["--early-stopping", "never"], {"early_stopping": "never"}),
+        (["--eos-token-id", "[1, 2]"], {"eos_token_id": [1, 2]}),
+        (["--eos-token-id=None"], {"eos_token_id": None}),
+        (["--top-k", "-1"], {"top_k": -1}),
+        (["--stop-strings", "7"], {"stop_strings": "7"}),
+        (["--stop-strings", '["a", "b"]'], {"stop_strings": ["a", "b"]}),
+        (["--stop-strings", "--"], {"stop_strings": "--"}),
+        (["--cache-implementation", "static"], {"cache_implementation": "static"}),
+        (["--watermarking-config", '{"bias": 2}'], {"watermarking_config": {"bias": 2}}),
+    ],
+)
+def test_fields_are_parsed(arguments: list[str], fields: dict[str, object]) -> None:
+    assert options.split_fields(["prompt", *arguments], []) == (["prompt"], fields)
+
+
+def test_a_flag_does_not_swallow_the_prompt() -> None:
+    assert options.split_fields(["--do-sample", "prompt"], []) == (["prompt"], {"do_sample": True})
+
+
+def test_own_options_and_what_follows_two_dashes_are_left_alone() -> None:
+    arguments = ["--model", "m", "--", "--top-k", "3"]
+    assert options.split_fields(arguments, ["--model"]) == (arguments, {})
+
+
+def test_kinds_name_existing_fields() -> None:
+    fields = set(GenerationConfig().to_dict())
+    assert fields >= options.FLAGS | options.INTEGERS | options.NUMBERS
+    assert not options.FLAGS & options.INTEGERS
+    assert not options.NUMBERS & (options.FLAGS | options.INTEGERS)
+
+
+def test_kinds_agree_with_the_defaults() -> None:
+    kinds = {bool: options.FLAGS, int: options.INTEGERS, float: options.NUMBERS}
+    defaults = GenerationConfig._get_default_generation_params().items()
+    assert {k for k, v in defaults if type(v) in kinds and k not in kinds[type(v)]} == set()
+
+
+# --- wrong input -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["foo"], ["foo"]),
+        (["generate", "x", "--tempratur", "1"], ["--tempratur", "--temperature"]),
+        (["generate", "x", "--modle", "a"], ["--modle", "--model"]),
+        (["generate", "x", "--temperature", "hot"], ["--temperature", "a number", "'hot'"]),
+        (["generate", "x", "--max-new-tokens", "1.5"], ["--max-new-tokens", "an integer", "'1.5'"]),
+        (["generate", "x", "--max-new-tokens"], ["--max-new-tokens", "an integer"]),
+        (["generate", "x", "--do-sample=maybe"], ["--do-sample", "true or false", "'maybe'"]),
+        (["generate", "x", "--no-do-sample=1"], ["--no-do-sample", "'1'"]),
+        (["generate", "x", "--cache-implementation", "foo"], ["foo", "static"]),
+        (["generate", "x", "--seed", "y"], ["--seed"]),
+        (["generate", "x", "y"], ["y"]),
+        (["generate", ""], ["prompt is empty"]),
+        (["generate"], ["prompt is empty"]),
+        (["generate", "x", "--stream", "--json"], ["--stream", "--json"]),
+        (["generate", "x", "--dtype", "int3"], ["int3", "bfloat16"]),
+        (["generate", "x", "--device", "tpu9"], ["tpu9", "cpu"]),
+        (["generate", "x", "--num-beams", "2", "--stream"], ["streamer", "num_beams"]),
+        (["generate", "x", "--model", "/no/such"], ["/no/such", "save_pretrained"]),
+        (["compare", "x", "--repeat", "0"], ["--repeat"]),
+        (["compare", "x", "--repetition-penalty", "-1"], ["transformers:", "penalty", "-1"]),
+        (["chat", "--foo"], ["--foo"]),
+    ],
+)
+@pytest.mark.usefixtures("tiny_builtin")
+def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], words: list[str]) -> None:
+    result = run(*arguments)
+    assert result.code == 2
+    assert result.out == ""
+    (line,) = result.err.splitlines()
+    assert line.startswith("hfgen: ")
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "config.json"),
+        ({"config.json": "{"}, "cannot load"),
+        ({"config.json": '{"model_type": "zzz"}'}, "zzz"),
+        ({"config.json": '{"model_type": "llama"}'}, "no tokenizer"),
+    ],
+)
+def test_unloadable_folder(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    result = run("generate", "x", "--model", str(tmp_path))
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert words in line
+
+
+def test_model_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "offline", lambda: True)
+    result = run("generate", "x", "--model", "no-such/model")
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert "no-such/model" in line
+
+
+@pytest.mark.usefixtures("tiny_builtin")
+def test_debug_lets_the_exception_through() -> None:
+    result = CliRunner().invoke(app, ["generate", "x", "--device", "tpu9", "--debug"])
+    assert isinstance(result.exception, CliError)
+
+
+def test_an_unexpected_exception_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setattr(measure, "encode", lambda *_: {}["boom"])
+    result = run("generate", "x", "--model", folder)
+    assert result.code == 1
+    assert result.err == "hfgen: unexpected KeyError: 'boom' (--debug shows the traceback)\n"
+
+
+# --- generate --------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_text_of_the_same_tokens(folder: str) -> None:
+    result = run("generate", "def f", "--model", folder, "--max-new-tokens", "6")
+    expected = upstream_ids(folder, "def f", max_new_tokens=6)
+    assert result.code == 0
+    assert result.out.removesuffix("\n") == tokenizer().decode(expected).removesuffix("\n")
+
+
+def test_generate_streams_the_same_text(folder: str) -> None:
+    arguments = ["generate", "def f", "--model", folder, "--max-new-tokens", "6"]
+    assert run(*arguments, "--stream").out.rstrip("\n") == run(*arguments).out.rstrip("\n")
+
+
+def test_json(folder: str) -> None:
+    result = run(
+        *("generate", "def f", "--model", folder, "--json", "--seed", "3"),
+        *("--do-sample", "--max-new-tokens", "6"),
+    )
+    report = json.loads(result.out)
+    torch.manual_seed(3)
+    assert report["tokens"] == upstream_ids(folder, "def f", do_sample=True, max_new_tokens=6)
+    assert report["text"] == tokenizer().decode(report["tokens"], skip_special_tokens=True)
+    assert report["sequences"] == [{"text": report["text"], "tokens": report["tokens"]}]
+    assert report["prompt_tokens"] == tokenizer()("def f").input_ids
+    assert report["options"] == {"do_sample": True, "max_new_tokens": 6}
+    assert (report["model"], report["prompt"], report["seed"]) == (folder, "def f", 3)
+    times = report["timings"]
+    assert 0 < times["time_to_first_token"] < times["total"]
+    assert times["time_per_output_token"] > 0
+    assert times["tokens_per_second"] == pytest.approx(len(report["tokens"]) / times["total"])
+    assert report["peak_memory"] > 2**20
+
+
+def test_several_sequences_and_beams(folder: str) -> None:
+    beams = ["--num-beams", "2", "--num-return-sequences", "2", "--max-new-tokens", "3"]
+    result = run("generate", "x", "--model", folder, *beams)
+    assert result.out.startswith("--- 1 of 2 ---\n")
+    report = json.loads(run("generate", "x", "--model", folder, *beams, "--json").out)
+    assert len(report["sequences"]) == 2
+    assert report["timings"]["time_to_first_token"] is None
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_prompt_from_a_pipe(folder: str, arguments: list[str]) -> None:
+    result = run("generate", *arguments, "--model", folder, "--json", stdin="a\nb\n")
+    assert json.loads(result.out)["prompt"] == "a\nb"
+
+
+def test_stop_strings_end_the_output(folder: str) -> None:
+    whole = upstream_ids(folder, "abc", max_new_tokens=6)
+    texts = [tokenizer().decode([token]) for token in whole]
+    stop = next(text for text in texts if text.isascii())
+    arguments = ("--max-new-tokens", "6", "--stop-strings", json.dumps([stop]), "--json")
+    report = json.loads(run("generate", "abc", "--model", folder, *arguments).out)
+    assert report["tokens"] == whole[: texts.index(stop) + 1]
+    assert len(report["tokens"]) < 6
+
+
+def test_length_defaults(folder: str, loaded: loading.Loaded) -> None:
+    assert options.generation_config({}, loaded.model, 64).max_new_tokens == 64
+    assert options.generation_config({"max_length": 9}, loaded.model, 64).max_new_tokens is None
+    loaded.model.generation_config.max_new_tokens = 7
+    assert options.generation_config({}, loaded.model, 64).max_new_tokens is None
+
+
+def test_options_without_effect_are_noted(folder: str) -> None:
+    arguments = ["generate", "x", "--model", folder, "--max-new-tokens", "1"]
+    note = run(*arguments, "--temperature", "0.5", "--length-penalty", "2").err.splitlines()
+    assert note == [
+        "note: --temperature does nothing without --do-sample",
+        "note: --length-penalty does nothing without --num-beams",
+    ]
+    assert run(*arguments, "--temperature", "0.5", "--do-sample").err == ""
+
+
+@pytest.mark.usefixtures("tiny_builtin")
+def test_assistant_gives_the_same_tokens() -> None:
+    arguments = ["generate", "def f", "--max-new-tokens", "8"]
+    assert run(*arguments, "--assistant", "builtin-draft").out == run(*arguments).out
+
+
+def test_encoder_decoder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=258, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+        pad_token_id=1, eos_token_id=0, decoder_start_token_id=1,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    arguments = ["--max-new-tokens", "3", "--min-new-tokens", "3", "--json"]
+    report = json.loads(run("generate", "a long prompt", "--model", str(tmp_path), *arguments).out)
+    assert len(report["tokens"]) == 3
+
+
+# --- chat ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the model is given at each turn of a chat, as text; its answers are "yes"."""
+    seen: list[str] = []
+
+    def answer(loaded, inputs, config, streamer):  # type: ignore[no-untyped-def]
+        seen.append(loaded.tokenizer.decode(inputs["input_ids"][0]))
+        streamer.put(inputs["input_ids"])
+        for token in loaded.tokenizer("yes").input_ids:
+            streamer.put(torch.tensor([token]))
+            if seen[-1].endswith("interrupt[assistant]"):
+                raise KeyboardInterrupt
+        streamer.end()
+
+    monkeypatch.setattr(measure, "generate", answer)
+    return seen
+
+
+def test_chat_uses_the_template_and_remembers(chat_folder: str, prompts: list[str]) -> None:
+    result = run("chat", "--model", chat_folder, "--system", "S", stdin="hi\n\nwhy\n")
+    assert (result.code, result.err, result.out) == (0, "", "yes\nyes\n")
+    assert prompts == [
+        "[system]S[user]hi[assistant]",
+        "[system]S[user]hi[assistant]yes[user]why[assistant]",
+    ]
+
+
+def test_chat_without_template_continues_the_text(folder: str, prompts: list[str]) -> None:
+    result = run("chat", "--model", folder, stdin="hi\nwhy\n")
+    assert result.err.count("no chat template") == 1
+    assert prompts == ["hi\n", "hi\nyes\nwhy\n"]
+
+
+def test_chat_commands(chat_folder: str, prompts: list[str]) -> None:
+    result = run("chat", "--model", chat_folder, stdin="a\n/reset\nb\n/help\n/what\n/exit\nc\n")
+    assert result.code == 0
+    assert prompts == ["[user]a[assistant]", "[user]b[assistant]"]
+    assert result.err.count("/exit or Ctrl-D leaves") == 2
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(chat_folder: str, prompts: list[str]) -> None:
+    result = run("chat", "--model", chat_folder, stdin="interrupt\ngo on\n")
+    assert result.code == 0
+    assert result.err == "stopped\n"
+    assert prompts[1] == "[user]interrupt[assistant]y[user]go on[assistant]"
+
+
+def test_an_error_undoes_the_turn(chat_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise CliError("too long")
+
+    monkeypatch.setattr(measure, "generate", fail)
+    spoken = chat.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
+    chat.turn(spoken, "hi", None)
+    assert spoken.messages == []
+
+
+def test_chat_answers_are_real(chat_folder: str) -> None:
+    result = run("chat", "--model", chat_folder, "--max-new-tokens", "4", stdin="hi\n")
+    expected = upstream_ids(chat_folder, "[user]hi[assistant]", max_new_tokens=4)
+    assert result.out.rstrip("\n") == tokenizer().decode(expected).rstrip("\n")
+
+
+# --- compare and demo ------------------------------------------------------------------------
+
+
+def test_upstream_switches_the_class_and_back(loaded: loading.Loaded) -> None:
+    mixed = type(loaded.model)
+    assert issubclass(mixed, hfgen.GenerationMixin)
+    with loading.upstream(loaded):
+        assert type(loaded.model) is LlamaForCausalLM
+    assert type(loaded.model) is mixed
+
+
+@pytest.mark.parametrize("mode", [[], ["--do-sample"], ["--num-beams", "2"], ["--batch"]])
+def test_compare_says_that_tokens_are_the_same(folder: str, mode: list[str]) -> None:
+    shared = ["--model", folder, "--repeat", "1", "--max-new-tokens", "4", *mode]
+    result = run("compare", "one", "second", *shared)
+    assert result.code == 0
+    rows = result.out.splitlines()[1:]
+    assert len(rows) == (1 if "--batch" in mode else 2)
+    assert all(" yes " in row for row in rows)
+    assert max(map(len, result.out.splitlines())) <= 80
+
+
+@contextmanager
+def other_weights(loaded: loading.Loaded):  # type: ignore[no-untyped-def]
+    """Other tokens than transformers': the output layer is turned round."""
+    loaded.model.lm_head.weight.data.neg_()
+    yield
+    loaded.model.lm_head.weight.data.neg_()
+
+
+def test_compare_finds_the_first_difference(
+    folder: str, loaded: loading.Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(compare.LIBRARIES, "hfgen", other_weights)
+    arguments = ("compare", "abc", "--model", folder, "--repeat", "1", "--max-new-tokens", "3")
+    result = run(*arguments, "--json")
+    assert result.code == 1
+    (call,) = json.loads(result.out)["calls"]
+    (difference,) = call["differences"]
+    ids = tokenizer()("abc", return_tensors="pt").input_ids
+    logits = loaded.model(ids).logits[0, -1]
+    best = logits.topk(2).values
+    assert not call["identical"]
+    assert (difference["row"], difference["position"]) == (0, 0)
+    assert difference["tokens"] == {"transformers": logits.argmax(), "hfgen": logits.argmin()}
+    assert difference["logit_gap"] == pytest.approx((best[0] - best[1]).item(), rel=1e-4)
+    table = run(*arguments)
+    assert table.code == 1
+    assert "row 0, new token 1: transformers has" in table.out
+
+
+def test_a_row_that_ends_earlier_differs_where_it_ends(loaded: loading.Loaded) -> None:
+    output = SimpleNamespace(logits=[torch.tensor([[0.0, 3.0, 1.0]])] * 2)
+    found = compare.find_difference(loaded, 0, [5, 6], [5], output)
+    assert found is not None
+    assert (found.position, found.tokens, found.gap) == (1, {"transformers": 6, "hfgen": None}, 2.0)
+
+
+def test_logit_gap_follows_the_beam() -> None:
+    logits = [torch.tensor([[0.0, 1.0], [0.0, 4.0]])]
+    output = SimpleNamespace(logits=logits, beam_indices=torch.tensor([[1, -1]]))
+    assert compare.logit_gap(output, 0, 0) == 4.0
+    assert compare.logit_gap(output, 0, 1) is None
+
+
+@pytest.mark.usefixtures("tiny_builtin")
+def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "NEW_TOKENS", 4)
+    monkeypatch.setattr(demo, "REPEAT", 1)
+    result = run("demo")
+    assert (result.code, result.err) == (0, "")
+    for words in ("time to first token", "per output token", "tokens per second", "peak memory"):
+        assert words in result.out
+    for mode in demo.MODES:
+        assert f"{mode} " in result.out
+    assert "Every token is identical to transformers'." in result.out
+    monkeypatch.setitem(compare.LIBRARIES, "hfgen", other_weights)
+    differing = run("demo")
+    assert differing.code == 1
+    assert "tokens differ" in differing.out
+
+
+# --- the program -----------------------------------------------------------------------------
+
+
+def test_version_and_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--version").out == f"{hfgen.__version__}\n"
+    assert all(command in run().out for command in ("generate", "chat", "compare", "demo"))
+    monkeypatch.setattr(sys, "argv", ["hfgen", "--version"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"{hfgen.__version__}\n"
+
+
+def test_help_lists_every_field() -> None:
+    text = run("generate", "--help").out
+    missing = [name for name in options.known_fields() if options.option_name(name) not in text]
+    assert missing == []
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['hfgen', '--help']\n"
+        "import hfgen.cli\n"
+        "try: hfgen.cli.main()\n"
+        "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_python_dash_m() -> None:
+    command = [sys.executable, "-m", "hfgen", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == hfgen.__version__

@@ -1,0 +1,33 @@
+"""The public names of the package."""
+
+from __future__ import annotations
+
+import hfgen
+
+EXPORTS = [
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
+    "GenerationConfig",
+    "GenerationMixin",
+    "InvalidScoresError",
+    "builtin_model",
+    "mix_into",
+    "patch",
+    "patched",
+    "unpatch",
+]
+
+
+def test_exported_names() -> None:
+    assert hfgen.__all__ == EXPORTS
+    assert sorted(EXPORTS) == EXPORTS
+
+
+def test_exported_names_resolve() -> None:
+    assert [name for name in hfgen.__all__ if not hasattr(hfgen, name)] == []
+
+
+def test_nothing_else_is_public() -> None:
+    assert dir(hfgen) == EXPORTS

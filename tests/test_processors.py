@@ -1,0 +1,694 @@
+"""Each processor that a generation config can ask for, on scores worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    ClassifierFreeGuidanceLogitsProcessor,
+    GenerationConfig,
+    LogitsProcessor,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+
+from hfgen import processors
+from hfgen.processors import LogitsProcessorList
+from hfgen.processors.guidance import EncoderDecoderGuidance
+from hfgen.processors.lists import public_type
+from hfgen.processors.repetition import RepetitionPenaltyLogitsProcessor
+
+NO = -math.inf
+LN2 = math.log(2)
+
+
+class Model:
+    """As much of a model as the builders read."""
+
+    _get_logits_processor = processors.get_logits_processor
+    _merge_criteria_processor_list = processors.merge_criteria_processor_list
+
+    def __init__(self, *, is_encoder_decoder: bool = False, vocab_size: int = 8) -> None:
+        text = SimpleNamespace(vocab_size=vocab_size)
+        self.config = SimpleNamespace(
+            is_encoder_decoder=is_encoder_decoder, get_text_config=lambda: text
+        )
+
+
+def build(
+    config: dict[str, Any], *, model: Any = None, prompt_length: int = 1, **context: Any
+) -> LogitsProcessorList:
+    """The list for a config; ``eos`` in it is the tensor that special token handling would set."""
+    eos = config.pop("eos", None)
+    generation_config = GenerationConfig(**config)
+    generation_config._eos_token_tensor = None if eos is None else torch.tensor(eos)
+    return (model or Model())._get_logits_processor(
+        generation_config, input_ids_seq_length=prompt_length, **context
+    )
+
+
+def sample(**config: Any) -> dict[str, Any]:
+    """A sampling config without the warpers that upstream turns on by itself."""
+    return {"do_sample": True, "top_k": 0, "num_beams": 1, **config}
+
+
+def check(processors: Any, ids: list[list[int]], scores: Any, expected: Any) -> None:
+    given = torch.tensor(scores, dtype=torch.float32)
+    before = given.clone()
+    result = processors(torch.tensor(ids), given)
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float32))
+    torch.testing.assert_close(given, before, equal_nan=True, msg="the given scores were changed")
+
+
+def kept(processors: Any, probabilities: list[float]) -> list[int]:
+    """Tokens that are still possible."""
+    scores = torch.tensor([probabilities]).log()
+    return (
+        processors(torch.zeros(1, 1, dtype=torch.long), scores)[0]
+        .isfinite()
+        .nonzero()[:, 0]
+        .tolist()
+    )
+
+
+# Warpers
+
+
+def test_temperature_divides() -> None:
+    check(build(sample(temperature=0.5)), [[0]], [[2.0, NO, -1.0]], [[4.0, NO, -2.0]])
+
+
+def test_top_k_keeps_all_ties() -> None:
+    check(build(sample(top_k=1)), [[0]], [[1.0, 3.0, 3.0, 2.0]], [[NO, 3.0, 3.0, NO]])
+    check(build(sample(top_k=3)), [[0]], [[1.0, 3.0, 2.0, 2.0]], [[NO, 3.0, 2.0, 2.0]])
+
+
+def test_top_k_above_the_vocabulary_keeps_everything() -> None:
+    check(build(sample(top_k=9)), [[0]], [[1.0, NO, 2.0]], [[1.0, NO, 2.0]])
+
+
+@pytest.mark.parametrize(("top_p", "count"), [(0.5, 2), (0.74, 3), (0.75, 3), (0.76, 4), (0.0, 1)])
+def test_top_p_drops_a_token_on_the_boundary(top_p: float, count: int) -> None:
+    # Sums from the least likely: 0.25, 0.5, 0.75, 1; those up to 1 - top_p are dropped.
+    assert len(kept(build(sample(top_p=top_p)), [0.25] * 4)) == count
+
+
+def test_top_p_after_top_k_in_a_large_vocabulary() -> None:
+    scores = torch.full((2, 10_000), -9.0)
+    scores[0, [5, 70, 900, 8000]] = torch.tensor([0.0, 1.0, 2.0, 3.0])  # 0.03, 0.09, 0.24, 0.64
+    scores[1, [1, 2, 3, 4]] = torch.tensor([9.0, 0.0, 0.0, 0.0])
+    result = build(sample(top_k=4, top_p=0.9))(torch.zeros(2, 1, dtype=torch.long), scores)
+    assert result[0].isfinite().nonzero()[:, 0].tolist() == [70, 900, 8000]
+    assert result[1].isfinite().nonzero()[:, 0].tolist() == [1]
+
+
+def test_min_p_is_relative_to_the_likeliest() -> None:
+    assert kept(build(sample(min_p=0.3)), [0.1, 0.5, 0.1, 0.3]) == [1, 3]
+
+
+def test_typical_p_prefers_tokens_near_the_entropy() -> None:
+    # Entropy 1.75 bits; surprisals 1, 2, 3, 3 bits lie 0.75, 0.25, 1.25, 1.25 from it.
+    probabilities = [0.5, 0.25, 0.125, 0.125]
+    assert kept(build(sample(typical_p=0.2)), probabilities) == [1]
+    assert kept(build(sample(typical_p=0.7)), probabilities) == [0, 1]
+
+
+def test_epsilon_cutoff_keeps_the_best_when_all_are_below() -> None:
+    assert kept(build(sample(epsilon_cutoff=0.2)), [0.5, 0.3, 0.15, 0.05]) == [0, 1]
+    assert kept(build(sample(epsilon_cutoff=0.6)), [0.5, 0.3, 0.15, 0.05]) == [0]
+
+
+def test_eta_cutoff_follows_the_entropy() -> None:
+    # min(0.36, 0.6 * exp(-entropy)): 0.15 for four equal tokens, 0.178 for the others.
+    assert kept(build(sample(eta_cutoff=0.36)), [0.25] * 4) == [0, 1, 2, 3]
+    assert kept(build(sample(eta_cutoff=0.36)), [0.5, 0.25, 0.125, 0.125]) == [0, 1]
+
+
+def test_top_h_spends_a_share_of_the_entropy() -> None:
+    # -p log2 p is 0.5, 0.5, 0.375, 0.375 bits, the budget 0.6 * 1.75 = 1.05.
+    assert kept(build(sample(top_h=0.6)), [0.5, 0.25, 0.125, 0.125]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("top_k", 1),
+        ("top_p", 0.1),
+        ("min_p", 1.0),
+        ("typical_p", 0.1),
+        ("epsilon_cutoff", 0.9),
+        ("eta_cutoff", 0.9),
+    ],
+)
+@pytest.mark.parametrize(("eos", "count"), [(None, 2), ([0], 2), ([0, 1], 3)])
+def test_beams_keep_one_token_more_than_there_are_eos_ids(
+    option: str, value: float, eos: list[int] | None, count: int
+) -> None:
+    warper = build(sample(num_beams=2, eos=eos, **{option: value}))
+    assert len(kept(warper, [0.9, 0.06, 0.03, 0.01])) == count
+
+
+def test_warpers_are_for_sampling_only() -> None:
+    assert build({"do_sample": False, "top_k": 5}) == []
+
+
+# Repetition
+
+
+def test_repetition_penalty() -> None:
+    processor = build({"repetition_penalty": 2.0})
+    check(processor, [[0, 1, 1, 3]], [[4.0, -4.0, 2.0, NO, 0.0]], [[2.0, -8.0, 2.0, NO, 0.0]])
+
+
+def test_repetition_penalty_leaves_left_pads_out() -> None:
+    mask = torch.tensor([[0, 1], [1, 1]])
+    processor = build({"repetition_penalty": 2.0}, model_kwargs={"attention_mask": mask})
+    check(processor, [[0, 1], [0, 1]], [[4.0, 4.0, 4.0]] * 2, [[4.0, 2.0, 4.0], [2.0, 2.0, 4.0]])
+    with pytest.raises(ValueError, match=r"has 2 rows, the input ids 3"):
+        processor(torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 3))
+    with pytest.raises(ValueError, match=r"prompt_ignore_length.*\(2, 2\)"):
+        RepetitionPenaltyLogitsProcessor(2.0, mask)
+
+
+def test_repetition_penalty_overlooks_ids_outside_the_vocabulary() -> None:
+    check(build({"repetition_penalty": 2.0}), [[9, 1]], [[4.0, 4.0]], [[4.0, 2.0]])
+
+
+def test_repetition_penalty_of_an_encoder_decoder_reads_the_decoder_mask() -> None:
+    masks = {
+        "attention_mask": torch.tensor([[0, 0, 1]]),
+        "decoder_attention_mask": torch.tensor([[0, 1]]),
+    }
+    processor = build(
+        {"repetition_penalty": 2.0}, model=Model(is_encoder_decoder=True), model_kwargs=masks
+    )
+    check(processor, [[0, 1]], [[4.0, 4.0]], [[4.0, 2.0]])
+
+
+def test_no_repeat_ngram() -> None:
+    processor = build({"no_repeat_ngram_size": 2})
+    check(processor, [[1, 2, 3, 1], [1, 2, 3, 3]], [[1.0] * 4] * 2, [[1, 1, NO, 1], [1, 1, 1, NO]])
+    check(processor, [[1]], [[1.0] * 4], [[1.0] * 4])
+
+
+def test_encoder_repetition_penalty_favours_the_input() -> None:
+    processor = build(
+        {"encoder_repetition_penalty": 2.0}, encoder_input_ids=torch.tensor([[0, 1], [2, 2]])
+    )
+    # Two beams for each of the two inputs.
+    before = [[1.0, -1.0, 3.0]] * 4
+    check(processor, [[0]] * 4, before, [[2.0, -0.5, 3.0]] * 2 + [[1.0, -1.0, 6.0]] * 2)
+
+
+def test_encoder_no_repeat_ngram() -> None:
+    processor = build(
+        {"encoder_no_repeat_ngram_size": 2}, encoder_input_ids=torch.tensor([[1, 2, 3], [1, 0, 1]])
+    )
+    ids = [[0, 1], [0, 2], [0, 1], [0, 2]]
+    expected = [[1, 1, NO, 1], [1, 1, 1, NO], [NO, 1, 1, 1], [1, 1, 1, 1]]
+    check(processor, ids, [[1.0] * 4] * 4, expected)
+
+
+def test_encoder_no_repeat_ngram_waits_for_enough_tokens() -> None:
+    processor = build(
+        {"encoder_no_repeat_ngram_size": 3}, encoder_input_ids=torch.tensor([[1, 2, 3]])
+    )
+    check(processor, [[1]], [[1.0] * 4], [[1.0] * 4])
+
+
+@pytest.mark.parametrize("option", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"])
+@pytest.mark.parametrize("encoder_input", [None, torch.zeros(1, 2, 3), torch.tensor([[1, -100]])])
+def test_encoder_penalties_without_ids_are_left_out(
+    option: str, encoder_input: torch.Tensor | None
+) -> None:
+    with pytest.warns(UserWarning, match=option):
+        assert build({option: 2}, encoder_input_ids=encoder_input) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("repetition_penalty", 2.0), ("no_repeat_ngram_size", 2)]
+)
+def test_embeddings_as_the_prompt_are_warned_about(option: str, value: float) -> None:
+    with pytest.warns(UserWarning, match=option):
+        assert len(build({option: value}, prompt_length=0)) == 1
+    assert len(build({option: value}, prompt_length=0, model=Model(is_encoder_decoder=True))) == 1
+
+
+# Vocabulary
+
+
+def test_bad_words() -> None:
+    processor = build({"bad_words_ids": [[1], [2, 3], [0]], "eos": [0]})
+    check(processor, [[4, 2], [2, 4]], [[1.0] * 5] * 2, [[1, NO, 1, NO, 1], [1, NO, 1, 1, 1]])
+
+
+def test_bad_words_that_are_all_eos_change_nothing() -> None:
+    check(build({"bad_words_ids": [[1]], "eos": [1]}), [[0]], [[1.0, 2.0]], [[1.0, 2.0]])
+
+
+def test_sequence_bias_adds_up() -> None:
+    bias = {(1,): 2.0, (0, 1): 0.5, (3, 0, 1): -4.0, (0, 0, 0, 0, 2): 9.0}
+    processor = build({"sequence_bias": bias})
+    scores = [[1.0, 1.0, NO, 0.0]] * 3
+    expected = [[1.0, -0.5, NO, 0.0], [1.0, 3.5, NO, 0.0], [1.0, 3.0, NO, 0.0]]
+    check(processor, [[3, 0], [2, 0], [0, 3]], scores, expected)
+
+
+def test_sequence_bias_outside_the_vocabulary() -> None:
+    with pytest.raises(ValueError, match="7"):
+        build({"sequence_bias": {(7,): 1.0}})(torch.tensor([[0]]), torch.zeros(1, 4))
+
+
+def test_suppress_tokens_overlooks_ids_outside_the_vocabulary() -> None:
+    processor = build({"suppress_tokens": [1, 3, -1, 9]})
+    check(processor, [[0]], [[1.0, 2.0, 3.0, 4.0]], [[1.0, NO, 3.0, NO]])
+
+
+def test_begin_suppress_tokens() -> None:
+    processor = build({"begin_suppress_tokens": [1]}, prompt_length=2)
+    check(processor, [[0, 0]], [[1.0, 2.0]], [[1.0, NO]])
+    check(processor, [[0, 0, 0]], [[1.0, 2.0]], [[1.0, 2.0]])
+
+
+def test_begin_suppress_tokens_waits_for_a_forced_bos() -> None:
+    processor = build({"begin_suppress_tokens": [1], "forced_bos_token_id": 1})
+    check(processor, [[0]], [[1.0, 2.0]], [[NO, 0.0]])
+    check(processor, [[0, 1]], [[1.0, 2.0]], [[1.0, NO]])
+
+
+def test_prefix_function_sees_each_beam_of_its_row() -> None:
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        return [row, int(ids[-1])]
+
+    processor = build({"num_beams": 2}, prefix_allowed_tokens_fn=allowed)
+    expected = [[1, NO, 1], [1, 1, NO], [NO, 1, 1], [1, 1, NO]]
+    check(processor, [[2], [1], [2], [0]], [[1.0] * 3] * 4, expected)
+
+
+def test_prefix_function_with_nothing_allowed() -> None:
+    processor = build({"num_beams": 1}, prefix_allowed_tokens_fn=lambda row, ids: [])
+    with pytest.raises(ValueError, match="prefix_allowed_tokens_fn"):
+        processor(torch.tensor([[0]]), torch.zeros(1, 2))
+
+
+def test_remove_invalid_values() -> None:
+    top = torch.finfo(torch.float32).max
+    processor = build({"remove_invalid_values": True})
+    check(processor, [[0]], [[math.nan, math.inf, NO, 1.0]], [[0.0, top, -top, 1.0]])
+
+
+# Lengths
+
+
+def test_min_length_counts_the_prompt() -> None:
+    processor = build({"min_length": 3, "eos": [1, 2]}, prompt_length=2)
+    check(processor, [[0, 0]], [[1.0] * 4], [[1.0, NO, NO, 1.0]])
+    check(processor, [[0, 0, 0]], [[1.0] * 4], [[1.0] * 4])
+
+
+def test_min_new_tokens_does_not_count_the_prompt() -> None:
+    processor = build({"min_new_tokens": 2, "eos": [1]}, prompt_length=2)
+    check(processor, [[0, 0, 0]], [[1.0, 1.0]], [[1.0, NO]])
+    check(processor, [[0, 0, 0, 0]], [[1.0, 1.0]], [[1.0, 1.0]])
+
+
+@pytest.mark.parametrize("option", ["min_length", "min_new_tokens"])
+def test_minimum_lengths_overlook_eos_outside_the_vocabulary(option: str) -> None:
+    check(build({option: 5, "eos": [1, 70, -1]}), [[0]], [[1.0, 1.0]], [[1.0, NO]])
+
+
+@pytest.mark.parametrize("option", ["min_length", "min_new_tokens"])
+def test_minimum_lengths_need_an_eos_token(option: str) -> None:
+    assert build({option: 5}) == []
+
+
+def test_forced_bos() -> None:
+    processor = build({"forced_bos_token_id": 2})
+    check(processor, [[0]], [[1.0, NO, NO]], [[NO, NO, 0.0]])
+    check(processor, [[0, 2]], [[1.0, NO, NO]], [[1.0, NO, NO]])
+
+
+def test_forced_eos_comes_last() -> None:
+    processor = build({"forced_eos_token_id": [0, 2], "max_length": 4})
+    check(processor, [[0, 0]], [[1.0, 1.0, 1.0]], [[1.0, 1.0, 1.0]])
+    check(processor, [[0, 0, 0]], [[1.0, 1.0, 1.0]], [[0.0, NO, 0.0]])
+
+
+def test_exponential_decay() -> None:
+    processor = build(
+        {"exponential_decay_length_penalty": (1, 2.0), "eos": [1, 2, 3]}, prompt_length=2
+    )
+    scores = [[5.0, -1.0, 2.0, NO]]
+    check(processor, [[0] * 3], scores, scores)  # starts after 2 + 1 tokens
+    check(processor, [[0] * 4], scores, [[5.0, 0.0, 4.0, NO]])  # |s| * (2 - 1)
+    check(processor, [[0] * 5], scores, [[5.0, 2.0, 8.0, NO]])  # |s| * (4 - 1)
+
+
+def test_exponential_decay_without_eos_says_what_is_missing() -> None:
+    with pytest.raises(ValueError, match=r"exponential_decay_length_penalty.*eos_token_id"):
+        build({"exponential_decay_length_penalty": (1, 2.0)})
+
+
+# The end of the list
+
+
+def test_renormalize() -> None:
+    check(build({"renormalize_logits": True}), [[0]], [[3.0, 3.0, NO]], [[-LN2, -LN2, NO]])
+
+
+def test_watermark_lifts_the_green_quarter() -> None:
+    processor = build({"watermarking_config": WatermarkingConfig(bias=2.0)}, device="cpu")
+    result = processor(torch.tensor([[5]]), torch.zeros(1, 8))
+    assert sorted(result[0].tolist()) == [0.0] * 6 + [2.0] * 2
+    assert torch.equal(result, processor(torch.tensor([[5]]), torch.zeros(1, 8)))
+
+
+def test_synthid_moves_mass_but_keeps_it() -> None:
+    config = SynthIDTextWatermarkingConfig(ngram_len=2, keys=[1, 2, 3])
+    processor = build({"watermarking_config": config}, device="cpu")
+    result = processor(torch.tensor([[5]]), torch.zeros(1, 8))
+    torch.testing.assert_close(result.exp().sum(), torch.tensor(1.0))
+    assert len(set(result[0].tolist())) > 1
+
+
+# Guidance
+
+
+class Constant(Model):
+    """A decoder-only model with the same logits everywhere; it records what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[list[list[int]], list[list[int]]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
+        self.calls.append((input_ids.tolist(), attention_mask.tolist()))
+        logits = torch.tensor([math.log(3.0), 0.0]).expand(*input_ids.shape, 2)
+        return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+
+
+def test_guidance_moves_away_from_the_unconditional_scores() -> None:
+    # 2 * (log 1/2 - log 3/4) + log 3/4 = log 1/3;  2 * (log 1/2 - log 1/4) + log 1/4 = 0
+    processor = build({"guidance_scale": 2.0}, model=Constant())
+    check(processor, [[7]], [[1.0, 1.0]], [[-math.log(3.0), 0.0]])
+
+
+def test_guidance_starts_from_the_last_prompt_token() -> None:
+    model = Constant()
+    processor = build({"guidance_scale": 2.0, "use_cache": True}, model=model)
+    processor(torch.tensor([[3, 7]]), torch.zeros(1, 2))
+    processor(torch.tensor([[3, 7, 1]]), torch.zeros(1, 2))
+    assert model.calls == [([[7]], [[1]]), ([[1]], [[1, 1]])]
+
+
+def test_guidance_gives_a_negative_prompt_to_each_beam() -> None:
+    model = Constant()
+    negative = torch.tensor([[4, 5], [0, 6]])
+    mask = torch.tensor([[1, 1], [0, 1]])
+    processor = build(
+        {"guidance_scale": 2.0},
+        model=model,
+        negative_prompt_ids=negative,
+        negative_prompt_attention_mask=mask,
+    )
+    processor(torch.tensor([[1], [1], [1], [1]]), torch.zeros(4, 2))
+    assert model.calls == [([[4, 5], [4, 5], [0, 6], [0, 6]], [[1, 1], [1, 1], [0, 1], [0, 1]])]
+
+
+def test_guidance_with_a_negative_prompt_of_another_batch() -> None:
+    processor = build(
+        {"guidance_scale": 2.0}, model=Constant(), negative_prompt_ids=torch.zeros(2, 1).long()
+    )
+    with pytest.raises(ValueError, match=r"2 rows.*3 rows"):
+        processor(torch.zeros(3, 1, dtype=torch.long), torch.zeros(3, 2))
+
+
+@pytest.fixture(scope="module")
+def t5() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=20, d_model=8, num_layers=1, num_heads=2, d_kv=4, d_ff=8
+            )
+        ).eval()
+
+
+PROMPT = torch.tensor([[3, 4, 5, 1], [6, 7, 1, 0]])
+PROMPT_MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@torch.no_grad()
+def test_encoder_decoder_guidance_by_its_own_prompt_changes_nothing(
+    t5: Any, use_cache: bool
+) -> None:
+    guidance = EncoderDecoderGuidance(3.0, t5, PROMPT, PROMPT_MASK, use_cache=use_cache)
+    steps = [
+        [[0], [0], [0], [0]],
+        [[0, 3], [0, 4], [0, 5], [0, 6]],
+        [[0, 4, 8], [0, 4, 9], [0, 6, 8], [0, 5, 9]],  # the beams have changed places
+        [[0, 4, 8, 2], [0, 4, 9, 2], [0, 6, 8, 3], [0, 5, 9, 3]],
+    ]
+    prompt = PROMPT.repeat_interleave(2, dim=0)
+    mask = PROMPT_MASK.repeat_interleave(2, dim=0)
+    for step in steps:
+        ids = torch.tensor(step)
+        scores = t5(prompt, attention_mask=mask, decoder_input_ids=ids).logits[:, -1]
+        torch.testing.assert_close(guidance(ids, scores), scores.log_softmax(dim=-1))
+
+
+@torch.no_grad()
+def test_encoder_decoder_guidance_defaults_to_the_last_token_that_is_no_pad(t5: Any) -> None:
+    processor = build_for(t5, {"attention_mask": PROMPT_MASK.repeat_interleave(2, dim=0)})
+    ids = torch.zeros(4, 1, dtype=torch.long)
+    scores = torch.arange(80.0).view(4, 20)
+    last = t5(torch.ones(4, 1).long(), decoder_input_ids=ids).logits[:, -1].log_softmax(dim=-1)
+    expected = 2 * (scores.log_softmax(dim=-1) - last) + last
+    torch.testing.assert_close(processor(ids, scores), expected)
+
+
+def build_for(model: Any, model_kwargs: dict[str, Any]) -> LogitsProcessorList:
+    config = GenerationConfig(guidance_scale=2.0)
+    model._merge_criteria_processor_list = lambda defaults, custom: defaults
+    return processors.get_logits_processor(
+        model,
+        config,
+        input_ids_seq_length=1,
+        encoder_input_ids=PROMPT,
+        model_kwargs=model_kwargs,
+    )
+
+
+@torch.no_grad()
+def test_encoder_decoder_guidance_masks_the_decoder_prompt(t5: Any) -> None:
+    padded, plain = (
+        EncoderDecoderGuidance(2.0, t5, PROMPT[:1], decoder_attention_mask=mask)
+        for mask in (torch.tensor([[0, 1]]), None)
+    )
+    ids, scores = torch.tensor([[9, 0]]), torch.zeros(1, 20)
+    changed = torch.tensor([[8, 0]])
+    torch.testing.assert_close(padded(ids, scores), padded(changed, scores))
+    assert not torch.allclose(plain(ids, scores), plain(changed, scores))
+
+
+def test_encoder_decoder_guidance_needs_something_to_encode(t5: Any) -> None:
+    with pytest.raises(ValueError, match=r"guidance_scale.*negative_prompt_ids.*T5"):
+        EncoderDecoderGuidance(2.0, t5)(torch.zeros(1, 1).long(), torch.zeros(1, 20))
+
+
+@torch.no_grad()
+def test_encoder_decoder_guidance_stays_upstreams_where_that_works() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        bart = transformers.BartForConditionalGeneration(
+            transformers.BartConfig(
+                vocab_size=20,
+                d_model=8,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=8,
+                decoder_ffn_dim=8,
+                max_position_embeddings=16,
+            )
+        ).eval()
+    ours = EncoderDecoderGuidance(3.0, bart, PROMPT)
+    theirs = transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor(3.0, bart, PROMPT)
+    padded = EncoderDecoderGuidance(3.0, bart, PROMPT, PROMPT_MASK)
+    ours_uncached, theirs_uncached = (
+        kind(3.0, bart, PROMPT, PROMPT_MASK, use_cache=False)
+        for kind in (
+            EncoderDecoderGuidance,
+            transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+        )
+    )
+    for step in ([[2], [2]], [[2, 5], [2, 6]], [[2, 5, 9], [2, 6, 9]]):
+        ids, scores = torch.tensor(step), torch.arange(40.0).view(2, 20)
+        assert torch.equal(ours(ids, scores), theirs(ids, scores))
+        assert torch.equal(ours_uncached(ids, scores), theirs_uncached(ids, scores))
+        scores = bart(PROMPT, attention_mask=PROMPT_MASK, decoder_input_ids=ids).logits[:, -1]
+        torch.testing.assert_close(padded(ids, scores), scores.log_softmax(dim=-1))
+
+
+# The list
+
+
+EVERYTHING: dict[str, Any] = {
+    "do_sample": True,
+    "num_beams": 2,
+    "max_length": 20,
+    "eos": [1, 2],
+    "guidance_scale": 1.5,
+    "sequence_bias": {(3,): 1.0},
+    "encoder_repetition_penalty": 1.5,
+    "repetition_penalty": 1.5,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[4]],
+    "min_length": 3,
+    "min_new_tokens": 3,
+    "forced_bos_token_id": 1,
+    "forced_eos_token_id": 2,
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (1, 1.1),
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [6],
+    "temperature": 0.5,
+    "top_h": 0.9,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+    "watermarking_config": WatermarkingConfig(),
+    "renormalize_logits": True,
+}
+
+
+class Custom(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_order_of_the_whole_list() -> None:
+    built = build(
+        dict(EVERYTHING),
+        prefix_allowed_tokens_fn=lambda row, ids: [0],
+        encoder_input_ids=torch.tensor([[3, 4]]),
+        logits_processor=[Custom()],
+        device="cpu",
+    )
+    assert [public_type(processor).__name__ for processor in built] == [
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "EncoderNoRepeatNGramLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "PrefixConstrainedLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "SuppressTokensLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "Custom",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "WatermarkLogitsProcessor",
+        "LogitNormalization",
+    ]
+
+
+def test_nothing_asked_for_is_an_empty_list() -> None:
+    built = build({})
+    assert built == []
+    assert type(built) is LogitsProcessorList
+
+
+def test_a_custom_processor_takes_the_place_of_its_default() -> None:
+    custom = transformers.MinLengthLogitsProcessor(9, eos_token_id=1)
+    other = Custom()
+    config = {"min_length": 3, "repetition_penalty": 2.0, "suppress_tokens": [1], "eos": [1]}
+    built = build(config, logits_processor=[other, custom])
+    assert [public_type(item).__name__ for item in built] == [
+        "RepetitionPenaltyLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "Custom",
+    ]
+    assert built[1] is custom
+    assert built[3] is other
+
+
+def test_bad_words_and_sequence_bias_do_not_replace_each_other() -> None:
+    custom = transformers.NoBadWordsLogitsProcessor([[1]])
+    built = build({"sequence_bias": {(1,): 1.0}}, logits_processor=[custom])
+    assert len(built) == 2
+    assert built[1] is custom
+
+
+def test_a_subclass_of_a_default_is_added() -> None:
+    class Mine(transformers.MinLengthLogitsProcessor):
+        pass
+
+    assert len(build({"min_length": 3, "eos": [1]}, logits_processor=[Mine(3, 1)])) == 2
+
+
+class NeedsStep(LogitsProcessor):
+    def __call__(  # type: ignore[override]
+        self, input_ids: torch.Tensor, scores: torch.Tensor, step: int
+    ) -> torch.Tensor:
+        return scores + step
+
+
+def test_extra_arguments_reach_the_processors_that_take_them() -> None:
+    built = LogitsProcessorList([Custom(), NeedsStep()])
+    result = built(torch.tensor([[0]]), torch.zeros(1, 2), step=3)
+    assert result.tolist() == [[3.0, 3.0]]
+
+
+def test_a_missing_argument_is_named() -> None:
+    with pytest.raises(ValueError, match=r"NeedsStep.*'step'"):
+        LogitsProcessorList([NeedsStep()])(torch.tensor([[0]]), torch.zeros(1, 2), other=1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (torch.zeros(2, 3), r"shape \(2, 3\)"),
+        (torch.zeros(1, 4), r"shape \(1, 4\)"),
+        (torch.zeros(2), r"shape \(2,\)"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_result_of_another_shape_is_an_error(returned: Any, words: str) -> None:
+    class Wrong(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return returned
+
+    with pytest.raises(ValueError, match=rf"Wrong returned {words}.*\(2, 4\)"):
+        LogitsProcessorList([Wrong(), Custom()])(torch.zeros(2, 1).long(), torch.zeros(2, 4))
+
+
+def test_guidance_may_fold_a_doubled_batch() -> None:
+    built = LogitsProcessorList([Custom(), ClassifierFreeGuidanceLogitsProcessor(2.0), Custom()])
+    result = built(torch.tensor([[0]]), torch.tensor([[1.0, 2.0], [0.0, 3.0]]))
+    assert result.tolist() == [[2.0, 1.0]]

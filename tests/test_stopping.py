@@ -1,0 +1,201 @@
+"""Each stopping criterion that a generation config can ask for, on ids written by hand."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+)
+
+from hfgen import stopping
+from hfgen.processors import merge_criteria_processor_list
+from hfgen.processors.lists import public_type
+from hfgen.stopping import StoppingCriteriaList, StopStringCriteria
+
+
+class Model:
+    """As much of a model as the builders read."""
+
+    _get_stopping_criteria = stopping.get_stopping_criteria
+    _merge_criteria_processor_list = merge_criteria_processor_list
+    config = SimpleNamespace(max_position_embeddings=16)
+
+
+def build(
+    config: dict[str, Any],
+    *,
+    custom: list[StoppingCriteria] | None = None,
+    tokenizer: Any = None,
+    prompt_length: int | None = None,
+    eos: list[int] | None = None,
+) -> StoppingCriteriaList:
+    generation_config = GenerationConfig(**config)
+    generation_config._eos_token_tensor = None if eos is None else torch.tensor(eos)
+    if prompt_length is not None:
+        generation_config._prompt_length = prompt_length
+    return Model()._get_stopping_criteria(generation_config, custom or [], tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per letter, and the tokens ``bc`` and ``cd``."""
+    vocab = {letter: index for index, letter in enumerate("abcdefg")}
+    merges = [("b", "c"), ("c", "d")]
+    vocab |= {"bc": 7, "cd": 8}
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def done(criteria: Any, ids: list[list[int]], scores: Any = None) -> list[bool]:
+    return criteria(torch.tensor(ids), scores).tolist()
+
+
+def test_max_length() -> None:
+    criteria = build({"max_length": 3})
+    assert done(criteria, [[5, 5], [5, 6]]) == [False, False]
+    assert done(criteria, [[5, 5, 5], [5, 6, 7]]) == [True, True]
+    assert criteria.max_length == 3
+    assert criteria[0].max_position_embeddings == 16
+
+
+def test_max_time() -> None:
+    criteria = build({"max_time": 60.0})
+    assert done(criteria, [[5]]) == [False]
+    criteria[0].initial_timestamp = time.time() - 61
+    assert done(criteria, [[5]]) == [True]
+
+
+def test_eos_ends_its_own_row() -> None:
+    criteria = build({}, eos=[1, 2])
+    assert done(criteria, [[1, 5], [5, 1], [5, 2], [2, 3]]) == [False, True, True, False]
+
+
+def test_assistant_confidence() -> None:
+    criteria = build({"is_assistant": True, "assistant_confidence_threshold": 0.4})
+    # The last token has probability 1/2 in a tie of two, 1/3 in a tie of three.
+    two, three = torch.tensor([[0.0, 0.0, -99.0]]), torch.tensor([[0.0, 0.0, 0.0]])
+    assert done(criteria, [[5, 1]], (three, two)) == [False]
+    assert done(criteria, [[5, 1]], (two, three)) == [True]
+
+
+def test_assistant_confidence_is_for_assistants() -> None:
+    assert build({"assistant_confidence_threshold": 0.4}) == []
+    assert build({"is_assistant": True, "assistant_confidence_threshold": 0.0}) == []
+
+
+def test_stop_string(tokenizer: PreTrainedTokenizerFast) -> None:
+    criteria = build({"stop_strings": "bcd"}, tokenizer=tokenizer)
+    ids = [[0, 1, 2, 3], [0, 0, 7, 3], [0, 0, 1, 8], [1, 2, 3, 0], [0, 1, 3, 2]]
+    assert done(criteria, ids) == [True, True, True, False, False]
+
+
+def test_stop_string_ends_inside_a_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    criteria = build({"stop_strings": ["ac", "eb"]}, tokenizer=tokenizer)
+    assert done(criteria, [[0, 8], [4, 7], [4, 8]]) == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("prompt_length", "expected"), [(None, True), (0, True), (2, True), (3, False), (4, False)]
+)
+def test_stop_string_does_not_begin_in_the_prompt(
+    tokenizer: PreTrainedTokenizerFast, prompt_length: int | None, expected: bool
+) -> None:
+    criteria = build({"stop_strings": ["cd"]}, tokenizer=tokenizer, prompt_length=prompt_length)
+    assert done(criteria, [[0, 1, 2, 3]]) == [expected]
+
+
+def test_stop_string_differs_from_upstream_across_the_prompt_only(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    ours = StopStringCriteria(tokenizer, ["cd"], prompt_length=3)
+    theirs = transformers.StopStringCriteria(tokenizer, ["cd"])
+    across, within = [[0, 1, 2, 3]], [[0, 1, 2, 2, 3]]
+    assert (done(ours, across), done(theirs, across)) == ([False], [True])
+    assert (done(ours, within), done(theirs, within)) == ([True], [True])
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match=r"stop_strings.*tokenizer"):
+        build({"stop_strings": ["x"]})
+
+
+def test_order_of_all_criteria(tokenizer: PreTrainedTokenizerFast) -> None:
+    config = {
+        "max_length": 3,
+        "max_time": 60.0,
+        "stop_strings": ["cd"],
+        "is_assistant": True,
+        "assistant_confidence_threshold": 0.4,
+    }
+    built = build(config, tokenizer=tokenizer, eos=[1], custom=[Never()])
+    assert [public_type(criterion).__name__ for criterion in built] == [
+        "MaxLengthCriteria",
+        "MaxTimeCriteria",
+        "StopStringCriteria",
+        "EosTokenCriteria",
+        "ConfidenceCriteria",
+        "Never",
+    ]
+    assert type(built) is StoppingCriteriaList
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return False
+
+
+class Always(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return True
+
+
+def test_one_criterion_suffices() -> None:
+    assert done(StoppingCriteriaList(), [[5], [6]]) == [False, False]
+    assert done(StoppingCriteriaList([Never(), EosTokenCriteria(6)]), [[5], [6]]) == [False, True]
+    assert done(StoppingCriteriaList([EosTokenCriteria(6), Always()]), [[5], [6]]) == [True, True]
+
+
+def test_a_custom_criterion_takes_the_place_of_its_default(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    limit = MaxLengthCriteria(max_length=9)
+    string = transformers.StopStringCriteria(tokenizer, ["ab"])
+    config = {"max_length": 3, "max_time": 60.0, "stop_strings": ["cd"]}
+    built = build(config, tokenizer=tokenizer, custom=[string, limit, Never()])
+    assert [type(criterion) for criterion in built] == [
+        MaxLengthCriteria,
+        MaxTimeCriteria,
+        transformers.StopStringCriteria,
+        Never,
+    ]
+    assert built[0] is limit
+    assert built[2] is string
+    assert built.max_length == 9
+
+
+def test_length_only() -> None:
+    class Mine(MaxLengthCriteria):
+        pass
+
+    assert StoppingCriteriaList([MaxLengthCriteria(3), MaxLengthCriteria(4)]).length_only
+    assert not StoppingCriteriaList([MaxLengthCriteria(3), EosTokenCriteria(1)]).length_only
+    assert not StoppingCriteriaList([Mine(3)]).length_only
+    assert not StoppingCriteriaList().length_only
+
+
+def test_has_eos_criterion() -> None:
+    assert stopping.has_eos_criterion([MaxLengthCriteria(3), EosTokenCriteria(1)])
+    assert not stopping.has_eos_criterion([MaxLengthCriteria(3), MaxTimeCriteria(1.0)])
