@@ -108,8 +108,29 @@ def prepare_ids(model: Any, plan: Plan, prompt: Prompt) -> None:
         **prompt.model_kwargs,
     )
     if config.token_healing:
-        ids = model.heal_tokens(ids, plan.mode_kwargs.get("tokenizer"))
+        healed = model.heal_tokens(ids, plan.mode_kwargs.get("tokenizer"))
+        _follow_length(model, prompt, ids, healed, config._pad_token_tensor)
+        ids = healed
     prompt.ids = ids
+
+
+def _follow_length(
+    model: Any, prompt: Prompt, ids: torch.Tensor, healed: torch.Tensor, pad: Any
+) -> None:
+    """Mask and positions for healed prompts that retokenising made longer, or that have padding.
+
+    Where it made unpadded prompts shorter, their positions start later, as upstream's do.
+    """
+    model_kwargs = prompt.model_kwargs
+    is_padded = model_kwargs.get("attention_mask") is not None
+    if healed.shape == ids.shape or not (is_padded or healed.shape[1] > ids.shape[1]):
+        return
+    if is_padded:
+        model_kwargs["attention_mask"] = healed.ne(pad).long()
+    if model_kwargs.get("position_ids") is not None:
+        model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(
+            healed, model_kwargs
+        )
 
 
 def _warn_of_right_padding(plan: Plan, prompt: Prompt) -> None:
@@ -414,7 +435,8 @@ def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> to
     if ids.numel() == 0:
         return ids
 
-    trie = ExtensionsTrie(tokenizer.get_vocab())
+    vocabulary = tokenizer.get_vocab()
+    trie = ExtensionsTrie(vocabulary)
     space_id = tokenizer.convert_tokens_to_ids(" ")
     space = None if space_id is None else tokenizer.convert_ids_to_tokens(space_id)[0]
     one_token = GenerationConfig(max_new_tokens=1, pad_token_id=pad_id)
@@ -424,7 +446,9 @@ def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> to
         tail_id = row[-1].item()
         tail = tokenizer.decode(tail_id)
         tail = tail if space is None else tail.replace(" ", space)  # as the vocabulary spells it
-        bias = {(tokenizer.convert_tokens_to_ids(token),): 10.0 for token in trie.extensions(tail)}
+        # A part of a character has no spelling, and then nothing in the vocabulary extends it.
+        extensions = (token for token in trie.extensions(tail) if token in vocabulary)
+        bias = {(vocabulary[token],): 10.0 for token in extensions}
         if not bias.keys() - {(tail_id,)} or len(row) == 1:
             continue  # nothing to choose from, or nothing to choose by
         bias[(tail_id,)] = 11.0  # a whole word is rather kept than extended

@@ -78,7 +78,7 @@ class Recording:
         if not run.is_encoder_decoder:
             output = GenerateBeamDecoderOnlyOutput if is_beam else GenerateDecoderOnlyOutput
             return output(**fields, attentions=attentions, hidden_states=hidden_states)
-        encoder = run.model_kwargs["encoder_outputs"]
+        encoder = run.model_kwargs.get("encoder_outputs") or {}
         output = GenerateBeamEncoderDecoderOutput if is_beam else GenerateEncoderDecoderOutput
         return output(
             **fields,

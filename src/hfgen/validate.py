@@ -93,7 +93,8 @@ class Rule:
 _INTEGERS = (
     "max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences "
     "prefill_chunk_size max_cache_len num_beam_groups prompt_lookup_num_tokens "
-    "max_matching_ngram_size num_assistant_tokens pad_token_id bos_token_id"
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size max_matching_ngram_size "
+    "num_assistant_tokens pad_token_id bos_token_id"
 ).split()
 _NUMBERS = (
     "max_time top_p min_p top_h typical_p epsilon_cutoff eta_cutoff length_penalty guidance_scale"
@@ -120,7 +121,6 @@ RANGES = (
     Rule("prefill_chunk_size", lambda n: n >= 1, "at least 1"),
     Rule("min_new_tokens", lambda n: n >= 0, "at least 0"),
     Rule("stop_strings", is_stop_strings, "a non-empty string or a list of them"),
-    Rule("no_repeat_ngram_size", lambda n: is_integer(n), "an integer; 0 switches it off"),
     Rule("repetition_penalty", lambda x: is_number(x) and x > 0, "a number above 0; 1 is off"),
 )
 
@@ -360,7 +360,8 @@ def check_prompt(model: Any, plan: Plan, prompt: Prompt) -> None:
                 f"`bos_token_id` (which is {plan.config.bos_token_id})."
             )
         return
-    if quirks.takes_only_text(model):
+    are_read = prompt.model_kwargs.get("encoder_outputs") is None
+    if are_read and quirks.takes_only_text(model):
         _check_vocabulary(model, ids)
         _check_positions(model, ids)
 
