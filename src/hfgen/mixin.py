@@ -142,6 +142,7 @@ class GenerationMixin(transformers.GenerationMixin):
     # Stage 4: caches
     _prepare_cache_for_generation = caches.prepare_cache_for_generation
     _prepare_static_cache = caches.prepare_static_cache
+    _get_static_cache_init_shape = caches.get_static_cache_init_shape
     _supports_default_dynamic_cache: Any = classmethod(caches.supports_default_dynamic_cache)
 
     # Stage 5: processors and criteria

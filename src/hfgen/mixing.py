@@ -19,10 +19,10 @@ T = TypeVar("T")
 def mix_into(model: T) -> T:
     """Let ``model`` generate with hfgen, and return it; or, given a class, return the mixed class.
 
-    A model is switched in place, and so are the models inside it that generate by themselves (the
-    generator of RAG, the depth decoder of speech models): weights, hooks, adapters, quantisation
-    and device map stay as they are, and so do the name and the module of each class. Of a wrapper
-    (PEFT, ``torch.compile``) the model inside is switched. Doing it twice changes nothing.
+    A model is switched in place: weights, hooks, adapters, quantisation and device map stay as they
+    are, and so do the name and the module of its class. Models inside of it that generate as well
+    are switched too: the one that a wrapper holds (PEFT, ``torch.compile``), the generator of RAG,
+    the depth decoder of a speech model. Doing it twice changes nothing.
 
     Raises:
         TypeError: ``model`` cannot generate, or is not a model.
@@ -33,36 +33,30 @@ def mix_into(model: T) -> T:
         raise TypeError(
             f"mix_into() takes a transformers model or its class, but got {type(model).__name__}."
         )
-    inner = _unwrap(model)
-    inner.__class__ = _mixed_class(inner.__class__)
-    for part in inner.modules():
-        if isinstance(part, UpstreamMixin):
-            part.__class__ = _mixed_class(part.__class__)
-    if inner is not model and hasattr(model, "base_model_prepare_inputs_for_generation"):
+    parts = [module for module in model.modules() if isinstance(module, UpstreamMixin)]
+    if not parts:
+        raise TypeError(_cannot_generate(type(model)))
+    for part in parts:
+        part.__class__ = _mixed_class(part.__class__)
+    if hasattr(model, "base_model_prepare_inputs_for_generation"):
         # PEFT kept the method that the model had when it was wrapped.
-        model.base_model_prepare_inputs_for_generation = inner.prepare_inputs_for_generation
+        wrapper: Any = model
+        inner = wrapper.get_base_model()
+        wrapper.base_model_prepare_inputs_for_generation = inner.prepare_inputs_for_generation
     return model
 
 
-def _unwrap(model: Any) -> Any:
-    """The transformers model inside of wrappers that pass ``generate`` on."""
-    while not isinstance(model, UpstreamMixin):
-        if hasattr(model, "get_base_model"):  # PEFT
-            model = model.get_base_model()
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = model._orig_mod
-        else:
-            break
-    return model
+def _cannot_generate(cls: type) -> str:
+    return (
+        f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load the "
+        "model with a class that has a language modelling head, such as AutoModelForCausalLM's."
+    )
 
 
 @functools.cache
 def _mixed_class(cls: Any) -> Any:
     if not issubclass(cls, UpstreamMixin):
-        raise TypeError(
-            f"{cls.__name__} cannot generate: it is no transformers.GenerationMixin. Load the model "
-            "with a class that has a language modelling head, such as AutoModelForCausalLM's."
-        )
+        raise TypeError(_cannot_generate(cls))
     if issubclass(cls, GenerationMixin):
         return cls
     namespace = {

@@ -19,6 +19,8 @@ from transformers import (
     StaticCache,
 )
 from transformers.cache_utils import Cache
+from transformers.configuration_utils import get_head_shapes
+from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 from transformers.generation.configuration_utils import (
     DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
     STATIC_CACHE_IMPLEMENTATIONS,
@@ -198,6 +200,24 @@ def prepare_static_cache(
         )
     self._previous_max_cache_length = length
     return cache
+
+
+def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[int]] | None:
+    """Heads and head size, on this device, to allocate a static cache by before its first update.
+
+    A list has one value per layer. ``None`` where the first update has to tell: layers on several
+    devices, keys and values of different sizes (MLA), heads that the devices cannot share evenly.
+    """
+    if len(set(getattr(self, "hf_device_map", {}).values())) > 1:
+        return None
+    config = self.config.get_text_config(decoder=True)
+    if any(getattr(layer, "qk_head_dim", None) is not None for layer in config.per_layer_config):
+        return None
+    heads, head_size = get_head_shapes(config)
+    devices = getattr(self, "_tp_size", None) or 1
+    if devices > 1:
+        heads = get_kv_heads_per_rank(self.tp_plan, heads, devices)
+    return None if heads is None else (heads, head_size)
 
 
 def supports_default_dynamic_cache(cls: type) -> bool:
