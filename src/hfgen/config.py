@@ -192,8 +192,8 @@ def prepare_generation_config(
         config.cache_implementation = None
     if is_config_given and (overridden := set(fields) - set(model_kwargs)):
         logger.warning_once(
-            f"generate() got a `generation_config` and {overridden} beside it. The arguments win; "
-            "this mix is deprecated upstream, so pass either one object or only arguments."
+            f"Passing `generation_config` together with {overridden} is deprecated: the arguments "
+            "win over the object. Pass one object, or only arguments."
         )
     for flag in ("output_attentions", "output_hidden_states"):  # the model's forward needs these
         if getattr(config, flag):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -205,6 +206,11 @@ class GenerationMixin(transformers.GenerationMixin):
             synced_gpus,
         )
         return _decode(run, STRATEGIES["_beam_search"])
+
+
+for _name, _hook in vars(GenerationMixin).items():
+    if isinstance(_hook, FunctionType):  # the stages are known as methods, in messages and to code
+        _hook.__qualname__ = f"{GenerationMixin.__name__}.{_name}"
 
 
 @contextmanager

@@ -30,11 +30,11 @@ def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
         return observed
     prefix = "decoder_" if run.is_encoder_decoder else ""
     if config.output_attentions:
-        observed["attentions"] = (outputs[prefix + "attentions"],)
+        observed["attentions"] = (getattr(outputs, prefix + "attentions"),)
         if run.is_encoder_decoder:
             observed["cross_attentions"] = (outputs.cross_attentions,)
     if config.output_hidden_states:
-        observed["hidden_states"] = (outputs[prefix + "hidden_states"],)
+        observed["hidden_states"] = (getattr(outputs, prefix + "hidden_states"),)
     return observed
 
 

@@ -70,10 +70,12 @@ def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any
         kind = public_type(default)
         custom = next((item for item in custom_list if public_type(item) is kind), None)
         if custom is not None:
-            what = "stopping criterion" if isinstance(custom, StoppingCriteria) else "processor"
+            what = (
+                "stopping criteria" if isinstance(custom, StoppingCriteria) else "logits processor"
+            )
             logger.warning_once(
-                f"The {what} {kind} given to `generate` replaces the one that the generation "
-                f"config asks for."
+                f"A custom {what} of type {type(custom)} has been passed to `.generate()`, but it was "
+                "also created in `.generate()`: the custom one is used."
             )
         merged.append(default if custom is None else custom)
     for custom in custom_list:

@@ -1,0 +1,518 @@
+"""The ways to make a model generate with hfgen, and what has to stay as it was."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import hfgen
+from tests.parity.decoder_families import DECODER_FAMILIES
+from tests.parity.encoder_families import ENCODER_FAMILIES
+
+FAMILIES = {family.name: family for family in (*DECODER_FAMILIES, *ENCODER_FAMILIES)}
+IDS = torch.tensor([[5, 17, 42, 8], [9, 9, 61, 30]])
+
+
+@functools.cache
+def _built(family: str) -> nn.Module:
+    return FAMILIES[family].build()
+
+
+@pytest.fixture
+def model() -> Any:
+    """A model of upstream's, to be mixed or not."""
+    return copy.deepcopy(_built("llama"))
+
+
+@pytest.fixture
+def expected() -> Tensor:
+    """What upstream generates."""
+    return generated(_built("llama"))
+
+
+def generated(model: Any, **kwargs: Any) -> Any:
+    """What ``generate`` returns for two text prompts, or for the inputs in ``kwargs``."""
+    torch.manual_seed(0)
+    return model.generate(**{"max_new_tokens": 6} | (kwargs or {"inputs": IDS}))
+
+
+class Spy:
+    """Counts the steps of hfgen's loop, so that a test knows whose loop ran."""
+
+    steps = 0
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    spy = Spy()
+    original = hfgen.loop.steps
+
+    def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for step in original(*args, **kwargs):
+            spy.steps += 1
+            yield step
+
+    monkeypatch.setattr(hfgen.loop, "steps", steps)
+    return spy
+
+
+# ---------------------------------------------------------------- models and classes
+
+
+def test_mixing_switches_the_instance_in_place(model: Any, expected: Tensor, spy: Spy) -> None:
+    weights = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    assert torch.equal(generated(model), expected)
+    assert spy.steps == 0
+    assert hfgen.mix_into(model) is model
+    assert torch.equal(generated(model), expected)
+    assert spy.steps == 6
+    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == weights
+
+
+def test_mixing_a_class_leaves_the_class_as_it_was(expected: Tensor, spy: Spy) -> None:
+    mixed = hfgen.mix_into(LlamaForCausalLM)
+    assert issubclass(mixed, LlamaForCausalLM)
+    assert issubclass(mixed, hfgen.GenerationMixin)
+    assert not issubclass(LlamaForCausalLM, hfgen.GenerationMixin)
+    model = mixed(_built("llama").config).eval()
+    model.load_state_dict(_built("llama").state_dict())
+    assert torch.equal(generated(model), expected)
+    assert spy.steps == 6
+
+
+def test_mixing_twice_changes_nothing(model: Any) -> None:
+    mixed_class = type(hfgen.mix_into(model))
+    assert hfgen.mix_into(hfgen.mix_into(model)) is model
+    assert type(model) is mixed_class
+    assert hfgen.mix_into(mixed_class) is mixed_class
+    assert hfgen.mix_into(LlamaForCausalLM) is mixed_class
+
+
+def test_names_are_kept(model: Any) -> None:
+    mixed = type(hfgen.mix_into(model))
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(mixed, name) == getattr(LlamaForCausalLM, name)
+    assert mixed.can_generate()
+    assert repr(model) == repr(_built("llama"))
+
+
+def test_subclass_in_the_documented_order(expected: Tensor, spy: Spy) -> None:
+    class Mine(LlamaForCausalLM, hfgen.GenerationMixin):
+        pass
+
+    model = Mine(_built("llama").config).eval()
+    model.load_state_dict(_built("llama").state_dict())
+    assert Mine.can_generate()
+    assert torch.equal(generated(model), expected)
+    assert spy.steps == 6
+    assert hfgen.mix_into(Mine) is Mine
+    assert type(hfgen.mix_into(model)) is Mine
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("csm", "depth_decoder"), ("blip_2", "language_model")]
+)
+def test_models_inside_of_a_model_are_mixed_as_well(family: str, part: str) -> None:
+    model = hfgen.mix_into(copy.deepcopy(_built(family)))
+    assert isinstance(model, hfgen.GenerationMixin)
+    assert isinstance(getattr(model, part), hfgen.GenerationMixin)
+    assert not isinstance(getattr(_built(family), part), hfgen.GenerationMixin)
+
+
+def test_what_cannot_generate_is_refused() -> None:
+    encoder = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
+        )
+    )
+    before = type(encoder)
+    for thing in (encoder, transformers.BertModel, nn.Linear(2, 2), nn.Linear, "gpt2", None):
+        with pytest.raises(TypeError, match=r"cannot generate|takes a transformers model"):
+            hfgen.mix_into(thing)
+    assert type(encoder) is before
+
+
+FAMILIES_OF_ALL_KINDS = (
+    "llama gpt2 bloom mamba rwkv xlnet reformer gemma3_text t5 bart whisper speech_to_text "
+    "parakeet_tdt kyutai_speech_to_text csm dia musicgen qwen2_vl blip_2 rag_token"
+).split()
+
+
+@pytest.mark.parametrize("family", FAMILIES_OF_ALL_KINDS)
+def test_the_model_keeps_what_it_overrides(family: str) -> None:
+    """hfgen's hooks stand right before upstream's, behind everything that the model defines."""
+    cls: type = type(_built(family))
+    mixed = hfgen.mix_into(cls)
+    order = list(mixed.__mro__)
+    place = order.index(hfgen.GenerationMixin)
+    assert order[place + 1] is transformers.GenerationMixin
+    assert order[:place] + order[place + 1 :] == [mixed, *cls.__mro__]
+
+
+# ---------------------------------------------------------------- copies
+
+
+def test_pickle(model: Any, expected: Tensor) -> None:
+    copied = pickle.loads(pickle.dumps(hfgen.mix_into(model)))
+    assert type(copied) is type(model)
+    assert torch.equal(generated(copied), expected)
+
+
+def test_deepcopy(model: Any, expected: Tensor) -> None:
+    copied = copy.deepcopy(hfgen.mix_into(model))
+    assert type(copied) is type(model)
+    assert copied.lm_head.weight.data_ptr() != model.lm_head.weight.data_ptr()
+    assert torch.equal(generated(copied), expected)
+
+
+def test_torch_save_and_load(model: Any, expected: Tensor) -> None:
+    file = io.BytesIO()
+    torch.save(hfgen.mix_into(model), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is type(model)
+    assert torch.equal(generated(loaded), expected)
+
+
+class Polite(hfgen.mix_into(LlamaForCausalLM)):  # type: ignore[misc]
+    """A subclass of a mixed class, with a method of its own."""
+
+    def greet(self) -> str:
+        return "hello"
+
+
+def test_copies_of_a_subclass_of_a_mixed_class(expected: Tensor) -> None:
+    model = Polite(_built("llama").config).eval()
+    model.load_state_dict(_built("llama").state_dict())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.greet() == "hello"
+        assert type(copied) is Polite
+        assert torch.equal(generated(copied), expected)
+
+
+def test_subprocess(model: Any, expected: Tensor) -> None:
+    generate = hfgen.mix_into(model).generate
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        # Upstream would not take this temperature: hfgen generates over there, too.
+        result = pool.submit(generate, IDS, max_new_tokens=6, do_sample=True, temperature=0.0)
+        assert torch.equal(result.result(timeout=120), expected)
+
+
+def test_saved_weights_load_in_upstream(model: Any, expected: Tensor, tmp_path: Path) -> None:
+    hfgen.mix_into(model).save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LlamaForCausalLM
+    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert torch.equal(generated(loaded.eval()), expected)
+    auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(auto) is LlamaForCausalLM
+
+
+# ---------------------------------------------------------------- hooks and wrappers
+
+
+def test_forward_hooks_are_kept(model: Any) -> None:
+    calls: list[str] = []
+    model.register_forward_hook(lambda *_: calls.append("after"))
+    model.register_forward_pre_hook(lambda *_: calls.append("before"))
+    generated(hfgen.mix_into(model))
+    assert calls == ["before", "after"] * 6
+
+
+def test_replaced_forward_is_kept(model: Any) -> None:
+    forward, calls = model.forward, []
+
+    @functools.wraps(forward)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append("forward")
+        return forward(*args, **kwargs)
+
+    model.forward = counting
+    generated(hfgen.mix_into(model))
+    assert len(calls) == 6
+
+
+#: PEFT still asks models by the former name.
+old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+def lora(model: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config).eval()
+
+
+@old_name
+@pytest.mark.parametrize("mixed", ["before", "after", "both"])
+def test_peft_lora(model: Any, expected: Tensor, spy: Spy, mixed: str) -> None:
+    adapted = generated(lora(copy.deepcopy(model)))
+    assert not torch.equal(adapted, expected), "the adapter does nothing"
+    wrapped = lora(model if mixed == "after" else hfgen.mix_into(model))
+    if mixed != "before":
+        assert hfgen.mix_into(wrapped) is wrapped
+    assert torch.equal(generated(wrapped), adapted)
+    assert spy.steps == 6
+    with wrapped.disable_adapter():
+        assert torch.equal(generated(wrapped), expected)
+    beams = {"inputs": IDS, "num_beams": 2}
+    assert torch.equal(generated(wrapped, **beams), generated(lora(_copy()), **beams))
+    assert torch.equal(generated(wrapped.merge_and_unload()), adapted)
+
+
+@old_name
+@pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # by this adapter
+def test_peft_prompt_tuning(model: Any, spy: Spy) -> None:
+    def tuned(base: Any) -> Any:
+        torch.manual_seed(1)
+        config = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+        return get_peft_model(base, config).eval()
+
+    mask = torch.ones_like(IDS)
+    adapted = generated(tuned(_copy()), input_ids=IDS, attention_mask=mask)
+    wrapped = hfgen.mix_into(tuned(model))
+    result = generated(wrapped, input_ids=IDS, attention_mask=mask)
+    assert torch.equal(result, adapted)
+    assert spy.steps == 6
+
+
+def _copy() -> Any:
+    return copy.deepcopy(_built("llama"))
+
+
+@pytest.mark.parametrize("mixed", ["before", "after"])
+def test_compiled_wrapper(model: Any, expected: Tensor, spy: Spy, mixed: str) -> None:
+    if mixed == "before":
+        model = hfgen.mix_into(model)
+    compiled = torch.compile(model, backend="eager")
+    if mixed == "after":
+        assert hfgen.mix_into(compiled) is compiled
+    assert isinstance(compiled, torch._dynamo.eval_frame.OptimizedModule)
+    assert torch.equal(generated(compiled), expected)
+    assert spy.steps == 6
+
+
+def test_bfloat16(model: Any, spy: Spy) -> None:
+    model = model.to(torch.bfloat16)
+    asked = {"inputs": IDS, "return_dict_in_generate": True, "output_scores": True}
+    expected = generated(model, **asked)
+    result = generated(hfgen.mix_into(model), **asked)
+    assert spy.steps == 6
+    assert torch.equal(result.sequences, expected.sequences)
+    assert torch.equal(torch.stack(result.scores), torch.stack(expected.scores))
+    assert result.scores[0].dtype == torch.float32
+    assert result.past_key_values.layers[0].keys.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mixed", ["before", "after"])
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_accelerate_offload(family: str, mixed: str, spy: Spy) -> None:
+    expected = generated(_built(family))
+    model = copy.deepcopy(_built(family))
+    if mixed == "before":
+        model = hfgen.mix_into(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    model = hfgen.mix_into(model)
+    assert torch.equal(generated(model), expected)
+    assert spy.steps == 6
+
+
+def test_accelerate_dispatch(model: Any, expected: Tensor, spy: Spy) -> None:
+    device_map = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu"}
+    device_map |= {"model.layers.0": "cpu", "model.layers.1": "cpu", "lm_head": "cpu"}
+    model = accelerate.dispatch_model(model, device_map, force_hooks=True)
+    assert torch.equal(generated(hfgen.mix_into(model)), expected)
+    assert model.hf_device_map == device_map
+    assert model.lm_head._hf_hook is not None
+    assert spy.steps == 6
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    words |= {f"w{token}": token for token in range(4, 96)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="left",
+    )
+
+
+@pytest.mark.parametrize("way", ["mixed model", "patched"])
+def test_pipeline(model: Any, spy: Spy, way: str) -> None:
+    def texts(model: Any) -> Any:
+        pipeline = transformers.pipeline("text-generation", model, tokenizer=tiny_tokenizer())
+        prompts = ["w5 w17 w42", "w9", "w61 w30 w12 w8"]
+        return pipeline(prompts, batch_size=2, max_new_tokens=5, do_sample=False)
+
+    expected = texts(_copy())
+    assert spy.steps == 0
+    if way == "patched":
+        with hfgen.patched():
+            result = texts(model)
+    else:
+        result = texts(hfgen.mix_into(model))
+    assert result == expected
+    assert spy.steps == 10  # two batches
+
+
+# ---------------------------------------------------------------- auto classes
+
+AUTO_CLASSES = {
+    "llama": hfgen.AutoModelForCausalLM,
+    "t5": hfgen.AutoModelForSeq2SeqLM,
+    "whisper": hfgen.AutoModelForSpeechSeq2Seq,
+    "llava": hfgen.AutoModelForImageTextToText,
+}
+
+
+@pytest.mark.parametrize("family", AUTO_CLASSES)
+def test_auto_class(family: str, tmp_path: Path, spy: Spy) -> None:
+    auto = AUTO_CLASSES[family]
+    assert auto.__name__ == auto.__mro__[2].__name__
+    original = _built(family)
+    original.save_pretrained(tmp_path)
+    inputs = FAMILIES[family].inputs(original, 2, False, 0)
+    expected = generated(original, **inputs)
+    assert spy.steps == 0
+
+    loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == set()
+    placed = auto.from_pretrained(tmp_path, device_map="cpu", dtype=torch.float32)
+    for model in (loaded, placed):
+        assert isinstance(model, hfgen.GenerationMixin)
+        assert isinstance(model, type(original))
+        assert torch.equal(generated(model.eval(), **inputs), expected)
+    assert spy.steps > 0
+    made = auto.from_config(original.config, dtype=torch.bfloat16)
+    assert isinstance(made, hfgen.GenerationMixin)
+    assert made.dtype == torch.bfloat16
+
+
+def test_auto_class_in_bfloat16(tmp_path: Path) -> None:
+    _built("llama").save_pretrained(tmp_path)
+    expected = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded = hfgen.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(generated(loaded), generated(expected))
+
+
+def test_auto_class_refuses_what_upstream_refuses(tmp_path: Path) -> None:
+    _built("t5").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+        hfgen.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------- everything
+
+
+def attributes() -> dict[str, Any]:
+    return dict(vars(transformers.GenerationMixin))
+
+
+def test_unpatch_restores_upstream_exactly(model: Any, expected: Tensor, spy: Spy) -> None:
+    before = attributes()
+    hfgen.patch()
+    try:
+        during = attributes()
+        assert torch.equal(generated(model), expected)
+        assert spy.steps == 6
+    finally:
+        hfgen.unpatch()
+    assert during["generate"] is vars(hfgen.GenerationMixin)["generate"]
+    assert during.keys() == before.keys()
+    assert attributes() == before
+    assert torch.equal(generated(model), expected)
+    assert spy.steps == 6
+
+
+def test_patching_twice_changes_nothing() -> None:
+    before = attributes()
+    hfgen.patch()
+    once = attributes()
+    hfgen.patch()
+    twice = attributes()
+    hfgen.unpatch()
+    assert once == twice
+    assert attributes() == before
+    hfgen.unpatch()
+    assert attributes() == before
+
+
+def test_patched_can_be_nested() -> None:
+    before = attributes()
+    with hfgen.patched():
+        during = attributes()
+        with hfgen.patched():
+            assert attributes() == during
+        assert attributes() == during
+    assert attributes() == before
+    hfgen.patch()
+    with hfgen.patched():
+        pass
+    assert attributes() == during, "a patch from outside outlives the context"
+    hfgen.unpatch()
+    assert attributes() == before
+
+
+def test_patched_ends_with_an_exception() -> None:
+    before = attributes()
+    with pytest.raises(KeyError), hfgen.patched():
+        raise KeyError
+    assert attributes() == before
+
+
+def test_models_built_while_patched(expected: Tensor, spy: Spy, tmp_path: Path) -> None:
+    _built("llama").save_pretrained(tmp_path)
+    with hfgen.patched():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert type(model) is LlamaForCausalLM
+        assert torch.equal(generated(model), expected)
+        assert torch.equal(generated(hfgen.mix_into(_copy())), expected)
+    assert spy.steps == 12
+    assert torch.equal(generated(model), expected)
+    assert spy.steps == 12
+
+
+def test_mixed_models_stay_mixed_after_unpatch(model: Any, expected: Tensor, spy: Spy) -> None:
+    with hfgen.patched():
+        hfgen.mix_into(model)
+    assert torch.equal(generated(model), expected)
+    assert spy.steps == 6
+
+
+def test_patched_models_of_one_class_and_another(spy: Spy) -> None:
+    """Subclasses that call ``super()`` reach hfgen's hooks."""
+
+    class Shifted(GPT2LMHeadModel):
+        def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super()._prepare_position_ids_for_generation(*args, **kwargs) + 3
+
+    model = copy.deepcopy(_built("gpt2"))
+    plain = generated(model)
+    model.__class__ = Shifted
+    expected = generated(model)
+    assert not torch.equal(expected, plain)
+    with hfgen.patched():
+        assert torch.equal(generated(model), expected)
+    assert spy.steps == 6
