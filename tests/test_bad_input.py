@@ -120,7 +120,6 @@ CONTRADICTIONS = [
     ({"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences` (3) has to be smaller"),
     ({"num_return_sequences": 2}, "Greedy methods"),
     ({"num_beams": 2, "streamer": Recorder()}, "`streamer` cannot follow beam search"),
-    ({"num_beams": 2, "do_sample": True, "streamer": Recorder()}, "`streamer` cannot follow beam"),
     ({"max_length": 4}, "`input_ids` has 7 tokens and `max_length` is 4"),
     ({"input_ids": IDS}, "The prompt came twice, as `inputs` of shape (2, 7)"),
     ({"max_new_token": 4}, "`max_new_token` (did you mean `max_new_tokens`?)"),

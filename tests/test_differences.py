@@ -53,6 +53,14 @@ def test_beam_search_pads_with_a_pad_id_of_zero():
     assert torch.equal(ours[:, 7:][~is_after_end], theirs[:, 7:][~is_after_end])
 
 
+def test_a_streamer_with_beam_sampling_is_ended():
+    options = {"num_beams": 2, "do_sample": True, "max_new_tokens": 4}
+    for model, ends in zip(both(), (0, 1), strict=True):
+        streamer = Recorder()
+        model.generate(tiny.prompt(1), streamer=streamer, **options)
+        assert (len(streamer.puts), streamer.ends) == (1, ends)
+
+
 def test_stop_strings_count_generated_text_only():
     model, words = hfgen.builtin_model(draft=True)
     prompt = words("x = 1\n", return_tensors="pt").input_ids

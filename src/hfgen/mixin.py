@@ -194,8 +194,10 @@ class GenerationMixin(transformers.GenerationMixin):
     ) -> GenerateOutput | torch.Tensor:
         """Search with ``num_beams`` beams, or sample them with ``do_sample``.
 
-        Returns what ``generate`` returns.
+        Returns what ``generate`` returns. A streamer, which beam search rejects and beam sampling
+        takes, has seen the prompt and is ended: beams revise what they have written.
         """
+        streamer = model_kwargs.pop("streamer", None)
         run = Run(
             self,
             input_ids,
@@ -205,7 +207,10 @@ class GenerationMixin(transformers.GenerationMixin):
             model_kwargs,
             synced_gpus,
         )
-        return _decode(run, STRATEGIES["_beam_search"])
+        result = _decode(run, STRATEGIES["_beam_search"])
+        if streamer is not None:
+            streamer.end()
+        return result
 
 
 for _name, _hook in vars(GenerationMixin).items():

@@ -243,8 +243,7 @@ def validate_generation_mode(
             f"{type(self).__name__} decodes with {names}; the arguments ask for "
             f"{generation_mode.value}."
         )
-    is_beam = generation_mode in (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
-    if is_beam and "streamer" in generation_mode_kwargs:
+    if generation_mode == GenerationMode.BEAM_SEARCH and "streamer" in generation_mode_kwargs:
         raise ValueError(
             f"`streamer` cannot follow beam search (`num_beams`={generation_config.num_beams}), "
             "which revises what it has written. Set `num_beams=1` or drop the streamer."
