@@ -1,0 +1,486 @@
+"""Run one call of ``generate`` on upstream transformers and on hfgen, and list what differs.
+
+A ``Case`` says everything about a call in one line of JSON. ``run`` builds fresh arguments from
+it, calls ``generate`` and keeps what a caller can observe in an ``Outcome``; ``compare`` returns
+one line per difference, an empty list when the two sides agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import random
+import shlex
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
+from functools import cache
+from inspect import isroutine
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+from transformers.utils.logging import disable_progress_bar
+
+import hfgen
+from tests.parity.decoder_families import DECODER_FAMILIES
+from tests.parity.encoder_families import ENCODER_FAMILIES
+from tests.parity.family import Family
+from tests.parity.options import (
+    ASSISTED,
+    BEAMS,
+    BY_NAME,
+    NEW_TOKENS,
+    OPTIONS,
+    SAMPLING,
+    WITH_INVALID,
+    Call,
+    excluded,
+    usable_modes,
+)
+
+FAMILIES: dict[str, Family] = {f.name: f for f in (*DECODER_FAMILIES, *ENCODER_FAMILIES)}
+
+#: Floats may differ by this much, absolutely and relatively.
+TOLERANCE = 1e-5
+
+#: Share of random calls that are bad on purpose.
+BAD_CALLS = 0.08
+
+#: Up to which share of the options a random call has at once.
+MOST_OPTIONS = 0.12
+
+
+# ---------------------------------------------------------------- a case
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: which model, which mode, which prompt, which options (JSON values only)."""
+
+    family: str
+    mode: str
+    rows: int = 1
+    padded: bool = False
+    seed: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def parse(cls, line: str) -> Case:
+        return cls(**json.loads(line))
+
+    @property
+    def command(self) -> str:
+        """The shell command that runs this case alone."""
+        return f"python -m tests.parity.sweep --only {shlex.quote(str(self))}"
+
+    def without(self, *names: str) -> Case:
+        return replace(self, options={k: v for k, v in self.options.items() if k not in names})
+
+
+def settle(case: Case) -> Case:
+    """The case without the options that do not fit its family or each other."""
+    family = FAMILIES[case.family]
+    misfits = [name for name in case.options if not BY_NAME[name].fits(family, case.mode)]
+    case = case.without(*misfits)
+    while exclusion := next(excluded(family, case), None):
+        case = case.without(exclusion.drop)
+    return case
+
+
+def draw_case(rng: random.Random, families: Sequence[str] = ()) -> Case:
+    """A random combination: family, mode, prompt, and from no to about twelve options."""
+    family = FAMILIES[rng.choice(list(families) or list(FAMILIES))]
+    mode = rng.choice(usable_modes(family))
+    rows = 1 if mode == ASSISTED else rng.choice((1, 2, 2, 3, 4))
+    padded = rows > 1 and "padding" not in family.unsupported and rng.random() < 0.5
+    options = [option for option in OPTIONS if option.fits(family, mode)]
+    if BY_NAME["invalid"] in options and rng.random() < BAD_CALLS:
+        drawn = [BY_NAME["invalid"], *(BY_NAME[name] for name in rng.sample(WITH_INVALID, 2))]
+    else:
+        share = rng.uniform(0.0, MOST_OPTIONS)
+        drawn = [option for option in options if rng.random() < share * option.weight]
+    values = {option.name: rng.choice(option.values) for option in drawn}
+    return settle(Case(family.name, mode, rows, padded, rng.randrange(1000), values))
+
+
+# ---------------------------------------------------------------- models
+
+
+class Pristine:
+    """A model as it was built: attributes, buffers and hooks, to start every call from there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.attributes = [(module, dict(vars(module))) for module in model.modules()]
+        self.tables = [  # buffers, hooks, …
+            (table, dict(table))
+            for _, attributes in self.attributes
+            for table in attributes.values()
+            if isinstance(table, dict)
+        ]
+        self.generation_config = copy.deepcopy(vars(model.generation_config))
+
+    def restore(self, model: nn.Module) -> None:
+        for module, attributes in self.attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for table, content in self.tables:
+            table.clear()
+            table.update(content)
+        vars(model.generation_config).clear()
+        vars(model.generation_config).update(copy.deepcopy(self.generation_config))
+
+
+_PRISTINE: WeakKeyDictionary[nn.Module, Pristine] = WeakKeyDictionary()
+
+
+def _built(family: str) -> nn.Module:
+    with quiet():
+        model = FAMILIES[family].build()
+    _PRISTINE[model] = Pristine(model)
+    return model
+
+
+@cache
+def upstream(family: str, role: str = "target") -> nn.Module:
+    """The family's model as transformers builds it; ``role`` tells target and assistant apart."""
+    return _built(family)
+
+
+@cache
+def ours(family: str, role: str = "target") -> nn.Module:
+    """The same weights, generating with hfgen."""
+    model = hfgen.mix_into(_built(family))
+    _PRISTINE[model] = Pristine(model)
+    return model
+
+
+def forget_models() -> None:
+    """Free the models built so far."""
+    upstream.cache_clear()
+    ours.cache_clear()
+
+
+# ---------------------------------------------------------------- one call
+
+
+@dataclass
+class Outcome:
+    """Everything about a call that its caller can observe."""
+
+    returned: Any = None
+    error: str | None = None  # the exception's class
+    error_bases: tuple[str, ...] = ()
+    message: str = ""
+    streamed: list[Any] = field(default_factory=list)  # tensors put, None for end()
+    random_state: Tensor | None = None
+    model_config: dict[str, Any] = field(default_factory=dict)
+    passed_config: dict[str, Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)  # the caller's, after the call
+    warned: list[str] = field(default_factory=list)  # categories, sorted
+    logged: list[str] = field(default_factory=list)  # "logger level", sorted
+
+
+class _Records(logging.Handler):
+    """Collects which logger spoke, and how loud."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(f"{record.name} {record.levelname}")
+
+
+#: What is compared of a call that raised, and of one that returned.
+OBSERVED_RAISED = ("model_config", "passed_config")
+OBSERVED = (
+    *OBSERVED_RAISED,
+    "returned",
+    "streamed",
+    "random_state",
+    "arguments",
+    "warned",
+    "logged",
+)
+
+
+@contextmanager
+def quiet() -> Iterator[tuple[list[warnings.WarningMessage], list[str]]]:
+    """Yield the Python warnings and log records of a block instead of showing them.
+
+    What models print is dropped. What upstream says only once per process is said again in each block.
+    """
+    root = logging.getLogger("transformers")
+    logging.Logger.warning_once.cache_clear()
+    records, before = _Records(), (root.handlers, root.propagate, root.level)
+    root.handlers, root.propagate, root.level = [records], False, logging.WARNING
+    try:
+        with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
+            warnings.simplefilter("always")
+            yield caught, records.seen
+    finally:
+        root.handlers, root.propagate, root.level = before
+
+
+def build_call(model: nn.Module, case: Case, assistant: Callable[[], nn.Module]) -> Call:
+    """Fresh arguments for one call, options applied in the order of the table."""
+    family = FAMILIES[case.family]
+    kwargs = dict(family.inputs(model, case.rows, case.padded, case.seed))
+    call = Call(family, model, case, kwargs, assistant)
+    call.generator.manual_seed(case.seed)
+    kwargs["max_new_tokens"] = NEW_TOKENS
+    if "max_length" in case.options and "max_new_tokens" not in case.options:
+        del kwargs["max_new_tokens"]
+    if case.mode in SAMPLING:
+        kwargs["do_sample"] = True
+    if case.mode in BEAMS:
+        kwargs["num_beams"] = 2
+        if not model.generation_config.pad_token_id:
+            kwargs["pad_token_id"] = 1  # upstream pads with EOS if the pad token's id is 0
+    if case.mode == ASSISTED:
+        kwargs["prompt_lookup_num_tokens"] = 3
+    for option in OPTIONS:
+        if option.name in case.options:
+            option.enter(call, copy.deepcopy(case.options[option.name]))
+    return call
+
+
+def run(model: nn.Module, case: Case) -> Outcome:
+    """Call ``generate`` on a model of ``upstream`` or ``ours``, with arguments made afresh.
+
+    The model starts as it was built, whatever ran on it before, and torch's generator from the
+    case's seed. Exceptions of ``generate`` are part of the outcome.
+    """
+    _PRISTINE[model].restore(model)
+    outcome = Outcome()
+    with quiet() as (caught, logged), torch.no_grad():
+        call = build_call(model, case, lambda: _assistant(model, case.family))
+        caught.clear()
+        logged.clear()
+        torch.manual_seed(case.seed)
+        try:
+            outcome.returned = model.generate(**call.kwargs)
+        except Exception as error:  # any class: it is compared
+            outcome.error, outcome.message = type(error).__name__, str(error)
+            outcome.error_bases = tuple(base.__name__ for base in type(error).__mro__)
+        outcome.random_state = torch.get_rng_state()
+    outcome.warned = sorted(warning.category.__name__ for warning in caught)
+    outcome.logged = sorted(logged)
+    outcome.streamed = call.streamer.seen if call.streamer else []
+    outcome.model_config = model.generation_config.to_dict()
+    passed = call.kwargs.pop("generation_config", None)
+    if isinstance(passed, GenerationConfig):
+        outcome.passed_config = passed.to_dict()
+    outcome.arguments = {key: call.kwargs[key] for key in call.kwargs if _is_data(call.kwargs[key])}
+    if case.mode in BEAMS or "num_return_sequences" in case.options:
+        # Documented difference: upstream expands the caller's encoder outputs in place.
+        outcome.arguments.pop("encoder_outputs", None)
+    return outcome
+
+
+def _assistant(model: nn.Module, family: str) -> nn.Module:
+    build = ours if model is ours(family) else upstream
+    assistant = build(family, "assistant")
+    _PRISTINE[assistant].restore(assistant)
+    return assistant
+
+
+def _is_data(value: Any) -> bool:
+    plain = (Tensor, Cache, ModelOutput, dict, list, tuple, int, float, str)
+    return value is None or isinstance(value, plain)
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def compare(theirs: Outcome, mine: Outcome) -> list[str]:
+    """One line per difference between upstream's outcome and hfgen's; empty when equal.
+
+    Where upstream raises, hfgen raises the same or a subclass, and may do so earlier: how far the
+    call had come by then is not compared.
+    """
+    if theirs.error != mine.error and theirs.error not in mine.error_bases:
+        return [f"raised: {_raised(theirs)} != {_raised(mine)}"]
+    names = OBSERVED_RAISED if theirs.error else OBSERVED
+    found = []
+    for name in names:
+        found += _differences(name, getattr(theirs, name), getattr(mine, name))
+    return found
+
+
+def _raised(outcome: Outcome) -> str:
+    return f"{outcome.error}({outcome.message[:120]!r})" if outcome.error else "nothing"
+
+
+def _differences(path: str, a: Any, b: Any) -> list[str]:
+    """Differences of two nested values; within one tuple or list only the first entry's."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _tensor_differences(path, a, b)
+    if isinstance(a, Cache):
+        same_kind = type(a).__name__ in {base.__name__ for base in type(b).__mro__}
+        if not same_kind:
+            return [f"{path}: {type(a).__name__} != {type(b).__name__}"]
+        return _differences(path, _cache_contents(a), _cache_contents(b))
+    if type(a).__name__ != type(b).__name__:
+        return [f"{path}: {_short(a)} != {_short(b)}"]
+    if isinstance(a, Mapping):
+        found = [f"{path}: only one side has {key!r}" for key in a.keys() ^ b.keys()]
+        for key in a.keys() & b.keys():
+            found += _differences(f"{path}.{key}", a[key], b[key])
+        return sorted(found)
+    if isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{path}: {len(a)} entries != {len(b)} entries"]
+        each = (
+            _differences(f"{path}[{i}]", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))
+        )
+        return next((found for found in each if found), [])
+    if hasattr(a, "__dict__") and not isroutine(a):
+        return _differences(path, _tensors(a), _tensors(b))
+    return [] if a == b else [f"{path}: {_short(a)} != {_short(b)}"]
+
+
+def _tensor_differences(path: str, a: Tensor, b: Tensor) -> list[str]:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return [f"{path}: {tuple(a.shape)} {a.dtype} != {tuple(b.shape)} {b.dtype}"]
+    if torch.equal(a, b):
+        return []
+    if a.is_floating_point():
+        unequal = ~torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    else:
+        unequal = a != b
+    if not unequal.any():
+        return []
+    where = tuple(unequal.nonzero()[0].tolist())
+    count = int(unequal.sum())
+    return [f"{path}: {count} of {a.numel()} values, first at {where}: {a[where]} != {b[where]}"]
+
+
+def _cache_contents(cache: Cache) -> dict[str, Any]:
+    """What is compared of a cache: its length, and its layers' types and tensors."""
+    contents = {name: value for name, value in vars(cache).items() if isinstance(value, Cache)}
+    if "layers" in vars(cache):
+        contents["layers"] = [(type(layer).__name__, _tensors(layer)) for layer in cache.layers]
+    try:
+        contents["length"] = int(cache.get_seq_length())
+    except Exception as error:  # not every layer type has a length
+        contents["length"] = type(error).__name__
+    return contents
+
+
+def _tensors(thing: Any) -> dict[str, Any]:
+    """The tensors among an object's attributes, one level of lists and dicts deep."""
+    values = {name: value for name, value in vars(thing).items() if not name.startswith("_")}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+        or (isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor))
+        or (isinstance(value, dict) and any(isinstance(v, Tensor) for v in value.values()))
+    }
+
+
+def _short(value: Any) -> str:
+    text = f"{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return f"{type(value).__name__} {text[:160]}"
+
+
+# ---------------------------------------------------------------- both sides
+
+
+@dataclass
+class Report:
+    """Both outcomes of a case and how they differ."""
+
+    case: Case
+    theirs: Outcome
+    mine: Outcome
+    differences: list[str]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.differences, self.case.command])
+
+
+def check(case: Case) -> Report:
+    """Run a case on both sides; where sequences differ, say by how little the choice was made."""
+    try:
+        theirs = run(upstream(case.family), case)
+        mine = run(ours(case.family), case)
+    except Exception as error:  # of the model's or the arguments' making, not of generate
+        return Report(case, Outcome(), Outcome(), [f"not run: {type(error).__name__}: {error}"])
+    differences = compare(theirs, mine)
+    if mine.error == "InvalidScoresError" and _has_nan(case):
+        differences = []  # documented difference: upstream goes on with NaN scores
+    if any(line.startswith("returned") for line in differences):
+        differences += _explain(case, theirs, mine)
+    return Report(case, theirs, mine, differences)
+
+
+def sequences(outcome: Outcome) -> Tensor | None:
+    """``(rows, length)`` ids, however the call returned them."""
+    returned = outcome.returned
+    return returned if isinstance(returned, Tensor) else getattr(returned, "sequences", None)
+
+
+def _scored(case: Case) -> Outcome:
+    """Upstream's outcome of a case, with scores."""
+    case = case.without("ignored_output")
+    case = replace(case, options={**case.options, "outputs": ["scores"]})
+    return run(upstream(case.family), case)
+
+
+def _has_nan(case: Case) -> bool:
+    scores = getattr(_scored(case).returned, "scores", None) or ()
+    return any(bool(score.isnan().any()) for score in scores)
+
+
+def _explain(case: Case, theirs: Outcome, mine: Outcome) -> list[str]:
+    """The first differing token, and how far apart upstream's two best scores were there."""
+    a, b = sequences(theirs), sequences(mine)
+    if a is None or b is None or a.shape[0] != b.shape[0]:
+        return []
+    length = min(a.shape[1], b.shape[1])
+    unequal = (a[:, :length] != b[:, :length]).nonzero().tolist()
+    if not unequal:
+        return []
+    row, position = min(unequal, key=lambda place: place[1])
+    again = _scored(case).returned
+    where = f"first differing token: row {row}, position {position}"
+    if getattr(again, "scores", None) is None:
+        return [where]
+    step = position - (again.sequences.shape[1] - len(again.scores))
+    beam_indices = getattr(again, "beam_indices", None)
+    beam = int(beam_indices[row, step]) if beam_indices is not None and step >= 0 else row
+    if not 0 <= step < len(again.scores) or beam < 0:
+        return [where]
+    best, second = again.scores[step][beam].topk(2).values.tolist()
+    return [f"{where}, step {step}; gap of upstream's two best scores there: {best - second:.2e}"]
+
+
+def summary_keys(case: Case) -> Counter[tuple[str, str]]:
+    """The groups that a case counts for in a summary: its family, its mode, its options."""
+    keys = [("family", case.family), ("mode", case.mode)]
+    return Counter([*keys, *(("option", name) for name in case.options)])
+
+
+def versions() -> str:
+    """One line that says what was compared."""
+    return f"transformers {transformers.__version__}, hfgen {hfgen.__version__}, torch {torch.__version__}"
+
+
+disable_progress_bar()
+torch.set_num_threads(1)  # the models are tiny: a second thread would only wait
+torch.set_warn_always(True)  # else only the side that runs first is warned
