@@ -430,8 +430,11 @@ def attributes() -> dict[str, Any]:
     return dict(vars(transformers.GenerationMixin))
 
 
+#: Before any test could patch.
+UPSTREAM = attributes()
+
+
 def test_unpatch_restores_upstream_exactly(model: Any, expected: Tensor, spy: Spy) -> None:
-    before = attributes()
     hfgen.patch()
     try:
         during = attributes()
@@ -440,46 +443,43 @@ def test_unpatch_restores_upstream_exactly(model: Any, expected: Tensor, spy: Sp
     finally:
         hfgen.unpatch()
     assert during["generate"] is vars(hfgen.GenerationMixin)["generate"]
-    assert during.keys() == before.keys()
-    assert attributes() == before
+    assert during.keys() == UPSTREAM.keys()
+    assert attributes() == UPSTREAM
     assert torch.equal(generated(model), expected)
     assert spy.steps == 6
 
 
 def test_patching_twice_changes_nothing() -> None:
-    before = attributes()
     hfgen.patch()
     once = attributes()
     hfgen.patch()
     twice = attributes()
     hfgen.unpatch()
     assert once == twice
-    assert attributes() == before
+    assert attributes() == UPSTREAM
     hfgen.unpatch()
-    assert attributes() == before
+    assert attributes() == UPSTREAM
 
 
 def test_patched_can_be_nested() -> None:
-    before = attributes()
     with hfgen.patched():
         during = attributes()
         with hfgen.patched():
             assert attributes() == during
         assert attributes() == during
-    assert attributes() == before
+    assert attributes() == UPSTREAM
     hfgen.patch()
     with hfgen.patched():
         pass
     assert attributes() == during, "a patch from outside outlives the context"
     hfgen.unpatch()
-    assert attributes() == before
+    assert attributes() == UPSTREAM
 
 
 def test_patched_ends_with_an_exception() -> None:
-    before = attributes()
     with pytest.raises(KeyError), hfgen.patched():
         raise KeyError
-    assert attributes() == before
+    assert attributes() == UPSTREAM
 
 
 def test_models_built_while_patched(expected: Tensor, spy: Spy, tmp_path: Path) -> None:

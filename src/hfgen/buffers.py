@@ -2,7 +2,8 @@
 
 A buffer with spare columns is allocated, and the tensor handed out is a view of its start. Growing
 the view takes the next columns of the same buffer, which hold their final values already, so the
-views stay valid however often and by whomever they are grown.
+views stay valid however often and by whomever they are grown. A view that was written to gets a new
+buffer, since what follows it may depend on what was written.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ def grow(
     columns whether they are made at once or one after the other.
     """
     length = tensor.shape[-1] + count
-    buffer = getattr(tensor, _BUFFER, None)
-    if buffer is None or buffer.shape[-1] < length:
+    buffer, version = getattr(tensor, _BUFFER, (None, None))
+    if buffer is None or buffer.shape[-1] < length or version != _version(tensor):
         spare = count + max(SPARE_COLUMNS, tensor.shape[-1])
         buffer = torch.cat([tensor, fill(tensor, spare)], dim=-1)
     view = buffer[..., :length]
-    setattr(view, _BUFFER, buffer)
+    setattr(view, _BUFFER, (buffer, _version(view)))
     return view
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often the tensor, or one that shares its memory, was written to; inference mode forgets."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def ones(tensor: torch.Tensor, count: int) -> torch.Tensor:

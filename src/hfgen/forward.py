@@ -269,9 +269,9 @@ def _prefill_in_chunks(
     execute = executor(self, config, model_kwargs)
     # Forward sees the part of these that belongs to the chunk; they are put back at the end.
     whole = {
-        name: model_kwargs.pop(name)
+        name: value
         for name in ("attention_mask", "position_ids", *TOKEN_TYPES, "mm_encoder_outputs")
-        if model_kwargs.get(name) is not None
+        if (value := model_kwargs.pop(name, None)) is not None
     }
     media = _media_by_chunk(self, prompt, chunks, whole) if is_first_iteration else {}
     if embeds is not None:
