@@ -5,8 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 COUNT ?= 2000
+OLDEST := 5.21.0
 
-.PHONY: help demo test check format parity bench clean
+.PHONY: help demo test oldest check format parity bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -26,6 +27,17 @@ demo: $(VENV)/installed ## Complete code with the built-in model, beside upstrea
 
 test: $(VENV)/installed ## Run the tests (under 10 minutes on 2 cores).
 	@$(BIN)/python -m pytest --numprocesses 2
+
+oldest: $(VENV)-oldest/installed ## Run the tests with the oldest supported transformers.
+	@$(VENV)-oldest/bin/python -m pytest --numprocesses 2
+
+$(VENV)-oldest/installed: pyproject.toml constraints.txt
+	@echo "Making the environment in $(VENV)-oldest."
+	@$(PYTHON) -m venv $(VENV)-oldest
+	@sed 's/^transformers==.*/transformers==$(OLDEST)/' constraints.txt > $(VENV)-oldest/constraints.txt
+	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(VENV)-oldest/constraints.txt --editable '.[dev]'
+	@touch $@
 
 check: $(VENV)/installed ## Check format, lint and types.
 	@$(BIN)/ruff format --check .

@@ -24,6 +24,7 @@ from transformers import (
 import hfgen
 from tests import tiny
 from tests.test_bad_input import Recorder
+from tests.versions import since_5_23
 
 
 def both(build: Any = tiny.llama) -> tuple[Any, Any]:
@@ -146,6 +147,7 @@ def test_beams_follow_a_longer_max_length_criterion():
     assert torch.equal(longer, upstream.generate(ids, **options | {"max_new_tokens": 9}))
 
 
+@since_5_23
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_embeddings_are_prefilled_in_chunks(with_ids):
     (upstream, model), ids = both(), tiny.prompt(2)

@@ -22,6 +22,7 @@ from hfgen.processors import LogitsProcessorList
 from hfgen.processors.guidance import EncoderDecoderGuidance
 from hfgen.processors.lists import public_type
 from hfgen.processors.repetition import RepetitionPenaltyLogitsProcessor
+from tests.versions import since_5_23
 
 NO = -math.inf
 LN2 = math.log(2)
@@ -165,6 +166,7 @@ def test_repetition_penalty() -> None:
     check(processor, [[0, 1, 1, 3]], [[4.0, -4.0, 2.0, NO, 0.0]], [[2.0, -8.0, 2.0, NO, 0.0]])
 
 
+@since_5_23
 def test_repetition_penalty_leaves_left_pads_out() -> None:
     mask = torch.tensor([[0, 1], [1, 1]])
     processor = build({"repetition_penalty": 2.0}, model_kwargs={"attention_mask": mask})
@@ -179,6 +181,7 @@ def test_repetition_penalty_overlooks_ids_outside_the_vocabulary() -> None:
     check(build({"repetition_penalty": 2.0}), [[9, 1]], [[4.0, 4.0]], [[4.0, 2.0]])
 
 
+@since_5_23
 def test_repetition_penalty_of_an_encoder_decoder_reads_the_decoder_mask() -> None:
     masks = {
         "attention_mask": torch.tensor([[0, 0, 1]]),

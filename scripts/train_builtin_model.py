@@ -1,0 +1,488 @@
+"""Train the built-in model and its draft from the source of the Python standard library.
+
+The text is on every machine that runs Python, so the whole of `src/hfgen/builtin` can be made again offline:
+a byte-level BPE tokenizer, a small Llama that completes Python code, and a smaller Llama that is distilled
+from it (Hinton et al. 2015, "Distilling the Knowledge in a Neural Network") to draft its tokens. Budgets are
+counted in steps, not in seconds, and the order of data is fixed: one Python version, torch version and
+processor give one result.
+
+    python scripts/train_builtin_model.py                           # everything, about an hour on one core
+    python scripts/train_builtin_model.py --steps 20 --draft-steps 20 --out /tmp/out --state /tmp/state
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import platform
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import print_json
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+from transformers.utils.logging import disable_progress_bar
+
+OUT = Path(__file__).resolve().parents[1] / "src" / "hfgen" / "builtin"
+STATE = Path(__file__).resolve().parents[1] / "build" / "builtin"
+
+SEED = 0
+VOCAB_SIZE = 2048
+END, PAD = "<|endoftext|>", "<|pad|>"
+POSITIONS = 1024
+
+# Tests are another kind of text; codec tables and generated files are numbers, and the build's own
+# configuration differs from machine to machine.
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
+SKIPPED_PREFIXES = ("config-", "_sysconfigdata", "__phello__")
+HELD_OUT_ONE_IN = 33
+
+SAMPLE_PROMPT = "def read_lines(path, encoding='utf-8'):\n"
+
+# A newline is always a token of its own: a prompt that ends with one is then split as the training text is.
+# Indentation is one piece, so that the first word of a line carries no space.
+PIECES = (
+    r"\r?\n|(?<=\n)[ \t]+| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]+(?= \S)|[ \t]+(?!\S)|\s"
+)
+
+MODEL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+DRAFT: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one model is trained; a step sees `tokens` tokens, cut into rows of `length`."""
+
+    steps: int
+    rate: float
+    tokens: int = 2048
+    length: int = 256
+    long_length: int = POSITIONS
+    long_share: float = 0.25  # of the steps, the last: positions beyond `length` are learnt too
+    warmup: int = 100
+    fall_share: float = 0.3
+    decay: float = 0.1
+    clip: float = 1.0
+    data_weight: float = 0.2  # of the data's loss beside the teacher's, where there is a teacher
+    save_every: int = 200
+
+    def row_length(self, step: int) -> int:
+        return self.long_length if step >= self.steps * (1 - self.long_share) else self.length
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warmup, a constant rate, and a linear fall over the last `fall_share` of the steps.
+
+        A run that is stopped before the fall can be resumed with another number of steps, and ends as if it
+        had been started with it.
+        """
+        warm = min(1.0, (step + 1) / self.warmup)
+        fall = min(1.0, (self.steps - step) / (self.steps * self.fall_share))
+        return self.rate * warm * fall
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+def library_files() -> dict[str, Path]:
+    """Every file of text, by its name relative to the standard library, in one order on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    return {
+        name: names[name]
+        for name in sorted(names)
+        if not SKIPPED_FOLDERS.intersection(name.split("/"))
+        and not name.startswith(SKIPPED_PREFIXES)
+    }
+
+
+def is_held_out(name: str) -> bool:
+    return zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def read_texts() -> tuple[list[str], list[str]]:
+    """The training and the held-out texts."""
+    train: list[str] = []
+    held_out: list[str] = []
+    for name, path in library_files().items():
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if text.strip():
+            (held_out if is_held_out(name) else train).append(text)
+    return train, held_out
+
+
+def to_stream(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> torch.Tensor:
+    """All texts as one row of ids, each text after the token that ends texts."""
+    ids: list[int] = []
+    for text in texts:
+        ids.append(tokenizer.bos_token_id)
+        ids.extend(tokenizer.backend_tokenizer.encode(text).ids)
+    return torch.tensor([*ids, tokenizer.eos_token_id])
+
+
+def batches(stream: torch.Tensor, recipe: Recipe) -> Iterator[torch.Tensor]:
+    """One `(rows, length)` batch of ids per step: epochs of shuffled rows, cut at another place each time."""
+    random = torch.Generator().manual_seed(SEED)
+    rows: list[torch.Tensor] = []
+    for step in range(recipe.steps):
+        length = recipe.row_length(step)
+        if rows and len(rows[0]) != length:
+            rows = []
+        while len(rows) < recipe.tokens // length:
+            shift = int(torch.randint(length, (), generator=random))
+            count = (len(stream) - shift) // length
+            epoch = stream[shift : shift + count * length].view(count, length)
+            rows.extend(epoch[torch.randperm(count, generator=random)])
+        yield torch.stack([rows.pop() for _ in range(recipe.tokens // length)])
+
+
+# --------------------------------------------------------------------------------- tokenizer, models
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE (Sennrich et al. 2016, on the bytes): every string can be encoded and comes back whole."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        model_max_length=POSITIONS,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def new_model(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        **shape,
+        **special,
+    )
+    set_seed(SEED)
+    model = LlamaForCausalLM(config)
+    # Every block adds to the residual stream twice; the sum should not grow with depth (GPT-2, section 2.3).
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight.data.div_(math.sqrt(2 * config.num_hidden_layers))
+    model.generation_config = GenerationConfig(**special)
+    return model
+
+
+def save_model(model: LlamaForCausalLM, folder: Path) -> None:
+    """Write config, generation config and float16 weights; the model itself stays float32."""
+    copy.deepcopy(model).half().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
+
+
+# -------------------------------------------------------------------------------------------- training
+
+
+def loss_of(
+    model: LlamaForCausalLM, ids: torch.Tensor, teacher: LlamaForCausalLM | None, data_weight: float
+) -> torch.Tensor:
+    """Mean loss per token in nats: cross entropy to the data, mixed with the one to the teacher if there is one."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+    data_loss = F.cross_entropy(logits, ids[:, 1:].flatten())
+    if teacher is None:
+        return data_loss
+    with torch.no_grad():
+        target = teacher(input_ids=ids, use_cache=False).logits[:, :-1].float().flatten(0, 1)
+    teacher_loss = F.kl_div(
+        logits.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    return data_weight * data_loss + (1 - data_weight) * teacher_loss
+
+
+def train(
+    name: str,
+    model: LlamaForCausalLM,
+    stream: torch.Tensor,
+    recipe: Recipe,
+    folder: Path,
+    state_file: Path,
+    teacher: LlamaForCausalLM | None = None,
+) -> None:
+    """Train in place, from `state_file` on where it exists; `folder` gets the weights every `save_every` steps."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": recipe.decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    done = 0
+    if state_file.exists():
+        state = torch.load(state_file)
+        done = state["done"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    save_model(model, folder)
+    model.train()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    started, seen, mean = time.perf_counter(), 0, 0.0
+    with Progress(*columns) as progress:
+        task = progress.add_task(name, total=recipe.steps, completed=done)
+        for step, ids in enumerate(batches(stream, recipe)):
+            if step < done:
+                continue
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate(step)
+            # Measured on one core: eager attention is a sixth faster on short rows, SDPA a third on long ones.
+            attention = "eager" if ids.shape[1] == recipe.length else "sdpa"
+            for each in (model, teacher) if teacher else (model,):
+                each.set_attn_implementation(attention)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, ids, teacher, recipe.data_weight)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+            optimizer.step()
+
+            mean = 0.95 * mean + 0.05 * loss.item() if seen else loss.item()
+            seen += ids.numel()
+            progress.update(task, advance=1, description=f"{name}: loss {mean:.3f}")
+            if (step + 1) % recipe.save_every == 0 or step + 1 == recipe.steps:
+                save_model(model, folder)
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save({"done": step + 1, **state}, state_file)
+                speed = seen / (time.perf_counter() - started)
+                progress.console.print(
+                    f"{name}: step {step + 1}, loss {mean:.3f}, {speed:.0f} tokens/s"
+                )
+    model.eval()
+
+
+# ----------------------------------------------------------------------------------- measures and card
+
+
+@torch.no_grad()
+def predictions(model: LlamaForCausalLM, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """For `(rows, length)` ids: greedy choices `(rows, length - 1)` and the mean loss per token in nats."""
+    choices: list[torch.Tensor] = []
+    losses: list[float] = []
+    for ids in rows.split(4):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        choices.append(logits.argmax(-1))
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        losses.extend(loss.tolist())
+    return torch.cat(choices), sum(losses) / len(losses)
+
+
+def measure(out: Path, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> dict[str, float]:
+    """The card's numbers, of the files as they are shipped and on held-out text."""
+    model = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32).eval()
+    draft = LlamaForCausalLM.from_pretrained(out / "draft", dtype=torch.float32).eval()
+    stream = to_stream(tokenizer, texts)
+    count = len(stream) // POSITIONS
+    rows = stream[: count * POSITIONS].view(count, POSITIONS)
+    model_choices, model_loss = predictions(model, rows)
+    draft_choices, draft_loss = predictions(draft, rows)
+
+    prompts = rows[:: max(1, count // 32), :64]
+    model.generation_config.eos_token_id = None  # every row goes on to its full length
+    mask = torch.ones_like(prompts)
+    continued = model.generate(prompts, attention_mask=mask, max_new_tokens=128)
+    along, _ = predictions(draft, continued)
+
+    bytes_per_token = sum(len(text.encode()) for text in texts) / len(stream)
+    return {
+        "held_out_tokens": len(stream),
+        "prompts": len(prompts),
+        "bytes_per_token": bytes_per_token,
+        "model_loss": model_loss,
+        "draft_loss": draft_loss,
+        "model_perplexity": math.exp(model_loss),
+        "draft_perplexity": math.exp(draft_loss),
+        "model_bits_per_byte": model_loss / math.log(2) / bytes_per_token,
+        "draft_bits_per_byte": draft_loss / math.log(2) / bytes_per_token,
+        "model_accuracy": (model_choices == rows[:, 1:]).float().mean().item(),
+        "draft_accuracy": (draft_choices == rows[:, 1:]).float().mean().item(),
+        "agreement": (model_choices == draft_choices).float().mean().item(),
+        "continuation_agreement": (along == continued[:, 1:])[:, 63:].float().mean().item(),
+        "model_parameters": model.num_parameters(),
+        "draft_parameters": draft.num_parameters(),
+        "cost_ratio": draft.num_parameters() / model.num_parameters(),
+    }
+
+
+def sample(out: Path, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What the model makes, by greedy search, of a prompt that the training text does not hold."""
+    model = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32).eval()
+    inputs = tokenizer(SAMPLE_PROMPT, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=96)
+    return tokenizer.decode(ids[0], skip_special_tokens=True).rstrip()
+
+
+CARD = """\
+# The built-in model
+
+A small Llama that completes Python code, and a draft model with the same tokenizer for assisted decoding.
+They are there so that examples, tests and benchmarks run without a download; as a programmer they are weak.
+`hfgen.builtin_model()` and `hfgen.builtin_model(draft=True)` load them as float32.
+`scripts/train_builtin_model.py` made everything in this folder, this card included.
+
+| | model | draft |
+|---|---|---|
+| layers, hidden size, MLP size | {model_shape} | {draft_shape} |
+| attention heads (key-value heads) | {model_heads} | {draft_heads} |
+| parameters, all touched by every token (tied embedding counted once) | {model_parameters:,} | {draft_parameters:,} ({cost_ratio:.1%} of the model) |
+| file of weights, float16 | {model_megabytes:.2f} MB | {draft_megabytes:.2f} MB |
+| training steps of {tokens:,} tokens | {steps:,} | {draft_steps:,} |
+| held-out loss, nats per token | {model_loss:.3f} | {draft_loss:.3f} |
+| held-out perplexity per token | {model_perplexity:.2f} | {draft_perplexity:.2f} |
+| held-out bits per byte | {model_bits_per_byte:.3f} | {draft_bits_per_byte:.3f} |
+| held-out tokens guessed right | {model_accuracy:.1%} | {draft_accuracy:.1%} |
+
+The draft's greedy token is the model's on **{agreement:.1%}** of the held-out tokens, and on {continuation_agreement:.1%}
+of the tokens that the model itself writes by greedy search (128 tokens after each of {prompts} prompts
+of 64 held-out tokens). Everything is measured on the shipped files, in rows of {positions:,} tokens.
+
+**Text.** The `.py` files of Python {python}'s standard library without tests, `idlelib`, `encodings` and
+`pydoc_data`: {train_files} files, {train_bytes:.1f} MB, {train_tokens:,} tokens. One file in {held_out_one_in}, chosen by a
+checksum of its name, is held out: {held_out_files} files, {held_out_tokens:,} tokens. Some of the library's files
+resemble each other, so the held-out numbers flatter the model a little.
+
+**Tokenizer.** Byte-level BPE with {vocab_size:,} tokens, {bytes_per_token:.2f} bytes per token on held-out text.
+`{end}` (id 0) begins and ends a file, `{pad}` (id 1) pads on the left. A newline is always a token of its own.
+
+**Training.** AdamW with a linear warmup, a constant learning rate and a linear fall over the last {fall_share:.0%} of the
+steps; bfloat16 arithmetic on float32 weights; rows of {length} tokens and, in the last {long_share:.0%} of the steps, of
+{long_length:,}. The draft learns from the model's distribution (weight {teacher_weight:.1f}) and from the text ({data_weight:.1f}).
+Seeds, order and thread count are fixed: the same Python, torch ({torch}) and processor give the same files.
+
+**A completion**, greedy; the first line is the prompt:
+
+```python
+{sample}
+```
+
+**Licence.** The training text is the Python standard library's source, under the Python Software Foundation License
+(`LICENSE-PSF.txt`); that licence goes with these files.
+"""
+
+
+def main(
+    steps: Annotated[int, typer.Option(help="Training steps of the model.")] = 4000,
+    draft_steps: Annotated[int, typer.Option(help="Training steps of the draft.")] = 3000,
+    threads: Annotated[
+        int, typer.Option(help="Threads of torch; part of what fixes the result.")
+    ] = 1,
+    out: Annotated[Path, typer.Option(help="Folder that gets tokenizer, models and card.")] = OUT,
+    state: Annotated[Path, typer.Option(help="Folder for what a later --resume needs.")] = STATE,
+    resume: Annotated[bool, typer.Option(help="Carry on where an earlier run stopped.")] = False,
+) -> None:
+    """Train the built-in model and its draft, measure them on held-out files and write the model card."""
+    torch.set_num_threads(threads)
+    disable_progress_bar()
+    state.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        for name in ("model", "draft"):
+            (state / f"{name}.pt").unlink(missing_ok=True)
+
+    texts, held_out_texts = read_texts()
+    tokenizer = train_tokenizer(texts)
+    tokenizer.save_pretrained(out / "tokenizer")
+    stream = to_stream(tokenizer, texts)
+
+    model, draft = new_model(MODEL, tokenizer), new_model(DRAFT, tokenizer)
+    recipe = Recipe(steps=steps, rate=2e-3)
+    train("model", model, stream, recipe, out / "model", state / "model.pt")
+    draft_recipe = Recipe(steps=draft_steps, rate=4e-3)
+    train("draft", draft, stream, draft_recipe, out / "draft", state / "draft.pt", teacher=model)
+
+    numbers = measure(out, tokenizer, held_out_texts)
+    print_json(data=numbers)
+    card = CARD.format(
+        **numbers,
+        **asdict(recipe),
+        draft_steps=draft_steps,
+        model_shape="{num_hidden_layers}, {hidden_size}, {intermediate_size}".format(**MODEL),
+        draft_shape="{num_hidden_layers}, {hidden_size}, {intermediate_size}".format(**DRAFT),
+        model_heads="{num_attention_heads} ({num_key_value_heads})".format(**MODEL),
+        draft_heads="{num_attention_heads} ({num_key_value_heads})".format(**DRAFT),
+        model_megabytes=(out / "model" / "model.safetensors").stat().st_size / 1e6,
+        draft_megabytes=(out / "draft" / "model.safetensors").stat().st_size / 1e6,
+        teacher_weight=1 - recipe.data_weight,
+        positions=POSITIONS,
+        train_files=len(texts),
+        train_bytes=sum(len(text.encode()) for text in texts) / 1e6,
+        train_tokens=len(stream),
+        held_out_files=len(held_out_texts),
+        held_out_one_in=HELD_OUT_ONE_IN,
+        vocab_size=VOCAB_SIZE,
+        end=END,
+        pad=PAD,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        sample=sample(out, tokenizer),
+    )
+    (out / "README.md").write_text(card, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
