@@ -16,7 +16,8 @@ import transformers
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 from .models import PROMPT_LENGTH, SUBJECTS, Subject
 from .side_by_side import (
@@ -65,6 +66,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 #: Pairs of calls per mode, if not said; a call of the 135M model takes two seconds and more.
 PAIRS = {"small": 60, "135m": 12}
+_DEFAULT_PAIRS = ", ".join(f"{count} ({name})" for name, count in PAIRS.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,13 @@ def measure(
     subject: Subject,
     modes: list[str],
     n_pairs: int,
+    bandwidth: float,
     advance: Callable[[str], None] = lambda mode: None,
 ) -> Result:
     """Both libraries in the given modes; ``advance`` is told the mode of each pair that is done.
 
-    Raises ``UnequalTokensError`` if they do not generate the same tokens.
+    ``bandwidth``: bytes per second that this machine reads from memory. Raises ``UnequalTokensError`` if they do not generate the same tokens.
     """
-    bandwidth = read_bandwidth()
     calls = {mode: arguments(subject, mode) for mode in modes}
     return Result(subject, bandwidth, compare(subject.model, calls, n_pairs, advance=advance))
 
@@ -237,10 +239,20 @@ def plot(results: list[Result], path: Path) -> None:
     pyplot.close(figure)
 
 
+def write(results: list[Result], facts: dict[str, Any], folder: Path) -> str:
+    """Write report, raw data and plot to ``folder``; returns the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = report(results, facts)
+    (folder / "overhead.md").write_text(text)
+    (folder / "overhead.json").write_text(json.dumps(as_object(results, facts), indent=1) + "\n")
+    plot(results, folder / "overhead.png")
+    return text
+
+
 def main(
     model: Annotated[str, typer.Option(help=f"{', '.join(SUBJECTS)} or all.")] = "all",
     pairs: Annotated[
-        int | None, typer.Option(min=1, help=f"Pairs of calls per mode. Default: {PAIRS}.")
+        int | None, typer.Option(min=1, help=f"Pairs of calls per mode. Default: {_DEFAULT_PAIRS}.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
     modes: Annotated[
@@ -261,35 +273,24 @@ def main(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    facts, console = machine(), Console()
+    console, facts, bandwidth = Console(), machine(), read_bandwidth()
     results = []
-    with Progress(
-        *Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn()
-    ) as progress:
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    # Drawn between the calls, not during them.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
         for name in chosen_models:
             n_pairs = pairs or PAIRS[name]
             task = progress.add_task(name, total=(n_pairs + 1) * len(chosen_modes))
-            subject = SUBJECTS[name]()
+
+            def advance(mode: str, task: TaskID = task, name: str = name) -> None:
+                progress.update(task, advance=1, description=f"{name}, {mode}", refresh=True)
+
             try:
-                results.append(
-                    measure(
-                        subject,
-                        chosen_modes,
-                        n_pairs,
-                        lambda mode, task=task, name=name: progress.update(
-                            task, advance=1, description=f"{name}, {mode}"
-                        ),
-                    )
-                )
+                results.append(measure(SUBJECTS[name](), chosen_modes, n_pairs, bandwidth, advance))
             except UnequalTokensError as error:
-                console.print(f"[red]{name}:[/] {error}")
+                console.print(f"[red]{name}:[/] {escape(str(error))}")
                 raise typer.Exit(1) from None
-    out.mkdir(parents=True, exist_ok=True)
-    text = report(results, facts)
-    (out / "overhead.md").write_text(text)
-    (out / "overhead.json").write_text(json.dumps(as_object(results, facts), indent=1) + "\n")
-    plot(results, out / "overhead.png")
-    console.print(Markdown(text))
+    console.print(Markdown(write(results, facts, out)))
     console.print(f"Written to {out}: overhead.md, overhead.json, overhead.png.")
 
 

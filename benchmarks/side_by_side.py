@@ -159,6 +159,8 @@ def compare(
     naming the call.
     """
     comparisons = {name: Comparison(name) for name in calls}
+    gc.collect()
+    gc.freeze()  # or to collect would walk over all modules, and leave their memory in the caches
     for turn in range(n_pairs + 1):
         for name, arguments in calls.items():
             try:
@@ -172,6 +174,7 @@ def compare(
             else:
                 comparison.add(made)
             advance(name)
+    gc.unfreeze()
     return list(comparisons.values())
 
 

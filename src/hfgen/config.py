@@ -192,7 +192,7 @@ def prepare_generation_config(
         config.cache_implementation = None
     if is_config_given and (overridden := set(fields) - set(model_kwargs)):
         logger.warning_once(
-            f"Passing `generation_config` together with {overridden} is deprecated: the arguments "
+            f"Passing `generation_config` together with {sorted(overridden)} is deprecated: the arguments "
             "win over the object. Pass one object, or only arguments."
         )
     for flag in ("output_attentions", "output_hidden_states"):  # the model's forward needs these

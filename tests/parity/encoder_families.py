@@ -991,7 +991,8 @@ AUDIO: list[Family] = [
         "audio_vocab_size": CODES, "audio_encoder_config": MIMI, "depth_decoder_config": LLAMA | {
         "ffn_dim": 32, "input_size": 16, "num_codebooks": 3, "audio_vocab_size": CODES,
         "max_position_embeddings": 4}}, unsupported=BLIND |
-        {"continuation": "ids, speech and what was heard have to be of one length"}),
+        {"continuation": "ids, speech and what was heard have to be of one length",
+         "chunked": "it makes embeddings of its prompt, and upstream feeds all of them with each chunk"}),
 ]
 # fmt: on
 

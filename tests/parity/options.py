@@ -169,7 +169,8 @@ def _mask(call: Call, how: str) -> None:
         call.kwargs["attention_mask"] = torch.ones_like(call.ids)
     else:
         mask = call.kwargs.pop("attention_mask", None)
-        pad = call.case.options.get("pad_token_id")
+        default = call.kwargs.get("pad_token_id", call.model.generation_config.pad_token_id)
+        pad = call.case.options.get("pad_token_id", default)
         if mask is not None and isinstance(pad, int):
             call.ids[mask == 0] = pad
 
@@ -502,7 +503,7 @@ WITH_INVALID = ("eos_token_id", "pad_token_id", "outputs", "temperature")
 #: In the order in which they enter a call: prompt first, what rearranges arguments last.
 OPTIONS: tuple[Option, ...] = (
     # prompt
-    Option("mask", ("absent", "ones"), _mask, kinds=TEXT),
+    Option("mask", ("absent", "ones"), _mask, kinds=TEXT, weight=3),
     Option("no_prompt", (True,), _no_prompt, kinds=DECODER, weight=0.3),
     Option("position_ids", (True,), _position_ids, kinds=DECODER),
     Option("decoder_ids", ("start", "bare", "masked"), _decoder_ids, kinds=SEQ2SEQ, needs=("decoder_input_ids",), weight=2),
@@ -608,14 +609,14 @@ _INTENDED = "documented difference: "
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # intended differences (docs/differences.md)
-    Exclusion("pad_token_id", _INTENDED + "beam search pads with the pad token even if its id is 0", lambda f, c: c.mode in BEAMS and c.options["pad_token_id"] == 0),
+    Exclusion("pad_token_id", _INTENDED + "beam search pads with the pad token even if its id is 0", lambda f, c: c.mode in BEAMS and (c.options["pad_token_id"] == 0 or (c.options["pad_token_id"] is None and "config_object" in c.options))),
     Exclusion("exponential_decay_length_penalty", _INTENDED + "without EOS a clear error", lambda f, c: "eos_token_id" not in c.options or c.options["eos_token_id"] is None),
     Exclusion("user_cache", _INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
     Exclusion("continue", _INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
     Exclusion("prefill_chunk_size", _INTENDED + "inputs_embeds with prefill_chunk_size work", _with("embeds")),
     Exclusion("stop_strings", _INTENDED + "generated text only, and the prompt's end is not known to be special", _with("embeds", "decoder_ids", "start_per_row")),
     Exclusion("user_criteria", "beyond max_length: upstream's beams raise, its drafting never ends", lambda f, c: c.options["user_criteria"] == ["length"] and c.mode in (*BEAMS, ASSISTED) and 1 in (c.options.get("max_new_tokens"), c.options.get("max_length"))),
-    Exclusion("invalid", _INTENDED + "a streamer raises in beam sampling as in beam search", lambda f, c: c.options["invalid"] == "streamer with beams" and c.mode in SAMPLING),
+    Exclusion("invalid", _INTENDED + "a streamer is ended in beam sampling", lambda f, c: c.options["invalid"] == "streamer with beams" and c.mode in SAMPLING),
     # one argument, two writers
     *(Exclusion(name, _BOTH_SAME, _with(*_PROMPTS[:i])) for i, name in enumerate(_PROMPTS) if i),
     Exclusion("mask", _BOTH_SAME, _with("no_prompt", "continue", "embeds", "encoder_embeds", "encoder_outputs", "token_healing")),
