@@ -89,9 +89,7 @@ def random_135m() -> Subject:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).float().eval()
         prompt = torch.randint(5, config.vocab_size, (1, PROMPT_LENGTH))
-    return Subject(
-        "135m", "Llama of SmolLM-135M's shape, random weights", hfgen.mix_into(model), prompt
-    )
+    return Subject("135m", "Random Llama of SmolLM-135M's shape", hfgen.mix_into(model), prompt)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {"small": small, "135m": random_135m}

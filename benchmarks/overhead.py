@@ -153,8 +153,8 @@ def table(result: Result) -> str:
 def floor_text(result: Result) -> str:
     """How far greedy decoding is from reading the weights once per token."""
     text = (
-        f"Floor: a token reads {result.subject.bytes_per_token / 1e6:.0f} MB of weights, which at the "
-        f"{result.bandwidth / 1e9:.1f} GB/s of `tensor.sum()` take {result.floor:.2f} ms."
+        f"Floor: a token reads {result.subject.bytes_per_token / 1e6:.0f} MB of weights, which come from "
+        f"memory in {result.floor:.2f} ms at the {result.bandwidth / 1e9:.1f} GB/s of `tensor.sum()`."
     )
     times = {library: result.per_token(library) for library in LIBRARIES}
     shares = [
@@ -220,16 +220,19 @@ def plot(results: list[Result], path: Path) -> None:
         )
         for row, median in enumerate(medians):
             panel.annotate(
-                f"{median:.2f}",
+                f"{median:.3f}",
                 (median, row),
-                xytext=(0, 6),
+                xytext=(0, 7),
                 textcoords="offset points",
                 ha="center",
                 fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )
         panel.set_yticks(range(len(modes)), modes)
         panel.set_ylim(len(modes) - 0.5, -0.7)
-        panel.set_title(title(result.subject), fontsize=10)
+        panel.set_title(title(result.subject).replace(", ", "\n", 1), fontsize=10)
+        panel.xaxis.set_major_formatter("{x:.2f}")
+        panel.xaxis.set_major_locator(pyplot.MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
         panel.set_xlabel("time of hfgen / time of upstream")
         panel.grid(axis="x", color="0.9")
         panel.set_axisbelow(True)
