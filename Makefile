@@ -29,7 +29,7 @@ test: $(VENV)/installed ## Run the tests (under 10 minutes on 2 cores).
 	@$(BIN)/python -m pytest --numprocesses 2
 
 oldest: $(VENV)-oldest/installed ## Run the tests with the oldest supported transformers.
-	@$(VENV)-oldest/bin/python -m pytest --numprocesses 2
+	@$(VENV)-oldest/bin/python -m pytest --numprocesses 2 -W default  # its own warnings are history
 
 $(VENV)-oldest/installed: pyproject.toml constraints.txt
 	@echo "Making the environment in $(VENV)-oldest."

@@ -35,7 +35,7 @@ class Subject:
     @property
     def n_parameters(self) -> int:
         """Numbers in the weights; tied ones count once."""
-        return sum(weight.numel() for weight in self.model.parameters())
+        return sum(int(weight.numel()) for weight in self.model.parameters())
 
     @property
     def bytes_per_token(self) -> int:
@@ -43,11 +43,13 @@ class Subject:
 
         All of them, but for an input embedding that is not tied to the output: of it, one row.
         """
-        total = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        total: int = sum(
+            weight.numel() * weight.element_size() for weight in self.model.parameters()
+        )
         table = self.model.get_input_embeddings().weight
         if table is self.model.get_output_embeddings().weight:
             return total
-        return total - table[1:].numel() * table.element_size()
+        return total - int(table[1:].numel() * table.element_size())
 
     def alone(self) -> dict[str, torch.Tensor]:
         """The prompt with its mask."""

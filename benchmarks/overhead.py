@@ -65,7 +65,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 #: Pairs of calls per mode, if not said; a call of the 135M model takes two seconds and more.
-PAIRS = {"small": 60, "135m": 12}
+PAIRS = {"small": 100, "135m": 12}
 _DEFAULT_PAIRS = ", ".join(f"{count} ({name})" for name, count in PAIRS.items())
 
 
@@ -99,7 +99,8 @@ def measure(
 ) -> Result:
     """Both libraries in the given modes; ``advance`` is told the mode of each pair that is done.
 
-    ``bandwidth``: bytes per second that this machine reads from memory. Raises ``UnequalTokensError`` if they do not generate the same tokens.
+    ``bandwidth``: bytes per second that this machine reads from memory. Raises
+    ``UnequalTokensError`` if they do not generate the same tokens.
     """
     calls = {mode: arguments(subject, mode) for mode in modes}
     return Result(subject, bandwidth, compare(subject.model, calls, n_pairs, advance=advance))
@@ -122,12 +123,16 @@ def report(results: list[Result], facts: dict[str, Any]) -> str:
         "same weights with the same seed, by turns, and every pair of calls gave the same tokens. The ratio is "
         "hfgen's time by upstream's: the median of all pairs, with quartiles; below 1, hfgen is faster. The "
         "CPU ratio is the same of processor time.",
-        f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} threads. torch {facts['torch']}, "
+        f"{facts['processor']}, {plural(facts['cores'], 'core')}, {plural(facts['threads'], 'thread')}. torch {facts['torch']}, "
         f"transformers {facts['transformers']}, hfgen {facts['hfgen']}, Python {facts['python']}.",
     ]
     for result in results:
         parts += [f"## {title(result.subject)}", table(result), floor_text(result)]
     return "\n\n".join(parts) + "\n"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def title(subject: Subject) -> str:
@@ -194,6 +199,7 @@ def plot(results: list[Result], path: Path) -> None:
     figure, panels = pyplot.subplots(
         ncols=len(results),
         figsize=(1.8 + 4.2 * len(results), 1.6 + 0.42 * len(modes)),
+        sharex=True,
         sharey=True,
         squeeze=False,
         layout="constrained",

@@ -159,23 +159,36 @@ def compare(
     naming the call.
     """
     comparisons = {name: Comparison(name) for name in calls}
-    gc.collect()
-    gc.freeze()  # or to collect would walk over all modules, and leave their memory in the caches
-    for turn in range(n_pairs + 1):
-        for name, arguments in calls.items():
-            try:
-                made = pair(model, arguments, seed, first=LIBRARIES[turn % 2])
-            except UnequalTokensError as error:
-                raise UnequalTokensError(f"In {name!r}, {error}") from None
-            comparison = comparisons[name]
-            if turn == 0:
-                length = made["hfgen"].tokens.shape[1]
-                comparison.new_tokens = length - arguments["input_ids"].shape[1]
-            else:
-                comparison.add(made)
-            advance(name)
-    gc.unfreeze()
+    with _frozen_garbage():
+        for turn in range(n_pairs + 1):
+            for name, arguments in calls.items():
+                try:
+                    made = pair(model, arguments, seed, first=LIBRARIES[turn % 2])
+                except UnequalTokensError as error:
+                    raise UnequalTokensError(f"In {name!r}, {error}") from None
+                comparison = comparisons[name]
+                if turn == 0:
+                    length = made["hfgen"].tokens.shape[1]
+                    comparison.new_tokens = length - arguments["input_ids"].shape[1]
+                else:
+                    comparison.add(made)
+                advance(name)
     return list(comparisons.values())
+
+
+@contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    """Within, collecting garbage is quick: it passes over what was there before.
+
+    Otherwise it would walk over all modules before each pair, and the pair's first call would run
+    on cold caches.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 # --- the machine --------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from tests.parity.harness import (
     upstream,
 )
 from tests.parity.options import EXCLUSIONS, OPTIONS, tokenizer
+from tests.versions import since_5_23
 
 CASE = Case("llama", "greedy_search", 2, True, 3, {"outputs": ["scores"], "streamer": True})
 
@@ -110,6 +111,7 @@ def test_a_different_token_is_explained(monkeypatch: pytest.MonkeyPatch) -> None
     assert CASE.command in str(report)
 
 
+@since_5_23
 def test_random_cases_cover_modes_and_options() -> None:
     rng = random.Random(0)
     cases = [draw_case(rng) for _ in range(3000)]

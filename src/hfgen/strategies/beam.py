@@ -34,13 +34,13 @@ class Hypotheses:
     scores: torch.Tensor
     is_done: torch.Tensor
 
-    def best(self, n: int, by: torch.Tensor) -> Hypotheses:
-        """The ``n`` of each prompt that are best by ``by (batch, n)``, in descending order."""
-        index = torch.topk(by, k=n)[1]
+    def best(self, n: int) -> Hypotheses:
+        """The ``n`` of each prompt with the best scores, in descending order."""
+        scores, index = torch.topk(self.scores, k=n)
         return Hypotheses(
             ids=_take(self.ids, index),
             parents=_take(self.parents, index),
-            scores=_take(self.scores, index),
+            scores=scores,
             is_done=_take(self.is_done, index),
         )
 
@@ -75,6 +75,7 @@ class Beam(NextToken):
         self.kept = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.beams
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.kept, device=device) < self.beams
+        self.unmoved = list(range(rows))
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
 
         # Without an EOS nothing ends early, but for a criterion of the caller's.
@@ -108,15 +109,10 @@ class Beam(NextToken):
 
         candidates = self.candidates(run, log_probs)
         length = candidates.ids.shape[2]
-        hits = run.criteria(candidates.ids.flatten(0, 1), run.scores)
-        candidates.is_done = hits.view(self.batch, self.kept)
         self.all_hit = bool(candidates.is_done.all())
-
-        open_scores = candidates.scores + candidates.is_done.float() * UNREACHABLE
-        running = Hypotheses(candidates.ids, candidates.parents, open_scores, candidates.is_done)
-        running = running.best(self.beams, by=open_scores)
         self.add_ended(run, candidates)
-        _write(self.running, running)
+        candidates.scores = candidates.scores + candidates.is_done.float() * UNREACHABLE
+        _write(self.running, candidates.best(self.beams))
         self.reorder_cache(
             run, self.running.parents[..., length - 1 - self.prompt_length].flatten()
         )
@@ -124,32 +120,45 @@ class Beam(NextToken):
         return Step(tokens=run.ids[:, -1:], scores=(log_probs,), logits=(logits,), **observed)
 
     def candidates(self, run: Run, log_probs: torch.Tensor) -> Hypotheses:
-        """The ``kept`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``."""
+        """The ``kept`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``.
+
+        Those that a stopping criterion ends are done.
+        """
         vocab, length = log_probs.shape[-1], run.ids.shape[1]
-        totals = log_probs.view(self.batch, self.beams, vocab) + self.running.scores[:, :, None]
+        totals = log_probs.reshape(self.batch, self.beams, vocab) + self.running.scores[:, :, None]
         totals = totals.view(self.batch, self.beams * vocab)
-        self.check(run, totals)
         if run.config.do_sample:
-            index = torch.multinomial(totals.softmax(dim=-1), num_samples=self.kept)
+            index = self.draw(run, totals)
             scores = totals.gather(1, index)
         else:
             scores, index = torch.topk(totals, k=self.kept)
+            self.check(run, scores[:, 0].isnan())  # NaN counts as the largest
         beam, token = index // vocab, index % vocab
         n_steps = length - self.prompt_length
         parent = (beam + self.row_offsets).to(torch.int32)
+        ids = torch.cat([_take(self.running.ids[:, :, :length], beam), token[:, :, None]], dim=2)
+        parents = _take(self.running.parents[:, :, :n_steps], beam)
+        hits = run.criteria(ids.flatten(0, 1), run.scores)
         return Hypotheses(
-            ids=torch.cat([_take(self.running.ids[:, :, :length], beam), token[:, :, None]], dim=2),
-            parents=torch.cat(
-                [_take(self.running.parents[:, :, :n_steps], beam), parent[:, :, None]], dim=2
-            ),
+            ids=ids,
+            parents=torch.cat([parents, parent[:, :, None]], dim=2),
             scores=scores,
-            is_done=torch.zeros_like(scores, dtype=torch.bool),
+            is_done=hits.view(self.batch, self.kept),
         )
 
-    def check(self, run: Run, totals: torch.Tensor) -> None:
-        """Raise if a prompt has no usable scores among ``totals (batch, beams * vocab)``."""
-        best = totals.amax(dim=-1)  # NaN if any is
-        is_invalid = ~best.isfinite() if run.config.do_sample else best.isnan()
+    def draw(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
+        """Indices ``(batch, kept)`` into ``totals (batch, beams * vocab)``, without replacement."""
+        probabilities = totals.softmax(dim=-1)
+        if totals.is_cpu:
+            try:
+                return torch.multinomial(probabilities, num_samples=self.kept)
+            except RuntimeError:  # some prompt is invalid: say which
+                pass
+        self.check(run, probabilities.sum(dim=-1).isnan())
+        return torch.multinomial(probabilities, num_samples=self.kept)
+
+    def check(self, run: Run, is_invalid: torch.Tensor) -> None:
+        """Raise if the scores of a prompt cannot be used: ``is_invalid (batch,)``."""
         if is_invalid.any():
             step = run.ids.shape[1] - self.prompt_length
             raise InvalidScoresError(is_invalid.nonzero().flatten().tolist(), step)
@@ -159,9 +168,10 @@ class Beam(NextToken):
         config, length = run.config, candidates.ids.shape[2]
         ends_now = candidates.is_done & self.may_end
         scores = candidates.scores / (length - self.prompt_length) ** config.length_penalty
-        is_full = self.ended.is_done.all(dim=-1, keepdim=True) & (config.early_stopping is True)
-        # Three sums and not one mask: so rows that none may enter stay ordered as upstream's are.
-        scores = scores + is_full.float() * UNREACHABLE
+        # Sums and not one mask: so rows that none may enter stay ordered as upstream's are.
+        if config.early_stopping is True:
+            is_full = self.ended.is_done.all(dim=-1, keepdim=True)
+            scores = scores + is_full.float() * UNREACHABLE
         scores = scores + (~self.can_improve).float() * UNREACHABLE
         scores = scores + (~ends_now) * UNREACHABLE
         n_steps = length - self.prompt_length
@@ -171,7 +181,7 @@ class Beam(NextToken):
             scores=torch.cat([self.ended.scores, scores], dim=1),
             is_done=torch.cat([self.ended.is_done, ends_now], dim=1),
         )
-        _write(self.ended, merged.best(self.beams, by=merged.scores))
+        _write(self.ended, merged.best(self.beams))
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
         """Let each row of the cache be that of the beam which the row now continues."""
@@ -183,7 +193,7 @@ class Beam(NextToken):
             run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
         elif hasattr(cache, "reorder_cache"):
             # Looking is free where no device has to be waited for; copying the cache is not.
-            if not rows.is_cpu or (rows != torch.arange(len(rows))).any():
+            if not rows.is_cpu or rows.tolist() != self.unmoved:
                 cache.reorder_cache(rows)
         else:
             raise ValueError(

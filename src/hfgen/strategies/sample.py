@@ -22,21 +22,23 @@ class Sample(NextToken):
         self.execute = forward.executor(run.model, run.config, run.model_kwargs)
         self.buffer = TokenBuffer(run.ids, run.config.max_length)
         rows, device = run.ids.shape[0], run.ids.device
-        self.unfinished = torch.ones(rows, dtype=torch.long, device=device)
+        self.is_viewed_by_caller = rows > 1 and _has_functions_of_the_caller(run)
+        self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         #: At which step a row's scores were first invalid; -1 if they never were.
         self.invalid_since = torch.full((rows,), -1, device=device)
         self.n_steps = 0
-        # An EOS ends a sequence before the others; then pads follow.
-        self.has_eos = stopping.has_eos_criterion(run.criteria)
+        has_eos = stopping.has_eos_criterion(run.criteria)
         self.stops_by_length_only = getattr(run.criteria, "length_only", False)
-        if self.has_eos and run.config._pad_token_tensor is None:
+        pad: Any = run.config._pad_token_tensor
+        if has_eos and pad is None:
             raise TypeError(
                 "A stopping criterion ends rows at an EOS token, but `pad_token_id` is None and so is "
                 "`eos_token_id`, which would stand in for it. Set one of them."
             )
-        self.pad: Any = run.config._pad_token_tensor
-        if self.pad is not None:  # multimodal models may have it beside their encoder's inputs
-            self.pad = self.pad.to(device)
+        # An EOS ends a row before the others, and then pads follow; a row alone ends the loop.
+        self.is_padded = has_eos and rows > 1
+        # Multimodal models may have the pad beside their encoder's inputs.
+        self.pad: Any = pad if pad is None else pad.to(device)
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
         return run.model._optimize_model_for_decode()
@@ -48,12 +50,15 @@ class Sample(NextToken):
         if run.scores is not None:
             run.scores += (scores,)
         tokens = self.choose(run, scores)
-        if self.has_eos:
-            tokens = tokens * self.unfinished + self.pad * (1 - self.unfinished)
-        run.ids = self.buffer.append(tokens[:, None])
+        if self.is_padded:
+            tokens = torch.where(self.unfinished, tokens, self.pad)
+        tokens = tokens[:, None]
+        run.ids = self.buffer.append(tokens)
+        if self.is_viewed_by_caller:
+            run.ids = run.ids.contiguous()
         self.n_steps += 1
         return Step(
-            tokens=tokens[:, None],
+            tokens=tokens,
             scores=(scores,),
             logits=(logits,),
             **outputs.observe(run, model_outputs),
@@ -62,9 +67,11 @@ class Sample(NextToken):
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
         """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
         if not run.config.do_sample:
-            tokens = scores.argmax(dim=-1)  # of a row with a NaN: the index of that NaN
-            self._note_invalid(scores.gather(1, tokens[:, None]).squeeze(1).isnan())
-            return tokens
+            tokens = scores.argmax(
+                dim=-1, keepdim=True
+            )  # of a row with a NaN: the index of that NaN
+            self._note_invalid(scores.gather(1, tokens).isnan().squeeze(1))
+            return tokens.squeeze(1)
         probabilities = scores.softmax(dim=-1)
         if scores.is_cpu:
             try:
@@ -78,17 +85,16 @@ class Sample(NextToken):
         return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
     def _note_invalid(self, is_invalid: torch.Tensor) -> None:
-        is_first = is_invalid & (self.unfinished == 1) & (self.invalid_since < 0)
+        if is_invalid.is_cpu and not is_invalid.any():
+            return
+        is_first = is_invalid & self.unfinished & (self.invalid_since < 0)
         self.invalid_since = self.invalid_since.masked_fill(is_first, self.n_steps)
         if is_invalid.is_cpu and is_first.any():
-            self._raise_if_invalid(True)
+            self._raise_invalid()
 
-    def _raise_if_invalid(self, is_invalid: bool) -> None:
-        if is_invalid:
-            step = int(self.invalid_since[self.invalid_since >= 0].min())
-            raise InvalidScoresError(
-                (self.invalid_since == step).nonzero().flatten().tolist(), step
-            )
+    def _raise_invalid(self) -> None:
+        step = int(self.invalid_since[self.invalid_since >= 0].min())
+        raise InvalidScoresError((self.invalid_since == step).nonzero().flatten().tolist(), step)
 
     def stop(self, run: Run) -> None:
         done = run.criteria(run.ids, run.scores)
@@ -96,11 +102,27 @@ class Sample(NextToken):
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
         self.unfinished = self.unfinished & ~done
+        if self.unfinished.is_cpu:  # invalid scores have raised already
+            run.finished = not self.unfinished.any()
+            return
         # One read of the device tells both.
-        flags = torch.stack([self.unfinished.max() == 0, (self.invalid_since >= 0).any()])
+        flags = torch.stack([~self.unfinished.any(), (self.invalid_since >= 0).any()])
         run.finished, is_invalid = flags.tolist()
-        self._raise_if_invalid(is_invalid)
+        if is_invalid:
+            self._raise_invalid()
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
-        self._raise_if_invalid(bool((self.invalid_since >= 0).any()))
+        if (self.invalid_since >= 0).any():
+            self._raise_invalid()
         return {"sequences": run.ids.contiguous()}
+
+
+def _has_functions_of_the_caller(run: Run) -> bool:
+    """Whether a processor or criterion is not a library's.
+
+    Such a function may count on ids that are contiguous, as upstream's are. Views of a buffer with
+    several rows are not.
+    """
+    libraries = ("transformers", "hfgen")
+    functions = (*run.processors, *run.criteria)
+    return any(type(function).__module__.split(".")[0] not in libraries for function in functions)
