@@ -176,6 +176,17 @@ def test_guidance_on_an_encoder_decoder():
     assert not torch.equal(guided, model.generate(ids, max_new_tokens=5))
 
 
+def test_guidance_away_from_a_negative_prompt_with_beams():
+    (upstream, model), ids = both(), tiny.prompt(2)
+    negative = tiny.prompt(2, length=4, seed=1)
+    options = {"negative_prompt_ids": negative, "guidance_scale": 2.0, "max_new_tokens": 5}
+    with pytest.raises(RuntimeError):
+        upstream.generate(ids, num_beams=2, **options)
+    guided = model.generate(ids, num_beams=2, **options)
+    assert guided.shape[0] == 2
+    assert not torch.equal(guided, model.generate(ids, num_beams=2, max_new_tokens=5))
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_paged_leaves_padding_out():
     model = hfgen.mix_into(tiny.llama())
@@ -204,6 +215,21 @@ def test_healing_a_token_whose_text_is_not_its_spelling():
     healed = model.generate(prompt, token_healing=True, tokenizer=words, max_new_tokens=2)
     assert healed.shape[0] == 1
     assert healed.shape[1] > prompt.shape[1] - 2
+
+
+def test_healing_that_shortens_a_padded_batch():
+    model, words = hfgen.builtin_model(draft=True)
+    spelled = [words.convert_tokens_to_ids(list(text)) for text in ("return", "ret")]
+    pads = len(spelled[0]) - len(spelled[1])
+    ids = torch.tensor([spelled[0], [words.pad_token_id] * pads + spelled[1]])
+    mask = torch.tensor([[1] * 6, [0] * pads + [1] * 3])
+    healed = model.heal_tokens(ids, words)
+    assert healed.shape[1] < ids.shape[1]
+    out = model.generate(
+        ids, attention_mask=mask, token_healing=True, tokenizer=words, max_new_tokens=4
+    )
+    is_text = healed.ne(words.pad_token_id).long()
+    assert torch.equal(out, model.generate(healed, attention_mask=is_text, max_new_tokens=4))
 
 
 def test_stop_strings_on_a_forward_that_takes_no_other_kwargs():
