@@ -315,6 +315,15 @@ def test_zero_new_tokens_of_an_encoder_decoder_and_a_streamer():
     assert ([put.tolist() for put in streamer.puts], streamer.ends) == ([[[0]]], 1)
 
 
+def test_whole_floats_count():
+    (upstream, model), ids = both(), tiny.prompt(2)
+    expected = upstream.generate(ids, num_beams=2, num_return_sequences=2, max_new_tokens=6)
+    given = {"num_beams": 2.0, "num_return_sequences": 2.0, "max_new_tokens": 6.0}
+    assert torch.equal(model.generate(ids, **given), expected)
+    with pytest.raises(TypeError):
+        upstream.generate(ids, **given)
+
+
 def test_strict_config_names_the_nearest_field(tmp_path):
     with pytest.raises(ValueError, match=r"`temprature`.*did you mean `temperature`"):
         hfgen.GenerationConfig(strict=True, temprature=0.5)

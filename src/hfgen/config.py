@@ -184,7 +184,7 @@ def prepare_generation_config(
     model_kwargs = config.update(**fields)
     if zero_new_tokens:
         config.max_new_tokens = 0
-    _accept_off_switches(config)
+    _normalise(config)
     validate.check_config(config)
 
     # Old checkpoints ask for this static cache by name; the dynamic one does the same work.
@@ -201,8 +201,12 @@ def prepare_generation_config(
     return config, model_kwargs
 
 
-def _accept_off_switches(config: transformers.GenerationConfig) -> None:
-    """Read the values by which other libraries switch a sampler off."""
+def _normalise(config: transformers.GenerationConfig) -> None:
+    """Read whole floats as integers, and the values by which other libraries switch a sampler off."""
+    for name in validate.INTEGERS:
+        value = getattr(config, name)
+        if isinstance(value, float) and value.is_integer():
+            setattr(config, name, int(value))
     if config.do_sample and validate.is_zero(config.temperature):
         config.do_sample, config.temperature = False, 1.0
     if config.top_k == -1:

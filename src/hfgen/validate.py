@@ -90,25 +90,25 @@ class Rule:
             raise error(f"`{self.field}` has to be {self.allowed}, but is {value!r}.")
 
 
-_INTEGERS = (
+INTEGERS = (
     "max_length max_new_tokens min_length min_new_tokens num_beams num_return_sequences "
     "prefill_chunk_size max_cache_len num_beam_groups prompt_lookup_num_tokens "
     "no_repeat_ngram_size encoder_no_repeat_ngram_size max_matching_ngram_size "
     "num_assistant_tokens pad_token_id bos_token_id"
 ).split()
-_NUMBERS = (
+NUMBERS = (
     "max_time top_p min_p top_h typical_p epsilon_cutoff eta_cutoff length_penalty guidance_scale"
 ).split()
-_FLAGS = (
+FLAGS = (
     "do_sample use_cache return_dict_in_generate output_scores output_logits output_attentions "
     "output_hidden_states renormalize_logits remove_invalid_values token_healing"
 ).split()
 
 #: A value of another type raises ``TypeError``.
 TYPES = (
-    *(Rule(name, is_integer, "an integer") for name in _INTEGERS),
-    *(Rule(name, is_number, "a number") for name in _NUMBERS),
-    *(Rule(name, lambda value: not isinstance(value, str), "True or False") for name in _FLAGS),
+    *(Rule(name, is_integer, "an integer") for name in INTEGERS),
+    *(Rule(name, is_number, "a number") for name in NUMBERS),
+    *(Rule(name, lambda value: not isinstance(value, str), "True or False") for name in FLAGS),
     Rule("eos_token_id", is_token_ids, "a token id or a list of them"),
     Rule("suppress_tokens", is_token_ids, "a list of token ids"),
     Rule("begin_suppress_tokens", is_token_ids, "a list of token ids"),
