@@ -14,8 +14,10 @@ from hfgen.cli.options import DebugOption, generation_config
 from hfgen.cli.report import comparison_table, duration, mebibytes, out, show
 
 PROMPT = '''\
-def read_lines(path, encoding="utf-8"):
-    """Return the lines of a text file as a list."""
+import os
+
+def find_files(folder, suffix):
+    """Return the files in a folder that end in a suffix."""
 '''
 NEW_TOKENS = 64
 REPEAT = 5  # timed runs of each library in each mode, fewer on a slow machine
