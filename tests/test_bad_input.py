@@ -82,8 +82,13 @@ NOT_FIELDS = [
     (ValueError, {"num_return_sequences": 0}, "`num_return_sequences` has to be at least 1"),
     (ValueError, {"prefill_chunk_size": 0}, "`prefill_chunk_size` has to be at least 1, but is 0"),
     (ValueError, {"stop_strings": []}, "`stop_strings` has to be a non-empty string or a list"),
-    (ValueError, {"stop_strings": "x"}, "`stop_strings` (='x') can only be found with the model's"),
-    (ValueError, {"repetition_penalty": -1.0}, "`repetition_penalty` has to be a number above 0"),
+    (
+        ValueError,
+        {"stop_strings": "x"},
+        "`stop_strings` (='x') works on text: pass the model's tokenizer",
+    ),
+    (ValueError, {"repetition_penalty": -1.0}, "`repetition_penalty` has to be a float above 0"),
+    (ValueError, {"repetition_penalty": 2}, "`repetition_penalty` has to be a float above 0"),
     (ValueError, {"bad_words_ids": [3]}, "`bad_words_ids` has to be a list of lists"),
     (ValueError, {"sequence_bias": {}}, "`sequence_bias` has to be a non-empty dictionary"),
     (
@@ -94,7 +99,7 @@ NOT_FIELDS = [
     (ValueError, {"cache_implementation": "fast"}, "Invalid `cache_implementation` (fast)"),
 ]
 NOT_SAMPLED = [
-    ({"temperature": -1.0}, "`temperature` has to be a number above 0"),
+    ({"temperature": -1.0}, "`temperature` has to be a float above 0"),
     ({"top_k": -3}, "`top_k` has to be a positive integer"),
     ({"top_p": 1.5}, "`top_p` has to be between 0 and 1"),
     ({"min_p": -0.1}, "`min_p` has to be between 0 and 1"),
@@ -111,8 +116,7 @@ def test_fields_of_wrong_type_or_range(build, error, options, message):
     untouched = Untouched(build)
     with pytest.raises(error, match=re.escape(message)):
         untouched.model.generate(IDS, **{"max_new_tokens": 4} | options)
-    if "stop_strings" not in options:  # upstream's hook for criteria comes after the encoder
-        untouched.check()
+    untouched.check()
 
 
 @pytest.mark.parametrize(("options", "message"), NOT_SAMPLED, ids=name)
@@ -132,9 +136,17 @@ CONTRADICTIONS = [
     ({"max_new_token": 4}, "`max_new_token` (did you mean `max_new_tokens`?)"),
     ({"suppress_tokens": [2], "forced_eos_token_id": 2}, "`forced_eos_token_id`"),
     ({"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": None}, "`eos_token_id`"),
-    ({"token_healing": True}, "`token_healing` needs the model's tokenizer"),
+    ({"token_healing": True}, "`token_healing` (=True) works on text"),
     ({"prompt_lookup_num_tokens": 3, "do_sample": True, "num_return_sequences": 2}, "has to be 1"),
 ]
+
+
+def test_a_missing_eos_is_noticed_before_an_encoder_runs():
+    untouched = Untouched(tiny.t5)
+    options = {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": None}
+    with pytest.raises(ValueError, match="there is none: set `eos_token_id`"):
+        untouched.model.generate(IDS, max_new_tokens=4, **options)
+    untouched.check()
 
 
 @pytest.mark.parametrize(("options", "message"), CONTRADICTIONS, ids=name)

@@ -426,8 +426,7 @@ def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> to
     ``input_ids (rows, length)``; returns ids of the stripped and retokenised prompts, whose length
     may differ. Raises ``ValueError`` without a tokenizer.
     """
-    if tokenizer is None:
-        raise ValueError("`token_healing` needs the model's tokenizer: pass `tokenizer=...`.")
+    validate.require_tokenizer(tokenizer, "token_healing", True)
     bos_id, pad_id = tokenizer.bos_token_id, tokenizer.pad_token_id
     prompts = [text.strip() for text in tokenizer.decode(input_ids, skip_special_tokens=True)]
     ids = tokenizer(prompts, return_tensors="pt", padding=True).input_ids.to(input_ids.device)

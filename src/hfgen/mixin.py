@@ -245,6 +245,7 @@ def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
     )
     model._validate_model_kwargs(model_kwargs.copy())
     model._validate_generation_mode(plan.mode, plan.config, plan.mode_kwargs)
+    validate.check_plan(plan)
     if repository is not None:
         there = hub.request_for(repository, request, plan)
         return hub.generate_from_repository(model, there, trust_remote_code)

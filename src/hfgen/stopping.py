@@ -11,6 +11,8 @@ import transformers
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
+from . import validate
+
 
 class StoppingCriteriaList(transformers.StoppingCriteriaList):
     """Criteria of which one suffices to end a row; calling it gives ``(rows,)`` bools."""
@@ -70,11 +72,7 @@ def stop_strings(context: Context) -> StopStringCriteria | None:
     strings = context.config.stop_strings
     if strings is None:
         return None
-    if context.tokenizer is None:
-        raise ValueError(
-            f"`stop_strings` (={strings!r}) can only be found with the model's tokenizer: pass it "
-            "to `generate` as `tokenizer`."
-        )
+    validate.require_tokenizer(context.tokenizer, "stop_strings", strings)
     prompt_length = getattr(context.config, "_prompt_length", 0)
     return StopStringCriteria(context.tokenizer, strings, prompt_length=prompt_length)
 

@@ -44,6 +44,11 @@ def is_number(value: Any) -> bool:
         return False
 
 
+def is_positive_float(value: Any) -> bool:
+    """Whether ``value`` is what upstream's penalties take: a float above 0, or 1, which is off."""
+    return (isinstance(value, float) and value > 0) or (is_number(value) and value == 1)
+
+
 def is_token_ids(value: Any) -> bool:
     """Whether ``value`` is a token id or several."""
     if isinstance(value, torch.Tensor):
@@ -121,12 +126,12 @@ RANGES = (
     Rule("prefill_chunk_size", lambda n: n >= 1, "at least 1"),
     Rule("min_new_tokens", lambda n: n >= 0, "at least 0"),
     Rule("stop_strings", is_stop_strings, "a non-empty string or a list of them"),
-    Rule("repetition_penalty", lambda x: is_number(x) and x > 0, "a number above 0; 1 is off"),
+    Rule("repetition_penalty", is_positive_float, "a float above 0; 1 is off"),
 )
 
 #: Checked when the call samples; greedy and beam search ignore these fields.
 SAMPLING_RANGES = (
-    Rule("temperature", lambda x: is_number(x) and x > 0, "a number above 0; 0 decodes greedily"),
+    Rule("temperature", is_positive_float, "a float above 0; 0 decodes greedily"),
     Rule("top_k", lambda n: is_integer(n) and n >= 0, "a positive integer; 0 or -1 is off"),
     Rule("top_p", lambda x: 0 <= x <= 1, "between 0 and 1; 1 is off"),
     Rule("min_p", lambda x: 0 <= x <= 1, "between 0 and 1"),
@@ -153,6 +158,37 @@ def check_config(config: GenerationConfig) -> None:
         NoBadWordsLogitsProcessor(config.bad_words_ids)
     if config.sequence_bias is not None:
         SequenceBiasLogitsProcessor(config.sequence_bias)
+
+
+def require_tokenizer(tokenizer: Any, field: str, value: Any) -> None:
+    """Raise ``ValueError`` if a config field that works on text has no tokenizer to do it with."""
+    if tokenizer is None:
+        raise ValueError(
+            f"`{field}` (={value!r}) works on text: pass the model's tokenizer to `generate` as "
+            "`tokenizer`."
+        )
+
+
+def require_eos(eos: Any, penalty: Any) -> None:
+    """Raise ``ValueError`` if there is no EOS for ``exponential_decay_length_penalty`` to raise."""
+    if eos is None:
+        raise ValueError(
+            f"`exponential_decay_length_penalty` (={penalty}) raises the score of the EOS token, "
+            "but there is none: set `eos_token_id`."
+        )
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ``ValueError`` for a field of the config that lacks what it works with.
+
+    The stages that build from these fields check them too, but come after the encoder has run.
+    ``heal_tokens`` alone says what healing needs: a model may override it and do without.
+    """
+    config = plan.config
+    if config.stop_strings is not None:
+        require_tokenizer(plan.mode_kwargs.get("tokenizer"), "stop_strings", config.stop_strings)
+    if (penalty := config.exponential_decay_length_penalty) is not None:
+        require_eos(config.eos_token_id, penalty)
 
 
 # --- arguments of generate ----------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from transformers import ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor
 from transformers.generation import logits_process as upstream
 
+from .. import validate
 from .banned import Banned
 from .context import Context
 
@@ -96,9 +97,5 @@ def exponential_decay(context: Context) -> ExponentialDecayLengthPenalty | None:
     penalty = context.config.exponential_decay_length_penalty
     if penalty is None:
         return None
-    if context.eos is None:
-        raise ValueError(
-            f"`exponential_decay_length_penalty` (={penalty}) raises the score of the EOS token, "
-            "but there is none: set `eos_token_id`."
-        )
+    validate.require_eos(context.eos, penalty)
     return ExponentialDecayLengthPenalty(penalty, context.eos, context.prompt_length)
