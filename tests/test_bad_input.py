@@ -130,14 +130,21 @@ def test_sampling_fields_out_of_range(options, message):
 CONTRADICTIONS = [
     ({"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences` (3) has to be smaller"),
     ({"num_return_sequences": 2}, "Greedy methods"),
-    ({"num_beams": 2, "streamer": Recorder()}, "`streamer` cannot follow beam search"),
+    (
+        {
+            "num_beams": 4,
+            "num_beam_groups": 2,
+            "diversity_penalty": 1.0,
+            "streamer": Recorder(),
+        },
+        "`streamer` cannot follow group beam search",
+    ),
     ({"max_length": 4}, "`input_ids` has 7 tokens and `max_length` is 4"),
     ({"input_ids": IDS}, "The prompt came twice, as `inputs` of shape (2, 7)"),
     ({"max_new_token": 4}, "`max_new_token` (did you mean `max_new_tokens`?)"),
     ({"suppress_tokens": [2], "forced_eos_token_id": 2}, "`forced_eos_token_id`"),
     ({"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": None}, "`eos_token_id`"),
     ({"token_healing": True}, "`token_healing` (=True) works on text"),
-    ({"prompt_lookup_num_tokens": 3, "do_sample": True, "num_return_sequences": 2}, "has to be 1"),
 ]
 
 

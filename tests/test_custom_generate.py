@@ -283,13 +283,6 @@ def test_from_pretrained_of_a_repository(mine: Any, repository: str) -> None:
     assert torch.equal(plain.generate(IDS, max_new_tokens=4), mine.generate(IDS, max_new_tokens=4))
 
 
-@pytest.mark.parametrize("mode", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}])
-def test_modes_that_live_in_a_repository_need_trust(theirs: Any, mine: Any, mode: Any) -> None:
-    for model in (theirs, mine):
-        with pytest.raises(ValueError, match="trust_remote_code=True"):
-            model.generate(IDS, max_new_tokens=4, **mode)
-
-
-def test_a_callable_goes_before_a_mode_that_lives_in_a_repository(mine: Any) -> None:
+def test_a_callable_goes_before_the_mode(mine: Any) -> None:
     result = mine.generate(IDS, custom_generate=names_only, penalty_alpha=0.6, top_k=4)
     assert result[0] == "LlamaForCausalLM"

@@ -54,12 +54,21 @@ def test_beam_search_pads_with_a_pad_id_of_zero():
     assert torch.equal(ours[:, 7:][~is_after_end], theirs[:, 7:][~is_after_end])
 
 
-def test_a_streamer_with_beam_sampling_is_ended():
+def test_a_streamer_with_beam_sampling_gets_tokens_and_is_ended():
     options = {"num_beams": 2, "do_sample": True, "max_new_tokens": 4}
-    for model, ends in zip(both(), (0, 1), strict=True):
+    for model, puts, ends in zip(both(), (1, 2), (0, 1), strict=True):
         streamer = Recorder()
         model.generate(tiny.prompt(1), streamer=streamer, **options)
-        assert (len(streamer.puts), streamer.ends) == (1, ends)
+        assert min(len(streamer.puts), 2) == puts
+        assert streamer.ends == ends
+
+
+def test_a_streamer_with_beam_search_is_an_error_upstream():
+    upstream, model = both()
+    options = {"num_beams": 2, "max_new_tokens": 4}
+    with pytest.raises(ValueError, match="beam search"):
+        upstream.generate(tiny.prompt(1), streamer=Recorder(), **options)
+    model.generate(tiny.prompt(1), streamer=Recorder(), **options)
 
 
 def test_stop_strings_count_generated_text_only():

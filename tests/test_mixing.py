@@ -427,7 +427,9 @@ def test_auto_class_refuses_what_upstream_refuses(tmp_path: Path) -> None:
 
 
 def attributes() -> dict[str, Any]:
-    return dict(vars(transformers.GenerationMixin))
+    """Of upstream's mixin; Python adds ``__annotations__`` when somebody looks for it."""
+    found = vars(transformers.GenerationMixin).items()
+    return {name: value for name, value in found if name != "__annotations__"}
 
 
 #: Before any test could patch.
@@ -443,7 +445,7 @@ def test_unpatch_restores_upstream_exactly(model: Any, expected: Tensor, spy: Sp
     finally:
         hfgen.unpatch()
     assert during["generate"] is vars(hfgen.GenerationMixin)["generate"]
-    assert during.keys() == UPSTREAM.keys()
+    assert during.keys() >= UPSTREAM.keys()
     assert attributes() == UPSTREAM
     assert torch.equal(generated(model), expected)
     assert spy.steps == 6

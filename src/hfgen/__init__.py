@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .builtin import builtin_model
     from .config import GenerationConfig
+    from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .mixin import GenerationMixin
     from .mixing import (
         AutoModelForCausalLM,
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
         patched,
         unpatch,
     )
+    from .recipes import minimum_bayes_risk, recipe
     from .strategies.base import InvalidScoresError
+    from .strategies.minimum_bayes_risk import token_f1
 
 __version__ = "0.1.0"
 
@@ -29,21 +32,33 @@ __all__ = [
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
     "AutoModelForSpeechSeq2Seq",
+    "Constraint",
+    "DisjunctiveConstraint",
     "GenerationConfig",
     "GenerationMixin",
     "InvalidScoresError",
+    "PhrasalConstraint",
     "builtin_model",
+    "minimum_bayes_risk",
     "mix_into",
     "patch",
     "patched",
+    "recipe",
+    "token_f1",
     "unpatch",
 ]
 
 _HOMES = {  # names that live elsewhere than in `mixing`
+    "Constraint": "constraints",
+    "DisjunctiveConstraint": "constraints",
     "GenerationConfig": "config",
     "GenerationMixin": "mixin",
     "InvalidScoresError": "strategies.base",
+    "PhrasalConstraint": "constraints",
     "builtin_model": "builtin",
+    "minimum_bayes_risk": "recipes",
+    "recipe": "recipes",
+    "token_f1": "strategies.minimum_bayes_risk",
 }
 
 

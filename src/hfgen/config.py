@@ -19,18 +19,29 @@ from . import quirks, validate
 from .logs import logger
 from .types import Plan, Prompt, Request
 
-#: Which method decodes which mode. A mode whose value has a slash lives in that hub repository.
+#: Which method decodes which mode.
 METHODS: dict[GenerationMode, str] = {
     GenerationMode.GREEDY_SEARCH: "_sample",
     GenerationMode.SAMPLE: "_sample",
     GenerationMode.BEAM_SEARCH: "_beam_search",
     GenerationMode.BEAM_SAMPLE: "_beam_search",
     GenerationMode.ASSISTED_GENERATION: "_assisted_decoding",
-    GenerationMode.CONTRASTIVE_SEARCH: "transformers-community/contrastive-search",
-    GenerationMode.DOLA_GENERATION: "transformers-community/dola",
-    GenerationMode.GROUP_BEAM_SEARCH: "transformers-community/group-beam-search",
-    GenerationMode.CONSTRAINED_BEAM_SEARCH: "transformers-community/constrained-beam-search",
+    GenerationMode.CONTRASTIVE_SEARCH: "_contrastive_search",
+    GenerationMode.DOLA_GENERATION: "_dola_decoding",
+    GenerationMode.GROUP_BEAM_SEARCH: "_group_beam_search",
+    GenerationMode.CONSTRAINED_BEAM_SEARCH: "_constrained_beam_search",
 }
+
+
+#: Fields of hfgen's own, and their defaults.
+OWN_FIELDS: dict[str, Any] = {"output_speculation": False}
+
+#: Fields that stay ``None`` unless somebody sets them: an assistant's own config comes first.
+NO_DEFAULT = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+)
 
 
 class GenerationConfig(transformers.GenerationConfig):
@@ -43,7 +54,7 @@ class GenerationConfig(transformers.GenerationConfig):
 
     def __init__(self, strict: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        known = transformers.GenerationConfig().__dict__
+        known = transformers.GenerationConfig().__dict__ | OWN_FIELDS
         if strict and (unknown := [name for name in kwargs if name not in known]):
             raise ValueError(
                 f"GenerationConfig does not know {validate.with_suggestions(unknown, known)}."
@@ -180,7 +191,13 @@ def prepare_generation_config(
     }
     own = self.generation_config
     config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
-    config.update(**own._get_default_generation_params(), defaults_only=True)
+    defaults = own._get_default_generation_params()
+    config.update(
+        **{name: value for name, value in defaults.items() if name not in NO_DEFAULT},
+        defaults_only=True,
+    )
+    for name, value in OWN_FIELDS.items():
+        setattr(config, name, getattr(config, name, value))
     model_kwargs = config.update(**fields)
     if zero_new_tokens:
         config.max_new_tokens = 0

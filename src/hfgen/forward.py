@@ -44,6 +44,58 @@ def next_token(run: Run, execute: Callable) -> ModelOutput:
     return execute(**model_inputs, return_dict=True)
 
 
+def candidates(
+    run: Run,
+    ids: torch.Tensor,
+    n_new: int,
+    *,
+    is_first: bool,
+    **overrides: Any,
+) -> ModelOutput:
+    """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
+
+    Logits are those of the last known token and of the ``n_new`` ones. The first forward takes what
+    the cache does not hold of the prompt, too. ``run.model_kwargs`` are left as they are: what of
+    them grows with the ids is grown for this forward alone. ``overrides``: other arguments.
+    """
+    model_kwargs = resized(run, n_new)
+    n_fed: int | None = n_new + 1
+    if is_first:
+        n_fed = _uncached_length(run.model, run.ids, run.config, run.model_kwargs)
+        n_fed = None if n_fed in (None, run.ids.shape[1]) else n_fed + n_new
+    model_inputs = run.model.prepare_inputs_for_generation(
+        ids, next_sequence_length=n_fed, is_first_iteration=is_first, **model_kwargs
+    )
+    if "logits_to_keep" in model_inputs:
+        model_inputs["logits_to_keep"] = n_new + 1
+    outputs: ModelOutput = run.model(**model_inputs | overrides)
+    return outputs
+
+
+def resized(run: Run, n_new: int) -> ModelKwargs:
+    """A copy of the model kwargs for ids that are ``n_new`` longer, or shorter if that is negative."""
+    model_kwargs = dict(run.model_kwargs)
+    prefix = "decoder_" if run.is_encoder_decoder else ""
+    fillers = {
+        prefix + "attention_mask": buffers.ones,
+        prefix + "position_ids": buffers.count_on,
+        "token_type_ids": buffers.repeat_last,
+        "mm_token_type_ids": buffers.zeros,
+    }
+    for name, fill in fillers.items():
+        if (tensor := model_kwargs.get(name)) is not None and n_new:
+            grows = n_new > 0
+            model_kwargs[name] = buffers.grow(tensor, n_new, fill) if grows else tensor[..., :n_new]
+    if model_kwargs.get(prefix + "attention_mask") is not None and n_new:
+        for name in ("cross_attention_mask", "image_attention_mask"):  # (rows, length, …)
+            tensor = model_kwargs.get(name)
+            if tensor is not None and tensor.shape[1]:
+                more = tensor[:, -1:].expand(-1, max(n_new, 0), *tensor.shape[2:])
+                length = tensor.shape[1] + n_new
+                model_kwargs[name] = torch.cat([tensor, more], dim=1)[:, :length]
+    return model_kwargs
+
+
 def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
     """Logits ``(rows, vocab)`` of the last position, float32.
 
@@ -209,17 +261,7 @@ def prefill(
     embeds = None
     if is_first_iteration and not self.config.is_encoder_decoder:
         embeds = model_kwargs.get("inputs_embeds")
-    new_length = None
-    if (cache := model_kwargs.get("past_key_values")) is not None:
-        mask = model_kwargs.get(
-            "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
-        )
-        dropped_length = getattr(generation_config, "_mask_length", -1)
-        whole_length = dropped_length if mask is None else mask.shape[1]
-        if embeds is not None:
-            new_length = embeds.shape[1] - cache.get_seq_length()
-        elif whole_length == input_ids.shape[1]:
-            new_length = input_ids.shape[1] - cache.get_seq_length()
+    new_length = _uncached_length(self, input_ids, generation_config, model_kwargs, embeds)
     if generation_config.prefill_chunk_size is not None:
         return _prefill_in_chunks(
             self, input_ids, embeds, generation_config, model_kwargs, new_length, is_first_iteration
@@ -231,6 +273,27 @@ def prefill(
         **model_kwargs,
     )
     return self(**model_inputs, return_dict=True)
+
+
+def _uncached_length(
+    self: Any,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    embeds: torch.Tensor | None = None,
+) -> int | None:
+    """How many tokens of the prompt the cache does not hold; ``None`` for all that is given."""
+    if (cache := model_kwargs.get("past_key_values")) is None:
+        return None
+    mask = model_kwargs.get(
+        "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
+    )
+    whole_length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    if embeds is not None:
+        return int(embeds.shape[1] - cache.get_seq_length())
+    if whole_length == input_ids.shape[1]:
+        return int(input_ids.shape[1] - cache.get_seq_length())
+    return None
 
 
 def _prefill_in_chunks(

@@ -1,17 +1,15 @@
-"""Calls that run elsewhere: a repository's own generate, modes that live in one, and batching."""
+"""Calls that run elsewhere: a repository's own generate, and batching."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.configuration_utils import GenerationMode
 
-from .config import METHODS
 from .logs import logger
-from .types import Plan, Request
+from .types import Request
 
 
 def generate_from_repository(model: Any, request: Request, trust_remote_code: bool | None) -> Any:
@@ -29,40 +27,13 @@ def generate_from_repository(model: Any, request: Request, trust_remote_code: bo
     )
 
 
-def request_for(repository: str, request: Request, plan: Plan) -> Request:
-    """``request``, to be run by ``repository`` with the config that was resolved here."""
-    kwargs = request.kwargs | {
-        name: value for name, value in plan.mode_kwargs.items() if name.endswith("tokenizer")
-    }
-    return replace(
-        request, generation_config=plan.config, custom_generate=repository, kwargs=kwargs
-    )
-
-
 def get_deprecated_gen_repo(
     self: Any,
     generation_mode: GenerationMode,
     trust_remote_code: bool | None,
     custom_generate: Any = None,
-) -> str | None:
-    """The hub repository that a mode was moved to; ``None`` if it runs here.
-
-    Raises ``ValueError`` without ``trust_remote_code=True``, since that code is to be downloaded.
-    """
-    repository = METHODS[generation_mode]
-    if custom_generate is not None or "/" not in repository:
-        return None
-    mode = generation_mode.value.replace("_", " ")
-    logger.warning_once(
-        f"{mode} runs from the repository https://hf.co/{repository}: pass "
-        f"`custom_generate={repository!r}` to say so yourself."
-    )
-    if not trust_remote_code:
-        raise ValueError(
-            f"{mode} runs code from https://hf.co/{repository}. Read it, then pass "
-            "`trust_remote_code=True`."
-        )
-    return repository
+) -> None:
+    """The hub repository that upstream moved a mode to: none, every mode runs here."""
 
 
 #: Arguments of ``generate`` that continuous batching has no use for.

@@ -30,9 +30,39 @@ from . import (
     stopping,
     validate,
 )
+from .drafters import Setup
 from .outputs import GenerateOutput, Recording
 from .strategies import STRATEGIES
-from .types import Request, Run, Strategy
+from .strategies.assisted import assisted
+from .types import Request, Run, Step, Strategy
+
+
+def _decoder(name: str, doc: str) -> Callable[..., GenerateOutput | torch.Tensor]:
+    """The method ``name`` of the mixin: decode with the strategy of that name."""
+
+    def method(
+        self: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | torch.Tensor:
+        run = Run(
+            self,
+            input_ids,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            model_kwargs,
+            synced_gpus,
+        )
+        return decode(run, STRATEGIES[name], streamer)
+
+    method.__name__, method.__doc__ = name, doc + " Returns what ``generate`` returns."
+    return method
 
 
 class GenerationMixin(transformers.GenerationMixin):
@@ -71,13 +101,13 @@ class GenerationMixin(transformers.GenerationMixin):
             prefix_allowed_tokens_fn: ``(row of the batch, its ids so far) -> allowed next ids``.
             synced_gpus: Go on until every device is done. Default: if parameters are sharded.
             assistant_model: A smaller model that drafts tokens for this one to verify.
-            streamer: Gets the prompt, then each token, through ``put()``; ``end()`` is called at
-                the end, also if that is an exception.
+            streamer: Gets the prompt, then each token, through ``put()``; of beams, the tokens that
+                all of them agree on. ``end()`` is called at the end, also if that is an exception.
             negative_prompt_ids: What ``guidance_scale`` guides away from, ``(batch, length)``.
             negative_prompt_attention_mask: Its mask, ``(batch, length)``.
             custom_generate: A callable that decodes in place of the methods here, after everything
-                is prepared; or a repository whose ``generate`` runs instead (needs
-                ``trust_remote_code=True``).
+                is prepared (``hfgen.recipe`` makes one of a strategy); or a repository whose
+                ``generate`` runs instead (needs ``trust_remote_code=True``).
             kwargs: Fields of the generation config, and inputs of the model's forward. Those of a
                 decoder start with ``decoder_``.
 
@@ -181,7 +211,7 @@ class GenerationMixin(transformers.GenerationMixin):
             model_kwargs,
             synced_gpus,
         )
-        return _decode(run, STRATEGIES["_sample"], streamer)
+        return decode(run, STRATEGIES["_sample"], streamer)
 
     def _beam_search(
         self,
@@ -194,8 +224,7 @@ class GenerationMixin(transformers.GenerationMixin):
     ) -> GenerateOutput | torch.Tensor:
         """Search with ``num_beams`` beams, or sample them with ``do_sample``.
 
-        Returns what ``generate`` returns. A streamer, which beam search rejects and beam sampling
-        takes, has seen the prompt and is ended: beams revise what they have written.
+        Returns what ``generate`` returns. A streamer gets what all beams of a prompt agree on.
         """
         streamer = model_kwargs.pop("streamer", None)
         run = Run(
@@ -207,10 +236,55 @@ class GenerationMixin(transformers.GenerationMixin):
             model_kwargs,
             synced_gpus,
         )
-        result = _decode(run, STRATEGIES["_beam_search"])
-        if streamer is not None:
-            streamer.end()
-        return result
+        return decode(run, STRATEGIES["_beam_search"], streamer)
+
+    def _assisted_decoding(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        inputs_tensor: torch.Tensor | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | torch.Tensor:
+        """Decode speculatively: tokens are drafted, and verified by one forward for several.
+
+        Returns what ``generate`` returns. ``assistant_model`` is a model or a ``hfgen.Drafter``.
+        """
+        run = Run(
+            self,
+            input_ids,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            model_kwargs,
+            synced_gpus,
+        )
+        setup = Setup(
+            run,
+            assistant_model,
+            tokenizer,
+            assistant_tokenizer,
+            inputs_tensor,
+            streamer is not None,
+        )
+        return decode(run, lambda run: assisted(run, setup), streamer)
+
+    _contrastive_search = _decoder("_contrastive_search", "Contrastive search (Su et al. 2022).")
+    _dola_decoding = _decoder(
+        "_dola_decoding", "Decoding by contrasting layers (Chuang et al. 2023)."
+    )
+    _group_beam_search = _decoder(
+        "_group_beam_search", "Diverse beam search (Vijayakumar et al. 2016)."
+    )
+    _constrained_beam_search = _decoder(
+        "_constrained_beam_search", "Beam search under constraints (Post and Vilar 2018)."
+    )
 
 
 for _name, _hook in vars(GenerationMixin).items():
@@ -240,20 +314,15 @@ def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
         return hub.generate_paged(model, request)
 
     plan, model_kwargs = config.resolve(model, request)
-    repository = model._get_deprecated_gen_repo(
-        plan.mode, trust_remote_code, request.custom_generate
-    )
     model._validate_model_kwargs(model_kwargs.copy())
     model._validate_generation_mode(plan.mode, plan.config, plan.mode_kwargs)
     validate.check_plan(plan)
-    if repository is not None:
-        there = hub.request_for(repository, request, plan)
-        return hub.generate_from_repository(model, there, trust_remote_code)
+    validate.check_callable(request.custom_generate, plan)
     plan.method = request.custom_generate or getattr(type(model), config.METHODS[plan.mode])
 
     prompt = inputs.prepare(model, request, plan, model_kwargs)
-    if request.streamer is not None:
-        request.streamer.put(prompt.ids.cpu())
+    if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
+        request.streamer.put(prompt.ids[:: plan.config.num_beams].cpu())
     config.set_lengths(model, plan, prompt)
     caches.prepare(model, plan, prompt)
     inputs.warn_of_foreign_device(model, prompt.ids)
@@ -285,11 +354,12 @@ def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
     )
 
 
-def _decode(
+def decode(
     run: Run, strategy_class: Callable[[Run], Strategy], streamer: BaseStreamer | None = None
 ) -> GenerateOutput | torch.Tensor:
     """Drive the loop: record each step, stream it, and put together what is returned."""
-    for name in ("tokenizer", "assistant_tokenizer", "assistant_model", "inputs_tensor"):
+    run.tokenizer = run.model_kwargs.pop("tokenizer", None)
+    for name in ("assistant_tokenizer", "assistant_model", "inputs_tensor"):
         run.model_kwargs.pop(name, None)  # arguments of other modes: no model's forward takes them
     strategy = strategy_class(run)
     recording = Recording(run)
@@ -298,7 +368,17 @@ def _decode(
             for step in steps:
                 recording.add(step)
                 if streamer is not None:
-                    streamer.put(step.tokens.squeeze(1).cpu())
+                    _put(streamer, step)
     if streamer is not None:
         streamer.end()
-    return recording.finish(strategy.result(run))
+    # A recipe may run on a model that is not mixed, whose config lacks the field.
+    is_asked = getattr(run.config, "output_speculation", False)
+    statistics = {"speculation": run.speculation} if is_asked else {}
+    return recording.finish(strategy.result(run), **statistics)
+
+
+def _put(streamer: BaseStreamer, step: Step) -> None:
+    """Hand on what ``step`` settles: ``(rows,)``, or ``(batch, n)`` by strategies that say what."""
+    tokens = step.tokens.squeeze(1) if step.streamed is None else step.streamed()
+    if tokens.numel() > 0:
+        streamer.put(tokens.cpu())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,18 @@ def mix_into(model: T) -> T:
         inner = wrapper.get_base_model()
         wrapper.base_model_prepare_inputs_for_generation = inner.prepare_inputs_for_generation
     return model
+
+
+def mixed_view(model: T) -> T:
+    """An object that shares everything with ``model`` but generates with hfgen.
+
+    ``model`` itself stays as it is: for models that are a caller's, and only looked at.
+    """
+    if not isinstance(model, UpstreamMixin) or isinstance(model, GenerationMixin):
+        return model
+    view = copy.copy(model)
+    view.__class__ = _mixed_class(type(model))  # type: ignore[arg-type]
+    return view
 
 
 def _cannot_generate(cls: type) -> str:
@@ -120,7 +133,7 @@ class AutoModelForImageTextToText(_AutoMixed, transformers.AutoModelForImageText
 
 # --- everything ---------------------------------------------------------------------------------
 
-#: Upstream's attributes while hfgen's stand in their place; empty when it does not.
+#: Upstream's attributes while hfgen's stand in their place, ``None`` for those that it has not.
 _originals: dict[str, Any] = {}
 
 
@@ -134,14 +147,17 @@ def patch() -> None:
         return
     for name, attribute in vars(GenerationMixin).items():
         if not name.startswith("__"):
-            _originals[name] = vars(UpstreamMixin)[name]
+            _originals[name] = vars(UpstreamMixin).get(name)
             setattr(UpstreamMixin, name, attribute)
 
 
 def unpatch() -> None:
     """Give every model upstream's generation back. Models that were mixed stay mixed."""
     for name, attribute in _originals.items():
-        setattr(UpstreamMixin, name, attribute)
+        if attribute is None:
+            delattr(UpstreamMixin, name)
+        else:
+            setattr(UpstreamMixin, name, attribute)
     _originals.clear()
 
 

@@ -16,6 +16,7 @@ from transformers.generation.utils import (
 from transformers.utils import ModelOutput
 
 from . import quirks
+from .caches import rollback
 from .types import Run, Step
 
 #: What ``generate`` returns if not a tensor of ids.
@@ -35,6 +36,38 @@ def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
             observed["cross_attentions"] = (outputs.cross_attentions,)
     if config.output_hidden_states:
         observed["hidden_states"] = (getattr(outputs, prefix + "hidden_states"),)
+    return observed
+
+
+def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> dict[str, Any]:
+    """``observe`` for a forward whose last ``width`` positions were verified: one entry per token.
+
+    The entries are those of plain decoding, for the first ``n_tokens`` of these positions; the
+    first has what was fed before, too.
+    """
+    observed = observe(run, outputs)
+    windows = rollback.windows(run.model_kwargs.get("past_key_values"))
+    for name, (layers,) in observed.items():
+        if not layers or layers[0] is None:
+            observed[name] = ()
+            continue
+        entries = []
+        for n_later in range(
+            width - 1, width - 1 - n_tokens, -1
+        ):  # positions after the token's own
+            is_first = n_later == width - 1
+            entry = []
+            for index, layer in enumerate(layers):  # (…, positions, keys or size)
+                n_fed, last = layer.shape[-2:]
+                first = 0 if is_first else n_fed - n_later - 1
+                keys = slice(0, last)
+                if name == "attentions" and windows is not None:
+                    window = windows[index] if len(windows) == len(layers) else last
+                    start = 0 if is_first else max(last - n_later - window, 0)
+                    keys = slice(int(start), last - n_later)
+                entry.append(layer[..., first : n_fed - n_later, keys])
+            entries.append(tuple(entry))
+        observed[name] = tuple(entries)
     return observed
 
 
@@ -59,12 +92,23 @@ class Recording:
         for name, entries in self.recorded.items():
             entries.extend(getattr(step, name))
 
-    def finish(self, result: dict[str, torch.Tensor | None]) -> GenerateOutput | torch.Tensor:
-        """The return value of ``generate``: ``result``'s sequences alone, or all in an output."""
-        run, config = self.run, self.run.config
-        sequences = result["sequences"]
-        if not config.return_dict_in_generate:
+    def finish(
+        self, result: dict[str, torch.Tensor | None], **attributes: Any
+    ) -> GenerateOutput | torch.Tensor:
+        """The return value of ``generate``: ``result``'s sequences alone, or all in an output.
+
+        ``attributes`` are set on the output, besides upstream's fields.
+        """
+        sequences: Any = result["sequences"]
+        if not self.run.config.return_dict_in_generate:
             return sequences
+        output = self._output(result)
+        for name, value in attributes.items():
+            setattr(output, name, value)
+        return output
+
+    def _output(self, result: dict[str, torch.Tensor | None]) -> GenerateOutput:
+        run, config = self.run, self.run.config
 
         recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
         fields: dict[str, Any] = {

@@ -13,6 +13,9 @@ from transformers.distributed.utils import _get_torch_distributed_world_size as 
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+#: What prompts may hold besides text, as configs call it.
+MEDIA = ("image", "video", "audio")
+
 
 def is_sharded(model: Any) -> bool:
     """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP)."""
@@ -71,6 +74,13 @@ def takes_only_text(model: Any) -> bool:
     """
     modalities = getattr(model, "input_modalities", "text")
     return modalities == "text" or list(modalities) == ["text"]
+
+
+def placeholder_tokens(model: Any) -> list[int]:
+    """Ids that stand for parts of an image, a video or sound in the prompt, and are never text."""
+    names = [f"{kind}_token_{end}" for kind in MEDIA for end in ("id", "index")]
+    ids = (getattr(model.config, name, None) for name in names)
+    return [] if takes_only_text(model) else [i for i in ids if isinstance(i, int)]
 
 
 def token_embedding(model: Any) -> nn.Embedding | None:

@@ -74,6 +74,31 @@ class Prompt:
 
 
 @dataclass(slots=True)
+class Speculation:
+    """How well drafting went: ``output.speculation``, with ``output_speculation=True``.
+
+    Counts over all rows: ``drafted`` and ``accepted`` tokens, ``generated`` tokens in all; and over the
+    call: ``rounds`` with a draft, ``forwards`` of the target model.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    generated: int = 0
+    rounds: int = 0
+    forwards: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted of the drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Generated tokens, of all rows together, per forward of the target model."""
+        return self.generated / self.forwards if self.forwards else 0.0
+
+
+@dataclass(slots=True)
 class Run:
     """The state of one decoding loop. A strategy's own state stays on the strategy."""
 
@@ -89,6 +114,10 @@ class Run:
     finished: bool = False
     #: Processed scores of each step, if asked for, as stopping criteria see them; written by ``step``.
     scores: tuple[torch.Tensor, ...] | None = None
+    #: How well drafting went; written by ``strategies/assisted.py``.
+    speculation: Speculation | None = None
+    #: The caller's tokenizer, for strategies that work on text.
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         if self.config.return_dict_in_generate and self.config.output_scores:
@@ -107,6 +136,10 @@ class Step:
     float32, or ``None`` if not asked for; attentions and hidden states come as the model returned
     them, one entry per new token. A step never holds whole model outputs: the logits of a long
     prompt must not outlive the step that read them.
+
+    A streamer gets ``tokens``. A strategy that may revise them says with ``streamed`` what it gets
+    in their place: tokens ``(batch, n)`` that no later step changes, in the order of the result.
+    It is called only if there is a streamer, after the strategy's ``stop``.
     """
 
     tokens: torch.Tensor
@@ -115,6 +148,7 @@ class Step:
     attentions: tuple | None = None
     cross_attentions: tuple | None = None
     hidden_states: tuple | None = None
+    streamed: Callable[[], torch.Tensor] | None = None
 
 
 class Strategy(Protocol):

@@ -10,6 +10,7 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.utils import TransformersKwargs
 
-from . import quirks
+from . import quirks, validate_beams, validate_contrast, vocabularies
 from .types import Plan, Prompt, Request
 
 
@@ -102,7 +103,8 @@ INTEGERS = (
     "num_assistant_tokens pad_token_id bos_token_id"
 ).split()
 NUMBERS = (
-    "max_time top_p min_p top_h typical_p epsilon_cutoff eta_cutoff length_penalty guidance_scale"
+    "max_time top_p min_p top_h typical_p epsilon_cutoff eta_cutoff length_penalty guidance_scale "
+    "diversity_penalty"
 ).split()
 FLAGS = (
     "do_sample use_cache return_dict_in_generate output_scores output_logits output_attentions "
@@ -126,6 +128,9 @@ RANGES = (
     Rule("prefill_chunk_size", lambda n: n >= 1, "at least 1"),
     Rule("min_new_tokens", lambda n: n >= 0, "at least 0"),
     Rule("stop_strings", is_stop_strings, "a non-empty string or a list of them"),
+    Rule("prompt_lookup_num_tokens", lambda n: n >= 1, "at least 1"),
+    Rule("max_matching_ngram_size", lambda n: n >= 0, "at least 1; 0 is the default, 2"),
+    Rule("num_assistant_tokens", lambda n: n >= 1, "at least 1"),
     Rule("repetition_penalty", is_positive_float, "a float above 0; 1 is off"),
 )
 
@@ -189,6 +194,20 @@ def check_plan(plan: Plan) -> None:
         require_tokenizer(plan.mode_kwargs.get("tokenizer"), "stop_strings", config.stop_strings)
     if (penalty := config.exponential_decay_length_penalty) is not None:
         require_eos(config.eos_token_id, penalty)
+    if config.output_speculation and not config.return_dict_in_generate:
+        raise ValueError(
+            "`output_speculation=True` puts statistics on the output object: set "
+            "`return_dict_in_generate=True`, too."
+        )
+
+
+def check_callable(custom_generate: Any, plan: Plan) -> None:
+    """Let a callable that has a method ``check_call(config, arguments)`` raise for what it lacks.
+
+    ``arguments`` are those that ``generate`` passes it: the streamer, the tokenizer, ….
+    """
+    if hasattr(custom_generate, "check_call"):
+        custom_generate.check_call(plan.config, plan.mode_kwargs)
 
 
 # --- arguments of generate ----------------------------------------------------------------------
@@ -219,6 +238,15 @@ def check_request(request: Request) -> None:
     function = request.prefix_allowed_tokens_fn
     if function is not None and not callable(function):
         raise TypeError(f"`prefix_allowed_tokens_fn` has to be callable, but is {_kind(function)}.")
+    assistant = request.assistant_model
+    if assistant is not None and not (
+        hasattr(assistant, "generate")
+        or (hasattr(assistant, "draft") and hasattr(assistant, "observe"))
+    ):
+        raise TypeError(
+            "`assistant_model` has to be a model that generates, or a drafter with the methods draft() "
+            f"and observe(), but is {_kind(assistant)}."
+        )
     custom = request.custom_generate
     if custom is not None and not (callable(custom) or isinstance(custom, str)):
         raise TypeError(
@@ -239,21 +267,27 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} ({str(value)[:60]})"
 
 
-def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` for keyword arguments that the model does not take; typos end here."""
-    known = set(inspect.signature(self.prepare_inputs_for_generation).parameters)
+def accepted_names(model: Any) -> set[str]:
+    """The keyword arguments that the model takes, through its forward or a hook."""
+    known = set(inspect.signature(model.prepare_inputs_for_generation).parameters)
     if known & {"kwargs", "model_kwargs"}:  # it passes on whatever forward takes
-        known |= set(inspect.signature(self.forward).parameters)
-    if self.config.is_encoder_decoder:
+        known |= set(inspect.signature(model.forward).parameters)
+    if model.config.is_encoder_decoder:
         known.add("decoder_input_ids")
-        base_model = getattr(self, self.base_model_prefix, None)
+        base_model = getattr(model, model.base_model_prefix, None)
         for part, prefix in (("encoder", ""), ("decoder", "decoder_")):
-            module = getattr(self, part, None)
+            module = getattr(model, part, None)
             if module is None:
                 module = getattr(base_model, part, None)
             if module is not None:
                 known |= {prefix + name for name in inspect.signature(module.forward).parameters}
     known |= TransformersKwargs.__optional_keys__ | {"debug_io", "mm_encoder_outputs"}
+    return known
+
+
+def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for keyword arguments that the model does not take; typos end here."""
+    known = accepted_names(self)
     unknown = [
         name for name, value in model_kwargs.items() if value is not None and name not in known
     ]
@@ -279,28 +313,87 @@ def validate_generation_mode(
             f"{type(self).__name__} decodes with {names}; the arguments ask for "
             f"{generation_mode.value}."
         )
-    if generation_mode == GenerationMode.BEAM_SEARCH and "streamer" in generation_mode_kwargs:
+    without_streamer = (
+        GenerationMode.GROUP_BEAM_SEARCH,
+        GenerationMode.CONSTRAINED_BEAM_SEARCH,
+    )
+    if generation_mode in without_streamer and "streamer" in generation_mode_kwargs:
         raise ValueError(
-            f"`streamer` cannot follow beam search (`num_beams`={generation_config.num_beams}), "
-            "which revises what it has written. Set `num_beams=1` or drop the streamer."
+            f"`streamer` cannot follow {generation_mode.value.replace('_', ' ')}, whose beams do not "
+            "come to agree before the end. Drop the streamer, or search without groups and "
+            "constraints."
         )
+    validate_beams.check_mode(self, generation_mode, generation_config)
+    validate_contrast.check_mode(self, generation_mode, generation_config)
     if generation_mode == GenerationMode.ASSISTED_GENERATION:
-        if generation_config.num_return_sequences > 1:
-            raise ValueError(
-                "`num_return_sequences` has to be 1 in assisted generation, but is "
-                f"{generation_config.num_return_sequences}."
-            )
-        if self._is_stateful:
-            raise ValueError(
-                f"{type(self).__name__} keeps a state that cannot be rolled back, so candidate "
-                "tokens cannot be rejected: assisted generation does not work with it."
-            )
+        _check_assisted(self, generation_config)
     assistant = generation_mode_kwargs.get("assistant_model")
-    if assistant is not None and getattr(generation_config, "speculation_type", None) != "dflash":
+    is_model = isinstance(assistant, nn.Module) and not validate_speculation.is_generator(assistant)
+    if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        validate_speculation.check_generator(self, generation_config, assistant)
+    if is_model and not validate_speculation.is_dflash(generation_config):
         _check_assistant(self, assistant, generation_mode_kwargs)
+        if "assistant_tokenizer" in generation_mode_kwargs and "tokenizer" in generation_mode_kwargs:
+            vocabularies.check_translation(
+                self, assistant, generation_config, generation_mode_kwargs
+            )
+
+
+def decoder_layers(model: Any) -> tuple[nn.Module, nn.Module, str]:
+    """The decoder, the module in it that has its list of layers, and the list's name there.
+
+    Raises ``ValueError`` if there is no list with as many layers as the decoder's config says.
+    """
+    decoder = model
+    with suppress(AttributeError, NotImplementedError):
+        decoder = model.get_decoder() or model
+    n_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
+    lists = (
+        (module, name, child)
+        for module in decoder.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList)
+    )
+    module, name, layers = next(lists, (decoder, "", []))
+    if len(layers) != n_layers or n_layers == 0:
+        raise ValueError(
+            "`assistant_early_exit` needs a decoder with a list of its layers; "
+            f"{type(model).__name__} has none."
+        )
+    return decoder, module, name
+
+
+def _check_assisted(model: Any, config: GenerationConfig) -> None:
+    if model._is_stateful:
+        raise ValueError(
+            f"{type(model).__name__} keeps a state that cannot be rolled back, so candidate "
+            "tokens cannot be rejected: assisted generation does not work with it."
+        )
+    if config.use_cache is False:
+        raise ValueError(
+            "Assisted generation keeps what is verified in a cache: leave out `use_cache=False`."
+        )
+    if config.assistant_ensemble_weight is not None and config.prompt_lookup_num_tokens is not None:
+        raise ValueError(
+            f"`assistant_ensemble_weight` (={config.assistant_ensemble_weight}) mixes the scores of "
+            "two models, and prompt lookup (`prompt_lookup_num_tokens`) has none. Leave one out."
+        )
+    if (n_layers := config.assistant_early_exit) is not None:
+        config_of_decoder: Any = decoder_layers(model)[0].config
+        n_all = config_of_decoder.num_hidden_layers
+        if not (is_integer(n_layers) and 1 <= n_layers <= n_all):
+            raise ValueError(
+                f"`assistant_early_exit` has to be a layer of the model, 1 to {n_all}, but is "
+                f"{n_layers}."
+            )
 
 
 def _check_assistant(self: Any, assistant: Any, mode_kwargs: dict[str, Any]) -> None:
+    if assistant._is_stateful:
+        raise ValueError(
+            f"`assistant_model` ({type(assistant).__name__}) keeps a state that cannot be rolled back "
+            "to what was accepted. Choose one with attention layers."
+        )
     if self.config.is_encoder_decoder and not assistant.config.is_encoder_decoder:
         for name in ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layers"):
             if name in dir(assistant.config) and (
@@ -336,6 +429,7 @@ def validate_generated_length(
     config = generation_config
     if is_zero(config.max_new_tokens):
         return
+    validate_beams.check_room(config, config.max_length - input_ids_length)
     if has_default_max_length and config.max_new_tokens is None:
         warnings.warn(
             f"No length was asked for, so up to {config.max_length} tokens are generated, the "

@@ -436,8 +436,6 @@ def _invalid(call: Call, what: str) -> None:
         kwargs["past_key_values"] = ((torch.zeros(1, 1, 1, 1),) * 2,)
     elif what == "mask of three dimensions":
         kwargs["attention_mask"] = torch.ones(call.case.rows, 1, call.ids.shape[1])
-    elif what == "streamer with beams":
-        kwargs |= {"streamer": Recorder(), "num_beams": 2}
     elif what == "stop strings without tokenizer":
         kwargs["stop_strings"] = ["ab"]
     elif what == "criterion in the config":
@@ -471,15 +469,8 @@ BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
     "min_length": {"min_length": -1},
     "low_memory beams": {"num_beams": 2, "low_memory": True},
     "lookup with beams": {"num_beams": 2, "prompt_lookup_num_tokens": 2, "pad_token_id": 1},
-    "lookup with sequences": {
-        "do_sample": True,
-        "num_return_sequences": 2,
-        "prompt_lookup_num_tokens": 2,
-    },
     "watermark": {"watermarking_config": WatermarkingConfig(greenlist_ratio=2.0)},
     "healing without tokenizer": {"token_healing": True},
-    "contrastive": {"num_beams": 1, "do_sample": False, "penalty_alpha": 0.6, "top_k": 4},
-    "diverse beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
     "chunks without a cache": {"use_cache": False, "prefill_chunk_size": 2},
 }
 #: Calls that are wrong in one way; upstream raises for all but a few, where it warns.
@@ -490,7 +481,6 @@ _BAD_CALLS = (
     "cache twice",
     "tuple cache",
     "mask of three dimensions",
-    "streamer with beams",
     "stop strings without tokenizer",
     "criterion in the config",
 )
@@ -603,6 +593,13 @@ def _with(*names: str) -> Callable[[Family, Case], bool]:
     return lambda family, case: any(name in case.options for name in names)
 
 
+def _assisted(**values: Any) -> Callable[[Family, Case], bool]:
+    return lambda family, case: (
+        case.mode == ASSISTED
+        and all(case.options.get(name) == value for name, value in values.items())
+    )
+
+
 #: Options that each replace the prompt; the first one present stays.
 _PROMPTS = ("embeds", "encoder_embeds", "encoder_outputs", "no_prompt", "positional")
 _BOTH_SAME = "both set the same argument"
@@ -617,8 +614,18 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("prefill_chunk_size", _INTENDED + "inputs_embeds with prefill_chunk_size work", _with("embeds")),
     Exclusion("stop_strings", _INTENDED + "generated text only, and the prompt's end is not known to be special", _with("embeds", "decoder_ids", "start_per_row")),
     Exclusion("user_criteria", "beyond max_length: upstream's beams raise, its drafting never ends", lambda f, c: c.options["user_criteria"] == ["length"] and c.mode in (*BEAMS, ASSISTED) and 1 in (c.options.get("max_new_tokens"), c.options.get("max_length"))),
-    Exclusion("invalid", _INTENDED + "a streamer is ended in beam sampling", lambda f, c: c.options["invalid"] == "streamer with beams" and c.mode in SAMPLING),
     Exclusion("prefill_chunk_size", "before 5.23 upstream's chunks do not get their part of the images", lambda f, c: not IS_5_23 and f.kind == "vision"),
+    Exclusion("cache_implementation", _INTENDED + "drafting works with a static cache, and with an assistant", _assisted()),
+    Exclusion("user_cache", _INTENDED + "drafting works with a static cache", _assisted(user_cache="static")),
+    Exclusion("prefill_chunk_size", _INTENDED + "upstream's drafting takes no notice", _assisted()),
+    Exclusion("embeds", _INTENDED + "upstream's drafting loses drafted tokens, or the embeddings", _assisted()),
+    Exclusion("continue", _INTENDED + "upstream's drafting forwards again what the cache holds", _assisted()),
+    Exclusion("stop_strings", _INTENDED + "upstream's drafting overshoots, or asks for a tokenizer", _assisted()),
+    Exclusion("user_criteria", _INTENDED + "upstream's drafting overshoots", _assisted()),
+    Exclusion("watermark", _INTENDED + "upstream's SynthID remembers rejected tokens", _assisted(watermark="synthid")),
+    Exclusion("guidance_scale", _INTENDED + "upstream's guidance remembers rejected tokens", _assisted()),
+    Exclusion("hidden_states", _INTENDED + "upstream's first round gives those of the prompt", _assisted()),
+    Exclusion("attentions", _INTENDED + "upstream's first round gives those of the prompt", _assisted()),
     # one argument, two writers
     *(Exclusion(name, _BOTH_SAME, _with(*_PROMPTS[:i])) for i, name in enumerate(_PROMPTS) if i),
     Exclusion("mask", _BOTH_SAME, _with("no_prompt", "continue", "embeds", "encoder_embeds", "encoder_outputs", "token_healing")),

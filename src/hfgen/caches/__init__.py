@@ -109,7 +109,9 @@ CACHES: dict[str | None, Callable[[CacheRequest], Cache]] = {
 def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
     """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it."""
     config, model_kwargs = plan.config, prompt.model_kwargs
-    max_length = config.max_length - 1  # the last token is not forwarded
+    # The last token is not forwarded, but contrastive search tries candidates for it.
+    is_tried = plan.mode is GenerationMode.CONTRASTIVE_SEARCH
+    max_length = config.max_length - (0 if is_tried else 1)
     embeds_length = prompt.main_input.shape[1] if prompt.main_input_name == "inputs_embeds" else 0
     if not model.config.is_encoder_decoder and embeds_length != prompt.ids.shape[1]:
         max_length += embeds_length

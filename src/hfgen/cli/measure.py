@@ -44,7 +44,7 @@ class Timings:
     """Times of one call of ``generate``, in seconds."""
 
     seconds: float  # the whole call
-    first: float | None  # to the first new token; None where no streamer is allowed (beams)
+    first: float | None  # to the first new token; None of beams that nobody streams
     steps: int  # new tokens of the longest row
     tokens: int  # new tokens of all rows
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from .context import Builder, Context
+from .diversity import DiversityPenalty, diversity_penalty
 from .guidance import guidance
 from .lengths import exponential_decay, forced_bos, forced_eos, min_length, min_new_tokens
-from .lists import LogitsProcessorList, merge_criteria_processor_list
+from .lists import LogitsProcessorList, is_row_wise, merge_criteria_processor_list
 from .repetition import (
     encoder_no_repeat_ngram,
     encoder_repetition_penalty,
@@ -47,8 +48,10 @@ __all__ = [
     "LAST",
     "WARPERS",
     "Context",
+    "DiversityPenalty",
     "LogitsProcessorList",
     "get_logits_processor",
+    "is_row_wise",
     "merge_criteria_processor_list",
 ]
 
@@ -56,6 +59,7 @@ __all__ = [
 BEFORE_USER: tuple[Builder, ...] = (
     guidance,
     sequence_bias,
+    diversity_penalty,
     encoder_repetition_penalty,
     repetition_penalty,
     no_repeat_ngram,

@@ -88,3 +88,27 @@ def public_type(item: Any) -> type:
     """The class that a caller knows ``item`` by: hfgen's own subclasses count as upstream's."""
     package = __name__.partition(".")[0]
     return next(kind for kind in type(item).__mro__ if kind.__module__.partition(".")[0] != package)
+
+
+#: Upstream's that remember what they were called with, or call a function of the caller's.
+_WITH_STATE = (
+    "AlternatingCodebooksLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+)
+
+
+def is_row_wise(function: Any) -> bool:
+    """Whether a processor or criterion looks at each row by itself, and remembers nothing.
+
+    Known of the libraries' own. One of the caller's may say so by an attribute ``is_row_wise``;
+    otherwise it is called once for every length, with all rows, as in plain decoding.
+    """
+    if (said := getattr(function, "is_row_wise", None)) is not None:
+        return bool(said)
+    kind = public_type(function)
+    is_known = kind.__module__.partition(".")[0] == "transformers"
+    return is_known and kind.__name__ not in _WITH_STATE

@@ -8,8 +8,28 @@ from collections.abc import Callable
 from ..types import Run, Strategy
 from .base import NextToken
 from .beam import Beam
+from .constrained_beam import ConstrainedBeam
+from .contrastive import Contrastive
+from .dola import Dola
+from .group_beam import GroupBeam
 from .sample import Sample
 
-STRATEGIES: dict[str, Callable[[Run], Strategy]] = {"_sample": Sample, "_beam_search": Beam}
+STRATEGIES: dict[str, Callable[[Run], Strategy]] = {
+    "_sample": Sample,
+    "_beam_search": Beam,
+    "_contrastive_search": Contrastive,
+    "_dola_decoding": Dola,
+    "_group_beam_search": GroupBeam,
+    "_constrained_beam_search": ConstrainedBeam,
+}
 
-__all__ = ["STRATEGIES", "Beam", "NextToken", "Sample"]
+__all__ = [
+    "STRATEGIES",
+    "Beam",
+    "ConstrainedBeam",
+    "Contrastive",
+    "Dola",
+    "GroupBeam",
+    "NextToken",
+    "Sample",
+]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from transformers.utils import ModelOutput
 
-from .. import forward
+from .. import forward, stopping
 from ..types import Run
 
 
@@ -33,6 +35,21 @@ class NextToken:
 
     def forward(self, run: Run) -> ModelOutput:
         return forward.next_token(run, self.execute)
+
+
+def padding(run: Run) -> torch.Tensor | None:
+    """The token that follows the EOS of a row while others go on.
+
+    Raises ``TypeError`` if rows end at an EOS token and there is none.
+    """
+    pad: Any = run.config._pad_token_tensor
+    if pad is None and stopping.has_eos_criterion(run.criteria):
+        raise TypeError(
+            "A stopping criterion ends rows at an EOS token, but `pad_token_id` is None and so is "
+            "`eos_token_id`, which would stand in for it. Set one of them."
+        )
+    # Multimodal models may have the pad beside their encoder's inputs.
+    return pad if pad is None else pad.to(run.ids.device)
 
 
 class InvalidScoresError(ValueError, RuntimeError):

@@ -8,8 +8,10 @@ the start.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from .. import forward, outputs, quirks
@@ -36,11 +38,14 @@ class Hypotheses:
 
     def best(self, n: int) -> Hypotheses:
         """The ``n`` of each prompt with the best scores, in descending order."""
-        scores, index = torch.topk(self.scores, k=n)
+        return self.at(torch.topk(self.scores, k=n).indices)
+
+    def at(self, index: torch.Tensor) -> Hypotheses:
+        """Those at ``index (batch, m)`` of each prompt."""
         return Hypotheses(
             ids=_take(self.ids, index),
             parents=_take(self.parents, index),
-            scores=scores,
+            scores=_take(self.scores, index),
             is_done=_take(self.is_done, index),
         )
 
@@ -68,7 +73,7 @@ class Beam(NextToken):
                 "`cache_implementation='offloaded'` saves memory."
             )
         rows, self.prompt_length = run.ids.shape
-        self.beams = config.num_beams
+        self.beams = self.beams_of(config)
         self.batch = rows // self.beams
         device = run.ids.device
         eos = config._eos_token_tensor
@@ -97,6 +102,13 @@ class Beam(NextToken):
         self.ended = Hypotheses(ids.clone(), parents.clone(), none_yet, is_done)
         self.can_improve = torch.ones((self.batch, 1), dtype=torch.bool, device=device)
         self.all_hit = False
+        #: So many tokens of each prompt are settled, and a streamer has them.
+        self.settled = self.prompt_length
+
+    @staticmethod
+    def beams_of(config: GenerationConfig) -> int:
+        """How many beams search together."""
+        return int(config.num_beams)
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
@@ -112,38 +124,57 @@ class Beam(NextToken):
         self.all_hit = bool(candidates.is_done.all())
         self.add_ended(run, candidates)
         candidates.scores = candidates.scores + candidates.is_done.float() * UNREACHABLE
-        _write(self.running, candidates.best(self.beams))
+        write(self.running, candidates.best(self.beams))
         self.reorder_cache(
             run, self.running.parents[..., length - 1 - self.prompt_length].flatten()
         )
         run.ids = self.running.ids[:, :, :length].flatten(0, 1)
-        return Step(tokens=run.ids[:, -1:], scores=(log_probs,), logits=(logits,), **observed)
+        return Step(
+            tokens=run.ids[:, -1:],
+            scores=(log_probs,),
+            logits=(logits,),
+            streamed=partial(self.newly_settled, run),
+            **observed,
+        )
 
-    def candidates(self, run: Run, log_probs: torch.Tensor) -> Hypotheses:
+    def candidates(
+        self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
+    ) -> Hypotheses:
         """The ``kept`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``.
 
-        Those that a stopping criterion ends are done.
+        Those that a stopping criterion ends are done. ``searches`` are those of the batch to which
+        the rows belong.
         """
-        vocab, length = log_probs.shape[-1], run.ids.shape[1]
-        totals = log_probs.reshape(self.batch, self.beams, vocab) + self.running.scores[:, :, None]
-        totals = totals.view(self.batch, self.beams * vocab)
+        totals = self.totals(log_probs, searches)
         if run.config.do_sample:
             index = self.draw(run, totals)
-            scores = totals.gather(1, index)
         else:
             scores, index = torch.topk(totals, k=self.kept)
             self.check(run, scores[:, 0].isnan())  # NaN counts as the largest
+        return self.continued(run, totals, index, searches)
+
+    def totals(self, log_probs: torch.Tensor, searches: slice = slice(None)) -> torch.Tensor:
+        """Scores ``(batch, beams * vocab)`` of all continuations."""
+        by_beam = log_probs.reshape(-1, self.beams, log_probs.shape[-1])
+        return (by_beam + self.running.scores[searches, :, None]).flatten(1)
+
+    def continued(
+        self, run: Run, totals: torch.Tensor, index: torch.Tensor, searches: slice = slice(None)
+    ) -> Hypotheses:
+        """The continuations at ``index (batch, n)`` of ``totals (batch, beams * vocab)``."""
+        vocab, length = totals.shape[1] // self.beams, run.ids.shape[1]
         beam, token = index // vocab, index % vocab
         n_steps = length - self.prompt_length
-        parent = (beam + self.row_offsets).to(torch.int32)
-        ids = torch.cat([_take(self.running.ids[:, :, :length], beam), token[:, :, None]], dim=2)
-        parents = _take(self.running.parents[:, :, :n_steps], beam)
+        parent = (beam + self.row_offsets[searches]).to(torch.int32)
+        ids = _take(self.running.ids[searches, :, :length], beam)
+        ids = torch.cat([ids, token[:, :, None]], dim=2)
+        parents = _take(self.running.parents[searches, :, :n_steps], beam)
         hits = run.criteria(ids.flatten(0, 1), run.scores)
         return Hypotheses(
             ids=ids,
             parents=torch.cat([parents, parent[:, :, None]], dim=2),
-            scores=scores,
-            is_done=hits.view(self.batch, self.kept),
+            scores=totals.gather(1, index),
+            is_done=hits.view(index.shape),
         )
 
     def draw(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
@@ -181,7 +212,7 @@ class Beam(NextToken):
             scores=torch.cat([self.ended.scores, scores], dim=1),
             is_done=torch.cat([self.ended.is_done, ends_now], dim=1),
         )
-        _write(self.ended, merged.best(self.beams))
+        write(self.ended, merged.best(self.beams))
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
         """Let each row of the cache be that of the beam which the row now continues."""
@@ -223,6 +254,36 @@ class Beam(NextToken):
         worst = torch.where(self.ended.is_done, worst, UNREACHABLE)
         self.can_improve = self.can_improve & (possible > worst).any(dim=-1, keepdim=True)
 
+    def newly_settled(self, run: Run) -> torch.Tensor:
+        """Tokens ``(batch, n)`` that have become settled, for a streamer; read after ``stop``.
+
+        A token is settled when all that may yet be returned as the best of its prompt have it: the
+        running beams, while they may improve on what has ended, and the best that has ended. The
+        slowest prompt decides how far the batch gets; those that are decided do not hold it back.
+        (If processors forbid every continuation nothing can end, and what is returned is arbitrary.)
+        """
+        start, length = self.settled, run.ids.shape[1]
+        running, ended = self.running, self.ended
+        is_full = (run.config.early_stopping is True) & ended.is_done.all(dim=1, keepdim=True)
+        is_open = self.can_improve & ~is_full & (not run.finished)  # (batch, 1)
+        scores = ended.scores.masked_fill(~ended.is_done, -torch.inf)
+        is_best = ended.is_done & (scores == scores.amax(dim=1, keepdim=True))
+        if run.finished:  # among equals, the first is returned
+            is_best = torch.arange(self.beams, device=scores.device).expand_as(scores) == 0
+        may_win = torch.cat([is_best, is_open & (running.scores > -torch.inf)], dim=1)
+
+        ids = torch.cat([ended.ids, running.ids], dim=1)[:, :, start:length]
+        ends = self.prompt_length + (ended.parents >= 0).sum(dim=-1)
+        ends = torch.cat([ends, torch.full_like(ends, length)], dim=1)
+        is_token = torch.arange(start, length, device=ids.device) < ends[:, :, None]
+        example = _take(ids, may_win.int().argmax(dim=1, keepdim=True))
+        agree = (is_token & (ids == example) | ~may_win[:, :, None]).all(dim=1)
+        n_agreed = agree.int().cumprod(dim=1).sum(dim=1)
+        waits = is_open.squeeze(1) | (may_win.sum(dim=1) > 1)
+        n = int(n_agreed[waits].min() if waits.any() else n_agreed.max())
+        self.settled += n
+        return example[:, 0, :n]
+
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         n = run.config.num_return_sequences
         parents = self.ended.parents[:, :n].flatten(0, 1)
@@ -236,7 +297,7 @@ class Beam(NextToken):
         }
 
 
-def _write(pool: Hypotheses, chosen: Hypotheses) -> None:
+def write(pool: Hypotheses, chosen: Hypotheses) -> None:
     """Write ``chosen`` into the buffers of ``pool``; what lies after its length stays padding."""
     pool.ids[:, :, : chosen.ids.shape[2]] = chosen.ids
     pool.parents[:, :, : chosen.parents.shape[2]] = chosen.parents

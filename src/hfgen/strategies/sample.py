@@ -12,7 +12,7 @@ from .. import forward, outputs, stopping
 from ..buffers import TokenBuffer
 from ..loop import commit
 from ..types import Run, Step
-from .base import InvalidScoresError, NextToken
+from .base import InvalidScoresError, NextToken, padding
 
 
 class Sample(NextToken):
@@ -29,16 +29,9 @@ class Sample(NextToken):
         self.n_steps = 0
         has_eos = stopping.has_eos_criterion(run.criteria)
         self.stops_by_length_only = getattr(run.criteria, "length_only", False)
-        pad: Any = run.config._pad_token_tensor
-        if has_eos and pad is None:
-            raise TypeError(
-                "A stopping criterion ends rows at an EOS token, but `pad_token_id` is None and so is "
-                "`eos_token_id`, which would stand in for it. Set one of them."
-            )
         # An EOS ends a row before the others, and then pads follow; a row alone ends the loop.
         self.is_padded = has_eos and rows > 1
-        # Multimodal models may have the pad beside their encoder's inputs.
-        self.pad: Any = pad if pad is None else pad.to(device)
+        self.pad: Any = padding(run)
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
         return run.model._optimize_model_for_decode()
@@ -46,7 +39,7 @@ class Sample(NextToken):
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
         logits = forward.last_logits(model_outputs, run.ids.device)
-        scores = run.processors(run.ids, logits)
+        scores = run.processors(run.ids, self.adjust(logits, model_outputs))
         if run.scores is not None:
             run.scores += (scores,)
         tokens = self.choose(run, scores)
@@ -63,6 +56,10 @@ class Sample(NextToken):
             logits=(logits,),
             **outputs.observe(run, model_outputs),
         )
+
+    def adjust(self, logits: torch.Tensor, model_outputs: ModelOutput) -> torch.Tensor:
+        """What the processors get, for the model's ``logits (rows, vocab)``."""
+        return logits
 
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
         """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""

@@ -1,0 +1,248 @@
+"""What generated text has to contain: the constraints of constrained beam search.
+
+``force_words_ids`` covers most needs: a list of phrases, each a list of token ids, or a list of
+alternatives of which one suffices. ``constraints`` takes objects, of the classes here or of your own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import GenerationConfig
+
+
+class Constraint(ABC):
+    """Something that is met token by token; subclass it for a constraint of your own.
+
+    An object knows how much of it has been generated. ``advance()`` names tokens that bring it one
+    step further, ``update(token)`` takes a generated token into account. Whoever always generates a
+    token of ``advance()`` has to meet the constraint at some time.
+    """
+
+    def __init__(self) -> None:
+        self.test()
+
+    def test(self) -> None:
+        """Raise ``ValueError`` if generating tokens of ``advance()`` does not meet the constraint."""
+        check_can_be_met(self)
+        self.reset()
+
+    @abstractmethod
+    def advance(self) -> int | list[int] | None:
+        """The token, or the tokens, that would bring the constraint one step further."""
+
+    @abstractmethod
+    def does_advance(self, token_id: int) -> bool:
+        """Whether ``token_id`` would."""
+
+    @abstractmethod
+    def update(self, token_id: int) -> tuple[bool, bool, bool]:
+        """Take a generated token into account: has it advanced, completed, reset the constraint?"""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget what has been generated."""
+
+    @abstractmethod
+    def remaining(self) -> int:
+        """How many tokens are missing, at most."""
+
+    @abstractmethod
+    def copy(self, stateful: bool = False) -> Constraint:
+        """The same constraint, with what has been generated if ``stateful``, anew otherwise."""
+
+
+class _Words(Constraint):
+    """One of several words has to be generated without a gap."""
+
+    def __init__(self, words: list[list[int]]) -> None:
+        self.trie: dict[int, Any] = {}
+        for word in words:
+            node = self.trie
+            for token in word:
+                node = node.setdefault(token, {})
+        self.seqlen = max(map(len, words))
+        self._shortest = min(map(len, words))
+        self.reset()
+
+    @property
+    def shortest(self) -> int:
+        """How many tokens are missing, at least."""
+        return self._shortest if self._node is self.trie else _height(self._node)
+
+    def reset(self) -> None:
+        self.current_seq: list[int] = []
+        self._node = self.trie
+        self.completed = False
+
+    def does_advance(self, token_id: int) -> bool:
+        if not isinstance(token_id, int):
+            raise TypeError(f"`token_id` has to be an int, but is {token_id!r}.")
+        return token_id in self._node
+
+    def update(self, token_id: int) -> tuple[bool, bool, bool]:
+        if not self.does_advance(token_id):
+            self.reset()
+            return False, False, True
+        self.current_seq = [*self.current_seq, token_id]
+        self._node = self._node[token_id]
+        self.completed = not self._node
+        return True, self.completed, False
+
+    def remaining(self) -> int:
+        return 0 if self.completed else self.seqlen - len(self.current_seq)
+
+    def copy(self, stateful: bool = False) -> _Words:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)  # nothing in it is ever changed in place
+        if not stateful:
+            new.reset()
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Words:
+        return self.copy(stateful=True)
+
+
+class PhrasalConstraint(_Words):
+    """The tokens ``token_ids`` have to be generated, one after the other without a gap."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        if not _is_word(token_ids):
+            raise ValueError(
+                f"`token_ids` has to be a non-empty list of token ids, but is {token_ids!r}."
+            )
+        self.token_ids = token_ids
+        super().__init__([token_ids])
+
+    def advance(self) -> int | None:
+        return next(iter(self._node), None)
+
+
+class DisjunctiveConstraint(_Words):
+    """One of the words of ``nested_token_ids`` has to be generated; none may begin another."""
+
+    def __init__(self, nested_token_ids: list[list[int]]) -> None:
+        words = nested_token_ids
+        if not isinstance(words, list) or not words or not all(map(_is_word, words)):
+            raise ValueError(
+                "`nested_token_ids` has to be a non-empty list of non-empty lists of token ids, but "
+                f"is {words!r}."
+            )
+        self.token_ids = words
+        super().__init__(words)
+        if _n_leaves(self.trie) != len(words):
+            raise ValueError(
+                f"A word of `nested_token_ids` begins another, or is there twice: {words!r}. Leave "
+                "out the longer one, which the shorter one already meets."
+            )
+
+    def advance(self) -> list[int] | None:
+        return list(self._node) or None
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_token, value))
+
+
+def _n_leaves(node: dict[int, Any]) -> int:
+    return sum(map(_n_leaves, node.values())) if node else 1
+
+
+def _height(node: dict[int, Any]) -> int:
+    """Tokens to the nearest leaf."""
+    return 1 + min(map(_height, node.values())) if node else 0
+
+
+def wanted(constraint: Any) -> list[int]:
+    """The tokens that bring ``constraint`` one step further."""
+    tokens = constraint.advance()
+    if tokens is None:
+        return []
+    return [int(token) for token in tokens] if isinstance(tokens, Iterable) else [int(tokens)]
+
+
+def check_can_be_met(constraint: Any) -> None:
+    """Generate tokens of ``constraint.advance()``; raise ``ValueError`` if that does not meet it."""
+    name, limit = type(constraint).__name__, 10_000
+    for _ in range(limit):
+        tokens = wanted(constraint)
+        if not tokens:
+            raise ValueError(f"{name} is not met, but its advance() names no token.")
+        if not constraint.does_advance(tokens[0]):
+            raise ValueError(
+                f"{name}.advance() names the token {tokens[0]}, but does_advance() denies it."
+            )
+        _, is_met, _ = constraint.update(tokens[0])
+        if is_met:
+            break
+    else:
+        raise ValueError(f"{name} is not met after {limit} tokens of its advance().")
+    if constraint.remaining() != 0:
+        raise ValueError(f"{name} is met, but its remaining() is {constraint.remaining()}, not 0.")
+
+
+def tokens_of(constraint: Any) -> list[int]:
+    """The tokens that ``constraint`` may ask for, as far as is known before it is advanced."""
+    words = getattr(constraint, "token_ids", None)
+    if not isinstance(words, list):
+        return wanted(constraint)
+    return [token for word in words for token in (word if isinstance(word, list) else [word])]
+
+
+def n_tokens(constraint: Any) -> int:
+    """How many tokens it takes to meet ``constraint``, at least as far as is known."""
+    shortest = getattr(constraint, "shortest", None)
+    return int(constraint.remaining() if shortest is None else shortest)
+
+
+def of_config(config: GenerationConfig) -> list[Any]:
+    """The constraints of a call, ``force_words_ids`` among them, as if nothing were generated.
+
+    Raises ``ValueError`` or ``TypeError`` for what cannot be a constraint.
+    """
+    given = [] if config.constraints is None else config.constraints
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"`constraints` has to be a list of constraints, but is {given!r}.")
+    for constraint in given:
+        methods = ("advance", "does_advance", "update", "remaining", "copy")
+        lacks = [name for name in methods if not callable(getattr(constraint, name, None))]
+        if lacks:
+            raise TypeError(
+                f"`constraints` has to hold objects like hfgen.Constraint, but {constraint!r} has no "
+                f"{', '.join(name + '()' for name in lacks)}."
+            )
+        if not isinstance(constraint, _Words):
+            check_can_be_met(constraint.copy(stateful=False))
+    built = [constraint.copy(stateful=False) for constraint in given]
+    if config.force_words_ids is not None:
+        built += _of_words(config.force_words_ids)
+    if not built:
+        raise ValueError("`constraints` is an empty list. Leave it out to search without any.")
+    return built
+
+
+def _of_words(words: Any) -> list[_Words]:
+    if not isinstance(words, list) or not words:
+        raise ValueError(_malformed(words))
+    built: list[_Words] = []
+    for word in words:
+        if _is_word(word):
+            built.append(PhrasalConstraint(word))
+        elif isinstance(word, list) and word and all(map(_is_word, word)):
+            built.append(DisjunctiveConstraint(word))
+        else:
+            raise ValueError(_malformed(words))
+    return built
+
+
+def _malformed(words: Any) -> str:
+    return (
+        "`force_words_ids` has to be a non-empty list of phrases, each a non-empty list of token ids "
+        f"(or of such lists, of which one suffices), but is {words!r}."
+    )

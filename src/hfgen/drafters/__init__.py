@@ -1,0 +1,167 @@
+"""Ways to guess the next tokens, for ``strategies/assisted.py`` to verify, one file per way.
+
+``DRAFTERS`` says which call drafts how. To add one, write a class with the two methods of ``Drafter``
+and add a row; a caller passes an object of their own as ``assistant_model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .assistant import Assistant, EarlyExit
+from .base import Context, Draft, Drafter, Setup, Verdict
+from .lookup import AllowedPrefix, PromptLookup
+from .schedule import SCHEDULES, Adaptive, Constant, Heuristic, Schedule
+from .upstream import FromGenerators, make_newer, make_overridden
+from .translated import translated_drafter
+
+__all__ = [
+    "DRAFTERS",
+    "SCHEDULES",
+    "Adaptive",
+    "Assistant",
+    "Constant",
+    "Context",
+    "Draft",
+    "Drafter",
+    "EarlyExit",
+    "FromGenerators",
+    "Heuristic",
+    "PromptLookup",
+    "Schedule",
+    "Setup",
+    "Verdict",
+    "checked",
+    "make_drafter",
+    "make_schedule",
+]
+
+#: What upstream's config has where nobody sets it.
+DEFAULT_TOKENS, DEFAULT_THRESHOLD = 20, 0.4
+
+
+def early_exit(setup: Setup) -> Drafter | None:
+    n_layers = setup.run.config.assistant_early_exit
+    if n_layers is None:
+        return None
+    return EarlyExit(setup, int(n_layers), _setting(setup, "assistant_confidence_threshold"))
+
+
+def prompt_lookup(setup: Setup) -> Drafter | None:
+    config = setup.run.config
+    if config.prompt_lookup_num_tokens is None:
+        return None
+    allowed = None
+    if setup.is_exact and setup.run.processors:
+        vocab = setup.run.model.config.get_text_config().vocab_size
+        allowed = AllowedPrefix(setup.run.processors, vocab)
+    max_ngram = config.max_matching_ngram_size or 2
+    return PromptLookup(int(max_ngram), config._eos_token_tensor, allowed, setup.is_exact)
+
+
+def own(setup: Setup) -> Drafter | None:
+    """The caller's own object."""
+    return setup.assistant_model if isinstance(setup.assistant_model, Drafter) else None
+
+
+def translated(setup: Setup) -> Drafter | None:
+    """An assistant with another tokenizer."""
+    if None in (setup.assistant_model, setup.tokenizer, setup.assistant_tokenizer):
+        return None
+    return translated_drafter(setup, _setting(setup, "assistant_confidence_threshold"))
+
+
+def assistant(setup: Setup) -> Drafter | None:
+    if setup.assistant_model is None:
+        return None
+    return Assistant(setup, threshold=_setting(setup, "assistant_confidence_threshold"))
+
+
+#: Asked in this order; the first that answers drafts.
+DRAFTERS: tuple[Callable[[Setup], Drafter | None], ...] = (
+    make_overridden,
+    early_exit,
+    prompt_lookup,
+    make_newer,
+    own,
+    translated,
+    assistant,
+)
+
+
+def make_drafter(setup: Setup) -> Drafter:
+    """The drafter that the call asks for."""
+    for make in DRAFTERS:
+        if (drafter := make(setup)) is not None:
+            return drafter
+    raise ValueError(
+        "Assisted decoding needs something that drafts: `assistant_model`, "
+        "`prompt_lookup_num_tokens` or `assistant_early_exit`."
+    )
+
+
+def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
+    """How many tokens to draft.
+
+    The length adapts to what is measured, unless upstream's way is asked for; or has to be taken
+    since it shows: in the draws of a sampled row, and in the chunks that a streamer gets of one row.
+    Upstream's own objects decide by themselves.
+    """
+    if isinstance(drafter, FromGenerators):
+        return drafter.schedule
+    config = setup.run.config
+    is_lookup = isinstance(drafter, PromptLookup)
+    n_tokens = config.prompt_lookup_num_tokens if is_lookup else None
+    if n_tokens is None:
+        n_tokens = _setting(setup, "num_assistant_tokens") or DEFAULT_TOKENS
+    is_shown = setup.is_exact or (setup.has_streamer and len(setup.run.ids) == 1)
+    name = _setting(setup, "num_assistant_tokens_schedule", always=True)
+    if is_lookup:
+        name = config.num_assistant_tokens_schedule
+    if name is not None and name not in SCHEDULES:
+        raise ValueError(
+            f"`num_assistant_tokens_schedule` has to be one of {sorted(SCHEDULES)}, but is {name!r}."
+        )
+    make = SCHEDULES[name or ("constant" if is_shown else "adaptive")]
+    schedule = make(int(n_tokens), len(setup.run.ids))
+    if name == "heuristic" and isinstance(schedule, Heuristic) and isinstance(drafter, Assistant):
+        schedule.kept_in = drafter.model.generation_config
+    return schedule
+
+
+def _setting(setup: Setup, name: str, always: bool = False) -> Any:
+    """A setting of the call or, by default, of the assistant's own config, where upstream has it.
+
+    Upstream ignores the call's. Where draws have to be upstream's, so does this, unless ``always``.
+    """
+    is_early_exit = setup.run.config.assistant_early_exit is not None
+    model = setup.run.model if is_early_exit else setup.assistant_model
+    calls = getattr(setup.run.config, name)
+    if calls is not None and (always or not setup.is_exact):
+        return calls
+    value = getattr(getattr(model, "generation_config", None), name, None)
+    if value is None and name == "assistant_confidence_threshold":
+        return DEFAULT_THRESHOLD
+    return value
+
+
+def checked(drafter: Drafter, draft: Draft | None, context: Context) -> Draft | None:
+    """``draft``, if it is one. Raises ``ValueError`` for tokens of a wrong shape or type."""
+    if draft is None or draft.tokens.shape[1] == 0:
+        return None
+    rows, n = context.ids.shape[0], context.n_tokens
+    tokens = draft.tokens
+    if (
+        tokens.ndim != 2
+        or tokens.shape[0] != rows
+        or tokens.shape[1] > n
+        or tokens.dtype != torch.long
+    ):
+        raise ValueError(
+            f"{type(drafter).__name__}.draft() has to return int64 tokens of shape ({rows}, at most "
+            f"{n}), but returned {tokens.dtype} of shape {tuple(tokens.shape)}."
+        )
+    return draft

@@ -1,0 +1,284 @@
+"""Drafts by a smaller model, or by the first layers of the same one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import ModelOutput
+
+from .. import forward
+from ..caches.rollback import record_past, roll_back
+from ..loop import commit
+from ..processors import is_row_wise
+from ..types import ModelKwargs, Run
+from ..validate import accepted_names, decoder_layers
+from .base import Context, Draft, Setup, Verdict
+
+
+class Assistant:
+    """Decodes with the assistant, on a cache of its own that keeps what was accepted.
+
+    All rows step together: where a row is known further than another, its known token is fed in
+    place of a draft. A row's draft ends at an EOS, or after a token less likely than the confidence
+    threshold. Upstream's ``assistant_model``.
+    """
+
+    def __init__(self, setup: Setup, model: Any = None, threshold: float | None = None) -> None:
+        from ..mixing import mixed_view  # which needs the mixin, which needs the drafters
+
+        self.setup = setup
+        self.model = mixed_view(setup.assistant_model if model is None else model)
+        self.threshold = threshold or 0.0
+        #: Made with the first draft, when the prompt is known.
+        self.run: Run | None = None
+        #: Positions that the assistant's cache holds, and ids that its masks are made for.
+        self.cached = self.length = 0
+
+    def draft(self, context: Context) -> Draft | None:
+        known = [k for k, done in zip(context.known, context.is_done, strict=True) if not done]
+        first = min(known, default=context.end)
+        if first >= context.end:
+            return None
+        ids = context.ids[:, : context.end].to(self.model.device, copy=True)
+        if self.run is None:
+            self.run = self.prepare(ids[:, :first])
+            self.length = first
+        self.forget(first - 1)
+        return self.write(self.run, ids, first, context)
+
+    def write(self, run: Run, ids: torch.Tensor, first: int, context: Context) -> Draft:
+        """Fill ``ids (rows, end)`` from ``first`` on, as far as the assistant is confident."""
+        device = ids.device
+        known = torch.tensor(context.known, device=device)
+        is_open = ~torch.tensor(context.is_done, device=device)
+        tokens = ids[:, context.start :].clone()
+        tokens[:, first - context.start :] = -1
+        processors = run.processors
+        if not all(map(is_row_wise, processors)):  # what has a state is not to see drafts
+            processors = copy.deepcopy(processors)
+        kept: list[torch.Tensor] = []
+        for position in range(first, context.end):
+            run.ids = ids[:, :position]
+            logits = self.next_logits(run)
+            scores = processors(run.ids, logits) if processors else logits
+            chosen = self.choose(run, scores)
+            is_known = position < known
+            chosen = torch.where(is_known, ids[:, position], chosen)
+            ids[:, position] = chosen
+            tokens[:, position - context.start] = torch.where(is_known | is_open, chosen, -1)
+            if self.setup.needs_logits:
+                kept.append(scores)
+            is_open = is_open & (is_known | ~self.ends(run, chosen, scores))
+            if not is_open.any():
+                break
+        return Draft(tokens, self.with_known(kept, first - context.start, len(tokens)))
+
+    def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
+        """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
+        if not run.config.do_sample:
+            return scores.argmax(dim=-1)
+        return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+
+    def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Which rows' drafts end with ``tokens (rows,)``."""
+        eos = run.config._eos_token_tensor
+        ends = torch.zeros_like(tokens, dtype=torch.bool)
+        if eos is not None:
+            ends = torch.isin(tokens, eos.to(tokens.device))
+        if self.threshold > 0:
+            confidence = scores.softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+            ends = ends | (confidence < self.threshold)
+        return ends
+
+    @staticmethod
+    def with_known(kept: list[torch.Tensor], n_known: int, rows: int) -> torch.Tensor | None:
+        """Scores ``(rows, n, vocab)``, with a filling for the ``n_known`` positions before them."""
+        if not kept:
+            return None
+        scores = torch.stack(kept, dim=1)
+        filling = scores.new_zeros(rows, n_known, scores.shape[2])
+        return torch.cat([filling, scores], dim=1) if n_known else scores
+
+    def next_logits(self, run: Run) -> torch.Tensor:
+        """Forward what the cache does not hold of ``run.ids``: logits ``(rows, vocab)``."""
+        length = run.ids.shape[1]
+        run.model_kwargs = forward.resized(run, length - self.length)
+        outputs = self.forward(run)
+        commit(run, outputs)
+        self.cached, self.length = length, length + 1
+        return forward.last_logits(outputs, run.ids.device)
+
+    def forward(self, run: Run) -> ModelOutput:
+        if self.cached == 0:
+            return run.model._prefill(
+                run.ids, run.config, run.model_kwargs, is_first_iteration=False
+            )
+        model_inputs = run.model.prepare_inputs_for_generation(
+            run.ids, next_sequence_length=run.ids.shape[1] - self.cached, **run.model_kwargs
+        )
+        return run.model(**model_inputs, return_dict=True)
+
+    def forget(self, n_valid: int) -> None:
+        """Keep the first ``n_valid`` positions of the cache: what follows was not accepted."""
+        if self.run is None or self.cached == 0:
+            return
+        cache = self.run.model_kwargs["past_key_values"]
+        kept = min(self.cached, n_valid)
+        roll_back(cache, self.cached - kept)
+        self.cached = kept
+
+    def observe(self, verdict: Verdict) -> None:
+        """Nothing to learn: the next ``draft`` takes back what was not accepted."""
+
+    def prepare(self, ids: torch.Tensor) -> Run:
+        """The assistant's own run on ``ids (rows, length)``, made by its own ``generate``."""
+        from ..mixin import GenerationMixin  # which needs the drafters
+
+        target, model = self.setup.run, self.model
+        config = self.config(target.config)
+        model_kwargs = self.model_kwargs(target, ids)
+        if model.config.is_encoder_decoder:
+            model_kwargs = self.encoded(model_kwargs, config, ids)
+        # Whisper's own generate, for one, does not return what it is told to decode with.
+        is_mixed = isinstance(model, GenerationMixin)
+        generate: Any = partial(GenerationMixin.generate, model) if is_mixed else model.generate
+        run: Run = generate(
+            **{"decoder_input_ids" if model.config.is_encoder_decoder else "input_ids": ids},
+            generation_config=config,
+            logits_processor=self.shared_processors(target),
+            max_new_tokens=max(self.setup.max_length - ids.shape[1], 1),
+            custom_generate=_prepared,
+            **model_kwargs,
+        )
+        cache = run.model_kwargs.get("past_key_values")
+        if cache is None:
+            raise ValueError(
+                f"`assistant_model` ({type(model).__name__}) decodes without a cache, so what it "
+                "drafts cannot be taken back."
+            )
+        record_past(cache)
+        return run
+
+    def shared_processors(self, target: Run) -> list[Any]:
+        """The target's processors that the assistant decodes with too.
+
+        One of the caller's, or one with a state, is the target's alone. Where draws have to be
+        upstream's, the assistant gets them all, as upstream's does.
+        """
+        return [p for p in target.processors if self.setup.is_exact or is_row_wise(p)]
+
+    def config(self, target: GenerationConfig) -> GenerationConfig:
+        """The call's config, without what is for the target alone."""
+        config = copy.deepcopy(target)
+        config.is_assistant = True
+        for name in (
+            "max_length min_length min_new_tokens max_time stop_strings guidance_scale "
+            "prompt_lookup_num_tokens assistant_early_exit assistant_confidence_threshold "
+            "output_attentions output_hidden_states token_healing"
+        ).split():
+            setattr(config, name, None)
+        if self.model.config.is_encoder_decoder:  # chunks of a decoder's prompt are not worth it
+            config.prefill_chunk_size = None
+        config.num_return_sequences = 1  # the rows are expanded already
+        config.use_mtp = False
+        return config
+
+    def model_kwargs(self, target: Run, ids: torch.Tensor) -> ModelKwargs:
+        """What the assistant's forward takes of the target's."""
+        model, known = self.model, accepted_names(self.model)
+        dropped = (
+            "past_key_values encoder_outputs inputs_embeds output_attentions output_hidden_states"
+        ).split()
+        mask = target.model_kwargs.get("attention_mask")
+        if not target.is_encoder_decoder and mask is not None and mask.shape[1] != ids.shape[1]:
+            # Of embeddings, and of a prompt that the target's cache holds, it reads what comes after.
+            dropped += ["attention_mask", "position_ids"]
+        if not model._supports_logits_to_keep():
+            dropped.append("logits_to_keep")
+        kwargs = {
+            name: value.to(ids.device) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for name, value in target.model_kwargs.items()
+            if name in known and name not in dropped and value is not None
+        }
+        if target.is_encoder_decoder and not model.config.is_encoder_decoder:
+            kwargs["encoder_outputs"] = target.model_kwargs["encoder_outputs"]
+            mask = target.model_kwargs.get("decoder_attention_mask")
+            kwargs["attention_mask"] = torch.ones_like(ids) if mask is None else mask
+        return kwargs
+
+    def encoded(
+        self, kwargs: ModelKwargs, config: GenerationConfig, ids: torch.Tensor
+    ) -> ModelKwargs:
+        """``kwargs`` with what the assistant's own encoder makes of the encoder's input."""
+        encoder_input: Any = self.setup.encoder_input
+        if encoder_input is None or (
+            not encoder_input.is_floating_point() and (encoder_input < 0).any()
+        ):  # the caller gave encoder outputs alone
+            return kwargs | {"encoder_outputs": self.setup.run.model_kwargs["encoder_outputs"]}
+        repeats = len(ids) // len(encoder_input)
+        encoder_input = encoder_input.repeat_interleave(repeats, dim=0).to(ids.device)
+        model = self.model
+        if model.main_input_name == "input_ids" and encoder_input.is_floating_point():
+            kwargs["inputs_embeds"], encoder_input = encoder_input, None
+        encoder_input, name, kwargs = model._prepare_model_inputs(
+            encoder_input, config.bos_token_id, kwargs
+        )
+        kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
+            encoder_input, kwargs, name, config
+        )
+        kwargs.pop("inputs_embeds", None)
+        return kwargs
+
+
+def _prepared(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> Run:
+    """Stands in for decoding: ``generate`` then returns what it has prepared."""
+    return Run(
+        model, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs
+    )
+
+
+class EarlyExit(Assistant):
+    """Drafts with the first ``n_layers`` layers of the model itself (``assistant_early_exit``)."""
+
+    def __init__(self, setup: Setup, n_layers: int, threshold: float | None = None) -> None:
+        super().__init__(setup, setup.run.model, threshold)
+        self.n_layers = n_layers
+
+    def draft(self, context: Context) -> Draft | None:
+        with self.only_first_layers():
+            try:
+                return super().draft(context)
+            except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"{type(self.model).__name__} cannot decode with its first {self.n_layers} layers "
+                    f"alone (`assistant_early_exit`): {error}"
+                ) from error
+
+    @contextmanager
+    def only_first_layers(self) -> Iterator[None]:
+        """Within, the model has ``n_layers`` layers; all of them again after an exception too."""
+        decoder, module, name = decoder_layers(self.model)
+        layers: Any = getattr(module, name)
+        config: Any = decoder.config
+        n_layers = config.num_hidden_layers
+        # Some models run as many layers as their config says, the others all that they have.
+        config.num_hidden_layers = self.n_layers
+        setattr(module, name, layers[: self.n_layers])
+        try:
+            yield
+        finally:
+            config.num_hidden_layers = n_layers
+            setattr(module, name, layers)

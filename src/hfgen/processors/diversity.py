@@ -1,0 +1,41 @@
+"""The penalty of diverse beam search, on tokens that earlier groups have chosen at the same step."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessor
+
+from .context import Context
+
+
+class DiversityPenalty(LogitsProcessor):
+    """Takes ``penalty`` off the score of a token for each beam that has just chosen it.
+
+    Only in ``strategies.group_beam`` do beams choose one after the other. To other strategies it
+    is a processor that changes nothing.
+    """
+
+    def __init__(self, penalty: float) -> None:
+        self.penalty = penalty
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``scores (rows, vocab)``, as they are: nothing has been chosen."""
+        return scores
+
+    def penalised(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``scores (rows, vocab)`` for prompts whose earlier groups chose ``tokens (prompts, n)``."""
+        prompts, n = tokens.shape
+        if n == 0:
+            return scores
+        counts = scores.new_zeros(prompts, scores.shape[1])
+        counts.scatter_add_(1, tokens, scores.new_ones(1).expand_as(tokens))
+        by_prompt = scores.unflatten(0, (prompts, -1))
+        return (by_prompt - self.penalty * counts[:, None]).flatten(0, 1)
+
+
+def diversity_penalty(context: Context) -> DiversityPenalty | None:
+    config = context.config
+    groups, penalty = config.num_beam_groups or 1, config.diversity_penalty
+    if groups < 2 or (config.num_beams or 1) < 2 or not penalty:
+        return None
+    return DiversityPenalty(float(penalty))

@@ -1,0 +1,168 @@
+"""Strategies to pass as ``custom_generate``: one's own, or one that no field of the config asks for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from . import validate
+from .mixin import decode
+from .strategies.minimum_bayes_risk import MinimumBayesRisk, Utility, chrf
+from .types import Run, Strategy
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+    from .outputs import GenerateOutput
+
+#: What the decode loop calls on a strategy.
+METHODS = tuple(name for name in vars(Strategy) if not name.startswith("_"))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A strategy's class and its options; called, it decodes. Made by ``recipe``."""
+
+    strategy_class: Callable[..., Strategy]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+        """Raise for what the strategy cannot do.
+
+        hfgen's ``generate`` calls it before anything is computed. ``arguments``: the streamer and
+        the tokenizer, if they were passed.
+        """
+
+    # generate() passes `synced_gpus`, `streamer` and `tokenizer` since they are named here.
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> GenerateOutput | torch.Tensor:
+        """Decode what ``generate`` has prepared; returns what ``generate`` returns."""
+        passed = {"streamer": streamer, "tokenizer": tokenizer}
+        passed = {name: value for name, value in passed.items() if value is not None}
+        self.check_call(generation_config, passed)  # upstream's generate has not
+        run = Run(
+            model,
+            input_ids,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            model_kwargs | {"tokenizer": tokenizer},
+            synced_gpus,
+        )
+        return decode(run, lambda run: self.strategy_class(run, **self.options), streamer)
+
+
+def recipe(strategy_class: type, **options: Any) -> Recipe:
+    """Make a strategy's class into a value of ``generate(custom_generate=…)``.
+
+    The call is prepared, streamed, stopped and recorded as any other. docs/write-a-strategy.md
+    writes such a class.
+
+    Args:
+        strategy_class: A class with the methods of ``hfgen.types.Strategy``. An instance is made per
+            call, of the ``hfgen.types.Run`` and the options.
+        options: Keyword arguments of its constructor.
+
+    Raises:
+        TypeError: Not a class, a method is missing, or the constructor does not take the options.
+    """
+    if not isinstance(strategy_class, type):
+        raise TypeError(
+            f"recipe() takes a strategy's class, but got {type(strategy_class).__name__} "
+            f"({str(strategy_class)[:60]}). An instance is made for each call."
+        )
+    name = strategy_class.__name__
+    missing = [m for m in METHODS if not callable(getattr(strategy_class, m, None))]
+    if missing:
+        raise TypeError(
+            f"{name} is not a strategy: it lacks {', '.join(f'{m}()' for m in missing)}. See "
+            "hfgen.types.Strategy; hfgen.strategies.NextToken has some of them."
+        )
+    try:
+        inspect.signature(strategy_class).bind(None, **options)
+    except TypeError as error:
+        raise TypeError(f"{name} is called as {name}(run, **options), but {error}.") from None
+    return Recipe(strategy_class, options)
+
+
+class _MinimumBayesRisk(Recipe):
+    def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+        if "streamer" in arguments:
+            raise ValueError(
+                "`streamer` cannot follow minimum_bayes_risk(), which chooses when all samples have "
+                "ended. Drop the streamer."
+            )
+        samples = config.num_return_sequences
+        if not config.do_sample or config.num_beams > 1 or samples < 2:
+            raise ValueError(
+                "minimum_bayes_risk() chooses among samples: it needs `do_sample=True` (with a "
+                "`temperature` above 0), `num_beams=1` and `num_return_sequences` of 2 or more, but "
+                f"got `do_sample`={config.do_sample}, `num_beams`={config.num_beams}, "
+                f"`num_return_sequences`={samples}."
+            )
+        if self.options["n_best"] > samples:
+            raise ValueError(
+                f"`n_best` (={self.options['n_best']}) of minimum_bayes_risk() has to be at most "
+                f"`num_return_sequences` (={samples}), the number of samples to choose from."
+            )
+        if not self.options["on_tokens"]:
+            name = getattr(self.options["utility"], "__name__", self.options["utility"])
+            validate.require_tokenizer(arguments.get("tokenizer"), "utility", name)
+
+
+def minimum_bayes_risk(
+    utility: Utility | None = None, n_best: int = 1, on_tokens: bool = False
+) -> Recipe:
+    """Draw samples and return those that are most like the others: less odd than a likely one.
+
+    ``generate(ids, custom_generate=hfgen.minimum_bayes_risk(), do_sample=True,
+    num_return_sequences=16, tokenizer=tokenizer)`` returns one of 16 samples per prompt, the one
+    with the highest mean utility against the other 15; the earlier one where two are equal.
+
+    With ``return_dict_in_generate``, ``sequences_scores`` are these means. Scores, attentions,
+    hidden states and the cache are of all samples, and ``beam_indices`` says in which row each
+    returned token is recorded, as in the output of beam search.
+
+    Args:
+        utility: ``(hypothesis, reference) -> float`` on the generated texts, more is better.
+            Default: sacrebleu's chrF (``pip install hfgen[mbr]``).
+        n_best: So many per prompt, best first. Repetitions of a sample come after all others.
+        on_tokens: The utility takes token ids, without padding and EOS, in place of texts; no
+            tokenizer is needed then. ``hfgen.token_f1`` is such a utility.
+
+    Raises:
+        ImportError: No utility was passed, and sacrebleu is not installed.
+        TypeError, ValueError: A wrong ``utility`` or ``n_best``.
+    """
+    if utility is None and on_tokens:
+        raise ValueError(
+            "minimum_bayes_risk(on_tokens=True) needs a `utility` on token ids, for example "
+            "hfgen.token_f1; the default, chrF, compares texts."
+        )
+    if utility is not None and not callable(utility):
+        raise TypeError(
+            f"`utility` of minimum_bayes_risk() has to be callable, but is {utility!r}."
+        )
+    if not isinstance(n_best, int) or isinstance(n_best, bool):
+        raise TypeError(
+            f"`n_best` of minimum_bayes_risk() has to be an integer, but is {n_best!r}."
+        )
+    if n_best < 1:
+        raise ValueError(f"`n_best` of minimum_bayes_risk() has to be at least 1, but is {n_best}.")
+    options = {"utility": utility or chrf(), "n_best": n_best, "on_tokens": on_tokens}
+    return _MinimumBayesRisk(MinimumBayesRisk, options)

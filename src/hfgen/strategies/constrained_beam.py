@@ -1,0 +1,259 @@
+"""Beam search under constraints: the result contains what it has to.
+
+Dynamic beam allocation (Post and Vilar 2018; Hu et al. 2019). At each step, besides the likeliest
+continuations, those are candidates that bring a constraint one token further. Candidates are sorted
+into banks by how far they are, and the beams are divided among the banks.
+
+The rules are those of transformers 4.x, for equal tokens. By them a hypothesis that meets all
+constraints goes on only while it is among the likeliest, so that none may be left at the end. To
+these rules a guard is added: enough hypotheses go on that can still meet the constraints in time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+from .. import constraints
+from ..constraints import n_tokens, wanted
+from ..logs import logger
+from ..types import Run
+from .beam import UNREACHABLE, Hypotheses
+from .nbest import NBestBeam, Selection
+
+#: Stands for the likeliest token that is no EOS, where the token is known only after the forward.
+ANY = -1
+
+
+class Progress:
+    """How far one hypothesis is with all constraints. Immutable; successors are made when asked for.
+
+    One constraint is worked on at a time. A token that breaks it off starts no other.
+    """
+
+    def __init__(self, met: int, current: Any, pending: tuple[Any, ...], unit: int) -> None:
+        #: How many constraints are met, the one that is worked on, and those still to come.
+        self.met, self.current, self.pending = met, current, pending
+        #: Tokens of the longest constraint: what each is worth in ``bank``.
+        self.unit = unit
+        #: How many tokens are missing, at least.
+        self.missing = sum(map(n_tokens, pending)) + (0 if current is None else n_tokens(current))
+        self._next: dict[int, Progress] = {}
+
+    @classmethod
+    def start(cls, constraints: Iterable[Any]) -> Progress:
+        """The progress of an empty text."""
+        pending = tuple(constraints)
+        return cls(0, None, pending, max(constraint.remaining() for constraint in pending))
+
+    @property
+    def is_met(self) -> bool:
+        return self.current is None and not self.pending
+
+    @property
+    def bank(self) -> int:
+        """How far the hypothesis is, in tokens. Only those of the same bank compete for beams."""
+        begun = 0 if self.current is None else self.unit - self.current.remaining()
+        return int(self.met * self.unit + begun)
+
+    @property
+    def wanted(self) -> list[int]:
+        """Tokens that bring the constraint that is worked on, else any, one step further."""
+        open_ones = self.pending if self.current is None else (self.current,)
+        return list(dict.fromkeys(token for one in open_ones for token in wanted(one)))
+
+    def after(self, token: int) -> Progress:
+        """The progress once ``token`` has been generated too."""
+        if token not in self._next:
+            self._next[token] = self._after(token)
+        return self._next[token]
+
+    def _after(self, token: int) -> Progress:
+        if self.is_met:
+            return self
+        if self.current is not None:
+            return self._updated(self.current, self.pending, token)
+        for index, constraint in enumerate(self.pending):
+            if constraint.does_advance(token):
+                others = self.pending[:index] + self.pending[index + 1 :]
+                return self._updated(constraint, others, token)
+        return self
+
+    def _updated(self, constraint: Any, others: tuple[Any, ...], token: int) -> Progress:
+        # A deep copy: a shallow one of the caller's may share what update() changes.
+        moved = deepcopy(constraint)
+        _, is_met, is_reset = moved.update(token)
+        if is_reset:
+            fresh = constraint.copy(stateful=False)
+            return Progress(self.met, None, (*others, fresh), self.unit)
+        if is_met:
+            return Progress(self.met + 1, None, others, self.unit)
+        return Progress(self.met, moved, others, self.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One continuation of a prompt's beams; ``index`` is its place among them."""
+
+    index: int
+    beam: int
+    token: int
+    score: float
+    #: It may not go on.
+    ends: bool
+    progress: Progress
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it is a hypothesis, and not an empty beam or a token that a processor rules out."""
+        return self.score > UNREACHABLE / 2
+
+    @property
+    def may_go_on(self) -> bool:
+        return self.is_reachable and not self.ends
+
+
+class ConstrainedBeam(NBestBeam):
+    """A hypothesis ends, and is returned before others, only if it meets the constraints."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        config = run.config
+        start = Progress.start(constraints.of_config(config))
+        #: How far each running beam is; and which of them are continued by which token in any case.
+        self.progress = [[start] * self.beams for _ in range(self.batch)]
+        # All beams start alike: what is forced upon the first would be a duplicate in the others.
+        self.forced = [[(0, token) for token in start.wanted] for _ in range(self.batch)]
+        self.n_returned = int(config.num_return_sequences)
+        last = run.criteria.max_length or config.max_length
+        #: Length at which constraints have to be met; a forced EOS takes the last place.
+        self.deadline = int(last) - (config.forced_eos_token_id is not None)
+
+    def candidates(
+        self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
+    ) -> Hypotheses:
+        """The ``kept`` likeliest continuations, then the forced ones, with any in empty places."""
+        vocab, device = log_probs.shape[1], log_probs.device
+        totals = self.totals(log_probs)
+        scores, likeliest = torch.topk(totals, k=self.kept)
+        self.check(run, scores[:, 0].isnan())
+        width = max(map(len, self.forced))
+        if width == 0:
+            return self.continued(run, totals, likeliest)
+        padded = [pairs + [(0, 0)] * (width - len(pairs)) for pairs in self.forced]
+        beams, tokens = torch.tensor(padded, device=device).unbind(dim=-1)
+        if (eos := run.config._eos_token_tensor) is not None:
+            log_probs = log_probs.index_fill(1, eos.to(device), -torch.inf)
+        best = log_probs.argmax(dim=1).view(self.batch, self.beams).gather(1, beams)
+        forced = beams * vocab + torch.where(tokens == ANY, best, tokens)
+        return self.continued(run, totals, torch.cat([likeliest, forced], dim=1))
+
+    def select(self, run: Run, candidates: Hypotheses) -> Selection:
+        ends = self.ends(run, candidates)
+        beams = candidates.parents[..., -1] - self.row_offsets
+        facts = (beams, candidates.ids[..., -1], candidates.scores, ends)
+        n_ended = self.ended.is_done.sum(dim=1).tolist()
+        is_closed = self.is_closed.tolist()
+        n_left = self.deadline - candidates.ids.shape[2]
+        going_on, finished = [], []
+        for prompt, row in enumerate(zip(*(fact.tolist() for fact in facts), strict=True)):
+            n_lacking = 0 if is_closed[prompt] else self.n_returned - n_ended[prompt]
+            before = self.progress[prompt]
+            found = [
+                Candidate(index, beam, token, score, end, before[beam].after(token))
+                for index, (beam, token, score, end) in enumerate(zip(*row, strict=True))
+            ]
+            likeliest, forced = found[: self.kept], found[self.kept :]
+            forced = forced[: len(self.forced[prompt])]  # what follows are empty places
+            pairs = zip(forced, self.forced[prompt], strict=True)
+            named = [one for one, (_, token) in pairs if token != ANY]
+            ended = finishing(likeliest[: self.beams] + named)
+            chosen = self.divide(likeliest, named)
+            guard(chosen, likeliest + forced, n_lacking - len(ended), n_left)
+            finished.append([one.index in ended for one in found])
+            going_on.append([one.index for one in chosen])
+            self.progress[prompt] = [one.progress for one in chosen]
+            self.forced[prompt] = [
+                (beam, token)
+                for beam, one in enumerate(chosen)
+                if one.may_go_on and not is_closed[prompt]
+                for token in (one.progress.wanted or [ANY])
+            ]
+        return Selection(
+            torch.tensor(going_on, device=ends.device),
+            ends,
+            torch.tensor(finished, device=ends.device),
+        )
+
+    def divide(self, likeliest: list[Candidate], named: list[Candidate]) -> list[Candidate]:
+        """The ``beams`` candidates that go on by the rules of dynamic beam allocation."""
+        ended = [one for one in likeliest if one.ends]
+        chosen = [one for one in likeliest if not one.ends][: self.beams]
+        taken = {(one.beam, one.token) for one in chosen}
+        named = [one for one in named if one.may_go_on and (one.beam, one.token) not in taken]
+        if named:
+            both = chosen + named
+            banks = [one.progress.bank for one in both]
+            places = allocate(banks, [one.score for one in both], self.beams)
+            chosen = [both[place] for place in places]
+        return chosen + ended[: self.beams - len(chosen)]  # criteria may leave too few
+
+    def may_be_cut_off(self, chosen: Hypotheses) -> torch.Tensor:
+        is_met = [[progress.is_met for progress in beams] for beams in self.progress]
+        return torch.tensor(is_met, device=chosen.scores.device)
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        n = self.n_returned
+        for prompt, n_met in enumerate(self.ended.is_done[:, :n].sum(dim=1).tolist()):
+            if n_met < n:
+                logger.warning(
+                    f"{n_met} of the {n} sequences returned for row {prompt} meet the constraints; no "
+                    "other hypothesis did. Raise `max_new_tokens` or `num_beams`."
+                )
+        return super().result(run)
+
+
+def finishing(candidates: list[Candidate]) -> set[int]:
+    """The places of those that end and meet the constraints, each text once."""
+    found = {(one.beam, one.token): one for one in reversed(candidates)}
+    return {one.index for one in found.values() if one.ends and one.progress.is_met}
+
+
+def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
+    """Divide ``n`` places among banks: indices of the best of each bank, then of the second best, ….
+
+    Within a round the highest bank comes first. What is out of reach comes after all else.
+    """
+    ranks: defaultdict[int, count[int]] = defaultdict(count)
+    order = sorted(range(len(banks)), key=lambda index: (-banks[index], -scores[index]))
+    rounds = {index: next(ranks[banks[index]]) for index in order}
+    order.sort(key=lambda index: (scores[index] <= UNREACHABLE / 2, rounds[index]))
+    return order[:n]
+
+
+def guard(chosen: list[Candidate], found: list[Candidate], n: int, n_left: int) -> None:
+    """See to it that ``n`` of ``chosen`` can meet the constraints within ``n_left`` more tokens.
+
+    As far as there are such candidates in ``found``, the furthest and likeliest of them take the
+    places of the last that cannot.
+    """
+
+    def can_make_it(one: Candidate) -> bool:
+        return one.may_go_on and one.progress.missing <= n_left
+
+    n_lacking = n - sum(map(can_make_it, chosen))
+    if n_lacking <= 0:
+        return
+    taken = {(one.beam, one.token) for one in chosen}
+    spare = {(one.beam, one.token): one for one in found if can_make_it(one)}
+    spare = {key: one for key, one in spare.items() if key not in taken}
+    best_first = sorted(spare.values(), key=lambda one: (-one.progress.bank, -one.score))
+    places = [place for place, one in enumerate(chosen) if not can_make_it(one)][::-1]
+    for place, one in zip(places[:n_lacking], best_first, strict=False):
+        chosen[place] = one

@@ -1,0 +1,251 @@
+"""Contrastive search (Su et al. 2022, "A Contrastive Framework for Neural Text Generation").
+
+Symbols: ``rows`` sequences, ``k`` candidates for the next token of each, ``tried = rows * k``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.utils import ModelOutput
+
+from .. import forward, quirks
+from ..caches.rollback import record_past, roll_back
+from ..types import Run, Step
+from .sample import Sample
+
+
+class Contrastive(Sample):
+    """Of the ``top_k`` likeliest tokens, the one that is likely and unlike what is there already.
+
+    A candidate's worth is ``(1 - penalty_alpha) * probability - penalty_alpha * similarity``, where
+    the similarity is the highest cosine between its hidden state and those of the context. So the
+    candidates of a step are forwarded before one is chosen, and the chosen one's outputs are those
+    that the next step starts from. They run as ``tried`` rows of one forward; with
+    ``low_memory=True`` as ``k`` forwards of ``rows`` rows, each taken back from the cache.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.cache_name = quirks.cache_argument(run.model)
+        cache = run.model_kwargs.get(self.cache_name)
+        _check_cache(run, cache)
+        super().__init__(run)
+        config = run.config
+        self.alpha = float(config.penalty_alpha)
+        self.top_k = int(config.top_k)
+        self.is_sequential = bool(config.low_memory)
+        # A cache that the caller gets to see holds all tokens but the last, as after greedy decoding.
+        is_seen = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        self.returns_cache = bool(is_seen)
+        if self.is_sequential or self.returns_cache:
+            record_past(cache)
+        run.model_kwargs["output_hidden_states"] = True
+        #: How many rows of the cache belong to one sequence.
+        self.n_expanded = 1
+        #: Of the token that was chosen last: what the next step starts from.
+        self.chosen: Any = None
+
+    def prefill(self, run: Run) -> ModelOutput | None:
+        outputs = super().prefill(run)
+        hidden = _last_hidden(run, outputs)
+        name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
+        mask = run.model_kwargs.get(name)
+        is_padding = None if mask is None or mask.ndim != 2 else mask[:, -hidden.shape[1] :] == 0
+        self.context = Context(hidden, is_padding)
+        return outputs
+
+    def forward(self, run: Run) -> ModelOutput:
+        if run.finished:  # other devices still decode: forward as often as they do
+            self.look_ahead(run, *self.candidates)
+        return self.chosen
+
+    def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
+        """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
+        k = min(self.top_k, scores.shape[-1])
+        probabilities, tokens = scores.softmax(dim=-1).topk(k)
+        self._note_invalid(probabilities[:, 0].isnan())  # one NaN makes all of its row
+        # A token that a processor rules out is no candidate, however unlike the context it is.
+        probabilities = probabilities.masked_fill(
+            scores.gather(1, tokens) == -torch.inf, -torch.inf
+        )
+        self.candidates = probabilities, tokens
+        return self.look_ahead(run, probabilities, tokens)
+
+    def look_ahead(
+        self, run: Run, probabilities: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward the candidates ``tokens (rows, k)``, and keep the outputs of the chosen ones."""
+        if self.is_sequential:
+            return self.look_ahead_one_by_one(run, probabilities, tokens)
+        rows, k = tokens.shape
+        cache = run.model_kwargs[self.cache_name]
+        if self.n_expanded != k:
+            self.expand(run, k)
+        outputs = self.forward_tokens(
+            run, run.ids.repeat_interleave(k, dim=0), tokens.reshape(rows * k, 1)
+        )
+        hidden = _last_hidden(run, outputs)[:, -1].view(rows, k, -1)
+        best = self.best(probabilities, hidden)
+        chosen = best + torch.arange(rows, device=best.device) * k
+        _let_rows_agree(cache, chosen.repeat_interleave(k))
+        _keep_rows(outputs, chosen, run.is_encoder_decoder)
+        self.chosen = outputs
+        return tokens.gather(1, best[:, None]).squeeze(1)
+
+    def look_ahead_one_by_one(
+        self, run: Run, probabilities: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        cache = run.model_kwargs[self.cache_name]
+        hidden = []
+        for candidate in tokens.split(1, dim=1):
+            outputs = self.forward_tokens(run, run.ids, candidate)
+            hidden.append(_last_hidden(run, outputs)[:, -1])
+            roll_back(cache, 1)
+        best = self.best(probabilities, torch.stack(hidden, dim=1))
+        chosen = tokens.gather(1, best[:, None])
+        self.chosen = self.forward_tokens(run, run.ids, chosen)
+        return chosen.squeeze(1)
+
+    def forward_tokens(self, run: Run, ids: torch.Tensor, tokens: torch.Tensor) -> ModelOutput:
+        """Forward ``tokens (n, 1)``, which follow ``ids (n, length)``."""
+        return forward.next_token(replace(run, ids=torch.cat([ids, tokens], dim=1)), self.execute)
+
+    def best(self, probabilities: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Which of the candidates ``(rows, k)`` is worth most; it joins the context: ``(rows,)``."""
+        similarity = self.context.similarity(hidden)
+        worth = (1.0 - self.alpha) * probabilities - self.alpha * similarity
+        worth = worth.masked_fill(probabilities == -torch.inf, -torch.inf)  # for an alpha of 1
+        best = worth.argmax(dim=-1)
+        self.context.append(hidden[torch.arange(len(best), device=best.device), best])
+        return best
+
+    def expand(self, run: Run, k: int) -> None:
+        """Give each sequence ``k`` rows in the cache and in everything that forward takes."""
+        rows = torch.arange(run.ids.shape[0], device=run.ids.device)
+        cache = run.model_kwargs[self.cache_name]
+        cache.reorder_cache(rows.repeat_interleave(k))
+        _, run.model_kwargs = run.model._expand_inputs_for_generation(
+            expand_size=k,
+            is_encoder_decoder=run.is_encoder_decoder,
+            input_ids=run.ids,
+            **run.model_kwargs,
+        )
+        self.n_expanded = k
+
+    def step(self, run: Run, model_outputs: ModelOutput) -> Step:
+        if self.is_sequential or self.returns_cache:
+            roll_back(run.model_kwargs[self.cache_name], 0)  # forget what no one takes back now
+        return super().step(run, model_outputs)
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        result = super().result(run)
+        if self.returns_cache and self.chosen is not None:
+            cache = run.model_kwargs[self.cache_name]
+            roll_back(cache, 1)
+            if self.n_expanded > 1:
+                rows = torch.arange(run.ids.shape[0], device=run.ids.device)
+                cache.reorder_cache(rows * self.n_expanded)
+        return result
+
+
+class Context:
+    """The hidden states of all tokens so far, scaled to length 1, in a buffer that doubles.
+
+    ``hidden (rows, length, size)``; ``is_padding (rows, length)`` tells which of them are of no
+    token.
+    """
+
+    def __init__(self, hidden: torch.Tensor, is_padding: torch.Tensor | None) -> None:
+        self.length = hidden.shape[1]
+        self.is_padding = is_padding
+        self.buffer = F.normalize(hidden.float(), dim=-1)
+
+    def append(self, hidden: torch.Tensor) -> None:
+        """Add the hidden states ``(rows, size)`` of one more token."""
+        if self.length == self.buffer.shape[1]:
+            self.buffer = torch.cat([self.buffer, torch.empty_like(self.buffer)], dim=1)
+        self.buffer[:, self.length] = F.normalize(hidden.float(), dim=-1)
+        self.length += 1
+
+    def similarity(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The highest cosine of each of ``hidden (rows, k, size)`` with the context: ``(rows, k)``."""
+        context = self.buffer[:, : self.length]
+        cosines = F.normalize(hidden.float(), dim=-1) @ context.transpose(1, 2)
+        if self.is_padding is not None:
+            prompt = cosines[..., : self.is_padding.shape[1]]
+            prompt.masked_fill_(self.is_padding[:, None], -torch.inf)
+        return cosines.amax(dim=-1)
+
+
+def _check_cache(run: Run, cache: Any) -> None:
+    """Raise ``ValueError`` for a cache that candidates cannot be tried on."""
+    name = type(run.model).__name__
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"Contrastive search (`penalty_alpha`={run.config.penalty_alpha}) forwards several "
+            f"candidates from one cache, and {name} has none of the usual kind "
+            f"({type(cache).__name__}). Leave `penalty_alpha` out."
+        )
+    if (length := int(cache.get_seq_length())) > 0:
+        raise ValueError(
+            f"Contrastive search compares with the hidden states of the whole context, but "
+            f"`past_key_values` holds {length} tokens without theirs. Pass the prompt without a "
+            "cache."
+        )
+
+
+def _last_hidden(run: Run, outputs: Any) -> torch.Tensor:
+    """The hidden states ``(…, length, size)`` that the logits are made of."""
+    layers = outputs.get("decoder_hidden_states" if run.is_encoder_decoder else "hidden_states")
+    hidden: Any = layers[-1] if layers else None
+    if hidden is None or hidden.ndim != 3:
+        given = "none" if hidden is None else f"some of shape {tuple(hidden.shape)}"
+        raise ValueError(
+            f"Contrastive search compares hidden states (rows, length, size), but "
+            f"{type(run.model).__name__} returns {given}. Leave `penalty_alpha` out."
+        )
+    return hidden
+
+
+def _keep_rows(outputs: Any, rows: torch.Tensor, is_encoder_decoder: bool) -> None:
+    """Cut the model's outputs, in place, to ``rows`` of what a step reads."""
+    prefix = "decoder_" if is_encoder_decoder else ""
+    for name in ("logits", prefix + "hidden_states", prefix + "attentions", "cross_attentions"):
+        value = outputs.get(name)
+        if isinstance(value, torch.Tensor):
+            outputs[name] = value[rows]
+        elif value is not None:
+            outputs[name] = tuple(layer[rows.to(layer.device)] for layer in value)
+
+
+def _let_rows_agree(cache: Any, rows: torch.Tensor) -> None:
+    """Let each row of the cache go on as that of ``rows (tried,)``.
+
+    The rows of a sequence differ in their newest token only, so copying its column will do, where
+    a layer keeps it in a known place; other layers are copied whole. An encoder's are all the same.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    for layer in cache.layers:
+        newest = _newest_column(layer)
+        if newest is None:
+            layer.reorder_cache(rows)
+            continue
+        for states in (layer.keys, layer.values):  # (tried, heads, length, size)
+            at = newest.to(states.device)
+            column = states.index_select(-2, at).index_select(0, rows.to(states.device))
+            states.index_copy_(-2, at, column)
+
+
+def _newest_column(layer: Any) -> torch.Tensor | None:
+    """Where a layer has the token that was forwarded last ``(1,)``; ``None`` if that is not known."""
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.get_seq_length() > 0:
+        return torch.tensor([layer.keys.shape[-2] - 1])
+    if type(layer) is StaticLayer and layer.is_initialized:
+        return layer.cumulative_length.view(1) - 1
+    return None

@@ -1,0 +1,170 @@
+"""Beam search that keeps a list of the best finished hypotheses, and closes it for good.
+
+What diverse and constrained beam search share. The rules are those of the releases of transformers
+that had these two built in (4.x), for equal tokens; they differ from ``Beam``'s in three points.
+A list is closed by the best candidate of a step, ended or not, and takes nothing afterwards. At the
+last step, what ended by itself enters before what is cut off. And what is cut off enters only a list
+that is still open.
+
+A *search* is what fills one list: a prompt, or a group of its beams. ``batch`` counts searches here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import ModelOutput
+
+from .. import forward, outputs
+from ..loop import commit
+from ..types import Run, Step
+from .beam import UNREACHABLE, Beam, Hypotheses, write
+
+#: Stands for minus infinity where an empty place has that score.
+LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What becomes of a step's candidates ``(batch, n)``.
+
+    ``going_on (batch, beams)``: indices of those that run on; ``ends (batch, n)``: those that may
+    not; ``finished (batch, n)``: those of them that go to the list.
+    """
+
+    going_on: torch.Tensor
+    ends: torch.Tensor
+    finished: torch.Tensor
+
+
+class NBestBeam(Beam):
+    """Search with beams until each list holds ``beams`` hypotheses that nothing can beat."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.ended.scores = torch.full_like(self.ended.scores, -torch.inf)
+        self.is_closed = torch.zeros(self.batch, dtype=torch.bool, device=run.ids.device)
+
+    def step(self, run: Run, model_outputs: ModelOutput) -> Step:
+        commit(run, model_outputs)
+        logits = forward.last_logits(model_outputs, run.ids.device)
+        observed = outputs.observe(run, model_outputs)
+        del model_outputs
+
+        candidates, scores = self.propose(run, logits.log_softmax(dim=-1))
+        selection = self.select(run, candidates)
+        is_last = self.is_last(candidates)
+        chosen = candidates.at(selection.going_on)
+        # A place for which nothing is left holds a hypothesis that ended.
+        chosen.scores = chosen.scores + selection.ends.gather(1, selection.going_on) * UNREACHABLE
+
+        is_open = ~self.is_closed[:, None]
+        self.add(run, candidates, selection.finished & is_open)
+        self.close(run, candidates)
+        if is_last.any():
+            is_cut_off = is_last & ~self.is_closed[:, None]
+            chosen.is_done = self.may_be_cut_off(chosen)
+            self.add(run, chosen, is_cut_off.expand_as(chosen.is_done))
+            self.is_closed = self.is_closed | is_last.squeeze(1)
+
+        write(self.running, chosen)
+        length = chosen.ids.shape[2]
+        self.reorder_cache(run, chosen.parents[..., -1].flatten())
+        run.ids = self.running.ids[:, :, :length].flatten(0, 1)
+        return Step(tokens=run.ids[:, -1:], scores=(scores,), logits=(logits,), **observed)
+
+    def propose(self, run: Run, log_probs: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
+        """Candidates ``(batch, n)`` of all searches, the likeliest ``kept`` first, and their scores.
+
+        From ``log_probs (rows, vocab)`` come the processed scores ``(rows, vocab)``, of the same.
+        """
+        scores = run.processors(run.ids, log_probs)
+        if run.scores is not None:
+            run.scores += (scores.clone(),)
+        return self.candidates(run, scores), scores
+
+    def is_last(self, candidates: Hypotheses) -> torch.Tensor:
+        """``(batch, 1)``: whether criteria leave a search nothing to go on with."""
+        return candidates.is_done[:, : self.kept].all(dim=1, keepdim=True)
+
+    def ends(self, run: Run, candidates: Hypotheses) -> torch.Tensor:
+        """``(batch, n)``: candidates that end by themselves; at a last step, those with an EOS."""
+        eos = run.config._eos_token_tensor
+        newest = candidates.ids[..., -1]
+        is_eos = torch.zeros_like(candidates.is_done)
+        if eos is not None:
+            is_eos = torch.isin(newest, eos.to(newest.device))
+        return torch.where(self.is_last(candidates), is_eos, candidates.is_done)
+
+    def select(self, run: Run, candidates: Hypotheses) -> Selection:
+        """The likeliest that do not end go on; those that end count if they are the likeliest."""
+        ends = self.ends(run, candidates)
+        going_on = ends.to(torch.int8).argsort(dim=1, stable=True)[:, : self.beams]
+        return Selection(going_on, ends, ends & self.may_end)
+
+    def may_be_cut_off(self, chosen: Hypotheses) -> torch.Tensor:
+        """``(batch, beams)``: hypotheses that count although they did not end by themselves."""
+        return torch.ones_like(chosen.is_done)
+
+    def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
+        """Scores by generated length to the power of the length penalty."""
+        return scores / (length - self.prompt_length) ** run.config.length_penalty
+
+    def add(self, run: Run, newcomers: Hypotheses, is_let_in: torch.Tensor) -> None:
+        """Let ``newcomers (batch, n)`` into the lists where they are better than what is there.
+
+        Those that are done go before those that are not. ``is_let_in (batch, n)``.
+        """
+        if not is_let_in.any():
+            return
+        length = newcomers.ids.shape[2]
+        scores = self.normalised(run, newcomers.scores, length)
+        scores = scores.clamp(min=LOWEST)  # better than an empty place
+        merged = Hypotheses(
+            ids=torch.cat([self.ended.ids[:, :, :length], newcomers.ids], dim=1),
+            parents=torch.cat(
+                [self.ended.parents[:, :, : length - self.prompt_length], newcomers.parents], dim=1
+            ),
+            scores=torch.cat(
+                [self.ended.scores, scores.masked_fill(~is_let_in, -torch.inf)], dim=1
+            ),
+            is_done=torch.cat([self.ended.is_done, newcomers.is_done & is_let_in], dim=1),
+        )
+        write(self.ended, merged.at(ranking(merged)[:, : self.beams]))
+
+    def close(self, run: Run, candidates: Hypotheses) -> None:
+        """Close full lists whose worst entry is as good as the best candidate may get.
+
+        With ``early_stopping=True``, all full lists. With ``"never"``, the best that a candidate
+        may get is its score at the greatest length; else its score as it is, a heuristic.
+        """
+        config = run.config
+        is_full = self.ended.is_done.all(dim=1)
+        if config.early_stopping is not True:
+            is_never = config.early_stopping is not False and config.length_penalty > 0.0
+            length = config.max_length if is_never else candidates.ids.shape[2]
+            best = self.normalised(run, candidates.scores[:, 0], length)
+            is_full = is_full & (self.ended.scores.amin(dim=1) >= best)
+        self.is_closed = self.is_closed | is_full
+
+    def stop(self, run: Run) -> None:
+        run.finished = bool(self.is_closed.all())
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        scores = self.ended.scores
+        self.ended.scores = scores.masked_fill(scores <= LOWEST, -torch.inf)
+        return super().result(run)
+
+
+def ranking(hypotheses: Hypotheses) -> torch.Tensor:
+    """Indices ``(batch, n)`` in the order of worth: done before not done, then by score."""
+    index = hypotheses.scores.argsort(dim=1, descending=True, stable=True)
+    is_done = hypotheses.is_done.gather(1, index).to(torch.int8)
+    return index.gather(1, is_done.argsort(dim=1, descending=True, stable=True))
+
+
+def regrouped(hypotheses: Hypotheses, n_groups: int) -> Hypotheses:
+    """``hypotheses (batch * n_groups, n)`` as ``(batch, n_groups * n)``."""
+    fields = (hypotheses.ids, hypotheses.parents, hypotheses.scores, hypotheses.is_done)
+    return Hypotheses(*(field.unflatten(0, (-1, n_groups)).flatten(1, 2) for field in fields))

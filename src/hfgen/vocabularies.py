@@ -1,0 +1,111 @@
+"""Two tokenizers for the same text: what they share, and how to get from one to the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+#: Stands in decoded text for the bytes of a character that is not complete.
+INCOMPLETE = "\ufffd"
+
+
+def n_scores(model: Any) -> int:
+    """The width of the model's logits."""
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A tokenizer, between plain ids and plain text: without special tokens on either side.
+
+    Ids from ``size`` on, which the model does not have, are left out.
+    """
+
+    tokenizer: Any
+    size: int
+
+    def text(self, ids: list[int]) -> str:
+        known = [token for token in ids if token < self.size]
+        text: str = self.tokenizer.decode(
+            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def ids(self, text: str) -> list[int]:
+        if not text:
+            return []
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [token for token in ids if token < self.size]
+
+    def opening(self, text: str) -> list[int]:
+        """The special tokens that the tokenizer puts before ``text``; BOS where nothing else is."""
+        plain = self.ids(text)
+        if plain:
+            whole = list(self.tokenizer.encode(text))
+            for start in range(len(whole) - len(plain) + 1):
+                if whole[start : start + len(plain)] == plain:
+                    return whole[:start]
+            return []
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        return [] if bos is None else [bos]
+
+
+def shared_tokens(target: Spelling, other: Spelling) -> dict[int, int]:
+    """The tokens of ``other`` that ``target`` has too: id by id, in the order of their ids.
+
+    Tokens are the same if they are spelled the same, up to the sign that stands for a leading
+    space. No two map to one.
+    """
+    vocab, others = target.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    sign, other_sign = _space_sign(target.tokenizer), _space_sign(other.tokenizer)
+    if sign and other_sign and sign != other_sign:
+        others = {
+            sign + token[len(other_sign) :] if token.startswith(other_sign) else token: index
+            for token, index in sorted(others.items())
+        }
+    pairs = sorted((index, vocab[token]) for token, index in others.items() if token in vocab)
+    return {mine: theirs for mine, theirs in pairs if mine < other.size and theirs < target.size}
+
+
+def _space_sign(tokenizer: Any) -> str:
+    """How a leading space is written in the tokens: ``Ġ``, ``▁``, …; empty if it is not."""
+    ids = tokenizer.encode(" ", add_special_tokens=False)
+    tokens = tokenizer.convert_ids_to_tokens(list(ids)[:1])
+    return str(tokens[0])[:1] if tokens else ""
+
+
+def check_translation(
+    model: Any, assistant: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
+) -> None:
+    """Raise if there is no way from the assistant's tokens to the model's.
+
+    ``TypeError``: a tokenizer that cannot translate. ``ValueError``: nothing to sample from, or an
+    assistant that would read the model's encoder.
+    """
+    needed = ["decode", "encode"]
+    if config.do_sample:
+        needed += ["get_vocab", "convert_ids_to_tokens"]
+    for name in ("tokenizer", "assistant_tokenizer"):
+        tokenizer = mode_kwargs[name]
+        if missing := [f"{method}()" for method in needed if not hasattr(tokenizer, method)]:
+            raise TypeError(
+                f"`{name}` has to be a tokenizer, but is {type(tokenizer).__name__}, which has no "
+                f"{' and no '.join(missing)}."
+            )
+    if model.config.is_encoder_decoder and not assistant.config.is_encoder_decoder:
+        raise ValueError(
+            f"`assistant_model` ({type(assistant).__name__}) is decoder-only and has another "
+            "vocabulary than the encoder-decoder that it drafts for. Choose one with an encoder."
+        )
+    if config.do_sample and not shared_tokens(
+        Spelling(mode_kwargs["tokenizer"], n_scores(model)),
+        Spelling(mode_kwargs["assistant_tokenizer"], n_scores(assistant)),
+    ):
+        raise ValueError(
+            "`tokenizer` and `assistant_tokenizer` have no token in common, so the assistant cannot "
+            "sample for the model. Choose an assistant with a related tokenizer, or decode greedily."
+        )

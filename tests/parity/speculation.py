@@ -1,0 +1,212 @@
+"""Compare speculation with plain decoding, row for row: ``python -m tests.parity.speculation``.
+
+Every case is a greedy call of the parity sweep, any family, batch and options, once as it is and once
+with a drafter: tokens, scores, logits, attentions, hidden states and cache have to be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hfgen.drafters import Context, Draft, Verdict
+from tests.parity.family import Family
+from tests.parity.harness import (
+    FAMILIES,
+    Case,
+    Outcome,
+    compare,
+    draw_case,
+    forget_models,
+    ours,
+    run,
+    sequences,
+)
+from tests.parity.options import GREEDY, Call, vocab_size
+
+
+class Oracle:
+    """Drafts the true continuation, with errors and gaps at random: every pattern of acceptance."""
+
+    def __init__(self, truth: Tensor, vocab: int, seed: int) -> None:
+        self.truth, self.vocab = truth, vocab
+        self.rng = random.Random(seed)
+        self.error_rate = self.rng.choice((0.0, 0.2, 0.5, 1.0))
+        self.verdicts: list[Verdict] = []
+
+    def draft(self, context: Context) -> Draft | None:
+        rows, length = self.truth.shape
+        tokens = torch.full((rows, context.n_tokens), -1)
+        for row in range(rows):
+            last = self.rng.choice((context.end, context.end, self.rng.randint(0, context.end)))
+            for position in range(context.start, min(length, last)):
+                is_wrong = self.rng.random() < self.error_rate
+                token = self.rng.randrange(5, self.vocab) if is_wrong else self.truth[row, position]
+                tokens[row, position - context.start] = token
+        return Draft(tokens)
+
+    def observe(self, verdict: Verdict) -> None:
+        self.verdicts.append(verdict)
+
+
+@dataclass(frozen=True)
+class Speculated:
+    """A greedy case, and how it is drafted for: ``drafter`` is a key of ``DRAFTERS``."""
+
+    case: Case
+    drafter: str
+
+
+def _oracle(call: Call, plain: Outcome) -> None:
+    truth = sequences(plain)
+    assert truth is not None
+    call.kwargs["assistant_model"] = Oracle(truth, vocab_size(call.model), call.case.seed)
+    call.kwargs["num_assistant_tokens"] = 1 + call.case.seed % 6
+
+
+def _lookup(call: Call, plain: Outcome) -> None:
+    call.kwargs["prompt_lookup_num_tokens"] = 1 + call.case.seed % 5
+
+
+def _assistant(call: Call, plain: Outcome) -> None:
+    call.kwargs["assistant_model"] = call.assistant()
+
+
+def _early_exit(call: Call, plain: Outcome) -> None:
+    call.kwargs["assistant_early_exit"] = 1
+
+
+#: How each drafter enters a call.
+DRAFTERS: dict[str, Callable[[Call, Outcome], None]] = {
+    "oracle": _oracle,
+    "lookup": _lookup,
+    "assistant": _assistant,
+    "early exit": _early_exit,
+}
+
+#: Options that have nothing to do with this, or that ask for something else.
+LEFT_OUT = ("streamer", "use_cache", "config_object", "invalid", "default_length", "ignored_output")
+
+
+#: Several positions at once take other kernels than one: floats may differ by this much.
+TOLERANCE = 1e-4
+
+#: Families that amplify such differences: their tokens are compared.
+UNSTEADY = ("hrm_text",)
+
+#: Models whose forward answers otherwise if it gets several tokens at once, and when.
+LIMITS: dict[str, Callable[[Case], bool]] = {
+    # positions are counted from the ids, and a pad among them shifts those after it
+    "fsmt": lambda case: True,
+    "kosmos2": lambda case: True,
+    "kosmos2_5": lambda case: True,
+    "m2m_100": lambda case: "decoder_ids" in case.options,
+    # masks of its own, cut by the length of the keys
+    "gpt_neo": lambda case: case.options.get("cache_implementation") == "static",
+    "nllb_moe": lambda case: case.options.get("cache_implementation") == "static",
+    # another model runs for every token
+    "moshi_speech": lambda case: True,
+    # sound comes in with the tokens, through layers with a memory of their own
+    "voxtral_realtime": lambda case: True,
+}
+
+#: Messages of models that cannot be speculated for, or that have a ``generate`` of their own.
+REFUSED = (
+    "does not know `assistant_model`",
+    "needs a decoder with a list of its layers",
+    "`use_cache` is only supported for `decoder_input_ids` of length 1",
+    "layers alone (`assistant_early_exit`)",
+    "'Oracle' object has no attribute 'generation_config'",
+    "Got incompatible mode for generation",
+)
+
+
+def fits(family: Family, drafter: str, model: nn.Module) -> bool:
+    """Whether a family can be speculated for at all."""
+    unsupported = family.unsupported
+    if model._is_stateful or "no_cache" in unsupported or GREEDY not in family.modes:
+        return False
+    reason = unsupported.get("assisted", "")
+    if not model._supports_default_dynamic_cache() or "cache" in reason or "changes" in reason:
+        return False
+    return not reason or (drafter == "oracle" and "assistant" in reason)
+
+
+def draw(seed: int, count: int, families: Sequence[str] = ()) -> list[Speculated]:
+    rng = random.Random(seed)
+    drawn: list[Speculated] = []
+    while len(drawn) < count:
+        case = draw_case(rng, families)
+        case = case.without(*LEFT_OUT)
+        if case.mode == GREEDY:
+            drawn.append(Speculated(case, rng.choice(["oracle", *DRAFTERS])))
+    return sorted(drawn, key=lambda speculated: speculated.case.family)
+
+
+def check(speculated: Speculated) -> list[str] | None:
+    """Differences between plain and speculative decoding; ``None`` if there is nothing to compare."""
+    case, enter = speculated.case, DRAFTERS[speculated.drafter]
+    model = ours(case.family)
+    if LIMITS.get(case.family, lambda case: False)(case):
+        return None
+    if not fits(FAMILIES[case.family], speculated.drafter, model):
+        return None
+    if case.family in UNSTEADY:
+        case = case.without("outputs", "attentions", "hidden_states")
+    # What is computed at padding depends on what else is forwarded; static keys keep what was taken back.
+    is_static = "static" in (case.options.get("cache_implementation"), case.options.get("user_cache"))
+    if case.padded or is_static:
+        case = case.without("attentions", "hidden_states")
+    plain = run(model, case)
+    if plain.error is not None or sequences(plain) is None:
+        return None
+    drafted = run(model, case, amend=lambda call: enter(call, plain))
+    if any(text in drafted.message for text in REFUSED):
+        return None
+    if drafted.error is None:
+        for outcome in (plain, drafted):  # an assistant warns for itself
+            outcome.warned, outcome.logged, outcome.arguments = [], [], {}
+            outcome.model_config, outcome.random_state = {}, None
+            if (case.padded or is_static) and not isinstance(outcome.returned, Tensor):
+                outcome.returned = {
+                    name: value
+                    for name, value in outcome.returned.items()
+                    if name != "past_key_values"
+                }
+    return compare(plain, drafted, TOLERANCE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sweep; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity.speculation", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="which random cases (default 0)")
+    parser.add_argument("--count", type=int, default=1000, help="how many (default 1000)")
+    parser.add_argument(
+        "--family", action="append", default=[], choices=sorted(FAMILIES), metavar="NAME"
+    )
+    options = parser.parse_args(arguments)
+    counts: Counter[str] = Counter()
+    family = None
+    for speculated in draw(options.seed, options.count, options.family):
+        if speculated.case.family != family:
+            forget_models()
+            family = speculated.case.family
+        differences = check(speculated)
+        counts["left out" if differences is None else "differ" if differences else "equal"] += 1
+        for line in differences or ():
+            print(f"  {line}")
+        if differences:
+            print(speculated.drafter, speculated.case)
+    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+    return 1 if counts["differ"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

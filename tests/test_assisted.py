@@ -1,0 +1,522 @@
+"""Assisted decoding beyond parity: batches, criteria per token, functions with a state, statistics."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+import hfgen
+from hfgen.drafters import Context, Draft, Verdict
+from hfgen.drafters.lookup import PromptLookup
+from hfgen.drafters.schedule import Adaptive, Heuristic
+from hfgen.strategies.verification import (
+    GreedyMatch,
+    Guess,
+    SpeculativeSampling,
+    exponential_noise,
+    gumbel_choice,
+)
+from tests import tiny
+from tests.parity import speculation
+from tests.parity.options import tokenizer as letters
+
+IDS = torch.tensor(
+    [[11, 12, 13, 11, 12, 13, 11, 12], [0, 0, 5, 6, 7, 5, 6, 7], [9, 9, 8, 9, 9, 8, 9, 9]]
+)
+MASK = (IDS != 0).long()
+
+
+def noisy(model: Any, scale: float = 0.15) -> Any:
+    """A model that agrees with ``model`` now and then."""
+    assistant = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(scale * parameter.std() * noise if parameter.numel() > 1 else 0)
+    return assistant
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return hfgen.mix_into(tiny.llama())
+
+
+@pytest.fixture(scope="module")
+def assistant(model: Any) -> Any:
+    return noisy(model)
+
+
+class Script:
+    """Drafts given tokens per row, and remembers what it was asked and told."""
+
+    def __init__(self, sequences: Tensor) -> None:
+        self.sequences = sequences
+        self.contexts: list[Context] = []
+        self.verdicts: list[Verdict] = []
+
+    def draft(self, context: Context) -> Draft | None:
+        self.contexts.append(context)
+        return Draft(self.sequences[:, context.start : context.end])
+
+    def observe(self, verdict: Verdict) -> None:
+        self.verdicts.append(verdict)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_speculation_is_plain_decoding_row_for_row() -> None:
+    """All drafters on random families, batches and options; more with ``tests.parity.speculation``."""
+    checked = {"oracle": 0, "lookup": 0, "assistant": 0, "early exit": 0}
+    failed = []
+    for speculated in speculation.draw(seed=11, count=160):
+        differences = speculation.check(speculated)
+        checked[speculated.drafter] += differences is not None
+        failed += [f"{speculated}: {differences}"] if differences else []
+    assert not failed, "\n".join(failed)
+    assert min(checked.values()) >= 8
+
+
+@pytest.mark.parametrize(
+    "drafting",
+    [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}, {"assistant_model": None}],
+    ids=["lookup", "early exit", "assistant"],
+)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_each_row_is_what_it_is_alone(
+    model: Any, assistant: Any, drafting: Any, cache: str
+) -> None:
+    drafting = drafting | ({"assistant_model": assistant} if "assistant_model" in drafting else {})
+    kwargs = {"max_new_tokens": 24, "cache_implementation": cache}
+    together = model.generate(IDS, attention_mask=MASK, **drafting, **kwargs)
+    for row in range(len(IDS)):
+        ids = IDS[row : row + 1, MASK[row].bool()]
+        alone = model.generate(ids, **kwargs)[0, ids.shape[1] :]
+        assert together[row, IDS.shape[1] :][: len(alone)].tolist() == alone.tolist()
+
+
+def test_rows_advance_at_their_own_pace(model: Any) -> None:
+    """One row's draft is right, the other's wrong: the first runs ahead and waits for nobody's draft."""
+    plain = model.generate(IDS[[0, 2]], max_new_tokens=12, eos_token_id=None)
+    scripted = plain.clone()
+    scripted[1, IDS.shape[1] :] = (scripted[1, IDS.shape[1] :] + 1) % 90 + 5
+    drafter = Script(scripted)
+    result = model.generate(
+        IDS[[0, 2]],
+        max_new_tokens=12,
+        eos_token_id=None,
+        assistant_model=drafter,
+        num_assistant_tokens=3,
+        num_assistant_tokens_schedule="constant",
+        return_dict_in_generate=True,
+        output_speculation=True,
+    )
+    assert torch.equal(result.sequences, plain)
+    first, second = drafter.contexts[:2]
+    assert first.known == (8, 8)
+    assert second.start == 9  # one token further, all that the second row has
+    assert second.known == (12, 9)  # three accepted and one more
+    assert result.speculation.generated == 24
+    assert 0 < result.speculation.acceptance_rate < 1
+
+
+def test_several_sequences_per_prompt(model: Any) -> None:
+    kwargs = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, "top_k": 1}
+    plain = model.generate(IDS, attention_mask=MASK, **kwargs)
+    drafted = model.generate(IDS, attention_mask=MASK, prompt_lookup_num_tokens=3, **kwargs)
+    assert torch.equal(plain, drafted)
+
+
+@pytest.mark.parametrize("make", [tiny.t5, tiny.bart])
+def test_encoder_decoders_in_batches(make: Any) -> None:
+    model = hfgen.mix_into(make())
+    kwargs = {"attention_mask": MASK, "max_new_tokens": 16}
+    plain = model.generate(IDS, **kwargs)
+    assert torch.equal(model.generate(IDS, assistant_model=noisy(model), **kwargs), plain)
+    assert torch.equal(model.generate(IDS, prompt_lookup_num_tokens=3, **kwargs), plain)
+
+
+def test_the_assistant_stays_as_it_was(model: Any) -> None:
+    assistant = noisy(tiny.llama())
+    kind, config = type(assistant), assistant.generation_config.to_dict()
+    model.generate(IDS, attention_mask=MASK, assistant_model=assistant, max_new_tokens=6)
+    assert type(assistant) is kind
+    assert assistant.generation_config.to_dict() == config
+
+
+# ---------------------------------------------------------------- stopping
+
+
+class StopAt(StoppingCriteria):
+    """Ends all rows at a length, and keeps the lengths at which it was asked."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.asked = length, []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.asked.append(input_ids.shape[1])
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_criterion_is_asked_once_for_each_length(model: Any, rows: int) -> None:
+    plain = model.generate(
+        IDS[:rows], attention_mask=MASK[:rows], max_new_tokens=12, eos_token_id=None
+    )
+    criterion = StopAt(13)
+    result = model.generate(
+        IDS[:rows],
+        attention_mask=MASK[:rows],
+        max_new_tokens=12,
+        eos_token_id=None,
+        assistant_model=Script(plain),
+        stopping_criteria=StoppingCriteriaList([criterion]),
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    assert criterion.asked == [9, 10, 11, 12, 13]
+    assert torch.equal(result.sequences, plain[:, :13])
+    assert len(result.scores) == 5
+    assert result.past_key_values.get_seq_length() == 12  # nothing after the stop
+
+
+class Streamed:
+    def __init__(self) -> None:
+        self.chunks: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.chunks.append(value)
+
+    def end(self) -> None:
+        self.chunks.append(torch.empty(0))
+
+
+def test_stop_strings_with_an_assistant(model: Any, assistant: Any) -> None:
+    tokenizer = letters(tiny.VOCAB)
+    plain = model.generate(IDS[:1], max_new_tokens=16)
+    stop = tokenizer.decode(plain[0, 12:14])
+    expected = model.generate(IDS[:1], max_new_tokens=16, stop_strings=[stop], tokenizer=tokenizer)
+    for drafting in ({"assistant_model": assistant}, {"assistant_model": Script(plain)}):
+        streamer = Streamed()
+        result = model.generate(
+            IDS[:1],
+            max_new_tokens=16,
+            stop_strings=[stop],
+            tokenizer=tokenizer,
+            streamer=streamer,
+            **drafting,
+        )
+        assert torch.equal(result, expected)
+        assert torch.equal(
+            torch.cat([chunk.flatten() for chunk in streamer.chunks[:-1]]), result[0]
+        )
+
+
+def test_a_later_maximum_length_of_the_callers_ends_the_call(model: Any) -> None:
+    """Upstream's prompt lookup never ends here."""
+    from transformers import MaxLengthCriteria
+
+    criteria = StoppingCriteriaList([MaxLengthCriteria(20)])
+    kwargs = {"max_new_tokens": 4, "eos_token_id": None, "stopping_criteria": criteria}
+    plain = model.generate(IDS[:1], **kwargs)
+    assert plain.shape == (1, 20)
+    assert torch.equal(model.generate(IDS[:1], prompt_lookup_num_tokens=3, **kwargs), plain)
+
+
+# ---------------------------------------------------------------- functions with a state
+
+
+class Grammar(LogitsProcessor):
+    """Has to see every length once, in order, with all rows; allows tokens by the last one's parity."""
+
+    def __init__(self) -> None:
+        self.length: int | None = None
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        assert self.length is None or input_ids.shape[1] == self.length + 1
+        assert input_ids.is_contiguous()
+        self.length = input_ids.shape[1]
+        self.seen.append(input_ids[:, -1].tolist())
+        parity = input_ids[:, -1:] % 2
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 2 == parity, -torch.inf)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_processor_with_a_state_sees_each_prefix_once(
+    model: Any, assistant: Any, rows: int, do_sample: bool
+) -> None:
+    for drafting in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
+        grammar = Grammar()
+        result = model.generate(
+            IDS[:rows],
+            attention_mask=MASK[:rows],
+            max_new_tokens=10,
+            eos_token_id=None,
+            do_sample=do_sample,
+            logits_processor=[grammar],
+            **drafting,
+        )
+        assert torch.tensor(grammar.seen).T.tolist() == result[:, 7:-1].tolist()
+        assert ((result[:, 8:] + result[:, 7:-1]) % 2 == 1).all()
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_noise_draws_what_multinomial_draws() -> None:
+    probabilities = torch.randn(50, 30, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    torch.manual_seed(3)
+    expected, state = torch.multinomial(probabilities, 1).squeeze(1), torch.get_rng_state()
+    torch.manual_seed(3)
+    drawn = gumbel_choice(probabilities, exponential_noise((50, 30), probabilities))
+    assert torch.equal(drawn, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_speculative_samples_are_distributed_as_the_targets(has_logits: bool) -> None:
+    """100,000 draws of one position; total variation distance as of as many plain draws."""
+    rows, vocab = 100_000, 12
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(vocab, generator=generator) * 2
+    proposal = torch.randn(vocab, generator=generator) * 2
+    torch.manual_seed(0)
+    guesses = torch.multinomial(proposal.softmax(-1), rows, replacement=True)
+    verification = SpeculativeSampling()
+    scores = target.expand(rows, vocab)
+    verification.begin(scores[:, None].expand(rows, 2, vocab), 1, has_logits)
+    logits = proposal.expand(rows, vocab) if has_logits else None
+    guess = Guess(guesses, torch.ones(rows, dtype=torch.bool), logits)
+    tokens, is_accepted = verification.choose(0, scores, guess)
+    assert 0 < is_accepted.float().mean() < 1
+    frequencies = tokens.bincount(minlength=vocab) / rows
+    distance = (frequencies - target.softmax(-1)).abs().sum() / 2
+    assert distance < 0.01  # plain draws: 0.004 on average
+
+
+@pytest.mark.parametrize("drafting", ["lookup", "assistant"])
+def test_sequences_of_a_batch_are_distributed_as_plain_samples(
+    model: Any, assistant: Any, drafting: str
+) -> None:
+    """20,000 sequences of three tokens; their joint distribution against the model's own."""
+    rows, n = 20_000, 3
+    small = hfgen.mix_into(tiny.llama(vocab_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    prompt = torch.tensor([[3, 4, 5, 3, 4]])
+    kwargs = (
+        {"prompt_lookup_num_tokens": 2}
+        if drafting == "lookup"
+        else {"assistant_model": noisy(small, 0.5)}
+    )
+    torch.manual_seed(0)
+    drawn = small.generate(
+        prompt, do_sample=True, top_k=0, temperature=2.0, num_return_sequences=rows,
+        max_new_tokens=n, eos_token_id=None, num_assistant_tokens=2, **kwargs,
+    )[:, -n:]  # fmt: skip
+    index = torch.cartesian_prod(*[torch.arange(8)] * n)
+    ids = torch.cat([prompt.expand(len(index), -1), index], dim=1)
+    with torch.no_grad():
+        log_probs = (small(ids).logits / 2.0).log_softmax(-1)
+    log_probs = log_probs[:, -n - 1 : -1].gather(2, index[:, :, None]).squeeze(2)
+    expected = log_probs.sum(1).exp()
+    weights = torch.tensor([64, 8, 1])
+    frequencies = (drawn * weights).sum(1).bincount(minlength=512) / rows
+    distance = float((frequencies - expected).abs().sum() / 2)
+    plain = torch.multinomial(expected, rows, replacement=True).bincount(minlength=512) / rows
+    assert distance < 1.3 * float((plain - expected).abs().sum() / 2)
+
+
+def test_greedy_ensemble_mixes_both_models() -> None:
+    scores = torch.tensor([[2.0, 1.9, 0.0]])
+    guess = Guess(torch.tensor([1]), torch.tensor([True]), torch.tensor([[0.0, 3.0, 0.0]]))
+    assert GreedyMatch().choose(0, scores, guess)[0].tolist() == [0]
+    tokens, is_accepted = GreedyMatch(0.5).choose(0, scores, guess)
+    assert tokens.tolist() == [1]
+    assert is_accepted.tolist() == [True]
+
+
+# ---------------------------------------------------------------- drafting
+
+
+def draft_of(drafter: PromptLookup, ids: list[list[int]], known: tuple[int, ...], n: int) -> list:
+    tensor = torch.tensor(ids)
+    context = Context(tensor, known, (False,) * len(ids), min(known), n)
+    draft = drafter.draft(context)
+    assert draft is not None
+    return draft.tokens.tolist()
+
+
+def test_prompt_lookup_by_hand() -> None:
+    drafter = PromptLookup(max_ngram=2)
+    # (2, 3) was followed by 4, 5; 3 alone first by 9; the longest n-gram goes first
+    assert draft_of(drafter, [[3, 9, 2, 3, 4, 5, 2, 3]], (8,), 3) == [[4, 5, 2]]
+    # of two occurrences the earliest; the draft ends with what is known
+    assert draft_of(drafter, [[1, 2, 7, 1, 2, 8, 1, 2]], (8,), 8) == [[7, 1, 2, 8, 1, 2, -1, -1]]
+    # nothing occurred before
+    assert draft_of(drafter, [[1, 2, 3, 4]], (4,), 2) == [[-1, -1]]
+    # an EOS is not drafted, nor what follows it
+    eos = PromptLookup(max_ngram=2, eos=torch.tensor([5]))
+    assert draft_of(eos, [[3, 9, 2, 3, 4, 5, 2, 3]], (8,), 3) == [[4, -1, -1]]
+
+
+def test_prompt_lookup_of_rows_of_different_length() -> None:
+    drafter = PromptLookup(max_ngram=2)
+    ids = [[1, 2, 7, 1, 2, 99, 99, 99], [4, 5, 6, 4, 5, 6, 4, 99]]
+    # columns stand for positions 5, 6, 7: the second row knows the first two of them
+    (first, second) = draft_of(drafter, ids, (5, 7), 3)
+    assert first == [7, 1, 2]
+    assert second[2] == 5  # what it knows is not looked at
+
+
+def test_heuristic_schedule_and_what_it_keeps(model: Any) -> None:
+    schedule = Heuristic(5)
+    schedule.observe(Verdict((5,), (5,), 0), 6, 0.1)
+    assert schedule.n_tokens == 7
+    schedule.observe(Verdict((7,), (2,), 0), 3, 0.1)
+    assert schedule.n_tokens == 6
+    assistant = copy.deepcopy(model)
+    assistant.generation_config.num_assistant_tokens = 4
+    assistant.generation_config.num_assistant_tokens_schedule = "heuristic"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    model.generate(IDS[:1], assistant_model=assistant, max_new_tokens=12, eos_token_id=None)
+    assert assistant.generation_config.num_assistant_tokens > 4  # it is always right
+
+
+@pytest.mark.parametrize(
+    ("accepts", "seconds_per_token", "expected"),
+    [
+        (1.0, 0.1, range(8, 9)),
+        (0.0, 0.1, range(1)),
+        (0.6, 0.3, range(1, 4)),
+        (0.9, 2.0, range(1)),
+    ],
+)
+def test_adaptive_schedule(accepts: float, seconds_per_token: float, expected: range) -> None:
+    """Long drafts where they are accepted and cheap, none where they do not pay; probes now and then."""
+    generator = torch.Generator().manual_seed(0)
+    schedule = Adaptive(8)
+    chosen = []
+    for _ in range(200):
+        n = schedule.n_tokens
+        accepted = 0
+        while accepted < n and torch.rand((), generator=generator) < accepts:
+            accepted += 1
+        chosen.append(n)
+        schedule.observe(Verdict((n,), (accepted,), 0), accepted + 1, 1.0 + seconds_per_token * n)
+    settled = chosen[30:]
+    assert sum(n in expected for n in settled) > 0.8 * len(settled)
+    assert chosen[: schedule.WARM_UP] == [8] * schedule.WARM_UP
+    if 0 in expected:
+        assert any(settled)  # it tries again, more and more rarely
+        assert sum(n > 0 for n in settled) < 20
+
+
+def test_statistics(model: Any) -> None:
+    plain = model.generate(IDS[:1], max_new_tokens=12, eos_token_id=None)
+    result = model.generate(
+        IDS[:1], max_new_tokens=12, eos_token_id=None, assistant_model=Script(plain),
+        num_assistant_tokens=3, return_dict_in_generate=True, output_speculation=True,
+    )  # fmt: skip
+    # 3 drafted and 1 more, three times; one position is left without a draft in the end
+    stats = result.speculation
+    assert (stats.drafted, stats.accepted, stats.generated) == (9, 9, 12)
+    assert (stats.rounds, stats.forwards) == (3, 3)
+    assert stats.acceptance_rate == 1.0
+    assert stats.tokens_per_forward == 4.0
+    config = GenerationConfig(
+        output_speculation=True, return_dict_in_generate=True, max_new_tokens=4
+    )
+    assert model.generate(IDS[:1], config, prompt_lookup_num_tokens=2).speculation.forwards > 0
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_layers_are_back_after_an_exception() -> None:
+    model = hfgen.mix_into(tiny.llama())
+
+    class Boom(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            raise KeyError("boom")
+
+    original = model.model.layers[0].forward
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if model.config.num_hidden_layers == 1:
+            raise RuntimeError("while drafting")
+        return original(*args, **kwargs)
+
+    model.model.layers[0].forward = fail
+    with pytest.raises(ValueError, match="first 1 layers"):
+        model.generate(IDS[:1], assistant_early_exit=1, max_new_tokens=4)
+    assert model.config.num_hidden_layers == 2
+    assert len(model.model.layers) == 2
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"prompt_lookup_num_tokens": 0}, "`prompt_lookup_num_tokens` has to be at least 1"),
+        ({"assistant_early_exit": 3}, "1 to 2, but is 3"),
+        ({"assistant_early_exit": 0}, "1 to 2, but is 0"),
+        ({"prompt_lookup_num_tokens": 2, "use_cache": False}, "use_cache"),
+        (
+            {"prompt_lookup_num_tokens": 2, "assistant_ensemble_weight": 0.5},
+            "`assistant_ensemble_weight`",
+        ),
+        (
+            {"prompt_lookup_num_tokens": 50, "cache_implementation": "static", "max_new_tokens": 8},
+            "`prompt_lookup_num_tokens`=50 does not fit into the static cache",
+        ),
+        (
+            {"prompt_lookup_num_tokens": 2, "num_assistant_tokens_schedule": "slow"},
+            "has to be one of",
+        ),
+        ({"prompt_lookup_num_tokens": 2, "output_speculation": True}, "return_dict_in_generate"),
+    ],
+)
+def test_bad_input(model: Any, kwargs: dict[str, Any], message: str) -> None:
+    calls = []
+    hook = model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.generate(IDS[:1], **{"max_new_tokens": 4} | kwargs)
+    hook.remove()
+    assert not calls
+
+
+def test_an_assistant_that_is_none(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"`assistant_model` has to be a model.* but is str"):
+        model.generate(IDS[:1], assistant_model="small")
+
+
+def test_an_assistant_with_a_state_that_cannot_be_rolled_back(model: Any) -> None:
+    from tests.parity.harness import FAMILIES
+
+    mamba = FAMILIES["mamba"].build()
+    mamba.config.vocab_size = tiny.VOCAB
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        model.generate(IDS[:1], assistant_model=mamba)
+
+
+def test_a_drafter_that_answers_nonsense(model: Any) -> None:
+    class Wrong(Script):
+        def draft(self, context: Context) -> Draft:
+            return Draft(torch.zeros(5, 2, dtype=torch.long))
+
+    with pytest.raises(
+        ValueError, match=r"Wrong.draft\(\) has to return int64 tokens of shape \(1, "
+    ):
+        model.generate(IDS[:1], assistant_model=Wrong(IDS[:1]), max_new_tokens=4)
