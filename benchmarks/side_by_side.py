@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,19 @@ class Call:
     tokens: torch.Tensor
     wall: float
     cpu: float  # of all threads together
+    speculation: Any = None  # hfgen's statistics, if asked for
 
 
 def call(library: str, model: Any, arguments: dict[str, Any], seed: int) -> Call:
-    """Generate with ``library``, one of ``LIBRARIES``; garbage is not collected meanwhile."""
-    if library == "upstream":
-        with unmixed(model):
-            return _timed(model, arguments, seed)
-    return _timed(model, arguments, seed)
+    """Generate with ``library``, one of ``LIBRARIES``; garbage is not collected meanwhile.
+
+    An assistant generates with the same library.
+    """
+    with ExitStack() as stack:
+        for part in (model, arguments.get("assistant_model")):
+            if library == "upstream" and isinstance(part, hfgen.GenerationMixin):
+                stack.enter_context(unmixed(part))
+        return _timed(model, arguments, seed)
 
 
 def _timed(model: Any, arguments: dict[str, Any], seed: int) -> Call:
@@ -69,7 +74,9 @@ def _timed(model: Any, arguments: dict[str, Any], seed: int) -> Call:
     finally:
         if was_collecting:
             gc.enable()
-    return Call(output if isinstance(output, torch.Tensor) else output.sequences, wall, cpu)
+    if isinstance(output, torch.Tensor):
+        return Call(output, wall, cpu)
+    return Call(output.sequences, wall, cpu, getattr(output, "speculation", None))
 
 
 def pair(model: Any, arguments: dict[str, Any], seed: int, first: str) -> dict[str, Call]:
@@ -159,7 +166,7 @@ def compare(
     naming the call.
     """
     comparisons = {name: Comparison(name) for name in calls}
-    with _frozen_garbage():
+    with frozen_garbage():
         for turn in range(n_pairs + 1):
             for name, arguments in calls.items():
                 try:
@@ -177,7 +184,7 @@ def compare(
 
 
 @contextmanager
-def _frozen_garbage() -> Iterator[None]:
+def frozen_garbage() -> Iterator[None]:
     """Within, collecting garbage is quick: it passes over what was there before.
 
     Otherwise it would walk over all modules before each pair, and the pair's first call would run

@@ -1,7 +1,8 @@
 """Tiny targets of random weights, each with what upstream's newer kinds of speculation draft with.
 
-Random drafts would never be accepted. So the output weights of each target favour a few tokens, and
-the drafters, which share them or are given the like, guess right every few times.
+Random drafts would never be accepted. So the layers of targets and drafters whisper: the next token
+depends above all on the embedding of the last one, which both know. A drafter of blocks does not, but
+for it a target favours a few tokens.
 """
 
 from __future__ import annotations
@@ -35,6 +36,24 @@ SIZES: dict[str, Any] = {
 #: Tokens that the output weights favour.
 FAVOURED = range(5, 11)
 
+#: What layers add to their input.
+BRANCHES = (
+    "o_proj.weight",
+    "down_proj",
+    "down_proj.weight",
+    "post_attention_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+    "per_layer_input_norm.weight",
+)
+
+
+def whisper(model: Any, loudness: float) -> Any:
+    """Scale what the layers add to their input."""
+    for name, weight in model.named_parameters():
+        if name.endswith(BRANCHES):
+            weight.data *= loudness
+    return model
+
 
 def favour(model: Any) -> Any:
     """Let the model say one of a few tokens, nearly always."""
@@ -57,14 +76,20 @@ def with_heads(folder: Path, n_heads: int) -> PreTrainedModel:
         num_experts_per_tok=2,
         num_mtp_layers=n_heads,
     )
-    model: Any = seeded(lambda: favour(transformers.Glm4MoeForCausalLM(config)))
+    model: Any = seeded(lambda: whisper(transformers.Glm4MoeForCausalLM(config), 0.1))
     model.save_pretrained(folder)
-    heads = seeded(lambda: MtpModel(model, n_heads), seed=1)
+    heads, generator = seeded(lambda: MtpModel(model, n_heads)), torch.Generator().manual_seed(1)
     weights = load_file(folder / "model.safetensors")
     for name, weight in heads.state_dict().items():
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
             rest = rest.removeprefix("mtp_block.")
+            if weight.ndim > 1:  # nothing has filled the experts
+                is_branch = name.endswith(BRANCHES)
+                deviation = 0.05 if is_branch else 0.35
+                weight = torch.randn(weight.shape, generator=generator) * deviation
+            if rest == "eh_proj.weight":  # of the last token and its hidden state, the token
+                weight = torch.eye(32, 64)
             weights[f"model.layers.{2 + int(index)}.{rest}"] = weight.clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.name_or_path, model.config.dtype = str(folder), torch.float32
@@ -110,7 +135,7 @@ def with_single_position(n_tokens: int | None = 3) -> tuple[PreTrainedModel, Pre
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=VOCAB,
     )
-    target = seeded(lambda: favour(transformers.Gemma4ForCausalLM(config)))
+    target: Any = seeded(lambda: whisper(transformers.Gemma4ForCausalLM(config), 0.5))
     text = transformers.Gemma4TextConfig(
         **shape,
         num_kv_shared_layers=4,
@@ -122,10 +147,12 @@ def with_single_position(n_tokens: int | None = 3) -> tuple[PreTrainedModel, Pre
     )
     # 5.23 looks for the layers that fill the shared cache in the assistant too, where there are none.
     modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
-    with mock.patch.object(transformers.Gemma4TextConfig, "kv_sharing_modes", modes):
+    with mock.patch.object(transformers.Gemma4TextConfig, "kv_sharing_modes", modes, create=True):
         assistant: Any = seeded(
             lambda: transformers.Gemma4AssistantForCausalLM(assistant_config), seed=3
         )
+    whisper(assistant, 0.3)
+    assistant.pre_projection.weight.data.copy_(torch.eye(32, 64))
     assistant.lm_head.weight.data.copy_(target.lm_head.weight.data)
     assistant.generation_config.num_assistant_tokens = n_tokens
     return target, assistant

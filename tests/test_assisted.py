@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import hfgen
-from hfgen.drafters import Context, Draft, Verdict
+from hfgen.drafters import Draft, DraftContext, DraftVerdict
 from hfgen.drafters.lookup import PromptLookup
 from hfgen.drafters.schedule import Adaptive, Heuristic
 from hfgen.strategies.verification import (
@@ -63,14 +63,14 @@ class Script:
 
     def __init__(self, sequences: Tensor) -> None:
         self.sequences = sequences
-        self.contexts: list[Context] = []
-        self.verdicts: list[Verdict] = []
+        self.contexts: list[DraftContext] = []
+        self.verdicts: list[DraftVerdict] = []
 
-    def draft(self, context: Context) -> Draft | None:
+    def draft(self, context: DraftContext) -> Draft | None:
         self.contexts.append(context)
         return Draft(self.sequences[:, context.start : context.end])
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: DraftVerdict) -> None:
         self.verdicts.append(verdict)
 
 
@@ -353,7 +353,7 @@ def test_greedy_ensemble_mixes_both_models() -> None:
 
 def draft_of(drafter: PromptLookup, ids: list[list[int]], known: tuple[int, ...], n: int) -> list:
     tensor = torch.tensor(ids)
-    context = Context(tensor, known, (False,) * len(ids), min(known), n)
+    context = DraftContext(tensor, known, (False,) * len(ids), min(known), n)
     draft = drafter.draft(context)
     assert draft is not None
     return draft.tokens.tolist()
@@ -383,9 +383,9 @@ def test_prompt_lookup_of_rows_of_different_length() -> None:
 
 def test_heuristic_schedule_and_what_it_keeps(model: Any) -> None:
     schedule = Heuristic(5)
-    schedule.observe(Verdict((5,), (5,), 0), 6, 0.1)
+    schedule.observe(DraftVerdict((5,), (5,), 0), 6, 0.1)
     assert schedule.n_tokens == 7
-    schedule.observe(Verdict((7,), (2,), 0), 3, 0.1)
+    schedule.observe(DraftVerdict((7,), (2,), 0), 3, 0.1)
     assert schedule.n_tokens == 6
     assistant = copy.deepcopy(model)
     assistant.generation_config.num_assistant_tokens = 4
@@ -415,7 +415,9 @@ def test_adaptive_schedule(accepts: float, seconds_per_token: float, expected: r
         while accepted < n and torch.rand((), generator=generator) < accepts:
             accepted += 1
         chosen.append(n)
-        schedule.observe(Verdict((n,), (accepted,), 0), accepted + 1, 1.0 + seconds_per_token * n)
+        schedule.observe(
+            DraftVerdict((n,), (accepted,), 0), accepted + 1, 1.0 + seconds_per_token * n
+        )
     settled = chosen[30:]
     assert sum(n in expected for n in settled) > 0.8 * len(settled)
     assert chosen[: schedule.WARM_UP] == [8] * schedule.WARM_UP
@@ -513,7 +515,7 @@ def test_an_assistant_with_a_state_that_cannot_be_rolled_back(model: Any) -> Non
 
 def test_a_drafter_that_answers_nonsense(model: Any) -> None:
     class Wrong(Script):
-        def draft(self, context: Context) -> Draft:
+        def draft(self, context: DraftContext) -> Draft:
             return Draft(torch.zeros(5, 2, dtype=torch.long))
 
     with pytest.raises(

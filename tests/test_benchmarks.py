@@ -9,8 +9,18 @@ import pytest
 import torch
 
 import hfgen
-from benchmarks import overhead
+from benchmarks import overhead, speculation
+from benchmarks.cost import (
+    Costs,
+    best_gain,
+    expected_tokens,
+    first_layers,
+    needed_ratio,
+    predicted_gain,
+)
+from benchmarks.edits import EDITS, Edit, Reference
 from benchmarks.models import Subject
+from benchmarks.race import Variant, race
 from benchmarks.side_by_side import LIBRARIES, Spread, UnequalTokensError, call, unmixed
 from hfgen.strategies.sample import Sample
 from tests import tiny
@@ -97,3 +107,118 @@ def test_bytes_per_token_count_tied_weights_once(subject: Subject) -> None:
 
 def test_spread_is_median_and_quartiles() -> None:
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(2.0, 3.0, 4.0)
+
+
+# --- speculation --------------------------------------------------------------------------------
+
+LOOKUP = Variant("lookup", options={"prompt_lookup_num_tokens": 3})
+
+
+def test_speculation_at_its_smallest(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit = Edit("rename `x`", "def f(x):\n    return x\n" * 4, (("x", "y"),))
+    monkeypatch.setattr(speculation, "EDITS", (edit, edit))
+    monkeypatch.setattr(speculation, "PAST", 16)
+    size = speculation.Size(
+        rounds=1,
+        random_rounds=1,
+        texts=1,
+        rows=2,
+        edits=8,
+        new_tokens=4,
+        completed=4,
+        random_new_tokens=6,
+        lookup_lengths=(3,),
+        assistant_lengths=(1,),
+        layers=(1,),
+        scales=(1.0, 40.0),
+        repeat=1,
+    )
+    steps: list[str] = []
+    report = speculation.measure(size, lambda: subject, steps.append)
+    text = speculation.write(report, tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "speculation.md",
+        "speculation.json",
+        "speculation.png",
+    }
+    for task in report.builtin.tasks:
+        assert f"### {task.name}" in text
+        assert steps.count(task.name) == 2  # the warm-up and one round
+        assert [result.variant for result in task.results] == [v.name for v in task.variants]
+        assert task.greedy.tokens_per_forward == task.greedy.width == 1.0
+        assert task.greedy.acceptance is None
+    editing = report.builtin.tasks[0]
+    assert all(result.tokens_per_forward > 1 for result in editing.drafting())
+    assert len(text.split("## Targets")[1].split("##")[0].strip().splitlines()) == 5
+    ratios = [early_exit.agreement for early_exit in report.exits]
+    assert len(ratios) == 2
+    assert ratios[0] != ratios[1]  # what layers add counts more, so the first says less
+    raw = json.loads((tmp_path / "speculation.json").read_text())
+    assert list(raw["tasks"]) == [task.name for task in report.builtin.tasks]
+    assert raw["early_exit"][0]["result"]["rows"] == 1
+
+
+def test_race_counts_what_is_forwarded(subject: Subject) -> None:
+    given = overhead.arguments(subject, "greedy, no EOS")
+    variants = [
+        Variant("greedy"),
+        *(Variant(library, library, LOOKUP.options) for library in LIBRARIES),
+        Variant("early exit", options={"assistant_early_exit": 1}),
+    ]
+    greedy, first, second, early = race(subject.model, [given], variants, 1)
+
+    assert greedy.forwards[0].target == [16] + [1] * 7
+    assert first.new_tokens == second.new_tokens == [8]
+    assert first.forwards[0].draft == []
+    assert early.forwards[0].draft[0] == 16
+    assert early.forwards[0].target[0] > 16
+    for result in (first, second):
+        assert result.drafted == sum(result.forwards[0].target) - 16 - (result.n_forwards - 1)
+        assert result.tokens_per_forward == 8 / result.n_forwards
+
+
+def test_race_notices_other_tokens(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sample, "choose", lambda self, run, scores: scores.argmin(dim=-1))
+    given = overhead.arguments(subject, "greedy, no EOS")
+    with pytest.raises(UnequalTokensError, match="'lookup'"):
+        race(subject.model, [given], [Variant("greedy"), LOOKUP], 1)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.request)
+def test_edits_change_something(edit: Edit) -> None:
+    assert all(old in edit.before for old, _ in edit.changes[:1])
+    changed = [new for _, new in edit.changes if new not in edit.before]
+    assert changed
+    assert all(new in edit.after for new in changed)
+    compile(edit.after, edit.request, "exec")
+
+
+def test_reference_decides() -> None:
+    processor = Reference(torch.tensor([[5, 6], [7, 0]]), prompt_length=3)
+    scores = torch.randn(2, 9)
+    for length, expected in ((3, [5, 7]), (4, [6, 0]), (9, [6, 0])):
+        ids = torch.zeros(2, length, dtype=torch.long)
+        assert processor(ids, scores).argmax(dim=-1).tolist() == expected
+
+
+def test_formula_of_the_gain() -> None:
+    costs = Costs(past=8, prompt=3.0, widths={1: 2.0, 2: 2.5, 4: 3.0, 8: 5.0, 16: 9.0})
+    assert costs.of(3) == pytest.approx(2.75)
+    assert costs.of(20) == pytest.approx(11.0)
+    assert costs.all_of([16, 1, 4]) == pytest.approx(6.0 + 2.0 + 3.0)
+    assert expected_tokens(0.5, 3) == pytest.approx((1 - 0.5**4) / (1 - 0.5))
+    assert expected_tokens(1.0, 3) == 4
+    assert predicted_gain(1.0, 3, 0.5, costs) == pytest.approx(4 * 2.0 / (1.5 + 3.0))
+    ratio = needed_ratio(0.9, 1.5, costs)
+    assert best_gain(0.9, ratio * costs.of(1), costs)[1] == pytest.approx(1.5)
+    assert needed_ratio(0.1, 1.5, costs) < 0
+
+
+def test_first_layers_are_put_back(subject: Subject) -> None:
+    before = subject.model(subject.prompt).logits
+    with first_layers(subject.model, 1):
+        assert not torch.equal(subject.model(subject.prompt).logits, before)
+    assert torch.equal(subject.model(subject.prompt).logits, before)

@@ -86,11 +86,26 @@ def test_a_longer_phrase_by_hand():
     assert round(float(output.sequences_scores.exp()), 6) == 0.0051
 
 
+def test_a_text_that_is_both_likely_and_forced_finishes_once():
+    table = [[0.25] * 4, [0.0, 0.0, 0.6, 0.4], [0.0, 0.0, 0.3, 0.7], [0.25] * 4]
+    output = Markov(table).generate(
+        torch.tensor([[1]]),
+        num_beams=2,
+        num_return_sequences=2,
+        max_new_tokens=3,
+        length_penalty=0.0,
+        early_stopping=True,
+        force_words_ids=[[3]],
+        stopping_criteria=StoppingCriteriaList([lambda ids, scores: ids[:, -1] == 3]),
+    )
+    assert output.tolist() == [[1, 2, 3], [1, 3, -1]]
+
+
 def test_places_are_divided_among_banks():
     banks, scores = [0, 0, 1, 2, 1], [-1.0, -2.0, -3.0, -4.0, -5.0]
     assert allocate(banks, scores, 3) == [3, 2, 0]
     assert allocate(banks, scores, 5) == [3, 2, 0, 4, 1]
-    assert allocate(banks, [-1.0, -2.0, -torch.inf, -4.0, -5.0], 3) == [3, 4, 0]
+    assert allocate(banks, [-1.0, -2.0, -torch.inf, -4.0, -5.0], 5) == [3, 4, 0, 1, 2]
     # Hundreds apart in score, which is not to outweigh a bank.
     assert allocate([2, 1, 1], [-500.0, -1.0, -2.0], 2) == [0, 1]
 

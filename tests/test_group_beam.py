@@ -73,6 +73,35 @@ def test_each_beam_of_an_earlier_group_counts():
     assert chances(output) == [0.45, 0.27, 0.06, 0.02]
 
 
+def test_a_group_that_has_ended_counts_with_the_pad():
+    a, b, eos, c, pad, e = range(2, 8)
+    table = [[1 / 8] * 8 for _ in range(8)]
+    table[1] = [0.0, 0.0, 0.6, 0.4, 0.0, 0.0, 0.0, 0.0]
+    table[a] = [0.0, 0.1, 0.0, 0.0, 0.9, 0.0, 0.0, 0.0]
+    table[b] = [0.0, 0.4, 0.0, 0.0, 0.0, 0.6, 0.0, 0.0]
+    table[c] = [0.0, 0.2, 0.0, 0.0, 0.0, 0.0, 0.5, 0.3]
+    output = Markov(table, eos).generate(
+        torch.tensor([[1]]),
+        num_beams=2,
+        num_beam_groups=2,
+        diversity_penalty=math.log(4),
+        max_new_tokens=3,
+        num_return_sequences=2,
+        pad_token_id=pad,
+    )
+    assert output.tolist() == [[1, a, eos, pad], [1, b, c, e]]  # 0.5 / 4 < 0.3
+
+
+def test_early_stopping_takes_the_first_that_end(model):
+    options = GROUPS | {"max_new_tokens": 12, "eos_token_id": list(range(2, 97, 3))} | FULL
+    first, best = (
+        model.generate(tiny.prompt(8), early_stopping=early, length_penalty=2.0, **options)
+        for early in (True, "never")
+    )
+    assert (best.sequences_scores >= first.sequences_scores).all()
+    assert (best.sequences_scores > first.sequences_scores).any()
+
+
 def test_processors_after_the_penalty_see_what_it_made_of_the_scores():
     # A repetition penalty doubles log-probabilities, that of the diversity penalty included.
     seen = []

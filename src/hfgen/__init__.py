@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .builtin import builtin_model
     from .config import GenerationConfig
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
+    from .drafters import Draft, DraftContext, Drafter, DraftVerdict
     from .mixin import GenerationMixin
     from .mixing import (
         AutoModelForCausalLM,
@@ -34,6 +35,10 @@ __all__ = [
     "AutoModelForSpeechSeq2Seq",
     "Constraint",
     "DisjunctiveConstraint",
+    "Draft",
+    "DraftContext",
+    "DraftVerdict",
+    "Drafter",
     "GenerationConfig",
     "GenerationMixin",
     "InvalidScoresError",
@@ -51,6 +56,10 @@ __all__ = [
 _HOMES = {  # names that live elsewhere than in `mixing`
     "Constraint": "constraints",
     "DisjunctiveConstraint": "constraints",
+    "Draft": "drafters",
+    "DraftContext": "drafters",
+    "DraftVerdict": "drafters",
+    "Drafter": "drafters",
     "GenerationConfig": "config",
     "GenerationMixin": "mixin",
     "InvalidScoresError": "strategies.base",

@@ -14,6 +14,7 @@ from transformers.tokenization_python import ExtensionsTrie
 from transformers.utils.generic import is_flash_attention_requested
 
 from . import quirks, validate
+from .fanout import Unexpanded
 from .logs import logger
 from .types import ModelKwargs, Plan, Prompt, Request
 
@@ -101,9 +102,12 @@ def prepare_ids(model: Any, plan: Plan, prompt: Prompt) -> None:
         ids = prompt.main_input
     else:
         ids = prompt.model_kwargs.pop("input_ids")
+    expand_size = max(config.num_beams, config.num_return_sequences)
+    if expand_size > 1 and not config.token_healing:
+        config._unexpanded = Unexpanded(ids, dict(prompt.model_kwargs), expand_size)
     ids, prompt.model_kwargs = model._expand_inputs_for_generation(
         input_ids=ids,
-        expand_size=max(config.num_beams, config.num_return_sequences),
+        expand_size=expand_size,
         is_encoder_decoder=model.config.is_encoder_decoder,
         **prompt.model_kwargs,
     )

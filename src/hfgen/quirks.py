@@ -50,6 +50,14 @@ def makes_its_own_cache(class_name: str) -> bool:
     return any(family in name for family in ("reformer", "minimax", "xlnet", "rwkv", "xlstm"))
 
 
+def keeps_other_state(model: Any) -> bool:
+    """Whether something besides the cache remembers the rows that were forwarded.
+
+    RecurrentGemma's modules do; Voxtral's realtime encoder has a cache of its own.
+    """
+    return model.config.model_type in ("recurrent_gemma", "voxtral_realtime")
+
+
 def keeps_decoder_prompt(model: Any) -> bool:
     """Whether decoder ids are used as given, with no start token put before them.
 

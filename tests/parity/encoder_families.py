@@ -833,7 +833,8 @@ SPEECH: list[Family] = [
         SOUND | {"text_config": like("voxtral_realtime_text", SLIDING | {"sliding_window": 32}),
         "audio_config": AUDIO_ENCODER | {"sliding_window": 16, "max_position_embeddings": 200}},
         unsupported=NO_EMBEDS |
-        {"static": "its encoder keeps a cache of its own, which is a dict"}),
+        {"static": "its encoder keeps a cache of its own, which is a dict",
+         "assisted": "sound comes in with the tokens"}),
     speech("kyutai_speech_to_text", "KyutaiSpeechToText", only(samples(200, 1)), LLAMA | {
         "num_key_value_heads": 2, "ffn_dim": 32, "codebook_vocab_size": 17, "num_codebooks": 3,
         "audio_bos_token_id": 16, "audio_pad_token_id": 17, "frame_size": 8, "sliding_window": 32,

@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput
 from transformers.utils.logging import disable_progress_bar
 
 import hfgen
+from hfgen.caches.dynamic import upstream_kind
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.parity.family import Family
@@ -383,12 +384,21 @@ def _cache_contents(cache: Cache) -> dict[str, Any]:
     """What is compared of a cache: its length, and its layers' types and tensors."""
     contents = {name: value for name, value in vars(cache).items() if isinstance(value, Cache)}
     if "layers" in vars(cache):
-        contents["layers"] = [(type(layer).__name__, _tensors(layer)) for layer in cache.layers]
+        contents["layers"] = [
+            (upstream_kind(layer).__name__, _tensors(layer) | _states(layer))
+            for layer in cache.layers
+        ]
     try:
         contents["length"] = int(cache.get_seq_length())
     except Exception as error:  # not every layer type has a length
         contents["length"] = type(error).__name__
     return contents
+
+
+def _states(layer: Any) -> dict[str, Tensor]:
+    """What a layer grows, which hfgen's layers have behind properties."""
+    states = {name: getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")}
+    return {name: value for name, value in states.items() if isinstance(value, Tensor)}
 
 
 def _tensors(thing: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hfgen.drafters import Context, Draft, Verdict
+from hfgen.drafters import Draft, DraftContext, DraftVerdict
 from tests.parity.family import Family
 from tests.parity.harness import (
     FAMILIES,
@@ -39,9 +39,9 @@ class Oracle:
         self.truth, self.vocab = truth, vocab
         self.rng = random.Random(seed)
         self.error_rate = self.rng.choice((0.0, 0.2, 0.5, 1.0))
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[DraftVerdict] = []
 
-    def draft(self, context: Context) -> Draft | None:
+    def draft(self, context: DraftContext) -> Draft | None:
         rows, length = self.truth.shape
         tokens = torch.full((rows, context.n_tokens), -1)
         for row in range(rows):
@@ -52,7 +52,7 @@ class Oracle:
                 tokens[row, position - context.start] = token
         return Draft(tokens)
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: DraftVerdict) -> None:
         self.verdicts.append(verdict)
 
 
@@ -161,7 +161,10 @@ def check(speculated: Speculated) -> list[str] | None:
     if case.family in UNSTEADY:
         case = case.without("outputs", "attentions", "hidden_states")
     # What is computed at padding depends on what else is forwarded; static keys keep what was taken back.
-    is_static = "static" in (case.options.get("cache_implementation"), case.options.get("user_cache"))
+    is_static = "static" in (
+        case.options.get("cache_implementation"),
+        case.options.get("user_cache"),
+    )
     if case.padded or is_static:
         case = case.without("attentions", "hidden_states")
     plain = run(model, case)

@@ -11,13 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    GenerationConfig,
-    QuantizedCache,
-    StaticCache,
-)
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, StaticCache
+from transformers import QuantizedCache as UpstreamQuantizedCache
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import get_head_shapes
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
@@ -30,6 +25,9 @@ from transformers.generation.configuration_utils import (
 from .. import quirks
 from ..logs import logger
 from ..types import ModelKwargs, Plan, Prompt
+from .dynamic import GrowingCache
+from .quantized import QuantizedCache, left_padding
+from .quantized_settings import Settings, upstream_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,11 @@ class CacheRequest:
 
 def dynamic(request: CacheRequest) -> Cache:
     """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
+    return GrowingCache(config=request.decoder_config, max_length=request.max_length)
+
+
+def cross_attention(request: CacheRequest) -> Cache:
+    """The encoder's keys and values, which come once and do not grow."""
     return DynamicCache(config=request.decoder_config)
 
 
@@ -84,15 +87,24 @@ def deprecated_static(request: CacheRequest) -> Cache:
 
 
 def quantized(request: CacheRequest) -> Cache:
-    """Keys and values in few bits, by the backend that ``cache_config`` names."""
+    """Keys and values in few bits: hfgen's own, or the backend that ``cache_config`` names."""
+    options = request.config.cache_config
+    backend = upstream_backend(options)
+    if backend is None:
+        settings = Settings.of(options, request.decoder_config)
+        is_encoder_decoder = request.model.config.is_encoder_decoder
+        mask = request.model_kwargs.get(
+            "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
+        )
+        return QuantizedCache(request.decoder_config, settings, left_padding(mask))
     if request.model.config.is_encoder_decoder:
         raise ValueError(
-            "`cache_implementation='quantized'` does not work with encoder-decoder models such as "
-            f"{type(request.model).__name__}. Use 'dynamic'."
+            f"The backend {backend!r} of `cache_implementation='quantized'` does not work with "
+            f"encoder-decoder models such as {type(request.model).__name__}. Leave `backend` out."
         )
-    options = copy.deepcopy(request.config.cache_config or {})
+    options = copy.deepcopy(options)
     options.setdefault("config", request.decoder_config)
-    return QuantizedCache(backend=options.pop("backend", "quanto"), **options)
+    return UpstreamQuantizedCache(**options)
 
 
 CACHES: dict[str | None, Callable[[CacheRequest], Cache]] = {
@@ -104,6 +116,12 @@ CACHES: dict[str | None, Callable[[CacheRequest], Cache]] = {
     "quantized": quantized,
     **dict.fromkeys(DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS, deprecated_static),
 }
+
+
+def check_config(model: Any, config: GenerationConfig) -> None:
+    """Raise ``ValueError`` for a ``cache_config`` that cannot be used; nothing is allocated."""
+    if config.cache_implementation == "quantized" and upstream_backend(config.cache_config) is None:
+        Settings.of(config.cache_config, model.config.get_text_config(decoder=True))
 
 
 def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
@@ -118,7 +136,9 @@ def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
     name = quirks.cache_argument(model)
     given = model_kwargs.get(name)
     if isinstance(given, Cache) and config.cache_implementation is None:
-        model_kwargs[name] = fit_to_rows(given, prompt.batch_size, prompt.ids.shape[0])
+        given = fit_to_rows(given, prompt.batch_size, prompt.ids.shape[0])
+        _expect(given, max_length)
+        model_kwargs[name] = given
     model._prepare_cache_for_generation(
         config, model_kwargs, plan.mode, prompt.batch_size, max_length
     )
@@ -167,7 +187,7 @@ def prepare_cache_for_generation(
     cache = CACHES[generation_config.cache_implementation](request)
     if self.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
         is_offloaded = generation_config.cache_implementation == "offloaded"
-        cache = EncoderDecoderCache(cache, (offloaded if is_offloaded else dynamic)(request))
+        cache = EncoderDecoderCache(cache, (offloaded if is_offloaded else cross_attention)(request))
     if generation_config.is_assistant:
         cache.activate_past_recording()  # what an assistant drafted may be rolled back
     model_kwargs[name] = cache
@@ -259,6 +279,14 @@ def cached_rows(cache: Any) -> int | None:
         if keys is not None and keys.ndim == 4 and keys.numel() > 0:
             return int(keys.shape[0])
     return None
+
+
+def _expect(cache: Cache, max_length: int) -> None:
+    """Tell a cache that grows in place how far this call may go."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if isinstance(cache, GrowingCache):
+        cache.expect(max_length)
 
 
 def _is_emptied_static(cache: Any) -> bool:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from .assistant import Assistant, EarlyExit
-from .base import Context, Draft, Drafter, Setup, Verdict
+from .base import Draft, DraftContext, Drafter, DraftVerdict, Setup
 from .lookup import AllowedPrefix, PromptLookup
 from .schedule import SCHEDULES, Adaptive, Constant, Heuristic, Schedule
-from .upstream import FromGenerators, make_newer, make_overridden
 from .translated import translated_drafter
+from .upstream import FromGenerators, make_newer, make_overridden
 
 __all__ = [
     "DRAFTERS",
@@ -24,8 +24,9 @@ __all__ = [
     "Adaptive",
     "Assistant",
     "Constant",
-    "Context",
     "Draft",
+    "DraftContext",
+    "DraftVerdict",
     "Drafter",
     "EarlyExit",
     "FromGenerators",
@@ -33,7 +34,6 @@ __all__ = [
     "PromptLookup",
     "Schedule",
     "Setup",
-    "Verdict",
     "checked",
     "make_drafter",
     "make_schedule",
@@ -148,7 +148,7 @@ def _setting(setup: Setup, name: str, always: bool = False) -> Any:
     return value
 
 
-def checked(drafter: Drafter, draft: Draft | None, context: Context) -> Draft | None:
+def checked(drafter: Drafter, draft: Draft | None, context: DraftContext) -> Draft | None:
     """``draft``, if it is one. Raises ``ValueError`` for tokens of a wrong shape or type."""
     if draft is None or draft.tokens.shape[1] == 0:
         return None

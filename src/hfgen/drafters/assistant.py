@@ -18,7 +18,7 @@ from ..loop import commit
 from ..processors import is_row_wise
 from ..types import ModelKwargs, Run
 from ..validate import accepted_names, decoder_layers
-from .base import Context, Draft, Setup, Verdict
+from .base import Draft, DraftContext, DraftVerdict, Setup
 
 
 class Assistant:
@@ -40,7 +40,7 @@ class Assistant:
         #: Positions that the assistant's cache holds, and ids that its masks are made for.
         self.cached = self.length = 0
 
-    def draft(self, context: Context) -> Draft | None:
+    def draft(self, context: DraftContext) -> Draft | None:
         known = [k for k, done in zip(context.known, context.is_done, strict=True) if not done]
         first = min(known, default=context.end)
         if first >= context.end:
@@ -52,7 +52,7 @@ class Assistant:
         self.forget(first - 1)
         return self.write(self.run, ids, first, context)
 
-    def write(self, run: Run, ids: torch.Tensor, first: int, context: Context) -> Draft:
+    def write(self, run: Run, ids: torch.Tensor, first: int, context: DraftContext) -> Draft:
         """Fill ``ids (rows, end)`` from ``first`` on, as far as the assistant is confident."""
         device = ids.device
         known = torch.tensor(context.known, device=device)
@@ -133,7 +133,7 @@ class Assistant:
         roll_back(cache, self.cached - kept)
         self.cached = kept
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: DraftVerdict) -> None:
         """Nothing to learn: the next ``draft`` takes back what was not accepted."""
 
     def prepare(self, ids: torch.Tensor) -> Run:
@@ -257,7 +257,7 @@ class EarlyExit(Assistant):
         super().__init__(setup, setup.run.model, threshold)
         self.n_layers = n_layers
 
-    def draft(self, context: Context) -> Draft | None:
+    def draft(self, context: DraftContext) -> Draft | None:
         with self.only_first_layers():
             try:
                 return super().draft(context)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class DraftContext:
     """What a drafter has to go by.
 
     ``ids (rows, length)``: row ``r`` is known up to ``known[r]``, what follows in it means nothing.
@@ -36,9 +36,9 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guesses for the positions from ``Context.start`` on.
+    """Guesses for the positions from ``DraftContext.start`` on.
 
-    ``tokens (rows, n)``, ``n <= Context.n_tokens``: column ``j`` is for position ``start + j``. Where
+    ``tokens (rows, n)``, ``n <= DraftContext.n_tokens``: column ``j`` is for position ``start + j``. Where
     a row is known, its entries are ignored; -1 ends the draft of a row. ``logits (rows, n, vocab)``:
     the scores that the tokens were drawn from, if the drafter has any. Sampling then accepts more;
     without them every token counts as drafted with certainty. Either is exact.
@@ -49,7 +49,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class DraftVerdict:
     """What became of a draft: tokens drafted and accepted of each row, and the new common length."""
 
     drafted: tuple[int, ...]
@@ -68,10 +68,10 @@ class Drafter(Protocol):
     Pass one of your own to ``generate`` as ``assistant_model``.
     """
 
-    def draft(self, context: Context) -> Draft | None:
+    def draft(self, context: DraftContext) -> Draft | None:
         """Guess how the rows go on; ``None`` if there is no guess."""
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: DraftVerdict) -> None:
         """Learn what became of the last draft; called after every round that had one."""
 
 
@@ -82,7 +82,11 @@ class Seeing(Protocol):
     forward_arguments: dict[str, Any]
 
     def see(
-        self, run: Run, model_outputs: ModelOutput, scores: tuple[torch.Tensor, ...], n_advanced: int
+        self,
+        run: Run,
+        model_outputs: ModelOutput,
+        scores: tuple[torch.Tensor, ...],
+        n_advanced: int,
     ) -> None:
         """Called after every round, last of all.
 

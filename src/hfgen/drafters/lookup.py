@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from .base import Context, Draft, Verdict
+from .base import Draft, DraftContext, DraftVerdict
 
 #: Scores ``(rows, vocab)`` after processing, for ids ``(rows, length)``.
 Processors: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -38,7 +38,7 @@ class PromptLookup:
         self.eos = eos
         self.allowed = allowed
 
-    def draft(self, context: Context) -> Draft | None:
+    def draft(self, context: DraftContext) -> Draft | None:
         if self.allowed is not None:
             return self._draft_allowed(context, self.allowed)
         ids = context.ids
@@ -78,7 +78,7 @@ class PromptLookup:
         return tokens.masked_fill(is_eos.cumsum(dim=1) > 0, -1)
 
     def _draft_allowed(
-        self, context: Context, allowed: Callable[[torch.Tensor, torch.Tensor], int]
+        self, context: DraftContext, allowed: Callable[[torch.Tensor, torch.Tensor], int]
     ) -> Draft | None:
         """One row, its occurrences tried in turn until one has a first token that is allowed."""
         ids = context.ids[:, : context.start]
@@ -93,7 +93,7 @@ class PromptLookup:
                     )
         return None
 
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: DraftVerdict) -> None:
         """Nothing to learn: the known tokens are all there is."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .base import Verdict
+from .base import DraftVerdict
 
 
 class Schedule(Protocol):
@@ -14,7 +14,7 @@ class Schedule(Protocol):
     #: Tokens to draft in the next round; 0 to decode without a draft.
     n_tokens: int
 
-    def observe(self, verdict: Verdict, n_advanced: int, seconds: float) -> None:
+    def observe(self, verdict: DraftVerdict, n_advanced: int, seconds: float) -> None:
         """Learn from a round: how many tokens all rows advanced by, in how much time."""
 
     def finish(self) -> None:
@@ -27,7 +27,7 @@ class Constant:
     def __init__(self, n_tokens: int, rows: int = 1) -> None:
         self.n_tokens = n_tokens
 
-    def observe(self, verdict: Verdict, n_advanced: int, seconds: float) -> None:
+    def observe(self, verdict: DraftVerdict, n_advanced: int, seconds: float) -> None:
         pass
 
     def finish(self) -> None:
@@ -47,7 +47,7 @@ class Heuristic(Constant):
         if self.kept_in is not None:
             self.kept_in.num_assistant_tokens = self.n_tokens
 
-    def observe(self, verdict: Verdict, n_advanced: int, seconds: float) -> None:
+    def observe(self, verdict: DraftVerdict, n_advanced: int, seconds: float) -> None:
         self.n_tokens = self.n_tokens + 2 if verdict.is_all_accepted else max(1, self.n_tokens - 1)
 
 
@@ -83,7 +83,7 @@ class Adaptive:
         # Decayed sums over rounds: weight, n, seconds, n * n, n * seconds.
         self.sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def observe(self, verdict: Verdict, n_advanced: int, seconds: float) -> None:
+    def observe(self, verdict: DraftVerdict, n_advanced: int, seconds: float) -> None:
         self.rounds += 1
         if self.rounds == 1:
             return  # the prompt was forwarded with it

@@ -14,17 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, LogitsProcessorList
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation import candidate_generator as kinds
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
 from ..processors import is_row_wise
-from ..processors.lists import public_type
 from ..types import ModelKwargs, Run
-from ..validate_speculation import has_foreign_generator
-from .base import Context, Draft, Setup, Verdict
+from ..validate.speculation import has_foreign_generator
+from .base import Draft, DraftContext, DraftVerdict, Setup
 from .schedule import Constant
 
 #: More than a generator drafts at once, unless the call has room for still more.
@@ -42,13 +41,6 @@ def _kind(name: str) -> Any:
 MTP = _kind("MTPCandidateGenerator")
 DFLASH = _kind("DFlashTokenCandidateGenerator")
 SINGLE_POSITION = _kind("SinglePositionMultiTokenCandidateGenerator")
-
-#: Processors that hold something of each row, and find it by the row's number.
-OF_A_BATCH = (
-    "EncoderRepetitionPenaltyLogitsProcessor",
-    "EncoderNoRepeatNGramLogitsProcessor",
-    "PrefixConstrainedLogitsProcessor",
-)
 
 
 class FromGenerators:
@@ -69,9 +61,9 @@ class FromGenerators:
         self.outputs: ModelOutput | None = None
         self.n_matches = 0
         self.is_prompt = False
-        self.padding = _padding(setup.run) if _can_strip(generators[0]) else [0] * len(generators)
+        self.padding = _padding(setup.run) if _is_known(generators[0]) else [0] * len(generators)
 
-    def draft(self, context: Context) -> Draft | None:
+    def draft(self, context: DraftContext) -> Draft | None:
         drafted: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for row, is_done in enumerate(context.is_done):
             nothing = context.ids.new_empty(0), None
@@ -84,15 +76,15 @@ class FromGenerators:
             tokens[row, : len(drafts)] = drafts
         return Draft(_as_far_as_known(tokens, context), self.scores(drafted, width))
 
-    def ask(self, row: int, context: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def ask(self, row: int, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens ``(n,)`` drafted for a row, and their scores ``(n, vocab)`` if there are any."""
         generator: Any = self.generators[row]
         n_pads = self.padding[row]
         ids = context.ids[row : row + 1, n_pads : context.start]
-        if generator.requires_model_outputs:
+        if _reads_outputs(generator):
             candidates, logits = generator.get_candidates(
                 ids,
-                model_kwargs=self.model_kwargs(row, ids),
+                model_kwargs=self.model_kwargs(row),
                 model_outputs=self.row_outputs(row),
                 is_first_iteration=self.outputs is None,
                 n_last_matches=self.n_matches,
@@ -119,12 +111,9 @@ class FromGenerators:
         distributed as the target's. So these are used only where draws have to be upstream's.
         """
         is_drawn = not isinstance(self.generators[0], SINGLE_POSITION)
-        if not self.setup.needs_logits or not (
-            is_drawn or self.setup.is_exact or not self.setup.run.config.do_sample
-        ):
-            return None
+        is_used = is_drawn or self.setup.is_exact or not self.setup.run.config.do_sample
         first = next((logits for _, logits in drafted if logits is not None), None)
-        if first is None or (len(drafted) == 1 and len(first) == 0):
+        if first is None or not (is_used and self.setup.needs_logits):
             return None
         scores = first.new_zeros(len(drafted), width, first.shape[-1])
         for row, (tokens, logits) in enumerate(drafted):
@@ -135,20 +124,19 @@ class FromGenerators:
                 scores[row, : len(tokens)].scatter_(1, tokens[:, None], 0.0)
         return scores
 
-    def model_kwargs(self, row: int, ids: torch.Tensor) -> ModelKwargs:
-        """The target's arguments for a row; mask and positions are there even if they are plain."""
+    def model_kwargs(self, row: int) -> ModelKwargs:
+        """The target's arguments for a row; a mask and positions are among them even if plain."""
         run, n_pads = self.setup.run, self.padding[row]
         kwargs = dict(run.model_kwargs)
         if not run.is_encoder_decoder:
-            rows, length = len(self.generators), ids.shape[1] + n_pads
-            if kwargs.get("attention_mask") is None:
-                kwargs["attention_mask"] = ids.new_ones(rows, length)
+            kwargs.setdefault("attention_mask", None)  # which is: there is no padding
             if kwargs.get("position_ids") is None:
-                positions = kwargs["attention_mask"].cumsum(dim=-1) - 1
-                kwargs["position_ids"] = positions.clamp(min=0)
-        if len(self.generators) == 1:
+                positions = torch.arange(run.ids.shape[1], device=run.ids.device)
+                kwargs["position_ids"] = positions.expand_as(run.ids)
+        rows = len(self.generators)
+        if rows == 1:
             return kwargs
-        kwargs = {name: self.slice(name, value, row) for name, value in kwargs.items()}
+        kwargs = {name: _of_row(name, value, row, rows) for name, value in kwargs.items()}
         for name in ("attention_mask", "position_ids") if n_pads else ():
             kwargs[name] = kwargs[name][..., n_pads:]
         return kwargs
@@ -157,33 +145,12 @@ class FromGenerators:
         """What the target model said in the last round about a row."""
         if self.outputs is None or len(self.generators) == 1:
             return self.outputs
-        outputs: Any = self.slice("", self.outputs, row)
+        outputs: Any = _of_row("", self.outputs, row, len(self.generators))
         if n_pads := self.padding[row]:
             _strip(outputs, n_pads, self.is_prompt)
-        return outputs  # type: ignore[no-any-return]
+        return outputs
 
-    def slice(self, name: str, value: Any, row: int) -> Any:
-        """``value`` with the batch dimension of every tensor in it cut to one row.
-
-        A cache is left out: what it holds is all rows' together.
-        """
-        if isinstance(value, torch.Tensor):
-            rows = len(self.generators)
-            if name == "position_ids" and value.ndim == 3:  # (3, rows, length)
-                return value[:, row : row + 1]
-            return value[row : row + 1] if value.ndim and len(value) == rows else value
-        if isinstance(value, ModelOutput):
-            sliced = copy.copy(value)
-            for key, item in value.items():
-                sliced[key] = self.slice(key, item, row)
-            return sliced
-        if isinstance(value, Mapping):
-            return {key: self.slice(key, item, row) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return type(value)([self.slice(name, item, row) for item in value])
-        return None if isinstance(value, Cache) else value
-
-    def observe(self, verdict: Verdict) -> None:
+    def observe(self, verdict: DraftVerdict) -> None:
         """Nothing to learn: ``see`` tells the generators all of it."""
 
     def see(
@@ -196,15 +163,42 @@ class FromGenerators:
         """Keep what the generators are told about the round with the next call; see ``Seeing``."""
         self.is_prompt = self.outputs is None
         self.outputs, self.n_matches = model_outputs, n_advanced - 1
-        unchanged = CandidateGenerator.update_candidate_strategy
+        idle: Any = CandidateGenerator.update_candidate_strategy
         for row, generator in enumerate(self.generators):
-            if type(generator).update_candidate_strategy is not unchanged:
+            if getattr(type(generator), "update_candidate_strategy", idle) is not idle:
                 row_scores = torch.stack([score[row] for score in scores])[None]
                 generator.update_candidate_strategy(
-                    run.ids[row : row + 1],  # type: ignore[arg-type]
-                    row_scores,  # type: ignore[arg-type]
+                    run.ids[row : row + 1],
+                    row_scores,
                     self.n_matches,
                 )
+
+
+def _of_row(name: str, value: Any, row: int, rows: int) -> Any:
+    """``value`` with the batch dimension of every tensor in it cut to one row.
+
+    A cache is left out: what it holds is all rows' together.
+    """
+    if isinstance(value, torch.Tensor):
+        if name == "position_ids" and value.ndim == 3:  # (3, rows, length)
+            return value[:, row : row + 1]
+        return value[row : row + 1] if value.ndim and len(value) == rows else value
+    if isinstance(value, ModelOutput):
+        outputs = copy.copy(value)
+        for key, item in value.items():
+            outputs[key] = _of_row(key, item, row, rows)
+        return outputs
+    if isinstance(value, Mapping):
+        return {key: _of_row(key, item, row, rows) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_of_row(name, item, row, rows) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return None if isinstance(value, Cache) else value
+
+
+def _reads_outputs(generator: Any) -> bool:
+    """Whether a generator is told what the target model said in the last round."""
+    return bool(getattr(generator, "requires_model_outputs", False))
 
 
 def _overrides(run: Run, generator: Any) -> dict[str, Any]:
@@ -212,7 +206,7 @@ def _overrides(run: Run, generator: Any) -> dict[str, Any]:
 
     All hidden states are returned to a caller who asks for them, not only those that it reads.
     """
-    if not generator.requires_model_outputs:
+    if not _reads_outputs(generator):
         return {}
     overrides = dict(getattr(generator, "model_kwargs_overrides", {}))
     if run.config.output_hidden_states:
@@ -220,7 +214,7 @@ def _overrides(run: Run, generator: Any) -> dict[str, Any]:
     return overrides
 
 
-def _as_far_as_known(tokens: torch.Tensor, context: Context) -> torch.Tensor:
+def _as_far_as_known(tokens: torch.Tensor, context: DraftContext) -> torch.Tensor:
     """``tokens (rows, n)`` with -1 after the first that differs from one that its row knows.
 
     What was drafted after another token is not worth a try.
@@ -234,10 +228,10 @@ def _as_far_as_known(tokens: torch.Tensor, context: Context) -> torch.Tensor:
 # --- padding ------------------------------------------------------------------------------------
 
 
-def _can_strip(generator: Any) -> bool:
-    """Whether it is known what of the target's outputs a kind reads.
+def _is_known(generator: Any) -> bool:
+    """Whether it is one of upstream's newer kinds, of which it is known what they read and keep.
 
-    These kinds ignore the mask, or count positions from the ids: rows come without their padding.
+    They ignore the mask, or count positions from the ids: rows of a batch come without padding.
     """
     return type(generator) in (MTP, DFLASH, SINGLE_POSITION)
 
@@ -281,102 +275,97 @@ def make_overridden(setup: Setup) -> FromGenerators | None:
 
 def make_newer(setup: Setup) -> FromGenerators | None:
     """The kinds that upstream's ``_get_candidate_generator`` makes and hfgen has no drafter for."""
-    if isinstance(setup.assistant_model, CandidateGenerator):
-        return _made(setup, [setup.assistant_model])
+    if hasattr(setup.assistant_model, "get_candidates"):
+        return _made(setup, setup.assistant_model)
     if has_foreign_generator(setup.run.config, setup.assistant_model):
         return _from_hook(setup)
     return None
 
 
 def _from_hook(setup: Setup) -> FromGenerators:
-    """One generator per row, made by the model's hook; upstream's kinds share their weights."""
-    run, rows = setup.run, len(setup.run.ids)
-    generators = [_call_hook(setup, slice(None) if rows == 1 else slice(0, 1))]
-    _fill(setup, generators[0])
-    for row in range(1, rows):
-        if _can_strip(generators[0]):
-            generators.append(_twin(generators[0]))
-        else:
-            generators.append(_call_hook(setup, slice(row, row + 1)))
-    _check_prompt(run, generators[0])
-    return FromGenerators(setup, generators)
-
-
-def _made(setup: Setup, generators: list[CandidateGenerator]) -> FromGenerators:
-    """A generator that the caller made."""
+    """What the model's hook makes: one generator, or one for each row."""
     rows = len(setup.run.ids)
-    if rows > 1:
-        kind = type(generators[0]).__name__
-        if not _can_strip(generators[0]):
+    first = _call_hook(setup)
+    if isinstance(first, SINGLE_POSITION) and first.num_assistant_tokens is None:
+        first.num_assistant_tokens = setup.run.config.num_assistant_tokens or DEFAULT_TOKENS
+    if _is_known(first):
+        return _made(setup, first)
+    return FromGenerators(setup, [first, *(_call_hook(setup, row) for row in range(1, rows))])
+
+
+def _made(setup: Setup, generator: Any) -> FromGenerators:
+    """From one generator that is there, twins for all rows: the same weights, caches of their own."""
+    run, rows = setup.run, len(setup.run.ids)
+    if not _is_known(generator):
+        if rows > 1:
             raise ValueError(
-                f"`assistant_model` is one {kind}, which follows one sequence, and there are {rows}. "
-                "Return one from `_get_candidate_generator` of the model's class, which is called for "
-                "each, or pass a `hfgen.Drafter`."
+                f"`assistant_model` is one {type(generator).__name__}, which follows one sequence, "
+                f"and there are {rows}. Return one from `_get_candidate_generator` of the model's "
+                "class, which is called for each, or pass a `hfgen.Drafter`."
             )
-        generators = [_twin(generators[0]) for _ in range(rows)]
-    _check_prompt(setup.run, generators[0])
-    return FromGenerators(setup, generators)
+        return FromGenerators(setup, [generator])
+    _check_prompt(run, generator)
+    if rows == 1:
+        return FromGenerators(setup, [generator])
+    twins = []
+    for row, n_pads in enumerate(_padding(run)):
+        twin = copy.copy(generator)
+        for name, value in vars(generator).items():
+            if isinstance(value, Cache):
+                setattr(twin, name, copy.deepcopy(value))
+        if hasattr(twin, "logits_processor"):
+            twin.logits_processor = _ForRow(run, row, n_pads)
+        twins.append(twin)
+    return FromGenerators(setup, twins)
 
 
-def _call_hook(setup: Setup, rows: slice) -> CandidateGenerator:
-    """The generator that the model's hook makes for ``rows``."""
-    run = setup.run
-    model_kwargs = run.model_kwargs
-    if rows != slice(None):
-        model_kwargs = dict(model_kwargs)
-        for name, value in model_kwargs.items():
-            if isinstance(value, torch.Tensor) and value.ndim and len(value) == len(run.ids):
-                model_kwargs[name] = value[rows]
-    encoder_input: Any = setup.encoder_input
-    if encoder_input is not None and len(encoder_input) == len(run.ids):
-        encoder_input = encoder_input[rows]
-    generator: CandidateGenerator = run.model._get_candidate_generator(
+def _call_hook(setup: Setup, row: int = 0) -> Any:
+    """The generator that the model's hook makes: for all of the call, or for a row of a batch."""
+    run, rows = setup.run, len(setup.run.ids)
+    processors, model_kwargs, encoder_input = run.processors, run.model_kwargs, setup.encoder_input
+    if rows > 1:
+        processors = LogitsProcessorList([_ForRow(run, row)])
+        model_kwargs = {k: _of_row(k, v, row, rows) for k, v in model_kwargs.items()}
+        if encoder_input is not None and len(run.ids) % len(encoder_input) == 0:
+            row_of_batch = row * len(encoder_input) // rows
+            encoder_input = encoder_input[row_of_batch : row_of_batch + 1]
+    return run.model._get_candidate_generator(
         generation_config=run.config,
-        input_ids=run.ids[rows],
+        input_ids=run.ids[row : row + 1],
         inputs_tensor=encoder_input,
         assistant_model=setup.assistant_model,
-        logits_processor=run.processors if rows == slice(None) else _of_one_row(run),
+        logits_processor=processors,
         target_tokenizer=setup.tokenizer,
         assistant_tokenizer=setup.assistant_tokenizer,
         model_kwargs=model_kwargs,
     )
-    return generator
 
 
-def _of_one_row(run: Run) -> LogitsProcessorList:
-    """The processors of a batch that can be asked about one row of it, and about drafts."""
-    asked = (p for p in run.processors if is_row_wise(p) and _public_name(p) not in OF_A_BATCH)
-    return LogitsProcessorList(asked)
+class _ForRow(LogitsProcessor):
+    """The processors of a batch, asked about one row of it and about drafts.
 
+    Some hold something of each row, so they are asked about the row in its place. Those that have a
+    state, or may have one, are left out: it is not to be one of drafts.
+    """
 
-def _public_name(processor: Any) -> str:
-    return public_type(processor).__name__
+    def __init__(self, run: Run, row: int, n_pads: int = 0) -> None:
+        self.processors = LogitsProcessorList(filter(is_row_wise, run.processors))
+        self.row, self.rows = row, len(run.ids)
+        self.pads = run.ids[row : row + 1, :n_pads]
 
-
-def _fill(setup: Setup, generator: Any) -> None:
-    """Give a Gemma assistant a number of tokens to draft if its config has none."""
-    if isinstance(generator, SINGLE_POSITION) and generator.num_assistant_tokens is None:
-        generator.num_assistant_tokens = setup.run.config.num_assistant_tokens or DEFAULT_TOKENS
-
-
-def _twin(generator: CandidateGenerator) -> CandidateGenerator:
-    """Another one for another row: the same weights, a cache of its own."""
-    twin = copy.copy(generator)
-    for name, value in vars(twin).items():
-        if isinstance(value, Cache):
-            setattr(twin, name, copy.deepcopy(value))
-    return twin
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``input_ids (1, length)`` without the pads, ``scores (1, vocab)``."""
+        ids = torch.cat([self.pads, input_ids], dim=1).expand(self.rows, -1)
+        processed: Any = self.processors(ids, scores.repeat(self.rows, 1))
+        return processed[self.row : self.row + 1]
 
 
 def _check_prompt(run: Run, generator: Any) -> None:
     """Raise ``ValueError`` for a prompt that is not all there: of embeddings, or in a cache."""
-    if not _can_strip(generator):
-        return
     kind = type(generator).__name__
-    embeds = run.model_kwargs.get("inputs_embeds")
-    if embeds is not None and embeds.shape[1] != run.ids.shape[1]:
+    if run.model_kwargs.get("inputs_embeds") is not None and not run.is_encoder_decoder:
         raise ValueError(
-            f"{kind} reads the prompt's ids, and there are only `inputs_embeds`. Pass `input_ids`."
+            f"{kind} reads the ids of the prompt: pass `input_ids` in place of `inputs_embeds`."
         )
     cache = run.model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:

@@ -22,12 +22,12 @@ from transformers.utils import ModelOutput
 from .. import forward, outputs, quirks, stopping
 from ..caches.rollback import record_past, roll_back
 from ..drafters import (
-    Context,
     Draft,
+    DraftContext,
     Drafter,
+    DraftVerdict,
     Schedule,
     Setup,
-    Verdict,
     checked,
     make_drafter,
     make_schedule,
@@ -89,9 +89,8 @@ class Assisted:
             return None
         self.is_first = False
         self.stats.forwards += 1
-        result: ModelOutput = run.model._prefill(
-            run.ids, run.config, run.model_kwargs | self.overrides
-        )
+        model_kwargs = run.model_kwargs | self.overrides if self.overrides else run.model_kwargs
+        result: ModelOutput = run.model._prefill(run.ids, run.config, model_kwargs)
         return result
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
@@ -133,7 +132,7 @@ class Assisted:
             )
             is_done = tuple(end is not None for end in self.ends)
             self.reserve(start + n)
-            context = Context(self.tokens, known, is_done, start, n)
+            context = DraftContext(self.tokens, known, is_done, start, n)
             self.draft = checked(self.drafter, self.drafter.draft(context), context)
         if self.draft is not None:
             tokens = self.draft.tokens.to(self.tokens.device)
@@ -191,9 +190,9 @@ class Assisted:
         scores = verified[:n_advanced]
         if run.scores is not None:
             run.scores += scores
-        if hasattr(self.drafter, "see"):
+        if (see := getattr(self.drafter, "see", None)) is not None:
             unverified = logits[:, len(verified) :].unbind(dim=1)
-            self.drafter.see(run, model_outputs, (*verified, *unverified), n_advanced)
+            see(run, model_outputs, (*verified, *unverified), n_advanced)
         return Step(
             tokens=new,
             scores=scores,
@@ -223,7 +222,7 @@ class Assisted:
         """Tell drafter and schedule what became of the round."""
         gained = [k - b for k, b in zip(self.known, before, strict=True)]
         accepted = [min(max(g - 1, 0), d) for g, d in zip(gained, self.drafted, strict=True)]
-        verdict = Verdict(tuple(self.drafted), tuple(accepted), run.ids.shape[1] + n_advanced)
+        verdict = DraftVerdict(tuple(self.drafted), tuple(accepted), run.ids.shape[1] + n_advanced)
         if self.draft is not None:
             self.drafter.observe(verdict)
             self.stats.rounds += 1

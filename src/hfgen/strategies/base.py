@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from .. import forward, stopping
+from .. import fanout, forward, stopping
 from ..types import Run
 
 
@@ -23,12 +23,7 @@ class NextToken:
         self.execute = run.model.__call__
 
     def prefill(self, run: Run) -> ModelOutput:
-        return run.model._prefill(
-            run.ids,
-            run.config,
-            run.model_kwargs,
-            is_first_iteration=not run.config.is_assistant,
-        )
+        return fanout.prefill(run, is_first_iteration=not run.config.is_assistant)
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
         return nullcontext()

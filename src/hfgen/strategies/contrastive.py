@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.utils import ModelOutput
 
 from .. import forward, quirks
+from ..caches.dynamic import upstream_kind
 from ..caches.rollback import record_past, roll_back
 from ..types import Run, Step
 from .sample import Sample
@@ -244,8 +245,9 @@ def _let_rows_agree(cache: Any, rows: torch.Tensor) -> None:
 
 def _newest_column(layer: Any) -> torch.Tensor | None:
     """Where a layer has the token that was forwarded last ``(1,)``; ``None`` if that is not known."""
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.get_seq_length() > 0:
+    kind = upstream_kind(layer)
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer) and layer.get_seq_length() > 0:
         return torch.tensor([layer.keys.shape[-2] - 1])
-    if type(layer) is StaticLayer and layer.is_initialized:
+    if kind is StaticLayer and layer.is_initialized:
         return layer.cumulative_length.view(1) - 1
     return None

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-from . import constraints, quirks
+from .. import constraints, quirks
 
 
 def check_mode(model: Any, mode: GenerationMode, config: GenerationConfig) -> None:

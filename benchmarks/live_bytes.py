@@ -1,0 +1,48 @@
+"""The memory of tensors that are alive, counted operation by operation, on any device."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Within, ``now`` is the bytes of storages that operations made and that are still alive.
+
+    ``peak`` is their maximum. What a kernel allocates and frees within itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        inputs = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in inputs and storage not in self._seen:
+                    self._count(storage)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        n_bytes = storage.nbytes()
+        self._seen.add(storage)
+        self.now += n_bytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, n_bytes)
+
+    def _free(self, n_bytes: int) -> None:
+        self.now -= n_bytes

@@ -1,0 +1,236 @@
+"""The dynamic cache: upstream's, but that its layers grow in place.
+
+Upstream concatenates each token to all before it: one copy of the whole cache per token. Here a
+layer writes the token into the spare room of a buffer, and hands out the part that is filled. Each
+layer is one of upstream's kinds and keeps its methods; only what grows or takes rows is written
+anew, and ``keys`` and ``values`` may be assigned as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from .growing import Growing, Room
+
+
+def _growing(name: str) -> Any:
+    """An attribute that is the view of the ``Growing`` behind it."""
+    hidden = f"_{name}"
+
+    def get(layer: Any) -> Tensor | None:
+        view: Tensor | None = vars(layer)[hidden].view
+        return view
+
+    def assign(layer: Any, value: Tensor | None) -> None:
+        vars(layer)[hidden].assign(value)
+
+    return property(get, assign)
+
+
+def _grows_in_place(states: Tensor) -> bool:
+    """Whether ``states`` may be written into a buffer.
+
+    With gradients, an earlier step's tensors have to stay as they are; tracers and subclasses of
+    tensors are left to upstream's operations, which they know.
+    """
+    return (
+        not torch.is_grad_enabled() and type(states) is Tensor and not torch.compiler.is_compiling()
+    )
+
+
+class GrowingLayer(DynamicLayer):
+    """Full attention: ``keys (rows, heads, length, size)``, ``values`` alike; sizes may differ."""
+
+    keys: Any = _growing("keys")
+    values: Any = _growing("values")
+    #: What grows, by the names of the attributes that hold it.
+    _names: tuple[str, ...] = ("_keys", "_values")
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        layer = super().__new__(cls)
+        layer._room = Room()
+        for name in cls._names:
+            setattr(layer, name, Growing())
+        return layer
+
+    def __copy__(self) -> Any:
+        twin = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            vars(twin)[name] = value.__copy__() if isinstance(value, Growing) else value
+        return twin
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values of all tokens so far, with those of the new ones."""
+        if not _grows_in_place(key_states):
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        room = self._room
+        return self._keys.append(key_states, room), self._values.append(value_states, room)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``i`` go on as row ``beam_idx[i]``; there may be more or fewer rows than before."""
+        self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self._map_rows(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices``: numbers or a mask."""
+        if isinstance(indices, Tensor):
+            self._map_rows(lambda states: states[indices, ...])
+        else:
+            super().batch_select_indices(indices)
+
+    def _map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
+        if self.get_seq_length() > 0:
+            self._keys.map_rows(take)
+            self._values.map_rows(take)
+
+
+class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
+    """Sliding-window and chunked attention: the last ``sliding_window - 1`` tokens are kept.
+
+    They move through a buffer, and are copied to the start of another one where it ends.
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values that the new tokens may see, and theirs."""
+        if not _grows_in_place(key_states):
+            return DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        n_new = key_states.shape[-2]
+        self.cumulative_length += n_new
+        return (
+            self._slide(self._keys, key_states, n_new),
+            self._slide(self._values, value_states, n_new),
+        )
+
+    def _slide(self, states: Growing, new: Tensor, n_new: int) -> Tensor:
+        n_before = self.sliding_window - 1
+        full = states.append(new, self._room, self.cumulative_length)
+        if self.record_past:
+            return full[:, :, -(n_before + n_new) :]
+        # A window of one token keeps them all, as upstream's does.
+        states.keep_last(n_before or full.shape[-2], self._room.block(n_before))
+        return full
+
+
+class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
+    """Full attention with an indexer's keys ``(rows, length, size)`` besides."""
+
+    indexer_keys: Any = _growing("indexer_keys")
+    _names = ("_keys", "_values", "_indexer_keys")
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """The indexer's keys of all tokens so far, with those of the new ones."""
+        if not _grows_in_place(indexer_key_states):
+            return super().update_indexer(indexer_key_states)
+        if not self.is_indexer_initialized:
+            self.lazy_initialization_indexer(indexer_key_states)
+        states: Tensor = self._indexer_keys.append(indexer_key_states, self._room)
+        return states
+
+
+class GrowingHybridLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):
+    """Full attention beside states of linear attention, which do not grow."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        GrowingLayer.reorder_cache(self, beam_idx)
+
+
+class GrowingHybridSlidingLayer(
+    LinearAttentionAndSlidingWindowAttentionLayer, GrowingSlidingWindowLayer
+):
+    """Sliding-window attention beside states of linear attention, which do not grow."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        GrowingLayer.reorder_cache(self, beam_idx)
+
+
+#: Which layer stands for which of upstream's; other kinds, models' own among them, stay.
+KINDS: dict[type, type] = {
+    DynamicLayer: GrowingLayer,
+    DynamicSlidingWindowLayer: GrowingSlidingWindowLayer,
+    DynamicIndexedLayer: GrowingIndexedLayer,
+    LinearAttentionAndFullAttentionLayer: GrowingHybridLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: GrowingHybridSlidingLayer,
+}
+_UPSTREAM = {ours: theirs for theirs, ours in KINDS.items()}
+
+
+def upstream_kind(layer: Any) -> type:
+    """The class of upstream's that a layer is one of, or stands for."""
+    return _UPSTREAM.get(type(layer), type(layer))
+
+
+def as_growing(layer: Any, room: Room) -> Any:
+    """The layer, with its states, as one that grows in place, if there is such a kind."""
+    kind: Any = KINDS.get(type(layer))
+    if kind is None:
+        return layer
+    twin = kind.__new__(kind)
+    twin._room = room
+    for name, value in vars(layer).items():
+        setattr(twin, name, value)
+    return twin
+
+
+class GrowingCache(DynamicCache):
+    """``DynamicCache`` of layers that grow in place; it takes the same arguments.
+
+    ``max_length``: tokens at the end of the call, beyond which no room is made. An offloaded cache
+    is upstream's in all.
+    """
+
+    layers: list[Any]
+    layer_class_to_replicate: Any
+
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
+        config: Any = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+        *,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(ddp_cache_data, config, offloading, offload_only_non_sliding)
+        self._room = Room(max_length=max_length)
+        if offloading:
+            return
+        if self.layers:
+            self._room.n_tensors = 2 * len(self.layers)
+        self.layers = [as_growing(layer, self._room) for layer in self.layers]
+        if self.layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = partial(_new_layer, self._room)
+
+    def expect(self, max_length: int) -> None:
+        """Make room for a call that ends with ``max_length`` tokens, from now on."""
+        self._room.max_length = max_length
+
+
+def _new_layer(room: Room) -> Any:
+    return as_growing(DynamicLayer(), room)

@@ -1,0 +1,183 @@
+"""States in a few bits: groups of numbers that share a scale and a zero point, packed into bytes.
+
+A group of ``bits`` bits holds ``x`` as ``code = round((x - zero) / scale)``, with ``zero`` its
+smallest number and ``scale`` its range over ``2**bits - 1``, so ``zero + scale * code`` is at most
+half a scale from ``x``. Scales and zero points have the dtype of the states: the smallest number of
+a group is then represented exactly, however far from zero the group lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+#: Dimensions of grouped states ``(rows, heads, groups, tokens, parts, channels)``.
+GROUPS, TOKENS, CHANNELS = 2, 3, 5
+
+#: Numbers that are unpacked, or packed, at a time: on a CPU few enough to stay in its caches.
+UNPACKED_AT_ONCE = {"cpu": 2**19}
+PACKED_AT_ONCE = {"cpu": 2**17}
+ON_ACCELERATORS = 2**23
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How states ``(rows, heads, length, size)`` are cut into groups.
+
+    Along the length into blocks of ``tokens``, which are packed together; along the size into parts
+    of ``channels``. ``axis`` says which of the two shares a scale: ``TOKENS`` of one channel, or
+    ``CHANNELS`` of one token.
+    """
+
+    bits: int
+    axis: int
+    tokens: int
+    channels: int
+
+    def split(self, states: torch.Tensor) -> torch.Tensor:
+        """A view ``(rows, heads, groups, tokens, parts, channels)``; whole groups only."""
+        return states.unflatten(-1, (-1, self.channels)).unflatten(2, (-1, self.tokens))
+
+    def encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Packed codes, scales and zero points of grouped states; the latter two with a ``1`` at ``axis``."""
+        exact = states.to(_exact(states.dtype))
+        zero, high = torch.aminmax(exact, dim=self.axis, keepdim=True)
+        n_steps = 2**self.bits - 1
+        scale = ((high - zero) / n_steps).to(states.dtype)
+        step = scale.to(exact.dtype)
+        step = step.masked_fill(step == 0, 1)  # all numbers of the group are equal
+        codes = ((exact - zero) / step).round_().clamp_(0, n_steps).to(torch.uint8)
+        return pack(codes, self.bits), scale, zero.to(states.dtype)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes ``(…, tokens, parts, channels)`` as bytes ``(…, tokens * bits / 8, parts, channels)``.
+
+    A byte holds codes of tokens that are ``tokens * bits / 8`` apart, so that unpacking writes whole
+    runs of tokens.
+    """
+    n_per_byte = 8 // bits
+    first, *others = codes.chunk(n_per_byte, dim=-3)
+    packed = first.clone()
+    for index, part in enumerate(others, start=1):
+        packed |= part << (bits * index)
+    return packed
+
+
+def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """Write the codes that ``pack`` was given into ``out``, of any dtype."""
+    n_per_byte = 8 // bits
+    n_bytes = packed.shape[-3]
+    for index in range(n_per_byte):
+        codes = packed >> (bits * index) if index else packed
+        if index < n_per_byte - 1:
+            codes = codes & (2**bits - 1)
+        out.narrow(-3, index * n_bytes, n_bytes).copy_(codes)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """States of whole groups: ``codes (rows, heads, groups, bytes, parts, channels)``, uint8, and
+    the ``scale`` and ``zero`` of each group."""
+
+    grouping: Grouping
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+    @classmethod
+    def nothing(cls, grouping: Grouping, like: torch.Tensor) -> Packed:
+        """No groups yet, of states like ``like (rows, heads, length, size)``."""
+        rows, heads, _, size = like.shape
+        no_tokens = like.new_zeros(rows, heads, grouping.tokens, size)
+        none = cls(grouping, *grouping.encode(grouping.split(no_tokens)))
+        return none.first(0)
+
+    @property
+    def n_groups(self) -> int:
+        return int(self.codes.shape[GROUPS])
+
+    @property
+    def length(self) -> int:
+        return self.n_groups * self.grouping.tokens
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.codes, self.scale, self.zero
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        """With ``change`` applied to all tensors; their first dimension are the rows."""
+        codes, scale, zero = map(change, self.tensors)
+        return replace(self, codes=codes, scale=scale, zero=zero)
+
+    def first(self, n_groups: int) -> Packed:
+        """The first groups, as copies: the memory of the others is free again."""
+        return self.each(lambda tensor: tensor[:, :, :n_groups].clone())
+
+    def extended(self, states: torch.Tensor, is_padding: torch.Tensor | None = None) -> Packed:
+        """With the groups of ``states (rows, heads, length, size)`` behind those that are there.
+
+        A few groups are computed at a time. ``is_padding (rows, length)``: tokens that nothing will
+        attend to, and whose states must therefore not widen the range of a group.
+        """
+        n_old, tokens = self.n_groups, self.grouping.tokens
+        n_new = states.shape[2] // tokens
+        longer = self.each(lambda tensor: _with_room(tensor, n_old + n_new))
+        for old, new in zip(longer.tensors, self.tensors, strict=True):
+            old[:, :, :n_old] = new
+        for start, end in _blocks(n_new, states, tokens, PACKED_AT_ONCE):
+            positions = slice(start * tokens, end * tokens)
+            grouped = self.grouping.split(states[:, :, positions])
+            if is_padding is not None:
+                grouped = _without_padding(grouped, is_padding[:, positions])
+            for tensor, part in zip(longer.tensors, self.grouping.encode(grouped), strict=True):
+                tensor[:, :, n_old + start : n_old + end] = part
+        return longer
+
+    def write_to(self, out: torch.Tensor) -> None:
+        """Write the states into ``out (rows, heads, length, size)``, a few groups at a time.
+
+        Half-precision states are computed in float32, and rounded once: on a CPU also faster.
+        """
+        grouped = self.grouping.split(out)
+        exact = _exact(out.dtype)
+        for start, end in _blocks(self.n_groups, out, self.grouping.tokens, UNPACKED_AT_ONCE):
+            part = grouped[:, :, start:end]
+            states = part if out.dtype == exact else torch.empty_like(part, dtype=exact)
+            unpack(self.codes[:, :, start:end], self.grouping.bits, states)
+            states.mul_(self.scale[:, :, start:end].to(exact))
+            states.add_(self.zero[:, :, start:end].to(exact))
+            if states is not part:
+                part.copy_(states)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """What states of ``dtype`` are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _with_room(tensor: torch.Tensor, n_groups: int) -> torch.Tensor:
+    return tensor.new_empty(*tensor.shape[:GROUPS], n_groups, *tensor.shape[GROUPS + 1 :])
+
+
+def _without_padding(grouped: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
+    """Grouped states in which padding has the states of the last token of its group.
+
+    Padding is on the left, so the last token is a real one, unless no token of the group is.
+    """
+    is_padding = is_padding.unflatten(1, (-1, grouped.shape[TOKENS]))  # (rows, groups, tokens)
+    last = grouped[:, :, :, -1:]
+    return torch.where(is_padding[:, None, :, :, None, None], last, grouped)
+
+
+def _blocks(
+    n_groups: int, states: torch.Tensor, tokens: int, at_once: dict[str, int]
+) -> Iterator[tuple[int, int]]:
+    """Ranges of groups that have about as many numbers as are computed at a time."""
+    rows, heads, _, size = states.shape
+    n_numbers = at_once.get(states.device.type, ON_ACCELERATORS)
+    step = max(1, n_numbers // max(1, rows * heads * tokens * size))
+    for start in range(0, n_groups, step):
+        yield start, min(start + step, n_groups)

@@ -1,0 +1,273 @@
+"""Keys and values in 8, 4 or 2 bits, in plain torch: the cache behind ``"quantized"``.
+
+The method is KIVI (Liu et al. 2024). Some channels of keys are far larger than others, for all
+tokens alike, so the tokens of a channel share a scale; values have no such channels, so the
+channels of a token do. The newest tokens stay as they are, and when there is a group more than
+``residual_length`` of them, the oldest group is packed. Packed states are never changed.
+
+What a forward pass computes itself, it attends to in full precision: a prompt that is forwarded in
+one go is attended to exactly, and packed behind it, some groups at a time. For attention, one layer
+at a time is unpacked, some groups at a time, into a tensor that lives as long as the layer's forward
+needs it. So besides the packed states there is one layer in full precision at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
+
+from ..logs import logger
+from .dynamic import GrowingCache
+from .packing import CHANNELS, TOKENS, Grouping, Packed
+from .quantized_settings import Settings
+
+
+class States:
+    """The keys, or the values, of one layer: old ones packed, ``recent`` ones as they are."""
+
+    def __init__(self, grouping: Grouping, like: torch.Tensor) -> None:
+        self.packed = Packed.nothing(grouping, like)
+        #: ``(rows, heads, length, size)``
+        self.recent = like[:, :, :0].clone()
+
+    def __len__(self) -> int:
+        return self.packed.length + int(self.recent.shape[2])
+
+    def joined(self, new: torch.Tensor | None = None) -> torch.Tensor:
+        """All states, and ``new`` ones behind them, ``(rows, heads, length, size)``, in one tensor."""
+        new = self.recent[:, :, :0] if new is None else new
+        n_packed, n_old = self.packed.length, len(self)
+        rows, heads, n_new, size = new.shape
+        joined = new.new_empty(rows, heads, n_old + n_new, size)
+        self.packed.write_to(joined[:, :, :n_packed])
+        joined[:, :, n_packed:n_old] = self.recent
+        joined[:, :, n_old:] = new
+        return joined
+
+    def keep(self, states: torch.Tensor, n_exact: int, padding: torch.Tensor | None = None) -> None:
+        """Keep ``states``, all there are, and pack whole groups of those before the last ``n_exact``.
+
+        ``padding (rows,)``: how many of the first tokens of a row are padding.
+        """
+        states = states.detach()
+        start, tokens = self.packed.length, self.packed.grouping.tokens
+        n_ready = max(0, states.shape[2] - start - n_exact)
+        end = start + n_ready // tokens * tokens
+        if end > start:
+            is_padding = None
+            if padding is not None:
+                positions = torch.arange(start, end, device=padding.device)
+                is_padding = positions < padding[:, None]
+            self.packed = self.packed.extended(states[:, :, start:end], is_padding)
+        self.recent = states[:, :, end:].clone()  # a view would keep all of the states alive
+
+    def crop(self, n_tokens: int) -> None:
+        """Forget the last ``n_tokens``. Of a packed group, the rest is unpacked."""
+        length = max(0, len(self) - n_tokens)
+        if length >= self.packed.length:
+            self.recent = self.recent[:, :, : length - self.packed.length]
+            return
+        n_groups, n_left = divmod(length, self.packed.grouping.tokens)
+        cut = self.packed.each(lambda tensor: tensor[:, :, n_groups : n_groups + 1])
+        rows, heads, _, size = self.recent.shape
+        unpacked = self.recent.new_empty(rows, heads, cut.length, size)
+        cut.write_to(unpacked)
+        self.recent = unpacked[:, :, :n_left].clone()
+        self.packed = self.packed.first(n_groups)
+
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply ``change`` to all tensors; their first dimension are the rows."""
+        self.packed, self.recent = self.packed.each(change), change(self.recent)
+
+    @property
+    def n_bytes(self) -> int:
+        tensors = (*self.packed.tensors, self.recent)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class QuantizedLayer(DynamicLayer):
+    """A layer that attends to everything. Its ``keys`` and ``values`` are unpacked when read."""
+
+    def __init__(self, settings: Settings, padding: torch.Tensor | None = None) -> None:
+        self.settings = settings
+        #: ``(rows,)``: how many of the first tokens of a row are padding.
+        self.padding: Any = padding
+        self.n_padded = 0 if padding is None else int(padding.max())
+        #: Whether what an update adds may be taken back before the next one.
+        self.record_past = False
+        self.states: dict[str, States] = {}
+        super().__init__()
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self._read("keys")
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._write("keys", states)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._read("values")
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._write("values", states)
+
+    def _read(self, name: str) -> torch.Tensor | None:
+        return self.states[name].joined() if name in self.states else None
+
+    def _write(self, name: str, states: torch.Tensor | None) -> None:
+        if states is None:
+            self.states.pop(name, None)
+            return
+        self.states[name] = States(self._grouping(name, states.shape[-1]), states)
+        self.states[name].keep(states, self.settings.residual_length)
+
+    def _grouping(self, name: str, size: int) -> Grouping:
+        bits, tokens = self.settings.bits, self.settings.tokens
+        if name == "keys":
+            return Grouping(bits, TOKENS, tokens, size)
+        return Grouping(bits, CHANNELS, tokens, self.settings.channels(size))
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+        if self.padding is not None:
+            self._fit_padding(len(key_states))
+
+    def _fit_padding(self, n_rows: int) -> None:
+        """Padding of a batch whose rows are still to be repeated, when its prompts are forwarded."""
+        repeats, is_foreign = divmod(len(self.padding), n_rows)
+        if is_foreign or not repeats:
+            self.padding, self.n_padded = None, 0
+        else:
+            self.padding = self.padding[::repeats]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        n_exact = self.settings.residual_length
+        if self.record_past and self.get_seq_length():  # a prompt is not taken back
+            n_exact += key_states.shape[2]
+        return (
+            self._extend("keys", key_states, n_exact, self._padding_to_pack()),
+            self._extend("values", value_states, n_exact),
+        )
+
+    def _extend(
+        self, name: str, new: torch.Tensor, n_exact: int, padding: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add ``new`` states; all of them, for attention."""
+        states = self.states[name]
+        joined = states.joined(new) if len(states) else new
+        states.keep(joined, n_exact, padding)
+        return joined
+
+    def _padding_to_pack(self) -> torch.Tensor | None:
+        """``padding``, if keys of padding are still to be packed."""
+        if self.padding is None or self.states["keys"].packed.length >= self.n_padded:
+            return None
+        self.padding = self.padding.to(self.device)
+        return self.padding
+
+    def get_seq_length(self) -> int:
+        return len(self.states["keys"]) if self.is_initialized else 0
+
+    def activate_past_recording(self) -> None:
+        """From now on, keep what an update adds in full precision until the next update."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last ``-tokens_to_remove`` tokens out. Those left of a packed group stay rounded."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                "`crop` takes minus the number of tokens to remove, but was given "
+                f"{tokens_to_remove}."
+            )
+        if tokens_to_remove:
+            for states in self.states.values():
+                states.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.padding, self.n_padded = None, 0
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for states in self.states.values():
+            states.change(change)
+        if self.padding is not None:
+            self.padding = change(self.padding)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._change(lambda tensor: tensor[indices.to(tensor.device), ...])
+
+    def offload(self) -> None:
+        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of what is kept between updates."""
+        return sum(states.n_bytes for states in self.states.values())
+
+
+class QuantizedCache(DynamicCache, transformers.QuantizedCache):
+    """Quantises the layers that attend to everything; layers of another kind keep their own states.
+
+    Args:
+        config: The model's config.
+        settings: Bits, group size, and how many tokens stay in full precision.
+        padding: ``(rows,)``: how many of the first tokens of a row are padding. Padding is rounded
+            like any token, but has no say in the scales.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        settings: Settings | None = None,
+        padding: torch.Tensor | None = None,
+    ) -> None:
+        config = config.get_text_config(decoder=True)
+        settings = settings or Settings()
+        kinds, _ = get_layer_types_and_kwargs(config)
+        if "full_attention" not in kinds:
+            logger.warning_once(
+                "`cache_implementation='quantized'` quantises layers of kind 'full_attention', "
+                f"and this model has none: its layers are {sorted(set(kinds))}."
+            )
+        layers = [
+            QuantizedLayer(settings, padding) if kind == "full_attention" else layer
+            for kind, layer in zip(kinds, GrowingCache(config=config).layers, strict=True)
+        ]
+        Cache.__init__(self, layers=layers)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the quantised layers keep between updates."""
+        return sum(layer.n_bytes for layer in self.layers if isinstance(layer, QuantizedLayer))
+
+
+def left_padding(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """How many tokens a mask ``(rows, length)`` hides at the left of each row ``(rows,)``, if any."""
+    if mask is None or mask.ndim != 2:
+        return None
+    padding = (mask.cumsum(dim=-1) == 0).sum(dim=-1)
+    return padding if bool(padding.any()) else None

@@ -1,0 +1,80 @@
+"""The scores of an assistant, restricted to the tokens that the target's vocabulary has too."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..processors import LogitsProcessorList
+from .base import DraftContext
+
+
+class Restriction:
+    """A processor of the assistant's scores: those of shared tokens, as the target would process them."""
+
+    is_row_wise = True
+
+    def __init__(
+        self,
+        to_target: dict[int, int],
+        target_size: int,
+        processors: LogitsProcessorList,
+        device: torch.device,
+    ) -> None:
+        self.own = torch.tensor(list(to_target), device=device)
+        self.target = torch.tensor(list(to_target.values()), device=device)
+        self.target_size, self.processors, self.device = target_size, processors, device
+        #: How far the rows are known, in the assistant's columns.
+        self.own_known: tuple[int, ...] = ()
+
+    def begin(self, context: DraftContext) -> None:
+        """Start a draft behind ``context``."""
+        self.known = torch.tensor(context.known, device=self.device)
+        self.ids = context.ids.to(self.device, copy=True)
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``ids (rows, length)`` and ``scores (rows, vocab)`` of the assistant; the same back."""
+        vocab, device = scores.shape[1], scores.device
+        shared = self.to_target(scores.to(self.device))
+        restricted = self.to_own(shared, vocab)
+        if self.processors:
+            processed = self.processors(self.target_ids(ids.to(self.device)), shared.clone())
+            processed = self.to_own(processed, vocab)
+            # Nothing shared may be left, if an EOS is forced: any other draft will do as well.
+            is_left = (processed > -math.inf).any(dim=1, keepdim=True)
+            restricted = torch.where(is_left, processed, restricted)
+        return restricted.to(device)
+
+    def to_target(self, scores: torch.Tensor) -> torch.Tensor:
+        """``(…, assistant's vocab)`` to ``(…, target's vocab)``: -inf where it is not shared."""
+        result = scores.new_full((*scores.shape[:-1], self.target_size), -math.inf)
+        result[..., self.target.to(scores.device)] = scores[..., self.own.to(scores.device)]
+        return result
+
+    def to_own(self, scores: torch.Tensor, vocab: int) -> torch.Tensor:
+        """``(rows, target's vocab)`` to ``(rows, vocab)``, the assistant's."""
+        result = scores.new_full((scores.shape[0], vocab), -math.inf)
+        result[:, self.own] = scores[:, self.target]
+        return result
+
+    def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids ``(rows, length)`` of what is known and drafted so far.
+
+        Rows that are shorter repeat their first id: processors ask what occurred, and what is newest.
+        """
+        n_drafted = ids.shape[1] - torch.tensor(self.own_known, device=self.device)
+        n_drafted = n_drafted.clamp(min=0)
+        lengths = self.known + n_drafted
+        longest = int(lengths.max())
+        if longest > self.ids.shape[1]:
+            more = self.ids.new_zeros(len(self.ids), longest - self.ids.shape[1])
+            self.ids = torch.cat([self.ids, more], dim=1)
+        is_new = n_drafted > 0
+        mapped = self.target[
+            torch.searchsorted(self.own, ids[:, -1].contiguous()).clamp(max=len(self.own) - 1)
+        ]
+        rows = torch.arange(len(ids), device=self.device)
+        self.ids[rows[is_new], lengths[is_new] - 1] = mapped[is_new]
+        columns = torch.arange(longest, device=self.device) - longest + lengths[:, None]
+        return self.ids.gather(1, columns.clamp(min=0))

@@ -1,0 +1,102 @@
+"""From one tokenizer's ids to another's and back, through the text between them."""
+
+from __future__ import annotations
+
+from ..vocabularies import INCOMPLETE, Spelling
+
+
+class Row:
+    """One sequence of the target, as the assistant reads it: its text, in ids of the assistant's.
+
+    What is encoded anew each round is a window of the newest target tokens. Where it begins moves
+    on with them: see ``move``. A wrong alignment makes a bad draft, no more.
+    """
+
+    def __init__(
+        self, target: Spelling, own: Spelling, lookbehind: int, own_lookbehind: int
+    ) -> None:
+        self.target, self.own = target, own
+        self.lookbehind, self.own_lookbehind = lookbehind, own_lookbehind
+        self.tokens: list[int] = []
+        self.begin = 0  # of the window, in `tokens`
+        self.limit = 2 * lookbehind  # tokens in a window that is about to move
+        #: The assistant's ids up to the window; how many that begin the window's encoding are theirs.
+        self.before: list[int] = []
+        self.n_overlap = 0
+        self.newest: list[int] = []  # the end of the last context
+
+    def open(self, opening: list[int]) -> None:
+        """Let the assistant's context begin with these."""
+        self.before = list(opening)
+
+    def read(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+
+    def context(self) -> list[int]:
+        window = self.encoded(self.begin)
+        context = self.before + window[self.n_overlap :]
+        self.move(window)
+        self.newest = context[-self.own_lookbehind :]
+        return context
+
+    def encoded(self, begin: int) -> list[int]:
+        """The assistant's ids of the text from the target's token ``begin`` on.
+
+        A character that is not complete is left to the assistant.
+        """
+        return self.own.ids(self.target.text(self.tokens[begin:]).rstrip(INCOMPLETE))
+
+    def move(self, window: list[int]) -> None:
+        """Begin the window later, once it has grown to its limit.
+
+        The encodings of both windows end alike. Where they part is where what is kept as it is
+        ends; the later window's first ids, of a text cut somewhere, are not used.
+        """
+        if len(self.tokens) - self.begin <= self.limit:
+            return
+        begin = len(self.tokens) - self.lookbehind
+        later = self.encoded(begin)
+        n_common = common_suffix(window[self.n_overlap :], later)
+        if 2 * n_common <= len(later):  # hardly: try again further on
+            self.limit *= 2
+            return
+        self.before += window[self.n_overlap : len(window) - n_common]
+        self.begin, self.n_overlap = begin, len(later) - n_common
+        self.limit = 2 * self.lookbehind
+
+    def follow(self, drafted: list[int]) -> list[int]:
+        old = self.own.text(self.newest)
+        text = self.own.text(self.newest + drafted).rstrip(INCOMPLETE)
+        if not text.startswith(old):
+            return []
+        return self.appended(text[len(old) :])
+
+    def appended(self, text: str) -> list[int]:
+        """The target's ids of ``text`` behind what is known."""
+        if not text:
+            return []
+        known_ids = self.tokens[-self.lookbehind :]
+        known = self.target.text(known_ids)
+        complete = known.rstrip(INCOMPLETE)
+        ids = self.target.ids(complete + text)
+        if ids[: len(known_ids)] == known_ids:
+            return ids[len(known_ids) :]
+        if complete != known:
+            return []  # amid a character
+        as_encoded = self.target.ids(known)  # which the target may have chosen to write otherwise
+        if ids[: len(as_encoded)] == as_encoded:
+            return ids[len(as_encoded) :]
+        ids = self.target.ids(text)  # what is known ends amid a token
+        return ids if self.target.text(known_ids + ids) == known + text else []
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """How many elements two lists begin with alike. Fast if they differ near the shorter one's end."""
+    n = min(len(first), len(second))
+    while first[:n] != second[:n]:
+        n -= 1
+    return n
+
+
+def common_suffix(first: list[int], second: list[int]) -> int:
+    return common_prefix(first[::-1], second[::-1])

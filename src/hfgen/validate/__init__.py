@@ -1,0 +1,40 @@
+"""Every check of arguments, and the errors and warnings they end in. Nothing here changes anything.
+
+Errors name the argument, what was given and what is allowed, and come before the first forward
+pass. Where upstream fails later and less clearly, the class of its exception is kept.
+"""
+
+from .arguments import accepted_names, check_request, validate_model_kwargs
+from .fields import (
+    INTEGERS,
+    check_callable,
+    check_config,
+    check_field_types,
+    check_plan,
+    is_zero,
+    require_eos,
+    require_tokenizer,
+    with_suggestions,
+)
+from .modes import validate_generated_length, validate_generation_mode
+from .prompt import check_prompt
+from .speculation import decoder_layers
+
+__all__ = [
+    "INTEGERS",
+    "accepted_names",
+    "check_callable",
+    "check_config",
+    "check_field_types",
+    "check_plan",
+    "check_prompt",
+    "check_request",
+    "decoder_layers",
+    "is_zero",
+    "require_eos",
+    "require_tokenizer",
+    "validate_generated_length",
+    "validate_generation_mode",
+    "validate_model_kwargs",
+    "with_suggestions",
+]

@@ -1,0 +1,22 @@
+"""The code of the pages in docs/ runs as it stands (docs/write-a-strategy.md has a test of its own)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.mark.parametrize("page", ["speculation.md"])
+def test_code_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(
+        r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert blocks
+    names: dict[str, object] = {"__name__": "page"}
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    assert capsys.readouterr().out.strip()
