@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .side_by_side import Spread, UnequalTokensError, call, frozen_garbage
+from .side_by_side import Spread, UnequalTokensError, call
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +99,27 @@ def race(
     """All variants on each of ``inputs``, ``n_rounds`` times after a warm-up.
 
     On one input they run one directly after the other, another one first each time. ``advance`` is
-    called after each input. Raises ``UnequalTokensError`` if a variant's tokens are not the first's.
+    called after each input. Garbage is collected before each input, which is quick within
+    ``frozen_garbage``. Raises ``UnequalTokensError`` if a variant's tokens are not the first's.
     """
     rows = len(inputs[0]["input_ids"])
     results = {variant.name: Result(variant.name, rows) for variant in variants}
-    with frozen_garbage():
-        for turn in range(n_rounds + 1):
-            for number, given in enumerate(inputs):
-                gc.collect()
-                shift = (turn + number) % len(variants)
-                tokens = {}
-                for variant in (*variants[shift:], *variants[:shift]):
-                    result = results[variant.name] if turn else Result(variant.name, rows)
-                    tokens[variant.name] = _run(model, given, variant, result)
-                expected = tokens[variants[0].name]
-                for name, found in tokens.items():
-                    if not torch.equal(found, expected):
-                        raise UnequalTokensError(
-                            f"{name!r} generated {found.tolist()}, and {variants[0].name!r} "
-                            f"{expected.tolist()}."
-                        )
-                advance()
+    for turn in range(n_rounds + 1):
+        for number, given in enumerate(inputs):
+            gc.collect()
+            shift = (turn + number) % len(variants)
+            tokens = {}
+            for variant in (*variants[shift:], *variants[:shift]):
+                result = results[variant.name] if turn else Result(variant.name, rows)
+                tokens[variant.name] = _run(model, given, variant, result)
+            expected = tokens[variants[0].name]
+            for name, found in tokens.items():
+                if not torch.equal(found, expected):
+                    raise UnequalTokensError(
+                        f"{name!r} generated {found.tolist()}, and {variants[0].name!r} "
+                        f"{expected.tolist()}."
+                    )
+            advance()
     return list(results.values())
 
 

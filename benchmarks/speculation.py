@@ -37,7 +37,7 @@ from .cost import (
 from .edits import EDITS, beginnings, editing
 from .models import random_135m
 from .race import Result, Variant, race
-from .side_by_side import UnequalTokensError, machine
+from .side_by_side import UnequalTokensError, frozen_garbage, machine
 
 #: hfgen's gain over its own greedy decoding that each way is to reach.
 LOOKUP_TARGET, ASSISTANT_TARGET = 2.0, 1.3
@@ -660,9 +660,10 @@ def measure(
 ) -> Report:
     """Everything; ``random`` makes the random ``Subject``. ``advance`` is told what was run."""
     facts = machine()
-    builtin = measure_builtin(size, advance)
-    subject = random()
-    exits, costs = measure_random(subject.model, subject.prompt, size, advance)
+    with frozen_garbage():
+        builtin = measure_builtin(size, advance)
+        subject = random()
+        exits, costs = measure_random(subject.model, subject.prompt, size, advance)
     return Report(size, builtin, exits, costs, facts)
 
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, Qwen2Config, Qwen2Fo
 
 import hfgen
 from benchmarks.live_bytes import LiveBytes
-from hfgen.caches.packing import CHANNELS, TOKENS, Grouping, Packed, pack, unpack
+from hfgen.caches.packing import CHANNELS, TOKENS, Grouping, Packed, Scratch, pack, unpack
 from hfgen.caches.quantized import QuantizedCache, QuantizedLayer, States
 from hfgen.caches.quantized_settings import Settings
 from hfgen.caches.rollback import record_past, roll_back
@@ -335,9 +335,10 @@ def test_int4_is_below_three_tenths_of_float16() -> None:
     assert layer.n_bytes < 0.30 * 2 * states.numel() * 2
 
 
+@pytest.mark.parametrize("has_gradients", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["prompt", "a token more"])
 def test_an_update_needs_one_layer_and_a_block(
-    is_first: bool, monkeypatch: pytest.MonkeyPatch
+    is_first: bool, has_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hfgen.caches.packing.PACKED_AT_ONCE", {"cpu": 2**12})
     monkeypatch.setattr("hfgen.caches.packing.UNPACKED_AT_ONCE", {"cpu": 2**12})
@@ -349,15 +350,42 @@ def test_an_update_needs_one_layer_and_a_block(
             prompt = random(1, 2, 4000, 8)
             cache.update(prompt, prompt, layer)
     before = cache.n_bytes
-    with LiveBytes() as live:
+    with LiveBytes() as live, torch.set_grad_enabled(has_gradients):
         for layer in range(6):
             cache.update(states, states, layer)
     one_layer = 0 if is_first else 2 * 4001 * 2 * 8 * 4
     growth = cache.n_bytes - before
     longest = cache.n_bytes // 6  # a layer's packed states move when they grow
     blocks = 8 * 2**12 * 4
-    assert live.peak < one_layer + growth + longest + blocks
+    assert live.peak < (1 + Scratch.SPARE) * one_layer + growth + longest + blocks
     assert live.peak >= one_layer
+
+
+def test_layers_unpack_into_the_same_memory_unless_it_is_still_seen() -> None:
+    cache = pair()[0]
+    new = random(3, 2, 1, 8)
+
+    def keys_of(layer: int) -> torch.Tensor:
+        return cache.update(new, new, layer)[0]
+
+    with torch.no_grad():
+        first, second = keys_of(0).data_ptr(), keys_of(1).data_ptr()
+        assert first == second
+        seen = keys_of(0).transpose(1, 2)  # a model that keeps what it made of them
+        kept = seen.clone()
+        assert keys_of(1).data_ptr() != first
+        assert torch.equal(seen, kept)
+        values = cache.update(new, new, 0)[1]
+        assert values.data_ptr() != keys_of(0).data_ptr()
+    assert cache.layers[0].keys.data_ptr() != keys_of(1).data_ptr()
+    with torch.inference_mode():
+        keys_of(0)
+    with torch.no_grad():
+        keys_of(0)  # memory of inference mode cannot be written to
+    twin = copy.deepcopy(cache)
+    assert twin.scratch[0] is twin.layers[0].scratch[0] is twin.layers[1].scratch[0]
+    assert twin.scratch[0] is not cache.scratch[0]
+    assert len(pickle.dumps(cache)) == len(pickle.dumps(twin))
 
 
 # --- models -------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def test_greedy_tokens_are_those_without_the_assistant(
     stats = drafted.speculation
     assert stats.acceptance_rate > (0.6 if slips else 0.9)
     assert stats.forwards < (40 if slips else 20)
-    assert assistant.forwarded < 700  # the cache is kept: the text has about 130 tokens a row
+    assert assistant.forwarded < 1000  # the cache is kept: the text has about 130 tokens a row
 
 
 @pytest.mark.parametrize("texts", BATCHES, ids=["row", "batch"])

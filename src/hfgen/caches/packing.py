@@ -8,8 +8,10 @@ a group is then represented exactly, however far from zero the group lies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -156,6 +158,49 @@ class Packed:
 def _exact(dtype: torch.dtype) -> torch.dtype:
     """What states of ``dtype`` are computed in."""
     return torch.promote_types(dtype, torch.float32)
+
+
+class Scratch:
+    """Memory that layers unpack into in turn, on a CPU.
+
+    There, memory that is fresh from the system takes several times longer to fill. What an earlier
+    layer unpacked is overwritten only if no tensor sees it any more, so a model may keep keys for
+    its later layers. Accelerators keep freed memory themselves.
+    """
+
+    #: A buffer is made for this share more than is asked for, since the next tokens need more.
+    SPARE = 1 / 16
+
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None
+
+    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """A tensor of ``shape``, with the dtype and device of ``like``, to be written to."""
+        is_reused = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if like.device.type != "cpu" or not is_reused:
+            return like.new_empty(shape)
+        n_numbers = math.prod(shape)
+        if self.buffer is None or not self._has_room(self.buffer, n_numbers, like.dtype):
+            self.buffer = like.new_empty(n_numbers + int(n_numbers * self.SPARE))
+        return self.buffer[:n_numbers].view(shape)
+
+    @property
+    def n_bytes(self) -> int:
+        return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
+
+    @staticmethod
+    def _has_room(buffer: torch.Tensor, n_numbers: int, dtype: torch.dtype) -> bool:
+        storage = buffer.untyped_storage()
+        is_seen = torch._C._storage_Use_Count(storage._cdata) > 2  # by more than these two
+        may_be_written = buffer.is_inference() == torch.is_inference_mode_enabled()
+        is_fitting = buffer.dtype == dtype and n_numbers <= buffer.numel() <= 4 * n_numbers
+        return is_fitting and may_be_written and not is_seen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scratch:
+        return Scratch()
+
+    def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
+        return Scratch, ()
 
 
 def _with_room(tensor: torch.Tensor, n_groups: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ channels of a token do. The newest tokens stay as they are, and when there is a 
 
 What a forward pass computes itself, it attends to in full precision: a prompt that is forwarded in
 one go is attended to exactly, and packed behind it, some groups at a time. For attention, one layer
-at a time is unpacked, some groups at a time, into a tensor that lives as long as the layer's forward
-needs it. So besides the packed states there is one layer in full precision at most.
+at a time is unpacked, some groups at a time, into memory that the layers use in turn. So besides the
+packed states there is one layer in full precision at most, unless the model keeps several itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kw
 
 from ..logs import logger
 from .dynamic import GrowingCache
-from .packing import CHANNELS, TOKENS, Grouping, Packed
+from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
 from .quantized_settings import Settings
 
 
@@ -38,15 +38,29 @@ class States:
     def __len__(self) -> int:
         return self.packed.length + int(self.recent.shape[2])
 
-    def joined(self, new: torch.Tensor | None = None) -> torch.Tensor:
+    def joined(
+        self, new: torch.Tensor | None = None, scratch: Scratch | None = None
+    ) -> torch.Tensor:
         """All states, and ``new`` ones behind them, ``(rows, heads, length, size)``, in one tensor."""
         new = self.recent[:, :, :0] if new is None else new
         n_packed, n_old = self.packed.length, len(self)
         rows, heads, n_new, size = new.shape
-        joined = new.new_empty(rows, heads, n_old + n_new, size)
+        joined = (scratch or Scratch()).empty((rows, heads, n_old + n_new, size), new)
         self.packed.write_to(joined[:, :, :n_packed])
         joined[:, :, n_packed:n_old] = self.recent
         joined[:, :, n_old:] = new
+        return joined
+
+    def extend(
+        self,
+        new: torch.Tensor,
+        n_exact: int,
+        scratch: Scratch,
+        padding: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add ``new`` states, and return all of them for attention; the other arguments are ``keep``'s."""
+        joined = self.joined(new, scratch) if len(self) else new
+        self.keep(joined, n_exact, padding)
         return joined
 
     def keep(self, states: torch.Tensor, n_exact: int, padding: torch.Tensor | None = None) -> None:
@@ -93,8 +107,15 @@ class States:
 class QuantizedLayer(DynamicLayer):
     """A layer that attends to everything. Its ``keys`` and ``values`` are unpacked when read."""
 
-    def __init__(self, settings: Settings, padding: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        padding: torch.Tensor | None = None,
+        scratch: tuple[Scratch, Scratch] | None = None,
+    ) -> None:
         self.settings = settings
+        #: What keys, and values, are unpacked into.
+        self.scratch = scratch or (Scratch(), Scratch())
         #: ``(rows,)``: how many of the first tokens of a row are padding.
         self.padding: Any = padding
         self.n_padded = 0 if padding is None else int(padding.max())
@@ -158,19 +179,9 @@ class QuantizedLayer(DynamicLayer):
         n_exact = self.settings.residual_length
         if self.record_past and self.get_seq_length():  # a prompt is not taken back
             n_exact += key_states.shape[2]
-        return (
-            self._extend("keys", key_states, n_exact, self._padding_to_pack()),
-            self._extend("values", value_states, n_exact),
-        )
-
-    def _extend(
-        self, name: str, new: torch.Tensor, n_exact: int, padding: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add ``new`` states; all of them, for attention."""
-        states = self.states[name]
-        joined = states.joined(new) if len(states) else new
-        states.keep(joined, n_exact, padding)
-        return joined
+        padding = self._padding_to_pack()
+        keys = self.states["keys"].extend(key_states, n_exact, self.scratch[0], padding)
+        return keys, self.states["values"].extend(value_states, n_exact, self.scratch[1])
 
     def _padding_to_pack(self) -> torch.Tensor | None:
         """``padding``, if keys of padding are still to be packed."""
@@ -253,15 +264,17 @@ class QuantizedCache(DynamicCache, transformers.QuantizedCache):
                 "`cache_implementation='quantized'` quantises layers of kind 'full_attention', "
                 f"and this model has none: its layers are {sorted(set(kinds))}."
             )
+        #: What the layers unpack keys, and values, into.
+        self.scratch = (Scratch(), Scratch())
         layers = [
-            QuantizedLayer(settings, padding) if kind == "full_attention" else layer
+            QuantizedLayer(settings, padding, self.scratch) if kind == "full_attention" else layer
             for kind, layer in zip(kinds, GrowingCache(config=config).layers, strict=True)
         ]
         Cache.__init__(self, layers=layers)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that the quantised layers keep between updates."""
+        """Bytes that the quantised layers keep between updates, without ``scratch``."""
         return sum(layer.n_bytes for layer in self.layers if isinstance(layer, QuantizedLayer))
 
 
