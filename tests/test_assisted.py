@@ -444,6 +444,29 @@ def test_statistics(model: Any) -> None:
     assert model.generate(IDS[:1], config, prompt_lookup_num_tokens=2).speculation.forwards > 0
 
 
+def test_other_devices_are_kept_company(model: Any) -> None:
+    """With ``synced_gpus``, a device that is done forwards on until all are."""
+    left = [3]
+
+    class Synced(type(model)):
+        def _has_unfinished_sequences(self, finished: bool, synced: bool, device: Any) -> bool:
+            assert synced
+            left[0] -= finished
+            return not finished or left[0] >= 0
+
+    plain = model.generate(IDS[:1], max_new_tokens=6, eos_token_id=None)
+    other = hfgen.mix_into(tiny.llama())
+    other.__class__ = Synced
+    forwards = []
+    with other.register_forward_hook(lambda *_: forwards.append(1)):
+        result = other.generate(
+            IDS[:1], max_new_tokens=6, eos_token_id=None, assistant_model=Script(plain),
+            num_assistant_tokens=5, synced_gpus=True,
+        )  # fmt: skip
+    assert torch.equal(result, plain)
+    assert len(forwards) == 1 + 3
+
+
 # ---------------------------------------------------------------- failures
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -21,8 +25,13 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-from hfgen.caches.dynamic import as_growing
-from hfgen.caches.growing import Room
+import hfgen
+from benchmarks.live_bytes import LiveBytes
+from hfgen.caches import CACHES
+from hfgen.caches.dynamic import KINDS, GrowingCache, GrowingLayer, as_growing, upstream_kind
+from hfgen.caches.growing import SMALLEST_BLOCK, Growing, Room
+from tests import tiny
+from tests.parity import harness
 
 HEADS, KEY_SIZE, VALUE_SIZE = 2, 4, 6
 WINDOW = 5
@@ -217,3 +226,439 @@ class _Blocks(Room):
 
     def block(self, length: int) -> int:
         return self.n_tensors
+
+
+# ---------------------------------------------------------------- in place
+
+
+def states(n_tokens: int, rows: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    keys = torch.randn(rows, HEADS, n_tokens, KEY_SIZE, dtype=dtype)
+    return keys, torch.randn(rows, HEADS, n_tokens, VALUE_SIZE, dtype=dtype)
+
+
+def place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def layer_with(n_tokens: int, rows: int = 1, **room: Any) -> GrowingLayer:
+    layer: GrowingLayer = as_growing(DynamicLayer(), Room(**room))
+    layer.update(*states(n_tokens, rows))
+    return layer
+
+
+def test_a_buffer_is_written_to_until_it_is_full_and_enlarged_by_a_block() -> None:
+    layer = layer_with(100, n_tensors=2)
+    first = place(layer.keys)
+    for _ in range(50):  # a block: half of the length
+        layer.update(*states(1))
+        assert place(layer.keys) == first
+    layer.update(*states(1))
+    assert place(layer.keys) != first
+    assert layer.keys.untyped_storage().nbytes() == (151 + 75) * HEADS * KEY_SIZE * 4
+
+
+def test_no_room_is_made_beyond_the_end_of_the_call() -> None:
+    layer = layer_with(100, max_length=110)
+    first = place(layer.keys)
+    for _ in range(10):
+        layer.update(*states(1))
+    assert place(layer.keys) == first
+    assert layer.keys.untyped_storage().nbytes() == layer.keys.numel() * 4
+    layer.update(*states(1))  # another call, of which nothing is known
+    assert layer.keys.untyped_storage().nbytes() == (111 + SMALLEST_BLOCK) * HEADS * KEY_SIZE * 4
+
+
+def test_drafting_crops_and_regrows_in_place() -> None:
+    layer = layer_with(20)
+    first = place(layer.keys)
+    for _ in range(5):
+        layer.update(*states(4))
+        layer.crop(-3)
+        assert place(layer.keys) == first
+    assert layer.get_seq_length() == 25
+
+
+def test_a_window_moves_through_its_buffer() -> None:
+    layer = as_growing(DynamicSlidingWindowLayer(sliding_window=8), Room())
+    layer.update(*states(500))
+    assert layer.keys.untyped_storage().nbytes() <= (8 + SMALLEST_BLOCK) * HEADS * KEY_SIZE * 4
+    places = []
+    for _ in range(4 * SMALLEST_BLOCK):
+        layer.update(*states(1))
+        places.append(place(layer.keys))
+    moves = sum(a != b for a, b in pairwise(places))
+    assert moves <= 4
+    assert layer.keys.untyped_storage().nbytes() <= (9 + SMALLEST_BLOCK) * HEADS * KEY_SIZE * 4
+
+
+def test_reordered_rows_keep_their_room() -> None:
+    layer = layer_with(20, rows=3)
+    layer.reorder_cache(torch.tensor([2, 2, 0]))
+    first = place(layer.keys)
+    layer.update(*states(1, rows=3))
+    assert place(layer.keys) == first
+
+
+@pytest.mark.parametrize("see", [lambda layer: layer.keys, lambda layer: layer.keys[:, :1, 3:].mT])
+def test_a_view_that_someone_kept_stays_as_it_was(see: Callable[[Any], Tensor]) -> None:
+    layer = layer_with(10)
+    kept = see(layer)
+    before = kept.clone()
+    layer.crop(-4)
+    layer.update(*states(6))
+    assert torch.equal(kept, before)
+    now = place(layer.keys)
+    assert now != place(kept)
+    layer.crop(-4)  # of the new buffer, no one else knows
+    layer.update(*states(4))
+    assert place(layer.keys) == now
+
+
+def test_an_assigned_tensor_frees_the_buffer_and_is_never_written_to() -> None:
+    layer = layer_with(10)
+    storage = layer.keys.untyped_storage()
+    assert torch._C._storage_Use_Count(storage._cdata) > 1
+    foreign = torch.zeros(1, HEADS, 40, KEY_SIZE)
+    layer.keys = foreign[:, :, :10]
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+    layer.update(*states(5))
+    assert not foreign.any()
+    assert layer.keys.shape[2] == 15
+    assert not layer.keys[:, :, :10].any()
+
+
+def test_nothing_is_kept_after_reset() -> None:
+    layer = layer_with(10)
+    storage = layer.keys.untyped_storage()
+    layer.reset()
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+    assert layer.keys is None
+
+
+def test_states_of_other_rows_or_dtypes_are_upstreams_business() -> None:
+    for other in (states(1, rows=2), states(1, dtype=torch.float64)):
+        pair = [layer_with(4), DynamicLayer()]
+        pair[1].update(pair[0].keys, pair[0].values)
+        outcomes = []
+        for layer in pair:
+            try:
+                outcomes.append(layer.update(*other))
+            except RuntimeError as error:
+                outcomes.append(str(error))
+        equal(*outcomes)
+    assert outcomes[0][0].dtype is torch.float64
+
+
+def test_gradients_flow_through_what_is_added() -> None:
+    layer = layer_with(4)
+    with torch.enable_grad():
+        keys, values = (state.requires_grad_() for state in states(2))
+        first, _ = layer.update(keys, values)
+        product = (first * first).sum()
+    layer.update(*states(3))  # in no_grad; must not spoil what backward needs
+    product.backward()
+    assert torch.allclose(keys.grad, 2 * keys)
+    assert layer.keys.shape[2] == 9
+
+
+def test_a_buffer_of_inference_mode_is_left_behind_outside_of_it() -> None:
+    layer = as_growing(DynamicLayer(), Room())
+    with torch.inference_mode():
+        layer.update(*states(4))
+    before = layer.keys.clone()
+    layer.update(*states(1))
+    assert torch.equal(layer.keys[:, :, :4], before)
+    assert not layer.keys.is_inference()
+    with torch.inference_mode():
+        layer.update(*states(1))
+    assert layer.keys.shape[2] == 6
+
+
+def test_compiled_code_may_update_a_layer() -> None:
+    layer, eager = layer_with(4), DynamicLayer()
+    eager.update(layer.keys, layer.values)
+    new = states(1)
+    torch.compile(lambda *pair: layer.update(*pair), backend="eager")(*new)
+    eager.update(*new)
+    assert torch.equal(layer.keys, eager.keys)
+    layer.update(*new)
+    assert layer.keys.shape[2] == 6
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def config(n_layers: int = 3, **options: Any) -> LlamaConfig:
+    return LlamaConfig(
+        num_hidden_layers=n_layers,
+        num_attention_heads=HEADS,
+        hidden_size=HEADS * KEY_SIZE,
+        **options,
+    )
+
+
+def caches(*arguments: Any, **options: Any) -> list[DynamicCache]:
+    return [DynamicCache(*arguments, **options), GrowingCache(*arguments, **options)]
+
+
+def contents(cache: Any) -> list[Any]:
+    return [(upstream_kind(layer), layer.keys, layer.values) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("with_config", [True, False], ids=["layers known", "layers appended"])
+def test_the_cache_is_upstreams(with_config: bool) -> None:
+    pair = caches(config=config() if with_config else None)
+    assert isinstance(pair[1], DynamicCache)
+    for n_tokens in (7, 1, 3):
+        for layer in range(3):
+            new = states(n_tokens, rows=2)
+            equal(*(cache.update(*new, layer) for cache in pair))
+    for cache in pair:
+        cache.crop(-2)
+        cache.batch_repeat_interleave(2)
+    equal(*map(contents, pair))
+    equal(*map(list, pair))
+    assert {type(layer) for layer in pair[1].layers} == {GrowingLayer}
+    assert (pair[1].get_seq_length(), len(pair[1])) == (9, 3)
+    again = GrowingCache(iter(pair[1]))  # as distributed wrappers gather caches
+    equal(contents(again), contents(pair[0]))
+    assert place(again.layers[0].keys) != place(pair[1].layers[0].keys)
+
+
+def test_every_growing_kind_is_found_by_the_layer_types_of_a_config() -> None:
+    kinds = ["full_attention", "sliding_attention", "chunked_attention", "indexed_attention"]
+    kinds += ["linear_attention", "hybrid", "hybrid_sliding"]
+    options = {"layer_types": kinds, "sliding_window": 4, "attention_chunk_size": 4}
+    pair = caches(config=config(len(kinds), **options))
+    for theirs, ours in zip(*(cache.layers for cache in pair), strict=True):
+        assert type(ours) is KINDS.get(type(theirs), type(theirs))
+    assert {type(layer) for layer in pair[1].layers} > set(KINDS.values())
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_holds_what_is_filled_and_nothing_else(how: str) -> None:
+    cache = GrowingCache(config=config(2))
+    for layer in range(2):
+        cache.update(*states(300), layer)
+    if how == "deepcopy":
+        twin = copy.deepcopy(cache)
+    elif how == "pickle":
+        pickled = pickle.dumps(cache)
+        assert len(pickled) < 2 * 300 * HEADS * (KEY_SIZE + VALUE_SIZE) * 4 + 6000
+        twin = pickle.loads(pickled)
+    else:
+        file = io.BytesIO()
+        torch.save(cache, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    equal(contents(twin), contents(cache))
+    assert twin.layers[0].keys.untyped_storage().nbytes() == 300 * HEADS * KEY_SIZE * 4
+    new = states(1)
+    twin.update(*new, 0)
+    assert (twin.get_seq_length(), cache.get_seq_length()) == (301, 300)
+    twin.expect(310)
+    assert twin.layers[1]._room is twin._room
+    assert cache._room.max_length is None
+
+
+def decode(cache: Any, n_layers: int, prompt: int, end: int, rows: int, reorders: bool) -> None:
+    while (length := int(cache.get_seq_length())) < end:
+        for layer in range(n_layers):
+            cache.update(*states(1 if length else prompt, rows), layer)
+        if reorders:
+            cache.reorder_cache(torch.randint(rows, (rows,)))
+
+
+@pytest.mark.parametrize("reorders", [False, True], ids=["", "beams"])
+@pytest.mark.parametrize(
+    ("prompt", "end"), [(1, 200), (60, 90), (300, 320), (300, 700)], ids=lambda n: f"{n}"
+)
+@pytest.mark.parametrize("window", [None, 16, 400])
+def test_memory_is_never_above_upstreams_peak(
+    window: int | None, prompt: int, end: int, reorders: bool
+) -> None:
+    """Of a call that goes on to its end; of one that stops before, by one block at most."""
+    n_layers, rows = 4, 2
+    kinds = ["full_attention"] * n_layers
+    if window is not None:
+        kinds = ["sliding_attention", "full_attention"] * (n_layers // 2)
+    options = {"config": config(n_layers, layer_types=kinds, sliding_window=window)}
+    peaks = []
+    for kind in (DynamicCache, lambda **o: GrowingCache(**o, max_length=end), GrowingCache):
+        cache = kind(**options)
+        with LiveBytes() as counted:
+            decode(cache, n_layers, prompt, end, rows, reorders)
+        peaks.append(counted.peak)
+    upstream, ours, without_end = peaks
+    assert ours <= upstream
+    token = rows * HEADS * (KEY_SIZE + VALUE_SIZE) * 4 * n_layers
+    block = max(SMALLEST_BLOCK, end // (2 * n_layers))
+    assert without_end <= upstream + (2 if reorders else 1) * block * token
+
+
+# ---------------------------------------------------------------- generate()
+
+
+def filled(cache: Any) -> list[Tensor]:
+    """Keys and values of all layers."""
+    return [states for layer in cache.layers for states in (layer.keys, layer.values)]
+
+
+def test_generate_decodes_with_it_unless_told_otherwise() -> None:
+    model, ids = hfgen.mix_into(tiny.llama()), torch.tensor([[5, 6, 7]])
+    for name in (None, "dynamic"):
+        result = model.generate(
+            ids, max_new_tokens=3, cache_implementation=name, return_dict_in_generate=True
+        )
+        assert type(result.past_key_values) is GrowingCache
+        assert result.past_key_values._room.max_length == 5
+
+
+def test_the_cross_attention_of_encoder_decoders_does_not_grow() -> None:
+    model = hfgen.mix_into(tiny.t5())
+    result = model.generate(tiny.prompt(), max_new_tokens=3, return_dict_in_generate=True)
+    cache = result.past_key_values
+    assert isinstance(cache, EncoderDecoderCache)
+    assert type(cache.self_attention_cache) is GrowingCache
+    assert type(cache.cross_attention_cache) is DynamicCache
+
+
+def test_a_returned_cache_goes_on_twice() -> None:
+    model, ids = hfgen.mix_into(tiny.llama()), tiny.prompt()
+    options: dict[str, Any] = {"return_dict_in_generate": True, "eos_token_id": None}
+    first = model.generate(ids, max_new_tokens=6, **options)
+    views = [(states, states.clone()) for states in filled(first.past_key_values)]
+    answers = []
+    for question in (tiny.prompt(length=3, seed=1), tiny.prompt(length=3, seed=2)):
+        turn = torch.cat([first.sequences, question], dim=1)
+        cache = copy.deepcopy(first.past_key_values)
+        answers.append(model.generate(turn, past_key_values=cache, max_new_tokens=50, **options))
+        assert torch.equal(
+            answers[-1].sequences, model.generate(turn, max_new_tokens=50, **options).sequences
+        )
+        assert answers[-1].past_key_values is cache
+        assert cache._room.max_length == turn.shape[1] + 49
+    cache = first.past_key_values  # and at last itself, cropped to the prompt
+    cache.crop(-5)
+    again = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=True, **options)
+    assert again.past_key_values is cache
+    for view, before in views:
+        assert torch.equal(view, before)
+
+
+def test_fewer_copies_than_tokens() -> None:
+    """Of the cache: none while a block lasts."""
+    model = hfgen.mix_into(tiny.llama())
+    moves = []
+    with patched(Growing, "_move", lambda self, *args: moves.append(len(args))):
+        model.generate(tiny.prompt(), max_new_tokens=3 * SMALLEST_BLOCK, eos_token_id=None)
+    assert len(moves) == 2 * 2 * 3 or len(moves) == 2 * 2 * 4  # layers, keys and values, blocks
+
+
+@contextmanager
+def patched(owner: Any, name: str, before: Callable[..., Any]) -> Iterator[None]:
+    """Within, ``before`` is called ahead of the method ``name``."""
+    original = getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        before(*args)
+        return original(*args)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["", "grouped"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_logits_are_bit_identical(
+    dtype: torch.dtype, attention: str, heads: tuple[int, int], window: int | None
+) -> None:
+    """Kernels may look at strides; of a view of a larger buffer they make the same numbers."""
+    kinds = ["full_attention"] if window is None else ["sliding_attention"]
+    model = tiny.llama(
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        attn_implementation=attention,
+        sliding_window=window,
+        layer_types=2 * kinds,
+    ).to(dtype)
+    model.set_attn_implementation(attention)
+    pair = caches(config=model.config)
+    ids = tiny.prompt(rows=3, length=150)
+    mask = torch.ones_like(ids)
+    mask[0, :20] = mask[2, :3] = 0
+    start = 0
+    for n_tokens in (50, 1, 1, 7, 40, *[1] * 45):  # more than a block
+        end = start + n_tokens
+        theirs, ours = (
+            model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+            for cache in pair
+        )
+        assert torch.equal(theirs, ours), f"at {start}"
+        start = end
+
+
+#: Families whose attention is written in another way each.
+BIT_IDENTICAL = ("bloom", "falcon_40b", "gemma3_text", "gpt2", "gptj", "mpt", "t5", "whisper")
+
+
+@pytest.mark.parametrize("family", BIT_IDENTICAL)
+@pytest.mark.parametrize("mode", ["greedy_search", "beam_search"])
+def test_scores_and_states_are_bit_identical_in_generate(
+    family: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"outputs": ["scores", "logits"]}
+    case = harness.settle(harness.Case(family, mode, 3, True, 5, options))
+    monkeypatch.setattr(Room, "block", lambda self, length: 2)
+    ours = harness.run(harness.ours(family), case)
+    monkeypatch.setitem(CACHES, None, lambda request: DynamicCache(config=request.decoder_config))
+    theirs = harness.run(harness.ours(family), case)
+    assert ours.error is None, ours.message
+    assert harness.compare(theirs, ours, tolerance=0.0) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_lookup_num_tokens": 4},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"penalty_alpha": 0.6, "top_k": 4, "low_memory": True},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"prefill_chunk_size": 3},
+    ],
+    ids=lambda options: next(iter(options)) + ("!" if "low_memory" in options else ""),
+)
+@pytest.mark.parametrize("window", [None, 6])
+def test_modes_that_change_the_cache(
+    options: dict[str, Any], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ["full_attention"] if window is None else ["sliding_attention"]
+    model = hfgen.mix_into(tiny.llama(sliding_window=window, layer_types=2 * kinds))
+    arguments: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None} | options
+    monkeypatch.setattr(Room, "block", lambda self, length: 3)
+
+    def run() -> Tensor:
+        torch.manual_seed(0)
+        ids = tiny.prompt().repeat(1, 3)
+        tokens: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+        return tokens
+
+    ours = run()
+    monkeypatch.setitem(CACHES, None, lambda request: DynamicCache(config=request.decoder_config))
+    assert torch.equal(ours, run())
+
+
+def test_another_number_of_rows_is_an_error_that_leaves_the_cache_alone() -> None:
+    model = hfgen.mix_into(tiny.llama())
+    cache = GrowingCache(config=model.config)
+    model(tiny.prompt(rows=3), past_key_values=cache)
+    before = [states.clone() for states in filled(cache)]
+    with pytest.raises(ValueError, match="3 sequences, but the call has 2 prompts"):
+        model.generate(tiny.prompt(rows=2, length=9), past_key_values=cache)
+    equal(before, list(filled(cache)))

@@ -66,9 +66,8 @@ class Assisted:
         #: Rows advance together if functions count on it, or if rows that have ended run on.
         self.is_in_step = not self.is_row_wise or not (self.has_padding or _length_ends(run))
         self.is_at_once = _is_plain(run, verification)
-        self.tokens = run.ids.to(
-            torch.long, copy=True
-        )  # (rows, …): known tokens of each row, then drafted ones
+        #: ``(rows, …)``: known tokens of each row, then drafted ones.
+        self.tokens = run.ids.to(torch.long, copy=True)
         self.known = [length] * rows
         #: Length at which a row has ended.
         self.ends: list[int | None] = [None] * rows
@@ -108,8 +107,6 @@ class Assisted:
         )
         self.is_first = False
         self.stats.forwards += 1
-        if run.finished:  # only to keep other devices company
-            roll_back(self.cache, 1)
         return result
 
     def make_draft(self, run: Run, start: int) -> None:
@@ -249,9 +246,8 @@ class Assisted:
         for position in range(width):
             raw = logits[:, position]
             is_active = rows.is_open & (rows.n_known == position)
-            if (
-                not is_active.any()
-            ):  # all that is left to know are scores, if all rows have got here
+            if not is_active.any():
+                # Scores of known tokens are wanted if all rows have got here, and so will return them.
                 is_behind = ~has_ended & (rows.n_known <= position)
                 if run.scores is None or is_behind.any():
                     all_scores.append(raw)
