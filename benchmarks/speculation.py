@@ -478,7 +478,7 @@ def met_setting(report: Report, target: float) -> str:
         return ""
     least = min(met, key=lambda e: (e.agreement, -e.ratio))
     return (
-        f" The random 135M model reaches it: {least.result.gain(least.greedy).median:.2f} at a cost ratio of "
+        f" The random 135M model reaches it at batch 1: {least.result.gain(least.greedy).median:.2f} at a cost ratio of "
         f"{least.ratio:.2f} with {least.agreement:.0%} agreement."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache, Qwen2Config, Qwen2ForCausalLM
 
 import hfgen
+from benchmarks import quantized_cache as benchmark
 from benchmarks.live_bytes import LiveBytes
 from hfgen.caches.packing import CHANNELS, TOKENS, Grouping, Packed, Scratch, pack, unpack
-from hfgen.caches.quantized import QuantizedCache, QuantizedLayer, States
+from hfgen.caches.quantized import Padding, QuantizedCache, QuantizedLayer, States
 from hfgen.caches.quantized_settings import Settings
 from hfgen.caches.rollback import record_past, roll_back
 from hfgen.logs import logger
@@ -242,6 +244,13 @@ def test_drafts_wider_than_the_window_roll_back_exactly() -> None:
     assert not torch.equal(plain.layers[0].keys, kept)
     grow((recording, recording), 3, 1, seed=2)
     assert recording.layers[0].states["keys"].recent.shape[2] < RESIDUAL + 1 + GROUP
+
+
+def test_a_prompt_is_packed_at_once_though_drafts_may_follow() -> None:
+    cache = QuantizedCache(tiny.llama().config, Settings(**OPTIONS))
+    record_past(cache)
+    grow((cache, cache), 1, 15, seed=0)
+    assert cache.layers[0].states["keys"].packed.n_groups > 0
 
 
 def test_copies_are_independent_and_pickles_equal() -> None:
@@ -619,22 +628,24 @@ def test_padding_has_no_say_in_the_scales() -> None:
     keys = random(2, 1, 24, 8)
     keys[1, :, :10] = 1e4  # padding of the second row: a group and a bit
     values = random(2, 1, 24, 8)
-    padding = torch.tensor([0, 10])
+    padding = Padding(torch.tensor([0, 10]), n_tokens=24)
 
-    def error(padding: torch.Tensor | None) -> float:
+    def error(padding: Padding | None) -> float:
         layer = QuantizedLayer(Settings(4, 8, residual_length=4), padding)
         layer.update(keys, values)
         return float((layer.keys - keys)[1, :, 10:].abs().max())
 
     assert error(padding) < 0.3
     assert error(None) > 1
+    # The mask of fewer tokens than are there is not that of the first ones.
+    assert error(Padding(padding.lengths, n_tokens=20)) == error(None)
     # Padding that is packed late, after rows have changed places.
     layer = QuantizedLayer(Settings(4, 8, residual_length=12), padding)
     layer.update(keys[:, :, :12], values[:, :, :12])
     layer.reorder_cache(torch.tensor([1, 0]))
     layer.update(keys[:, :, 12:].flip(0), values[:, :, 12:].flip(0))
     assert layer.states["keys"].packed.n_groups == 1
-    assert layer.padding.tolist() == [10, 0]
+    assert layer.padding.lengths.tolist() == [10, 0]
     layer.update(keys[:, :, :12].flip(0), values[:, :, :12].flip(0))
     assert float((layer.keys[0, :, 10:24] - keys[1, :, 10:]).abs().max()) < 0.3
 
@@ -646,11 +657,27 @@ def test_generate_tells_the_cache_about_padding() -> None:
     mask[1, :11] = 0
     options = {"cache_implementation": "quantized", "cache_config": SMALL}
     ours = scores_of(model, ids, attention_mask=mask, **options)
-    assert ours.past_key_values.layers[0].padding.tolist() == [0, 11]
+    assert ours.past_key_values.layers[0].padding.lengths.tolist() == [0, 11]
     assert torch.equal(ours.sequences, scores_of(model, ids, attention_mask=mask).sequences)
     beams = scores_of(model, ids, attention_mask=mask, num_beams=2, **options)
-    assert beams.past_key_values.layers[0].padding.tolist() == [0, 0, 11, 11]
+    assert beams.past_key_values.layers[0].padding.lengths.tolist() == [0, 0, 11, 11]
     assert scores_of(model, ids, **options).past_key_values.layers[0].padding is None
+
+
+def test_a_model_that_puts_tokens_before_the_prompt() -> None:
+    """CPM-Ant does, so its cache has other positions than the mask."""
+    overrides = {"dim_head": 8, "dim_ff": 48, "prompt_length": 4, "prompt_types": 4}
+    overrides |= {"segment_types": 4, "init_std": 0.2}
+    model = hfgen.mix_into(Build("CpmAntConfig", "CpmAntForCausalLM", overrides, 3, 10.0)())
+    ids = tiny.prompt(2, 20) % 91 + 5
+    mask = torch.ones_like(ids)
+    ids[1, :6] = mask[1, :6] = 0
+    full = scores_of(model, ids, attention_mask=mask)
+    options = {"cache_implementation": "quantized", "cache_config": SMALL}
+    ours = scores_of(model, ids, attention_mask=mask, **options)
+    assert ours.past_key_values.layers[0].states["keys"].packed.n_groups > 1
+    error = (ours.scores[1] - full.scores[1]).abs().max()
+    assert 0 < error < 0.05 * full.scores[1].std()
 
 
 # --- which layers, and bad input ----------------------------------------------------------------
@@ -748,3 +775,33 @@ def test_states_read_before_anything_is_cached() -> None:
     layer.lazy_initialization(empty, empty)
     assert layer.keys.shape == (1, 2, 0, 8)
     assert len(States(Grouping(4, TOKENS, 8, 8), empty)) == 0
+
+
+# --- the benchmark ------------------------------------------------------------------------------
+
+
+def test_the_benchmark_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ("full precision", "int8", "int2")
+    settings = {name: benchmark.SETTINGS[name] for name in chosen}
+    monkeypatch.setattr(benchmark, "SETTINGS", settings)
+    monkeypatch.setattr(benchmark, "TARGET_CONTEXT", 200)
+    monkeypatch.setattr(
+        benchmark, "held_out_rows", lambda rows, length: tiny.prompt(rows, length) + 100
+    )
+    full, int8, int2 = benchmark.measure_quality(1, 130)
+    assert full.in_one_go == pytest.approx(full.token_by_token, rel=1e-4)
+    assert full.bytes_per_token == 5 * 2 * 2 * 64 * 4  # layers, keys and values, heads, size
+    assert int2.bytes_per_token < int8.bytes_per_token < full.bytes_per_token
+    assert int8.in_one_go == pytest.approx(full.in_one_go, rel=0.05)
+    assert int8.in_one_go != full.in_one_go
+    costs = benchmark.measure_costs("small", torch.bfloat16, 200, 2)
+    upstream, ours, *quantized = costs.costs
+    assert upstream.n_bytes == ours.n_bytes == costs.numbers * 2
+    assert [cost.name for cost in quantized] == ["int8", "int4", "int2"]
+    assert all(cost.n_bytes < cost.peak < upstream.peak for cost in quantized)
+    assert all(len(cost.seconds) == 2 for cost in costs.costs)
+    text = benchmark.write([full, int8, int2], [costs], benchmark.machine(), (1, 130), tmp_path)
+    assert "int8, perplexity" in text
+    assert "of the speed of hfgen dynamic" in text
+    names = {f"quantized_cache.{kind}" for kind in ("md", "json", "png")}
+    assert {path.name for path in tmp_path.iterdir()} == names

@@ -14,6 +14,7 @@ packed states there is one layer in full precision at most, unless the model kee
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,32 @@ from ..logs import logger
 from .dynamic import GrowingCache
 from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
 from .quantized_settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """``lengths (rows,)``: how many of the first tokens of a row are padding; ``n_tokens`` in all."""
+
+    lengths: torch.Tensor
+    n_tokens: int
+
+    def fitted(self, key_states: torch.Tensor) -> Padding | None:
+        """That of the rows that are forwarded first, ``key_states (rows, heads, length, size)``.
+
+        Those of beams are forwarded once per prompt. ``None`` if they cannot be those of the mask:
+        some models put tokens of their own before the prompt.
+        """
+        repeats, is_foreign = divmod(len(self.lengths), len(key_states))
+        if is_foreign or not repeats or key_states.shape[2] > self.n_tokens:
+            return None
+        return replace(self, lengths=self.lengths[::repeats].to(key_states.device))
+
+    def at(self, start: int, end: int) -> torch.Tensor | None:
+        """Where the tokens from ``start`` to ``end`` are padding ``(rows, tokens)``, if some are."""
+        if start >= self.n_tokens:
+            return None
+        positions = torch.arange(start, end, device=self.lengths.device)
+        return positions < self.lengths[:, None]
 
 
 class States:
@@ -56,27 +83,21 @@ class States:
         new: torch.Tensor,
         n_exact: int,
         scratch: Scratch,
-        padding: torch.Tensor | None = None,
+        padding: Padding | None = None,
     ) -> torch.Tensor:
         """Add ``new`` states, and return all of them for attention; the other arguments are ``keep``'s."""
         joined = self.joined(new, scratch) if len(self) else new
         self.keep(joined, n_exact, padding)
         return joined
 
-    def keep(self, states: torch.Tensor, n_exact: int, padding: torch.Tensor | None = None) -> None:
-        """Keep ``states``, all there are, and pack whole groups of those before the last ``n_exact``.
-
-        ``padding (rows,)``: how many of the first tokens of a row are padding.
-        """
+    def keep(self, states: torch.Tensor, n_exact: int, padding: Padding | None = None) -> None:
+        """Keep ``states``, all there are, and pack whole groups of those before the last ``n_exact``."""
         states = states.detach()
         start, tokens = self.packed.length, self.packed.grouping.tokens
         n_ready = max(0, states.shape[2] - start - n_exact)
         end = start + n_ready // tokens * tokens
         if end > start:
-            is_padding = None
-            if padding is not None:
-                positions = torch.arange(start, end, device=padding.device)
-                is_padding = positions < padding[:, None]
+            is_padding = padding.at(start, end) if padding else None
             self.packed = self.packed.extended(states[:, :, start:end], is_padding)
         self.recent = states[:, :, end:].clone()  # a view would keep all of the states alive
 
@@ -110,15 +131,13 @@ class QuantizedLayer(DynamicLayer):
     def __init__(
         self,
         settings: Settings,
-        padding: torch.Tensor | None = None,
+        padding: Padding | None = None,
         scratch: tuple[Scratch, Scratch] | None = None,
     ) -> None:
         self.settings = settings
         #: What keys, and values, are unpacked into.
         self.scratch = scratch or (Scratch(), Scratch())
-        #: ``(rows,)``: how many of the first tokens of a row are padding.
-        self.padding: Any = padding
-        self.n_padded = 0 if padding is None else int(padding.max())
+        self.padding = padding
         #: Whether what an update adds may be taken back before the next one.
         self.record_past = False
         self.states: dict[str, States] = {}
@@ -160,16 +179,7 @@ class QuantizedLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
-        if self.padding is not None:
-            self._fit_padding(len(key_states))
-
-    def _fit_padding(self, n_rows: int) -> None:
-        """Padding of a batch whose rows are still to be repeated, when its prompts are forwarded."""
-        repeats, is_foreign = divmod(len(self.padding), n_rows)
-        if is_foreign or not repeats:
-            self.padding, self.n_padded = None, 0
-        else:
-            self.padding = self.padding[::repeats]
+        self.padding = self.padding and self.padding.fitted(key_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -179,16 +189,8 @@ class QuantizedLayer(DynamicLayer):
         n_exact = self.settings.residual_length
         if self.record_past and self.get_seq_length():  # a prompt is not taken back
             n_exact += key_states.shape[2]
-        padding = self._padding_to_pack()
-        keys = self.states["keys"].extend(key_states, n_exact, self.scratch[0], padding)
+        keys = self.states["keys"].extend(key_states, n_exact, self.scratch[0], self.padding)
         return keys, self.states["values"].extend(value_states, n_exact, self.scratch[1])
-
-    def _padding_to_pack(self) -> torch.Tensor | None:
-        """``padding``, if keys of padding are still to be packed."""
-        if self.padding is None or self.states["keys"].packed.length >= self.n_padded:
-            return None
-        self.padding = self.padding.to(self.device)
-        return self.padding
 
     def get_seq_length(self) -> int:
         return len(self.states["keys"]) if self.is_initialized else 0
@@ -210,13 +212,13 @@ class QuantizedLayer(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.padding, self.n_padded = None, 0
+        self.padding = None
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for states in self.states.values():
             states.change(change)
         if self.padding is not None:
-            self.padding = change(self.padding)
+            self.padding = replace(self.padding, lengths=change(self.padding.lengths))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -246,15 +248,14 @@ class QuantizedCache(DynamicCache, transformers.QuantizedCache):
     Args:
         config: The model's config.
         settings: Bits, group size, and how many tokens stay in full precision.
-        padding: ``(rows,)``: how many of the first tokens of a row are padding. Padding is rounded
-            like any token, but has no say in the scales.
+        padding: Of the prompts. It has no say in the scales.
     """
 
     def __init__(
         self,
         config: Any,
         settings: Settings | None = None,
-        padding: torch.Tensor | None = None,
+        padding: Padding | None = None,
     ) -> None:
         config = config.get_text_config(decoder=True)
         settings = settings or Settings()
@@ -278,9 +279,9 @@ class QuantizedCache(DynamicCache, transformers.QuantizedCache):
         return sum(layer.n_bytes for layer in self.layers if isinstance(layer, QuantizedLayer))
 
 
-def left_padding(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """How many tokens a mask ``(rows, length)`` hides at the left of each row ``(rows,)``, if any."""
+def left_padding(mask: torch.Tensor | None) -> Padding | None:
+    """The padding of prompts whose mask is ``mask (rows, length)``, if there is any."""
     if mask is None or mask.ndim != 2:
         return None
-    padding = (mask.cumsum(dim=-1) == 0).sum(dim=-1)
-    return padding if bool(padding.any()) else None
+    lengths = (mask.cumsum(dim=-1) == 0).sum(dim=-1)
+    return Padding(lengths, int(mask.shape[1])) if bool(lengths.any()) else None

@@ -142,6 +142,7 @@ class Assistant:
 
         target, model = self.setup.run, self.model
         config = self.config(target.config)
+        config.max_new_tokens = max(self.setup.max_length - ids.shape[1], 1)
         model_kwargs = self.model_kwargs(target, ids)
         if model.config.is_encoder_decoder:
             model_kwargs = self.encoded(model_kwargs, config, ids)
@@ -152,7 +153,6 @@ class Assistant:
             **{"decoder_input_ids" if model.config.is_encoder_decoder else "input_ids": ids},
             generation_config=config,
             logits_processor=self.shared_processors(target),
-            max_new_tokens=max(self.setup.max_length - ids.shape[1], 1),
             custom_generate=_prepared,
             **model_kwargs,
         )
@@ -186,14 +186,15 @@ class Assistant:
         if self.model.config.is_encoder_decoder:  # chunks of a decoder's prompt are not worth it
             config.prefill_chunk_size = None
         config.num_return_sequences = 1  # the rows are expanded already
-        config.use_mtp = False
+        config.use_cache, config.use_mtp = True, False
         return config
 
     def model_kwargs(self, target: Run, ids: torch.Tensor) -> ModelKwargs:
         """What the assistant's forward takes of the target's."""
         model, known = self.model, accepted_names(self.model)
         dropped = (
-            "past_key_values encoder_outputs inputs_embeds output_attentions output_hidden_states"
+            "past_key_values encoder_outputs inputs_embeds output_attentions output_hidden_states "
+            "use_cache"
         ).split()
         mask = target.model_kwargs.get("attention_mask")
         if not target.is_encoder_decoder and mask is not None and mask.shape[1] != ids.shape[1]:

@@ -51,15 +51,35 @@ class Heuristic(Constant):
         self.n_tokens = self.n_tokens + 2 if verdict.is_all_accepted else max(1, self.n_tokens - 1)
 
 
+class Rate:
+    """How often something goes on for one token more, from the lengths that it went on for.
+
+    Newer lengths count more; without any, every second time.
+    """
+
+    def __init__(self) -> None:
+        self.went_on, self.stopped = 0.5, 0.5
+
+    def observe(self, length: int, limit: int, decay: float) -> None:
+        """It went on for ``length`` tokens, where ``limit`` would have been possible."""
+        self.went_on = decay * self.went_on + length
+        self.stopped = decay * self.stopped + (length < limit)
+
+    def expected(self, limit: int) -> float:
+        """The mean length, if it may go on for ``limit`` tokens."""
+        rate = min(self.went_on / (self.went_on + self.stopped), 0.999)
+        return rate * (1 - rate**limit) / (1 - rate)
+
+
 class Adaptive:
     """The length that made tokens fastest so far, by what was measured: hfgen's default.
 
-    Let each drafted token be accepted with probability ``a`` if the one before it was: a draft of
-    ``n`` then advances by ``(1 - a ** (n + 1)) / (1 - a)`` tokens on average (Leviathan et al. 2023,
-    equation 1). A round takes ``base + slope * n`` seconds. ``a``, ``base`` and ``slope`` are fitted to
-    the rounds, the newer ones counting more, and ``n`` maximises tokens per second. Where that is
-    0 nothing is drafted, and at longer and longer intervals a draft is tried again. With several
-    rows ``a`` is about what all of them advance by, not about one row.
+    Of a draft of ``n`` tokens, as many are accepted as ``accepted`` says, and one more is gained
+    (Leviathan et al. 2023, equation 1); as many are drafted as ``drafted`` says, since a drafter
+    may stop early. A round takes ``base`` seconds and ``slope`` for each drafted token. All of this
+    is fitted to the rounds, the newer ones counting more, and ``n`` maximises tokens per second.
+    Where nothing gains ``MARGIN`` over decoding without a draft, none is made, and at longer and
+    longer intervals one is tried again. With several rows, tokens count that all rows advance by.
     """
 
     #: Rounds to learn from before anything is adapted: of one row, and of several. One row starts as
@@ -67,6 +87,8 @@ class Adaptive:
     WARM_UP, BATCH_WARM_UP, BATCH_START = 8, 3, 4
     #: How much a round weighs one round later.
     DECAY = 0.95
+    #: By how much faster drafting has to be expected to be.
+    MARGIN = 1.05
     #: Rounds without a draft before one is tried again: at first, and at most.
     FIRST_PAUSE, LONGEST_PAUSE = 8, 128
     #: The draft tried after a pause.
@@ -78,7 +100,7 @@ class Adaptive:
         self.warm_up = self.WARM_UP if rows == 1 else self.BATCH_WARM_UP
         self.rounds = 0
         self.pause, self.paused = self.FIRST_PAUSE, 0
-        self.accepted, self.rejected = 0.0, 0.0
+        self.accepted, self.drafted = Rate(), Rate()
         self.slope = 0.0
         # Decayed sums over rounds: weight, n, seconds, n * n, n * seconds.
         self.sums = (0.0, 0.0, 0.0, 0.0, 0.0)
@@ -88,9 +110,9 @@ class Adaptive:
         if self.rounds == 1:
             return  # the prompt was forwarded with it
         n = max(verdict.drafted, default=0)
-        if n:
-            self.accepted = self.DECAY * self.accepted + n_advanced - 1
-            self.rejected = self.DECAY * self.rejected + (n_advanced <= n)
+        if self.n_tokens:
+            self.accepted.observe(n_advanced - 1, self.n_tokens, self.DECAY)
+            self.drafted.observe(n, self.n_tokens, self.DECAY)
         added = (1.0, n, seconds, n * n, n * seconds)
         self.sums = tuple(self.DECAY * old + new for old, new in zip(self.sums, added, strict=True))  # type: ignore[assignment]
         if self.rounds < self.warm_up:
@@ -104,23 +126,20 @@ class Adaptive:
         pass
 
     def _choose(self) -> None:
-        best = max(range(self.max_tokens + 1), key=self._speed)
-        if best > 0:
-            self.n_tokens, self.paused = best, 0
-            if self.accepted > 2 * self.rejected:
-                self.pause = self.FIRST_PAUSE
+        base, slope = self._cost()
+        speeds = [
+            (1 + self.accepted.expected(n)) / (base + slope * self.drafted.expected(n))
+            for n in range(self.max_tokens + 1)
+        ]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        if speeds[best] > self.MARGIN * speeds[0]:
+            self.n_tokens, self.paused, self.pause = best, 0, self.FIRST_PAUSE
             return
         self.paused += 1
         self.n_tokens = 0
         if self.paused >= self.pause:
             self.n_tokens = min(self.PROBE, self.max_tokens)
             self.paused, self.pause = 0, min(2 * self.pause, self.LONGEST_PAUSE)
-
-    def _speed(self, n: int) -> float:
-        """Expected tokens per second with a draft of ``n``."""
-        a = (self.accepted + 0.5) / (self.accepted + self.rejected + 1.0)
-        base, slope = self._cost()
-        return (1 - a ** (n + 1)) / (1 - a) / (base + slope * n)
 
     def _cost(self) -> tuple[float, float]:
         """Seconds of a round without a draft, and of each drafted token: a least-squares line."""
