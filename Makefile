@@ -54,6 +54,7 @@ parity: $(VENV)/installed ## Compare with upstream on COUNT random cases from SE
 bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.speculation
+	@$(BIN)/python -m benchmarks.quantized_cache
 
 clean: ## Remove the environment and all caches.
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -802,6 +802,6 @@ def test_the_benchmark_measures_and_writes(tmp_path: Path, monkeypatch: pytest.M
     assert all(len(cost.seconds) == 2 for cost in costs.costs)
     text = benchmark.write([full, int8, int2], [costs], benchmark.machine(), (1, 130), tmp_path)
     assert "int8, perplexity" in text
-    assert "of the speed of hfgen dynamic" in text
+    assert "of the speed of upstream's dynamic cache" in text
     names = {f"quantized_cache.{kind}" for kind in ("md", "json", "png")}
     assert {path.name for path in tmp_path.iterdir()} == names

@@ -569,7 +569,11 @@ ROWS: list[Family] = [
     text(
         "minimax",
         "MiniMax",
-        unsupported={"chunked": OWN_CACHE["chunked"], "assisted": OWN_CACHE["assisted"]},
+        unsupported={
+            "chunked": OWN_CACHE["chunked"],
+            "assisted": OWN_CACHE["assisted"],
+            "continuation": "takes no cache but its own",
+        },
     ),
     text("olmo_hybrid", "OlmoHybrid", seed=1, unsupported=STATEFUL),
     text(

@@ -187,7 +187,9 @@ def prepare_cache_for_generation(
     cache = CACHES[generation_config.cache_implementation](request)
     if self.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
         is_offloaded = generation_config.cache_implementation == "offloaded"
-        cache = EncoderDecoderCache(cache, (offloaded if is_offloaded else cross_attention)(request))
+        cache = EncoderDecoderCache(
+            cache, (offloaded if is_offloaded else cross_attention)(request)
+        )
     if generation_config.is_assistant:
         cache.activate_past_recording()  # what an assistant drafted may be rolled back
     model_kwargs[name] = cache

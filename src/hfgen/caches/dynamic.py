@@ -81,8 +81,8 @@ class GrowingLayer(DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        room = self._room
-        return self._keys.append(key_states, room), self._values.append(value_states, room)
+        spare = self._room.spare
+        return self._keys.append(key_states, spare), self._values.append(value_states, spare)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``i`` go on as row ``beam_idx[i]``; there may be more or fewer rows than before."""
@@ -108,7 +108,7 @@ class GrowingLayer(DynamicLayer):
 class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
     """Sliding-window and chunked attention: the last ``sliding_window - 1`` tokens are kept.
 
-    They move through a buffer, and are copied to the start of another one where it ends.
+    They move through a buffer, and back to its start where it ends.
     """
 
     def update(
@@ -119,21 +119,24 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
             return DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        n_new = key_states.shape[-2]
-        self.cumulative_length += n_new
-        return (
-            self._slide(self._keys, key_states, n_new),
-            self._slide(self._values, value_states, n_new),
-        )
+        self.cumulative_length += key_states.shape[-2]
+        return self._slide(self._keys, key_states), self._slide(self._values, value_states)
 
-    def _slide(self, states: Growing, new: Tensor, n_new: int) -> Tensor:
+    def _slide(self, states: Growing, new: Tensor) -> Tensor:
         n_before = self.sliding_window - 1
-        full = states.append(new, self._room, self.cumulative_length)
         if self.record_past:
-            return full[:, :, -(n_before + n_new) :]
+            full = states.append(new, self._room.spare)
+            return full[:, :, -(n_before + new.shape[-2]) :]
+        full = states.append(new, self._spare)
         # A window of one token keeps them all, as upstream's does.
-        states.keep_last(n_before or full.shape[-2], self._room.block(n_before))
+        states.keep_last(n_before or full.shape[-2], self._room.behind_window(n_before))
         return full
+
+    def _spare(self, length: int) -> int:
+        """Room behind ``length`` tokens, of which no more than a window will be kept."""
+        n_before = self.sliding_window - 1
+        most = n_before + self._room.behind_window(n_before)
+        return min(self._room.spare(length), max(most - length, 0))
 
 
 class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
@@ -148,7 +151,7 @@ class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
             return super().update_indexer(indexer_key_states)
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
-        states: Tensor = self._indexer_keys.append(indexer_key_states, self._room)
+        states: Tensor = self._indexer_keys.append(indexer_key_states, self._room.spare)
         return states
 
 

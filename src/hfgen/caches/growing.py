@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Up to this many numbers are concatenated: that is quicker than writing and viewing.
+CONCATENATED = 2**15
+
 #: Tokens that a full buffer is enlarged by, at least.
 SMALLEST_BLOCK = 32
 
@@ -28,16 +31,23 @@ class Room:
     #: Tokens at the end of the call, if that is known; a cache that is past it is in another call.
     max_length: int | None = None
 
-    def block(self, length: int) -> int:
-        """Spare tokens of a buffer with ``length`` tokens, if the call does not end before."""
-        return max(SMALLEST_BLOCK, length // self.n_tensors)
-
-    def spare(self, length: int, seen: int) -> int:
-        """The same, where ``seen`` tokens of the call have gone into the ``length``."""
-        block = self.block(length)
-        if self.max_length is None or seen > self.max_length:
+    def spare(self, length: int) -> int:
+        """Of a sequence that grows until the call ends."""
+        block = max(SMALLEST_BLOCK, length // self.n_tensors)
+        if self.max_length is None or length > self.max_length:
             return block
-        return min(block, self.max_length - seen)
+        return min(block, self.max_length - length)
+
+    def behind_window(self, length: int) -> int:
+        """Of the last ``length`` tokens, which never become more."""
+        return length // self.n_tensors + 1
+
+
+#: How many objects hold a storage. Where torch does not tell, a layer moves before it overwrites.
+_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 4)
+
+#: From the length of a sequence to the room behind it.
+Spare = Callable[[int], int]
 
 
 class Growing:
@@ -61,40 +71,46 @@ class Growing:
 
     # ------------------------------------------------------------ growing
 
-    def append(self, new: Tensor, room: Room, seen: int | None = None) -> Tensor:
+    def append(self, new: Tensor, spare: Spare) -> Tensor:
         """The tensor with ``new (…, n, size)`` behind it.
 
-        ``seen``: tokens of the call with these, if they are not all here.
+        ``spare(length)``: the room that a new buffer has behind ``length`` tokens.
         """
-        buffer, start, shape = self.buffer, self.end, new.shape
-        end = start + shape[-2]
-        if (
-            buffer is None
-            or end > buffer.shape[-2]
-            or not self._takes(new)
-            or (start < self.written and self._is_shared())
-        ):
-            return self._move_and_append(new, room, seen)
-        size = shape[-1]
-        buffer.as_strided(shape, self.stride, start * size).copy_(new)
-        length = self.view.shape[-2] + shape[-2]  # type: ignore[union-attr]
-        self.end = self.written = end
+        if self.buffer is None and self.view.numel() + new.numel() <= CONCATENATED:  # type: ignore[union-attr]
+            self.view = torch.cat([self.view, new], dim=-2)  # type: ignore[list-item]
+            return self.view
+        shape = new.shape
+        added, size = shape[-2:]
+        if not (self._takes(new) and self._has_room(added)):
+            if not self._can_follow(new):
+                self.assign(torch.cat([self.view, new], dim=-2))  # type: ignore[list-item]
+                return self.view  # type: ignore[return-value]  # converted, or raised
+            self._make_room(new, spare)
+        buffer: Any = self.buffer
+        buffer.as_strided(shape, self.stride, self.end * size).copy_(new)
+        length = self.view.shape[-2] + added  # type: ignore[union-attr]
+        self.end += added
+        self.written = self.end
         # as_strided is a third of the cost of narrow(), which counts in a small model's step.
-        self.view = buffer.as_strided(
-            (*self.lead, length, size),  # type: ignore[misc]
-            self.stride,
-            (end - length) * size,
+        view: Tensor = buffer.as_strided(
+            (*shape[:-2], length, size), self.stride, (self.end - length) * size
         )
-        return self.view
+        self.view = view
+        return view
 
     def keep_last(self, length: int, spare: int) -> None:
-        """Forget all but the last ``length`` tokens; their memory too, if it is above ``spare``."""
-        forgotten = self.view.shape[-2] - length  # type: ignore[union-attr]
+        """Forget all but the last ``length`` tokens.
+
+        Memory is given back if less than half of it is needed, with ``spare``: before that, a
+        smaller buffer beside the one of a prompt would be more than the prompt alone.
+        """
+        view: Any = self.view
+        forgotten = view.shape[-2] - length
         if forgotten <= 0:
             return
-        self.view = self.view[..., forgotten:, :]  # type: ignore[index]
-        if self.buffer is not None and self.end - length > spare:
-            self._move(self.view, length, spare)
+        self.view = view[..., forgotten:, :]
+        if self.buffer is not None and self.buffer.shape[-2] >= 2 * (length + spare):
+            self._move(self.view, length + spare)
 
     def _takes(self, new: Tensor) -> bool:
         """Whether ``new`` has the buffer's kind of tokens, and the buffer may be written to."""
@@ -108,33 +124,51 @@ class Growing:
             and (not self.is_inference or torch.is_inference_mode_enabled())
         )
 
+    def _has_room(self, added: int) -> bool:
+        end = self.end + added
+        is_free = self.end == self.written or not self._is_shared()
+        return end <= self.buffer.shape[-2] and is_free  # type: ignore[union-attr]
+
     def _is_shared(self) -> bool:
-        """Whether a tensor other than ``view`` can see the buffer."""
+        """Whether a tensor that is not this object's own can see the buffer."""
+        self.view = self.view[...]  # type: ignore[index]  # whoever holds the former one counts
         storage = self.buffer.untyped_storage()  # type: ignore[union-attr]
-        owners = torch._C._storage_Use_Count(storage._cdata)
-        return bool(owners > 3)  # buffer, view and storage
+        return bool(_use_count(storage._cdata) > 3)  # buffer, view and storage
 
-    def _move_and_append(self, new: Tensor, room: Room, seen: int | None) -> Tensor:
-        view = self.view
-        assert view is not None
-        is_new = view.dim() == 1 and view.numel() == 0  # as upstream's layers start
-        same = is_new or (view.shape[:-2], view.shape[-1]) == (new.shape[:-2], new.shape[-1])
-        if not same or (view.dtype, view.device) != (new.dtype, new.device):
-            self.assign(torch.cat([view, new], dim=-2))  # converts, or raises
-            return self.view  # type: ignore[return-value]
-        before, added = (0 if is_new else view.shape[-2]), new.shape[-2]
-        length = before + added
-        spare = room.spare(length, length if seen is None else seen)
-        self._move(new[..., :0, :] if is_new else view, length, spare)
-        assert self.buffer is not None
-        self.buffer.narrow(-2, before, added).copy_(new)
-        return self.view  # type: ignore[return-value]
+    def _can_follow(self, new: Tensor) -> bool:
+        view: Any = self.view
+        is_same = (view.dtype, view.device) == (new.dtype, new.device)
+        return is_same and (
+            _is_nothing(view)
+            or (view.shape[:-2], view.shape[-1]) == (new.shape[:-2], new.shape[-1])
+        )
 
-    def _move(self, tokens: Tensor, length: int, spare: int) -> None:
-        """Make a buffer for ``length`` tokens and more that begins with ``tokens``."""
-        *lead, n_tokens, size = tokens.shape
-        buffer = tokens.new_empty((*lead, length + spare, size))
-        buffer.narrow(-2, 0, n_tokens).copy_(tokens)
+    def _make_room(self, new: Tensor, spare: Spare) -> None:
+        """Let ``new`` fit behind ``view``: in the same buffer if it is enough, or in another."""
+        before = 0 if _is_nothing(self.view) else self.view.shape[-2]  # type: ignore[union-attr]
+        length = before + new.shape[-2]
+        if self._takes(new) and length <= self.buffer.shape[-2] and not self._is_shared():  # type: ignore[union-attr]
+            self._shift()
+        elif before:
+            self._move(self.view, length + spare(length))
+        else:  # a prompt's own tensors are alive beside it: no time for more than it needs
+            self._move(new[..., :0, :], length)
+
+    def _shift(self) -> None:
+        """Move ``view`` to the start of its buffer, in steps that do not overlap."""
+        buffer: Any = self.buffer
+        length = self.view.shape[-2]  # type: ignore[union-attr]
+        step = self.end - length
+        for start in range(0, length, max(step, 1)):
+            count = min(step, length - start)
+            buffer.narrow(-2, start, count).copy_(buffer.narrow(-2, start + step, count))
+        self._adopt(buffer, 0, length)
+
+    def _move(self, tokens: Any, capacity: int) -> None:
+        """Make a buffer that begins with ``tokens``."""
+        *lead, length, size = tokens.shape
+        buffer = tokens.new_empty((*lead, capacity, size))
+        buffer.narrow(-2, 0, length).copy_(tokens)
         self._adopt(buffer, 0, length)
 
     def _adopt(self, buffer: Tensor, start: int, length: int) -> None:
@@ -199,3 +233,8 @@ class Growing:
         if self.view is None or self.buffer is None:
             return self.view
         return self.view.clone(memory_format=torch.contiguous_format)
+
+
+def _is_nothing(view: Tensor | None) -> bool:
+    """As upstream's layers start: without even a shape."""
+    return view is not None and view.dim() == 1 and view.numel() == 0
