@@ -155,6 +155,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("offload"), st.none()),
     st.tuples(st.just("reset"), st.none()),
     st.tuples(st.just("assign"), st.none()),
+    st.tuples(st.just("assign a row"), st.none()),
     st.tuples(st.just("edit"), st.none()),
 )
 
@@ -193,6 +194,12 @@ def apply(pair: Pair, name: str, argument: Any) -> None:
     elif name == "assign" and pair.seen:
         for layer in (pair.theirs, pair.ours):
             layer.keys, layer.values = layer.keys + 1, layer.values * 2
+    elif name == "assign a row" and pair.seen and not hasattr(pair.theirs, "conv_states"):
+        for layer in (pair.theirs, pair.ours):
+            layer.keys, layer.values = layer.keys[-1:], layer.values[-1:]
+            if hasattr(layer, "indexer_keys"):
+                layer.indexer_keys = layer.indexer_keys[-1:]
+        pair.rows = 1
     elif name == "edit" and pair.seen and pair.theirs.keys.shape[-2]:
         pair.kept.clear()  # upstream's next tensors are copies, hfgen's are not: both are edited
         for layer in (pair.theirs, pair.ours):
@@ -314,6 +321,15 @@ def test_reordered_rows_keep_their_room() -> None:
     assert place(layer.keys) == first
 
 
+def test_views_of_earlier_tokens_do_not_make_a_layer_move() -> None:
+    layer = layer_with(10)
+    kept = [layer.keys]
+    for _ in range(10):
+        layer.update(*states(1))
+        kept.append(layer.keys)
+    assert len(set(map(place, kept))) == 1
+
+
 def test_a_window_that_someone_kept_stays_as_it_was() -> None:
     layer = as_growing(DynamicSlidingWindowLayer(sliding_window=6), Room(n_tensors=2))
     layer.update(*states(1))
@@ -390,7 +406,8 @@ def test_gradients_flow_through_what_is_added() -> None:
 def test_a_buffer_of_inference_mode_is_left_behind_outside_of_it() -> None:
     layer = as_growing(DynamicLayer(), Room())
     with torch.inference_mode():
-        layer.update(*states(4))
+        layer.update(*states(3))
+        layer.update(*states(1))  # with room behind it
     before = layer.keys.clone()
     layer.update(*states(1))
     assert torch.equal(layer.keys[:, :, :4], before)
@@ -445,6 +462,7 @@ def test_the_cache_is_upstreams(with_config: bool) -> None:
     equal(*map(contents, pair))
     equal(*map(list, pair))
     assert {type(layer) for layer in pair[1].layers} == {GrowingLayer}
+    assert not with_config or pair[1]._room.n_tensors == 2 * 3
     assert (pair[1].get_seq_length(), len(pair[1])) == (9, 3)
     again = GrowingCache(iter(pair[1]))  # as distributed wrappers gather caches
     equal(contents(again), contents(pair[0]))

@@ -29,13 +29,13 @@ class Rank(Sample):
 
 
 def is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
+    if isinstance(a, Tensor):  # unmixed models forward a prompt once for each of its rows
+        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-4)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(is_same, a, b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(is_same(a[name], b[name]) for name in a)
-    return a is b is None or type(a) is type(b)
+    return a is b is None or type(a).__name__ == type(b).__name__  # each library's own cache
 
 
 CALLS: dict[str, tuple[type, dict[str, Any]]] = {

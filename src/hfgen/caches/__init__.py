@@ -47,7 +47,7 @@ class CacheRequest:
         return self.model.config.get_text_config(decoder=True)
 
 
-def dynamic(request: CacheRequest) -> Cache:
+def make_dynamic(request: CacheRequest) -> Cache:
     """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
     return GrowingCache(config=request.decoder_config, max_length=request.max_length)
 
@@ -86,7 +86,7 @@ def deprecated_static(request: CacheRequest) -> Cache:
     return static(request)
 
 
-def quantized(request: CacheRequest) -> Cache:
+def make_quantized(request: CacheRequest) -> Cache:
     """Keys and values in few bits: hfgen's own, or the backend that ``cache_config`` names."""
     options = request.config.cache_config
     backend = upstream_backend(options)
@@ -108,12 +108,12 @@ def quantized(request: CacheRequest) -> Cache:
 
 
 CACHES: dict[str | None, Callable[[CacheRequest], Cache]] = {
-    None: dynamic,
-    "dynamic": dynamic,
+    None: make_dynamic,
+    "dynamic": make_dynamic,
     "offloaded": offloaded,
     "static": static,
     "offloaded_static": static,
-    "quantized": quantized,
+    "quantized": make_quantized,
     **dict.fromkeys(DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS, deprecated_static),
 }
 
