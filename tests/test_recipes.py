@@ -30,7 +30,7 @@ class Rank(Sample):
 
 def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):  # unmixed models forward a prompt once for each of its rows
-        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-3)
     if isinstance(a, tuple | list):
         return len(a) == len(b) and all(map(is_same, a, b))
     if isinstance(a, dict):
