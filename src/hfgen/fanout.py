@@ -7,6 +7,7 @@ inputs. Tokens are the same; a prompt for eight samples is computed once and not
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -45,11 +46,23 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     given = unexpanded.model_kwargs
     added = {name: value for name, value in run.model_kwargs.items() if name not in given}
     kwargs = given | added
+    if kwargs.get("encoder_outputs") is not None:
+        # Some decoders write to what they get, and the encoder's hidden states may be the same.
+        kwargs["encoder_outputs"] = _copied(kwargs["encoder_outputs"])
     outputs = _prefill(run, unexpanded.ids, kwargs, is_first_iteration)
     if name in outputs:  # else the model takes no cache, and forwards all ids again
         rows = torch.arange(len(unexpanded.ids), device=run.ids.device)
         expand_cache(outputs[name], rows.repeat_interleave(unexpanded.n))
     _expand_outputs(outputs, unexpanded.n)
+    return outputs
+
+
+def _copied(outputs: Any) -> Any:
+    """The encoder's outputs, with tensors of their own."""
+    outputs = copy.copy(outputs)
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor):
+            outputs[name] = value.clone()
     return outputs
 
 
@@ -111,6 +124,11 @@ def _expand_outputs(outputs: Any, n: int) -> None:
         if isinstance(value, torch.Tensor) and value.ndim > 1:
             outputs[name] = value.repeat_interleave(n, dim=0)
         elif isinstance(value, tuple):
+            # Gemma 3n has several streams of hidden states, before the rows.
+            is_hidden = name.endswith("hidden_states")
             outputs[name] = tuple(
-                v.repeat_interleave(n, dim=0) if isinstance(v, torch.Tensor) else v for v in value
+                v.repeat_interleave(n, dim=1 if is_hidden and v.ndim == 4 else 0)
+                if isinstance(v, torch.Tensor)
+                else v
+                for v in value
             )
