@@ -53,7 +53,7 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     if name in outputs:  # else the model takes no cache, and forwards all ids again
         rows = torch.arange(len(unexpanded.ids), device=run.ids.device)
         expand_cache(outputs[name], rows.repeat_interleave(unexpanded.n))
-    _expand_outputs(outputs, unexpanded.n)
+    _expand_outputs(outputs, unexpanded.n, quirks.rows_of_states(run.model))
     return outputs
 
 
@@ -116,18 +116,20 @@ def expand_cache(cache: Any, rows: torch.Tensor) -> None:
             layer.batch_size = len(rows)
 
 
-def _expand_outputs(outputs: Any, n: int) -> None:
-    """Repeat each row of what a step reads of a model's outputs, in place."""
+def _expand_outputs(outputs: Any, n: int, rows_of_states: int) -> None:
+    """Repeat each row of what a step reads of a model's outputs, in place.
+
+    ``rows_of_states``: which dimension of four-dimensional hidden states has the rows.
+    """
     for name, value in outputs.items():
         if name.startswith("encoder_"):
             continue
         if isinstance(value, torch.Tensor) and value.ndim > 1:
             outputs[name] = value.repeat_interleave(n, dim=0)
         elif isinstance(value, tuple):
-            # Gemma 3n has several streams of hidden states, before the rows.
-            is_hidden = name.endswith("hidden_states")
+            dim = rows_of_states if name.endswith("hidden_states") else 0
             outputs[name] = tuple(
-                v.repeat_interleave(n, dim=1 if is_hidden and v.ndim == 4 else 0)
+                v.repeat_interleave(n, dim=dim if v.ndim == 4 else 0)
                 if isinstance(v, torch.Tensor)
                 else v
                 for v in value

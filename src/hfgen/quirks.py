@@ -58,6 +58,14 @@ def keeps_other_state(model: Any) -> bool:
     return model.config.model_type in ("recurrent_gemma", "voxtral_realtime")
 
 
+def rows_of_states(model: Any) -> int:
+    """Which dimension of four-dimensional hidden states has the rows.
+
+    Gemma 3n has its streams before them, the others behind the positions.
+    """
+    return 1 if model.config.model_type.startswith("gemma3n") else 0
+
+
 def keeps_decoder_prompt(model: Any) -> bool:
     """Whether decoder ids are used as given, with no start token put before them.
 
