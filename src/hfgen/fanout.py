@@ -78,7 +78,7 @@ def _can_fan_out(run: Run, unexpanded: Unexpanded, cache: Any) -> bool:
         and run.ids.shape[1] == unexpanded.ids.shape[1]
     )
     is_own = isinstance(cache, Cache) and not getattr(cache, "_is_user_defined", False)
-    if not (is_shared and is_own) or _is_allocated(cache):
+    if not (is_shared and is_own) or _is_allocated(cache) or _has_foreign_layers(cache):
         return False
     # RAG reorders documents, too; some models keep states elsewhere.
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
@@ -95,6 +95,14 @@ def _is_librarys(model: Any, hook: str) -> bool:
     """Whether a hook is not the caller's own, which may do more than repeat rows."""
     owner = next(cls for cls in type(model).__mro__ if hook in vars(cls))
     return owner.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
+
+
+def _has_foreign_layers(cache: Any) -> bool:
+    """Whether a model brings layers of its own, whose rows may be in more than is reordered."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    modules = {type(layer).__module__ for layer in cache.layers}
+    return not all(m == StaticLayer.__module__ or m.startswith("hfgen.") for m in modules)
 
 
 def _is_allocated(cache: Any) -> bool:

@@ -108,7 +108,8 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
 
     The length adapts to what is measured, unless upstream's way is asked for; or has to be taken
     since it shows: in the draws of a sampled row, and in the chunks that a streamer gets of one row.
-    Upstream's own objects decide by themselves.
+    Prompt lookup for one row costs next to nothing, and drafts as much as it is told to. Upstream's
+    own objects decide by themselves.
     """
     if isinstance(drafter, FromGenerators):
         return drafter.schedule
@@ -117,7 +118,8 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
     n_tokens = config.prompt_lookup_num_tokens if is_lookup else None
     if n_tokens is None:
         n_tokens = _setting(setup, "num_assistant_tokens") or DEFAULT_TOKENS
-    is_shown = setup.is_exact or (setup.has_streamer and len(setup.run.ids) == 1)
+    is_one = len(setup.run.ids) == 1
+    is_fixed = setup.is_exact or (is_one and (setup.has_streamer or is_lookup))
     name = _setting(setup, "num_assistant_tokens_schedule", always=True)
     if is_lookup:
         name = config.num_assistant_tokens_schedule
@@ -125,7 +127,7 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
         raise ValueError(
             f"`num_assistant_tokens_schedule` has to be one of {sorted(SCHEDULES)}, but is {name!r}."
         )
-    make = SCHEDULES[name or ("constant" if is_shown else "adaptive")]
+    make = SCHEDULES[name or ("constant" if is_fixed else "adaptive")]
     schedule = make(int(n_tokens), len(setup.run.ids))
     if name == "heuristic" and isinstance(schedule, Heuristic) and isinstance(drafter, Assistant):
         schedule.kept_in = drafter.model.generation_config
