@@ -19,7 +19,7 @@ class Variant:
     """A library of ``LIBRARIES``, and what it is asked for besides the inputs."""
 
     name: str
-    library: str = "hfgen"
+    side: str = "hfgen"
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -126,11 +126,11 @@ def race(
 def _run(model: Any, given: dict[str, Any], variant: Variant, result: Result) -> torch.Tensor:
     """One call, written to ``result``; returns its tokens ``(rows, length)``."""
     arguments = {"do_sample": False, **given, **variant.options, "return_dict_in_generate": True}
-    is_ours = variant.library == "hfgen"
+    is_ours = variant.side == "hfgen"
     if is_ours:
         arguments["output_speculation"] = True
     with counted(model, arguments.get("assistant_model")) as forwards:
-        made = call(variant.library, model, arguments, seed=0)
+        made = call(variant.side, model, arguments, seed=0)
     rows, prompt_length = given["input_ids"].shape
     n_new = made.tokens.shape[1] - prompt_length
     result.wall.append(made.wall)

@@ -21,10 +21,8 @@ from hfgen.types import Run
 from tests.drafting_models import with_diffusion, with_heads, with_single_position
 from tests.tiny import VOCAB, llama, prompt
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(transformers, "MuseGlimmerAssistantModel"),
-    reason="this release of transformers lacks some of the kinds",
-)
+LACKS_KINDS = not hasattr(transformers, "MuseGlimmerAssistantModel")
+pytestmark = pytest.mark.skipif(LACKS_KINDS, reason="this release lacks some of the kinds")
 
 KINDS = ("one head", "three heads", "blocks", "single position")
 NEW = 18
