@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import hfgen
 from tests import tiny
@@ -96,3 +97,83 @@ def test_a_callers_hook_sees_its_rows() -> None:
     model.__class__ = hfgen.mix_into(Mine)
     shapes, _ = rows_and_lengths(model, IDS, num_beams=2, attention_mask=MASK)
     assert shapes[0][0] == 4
+
+
+BEAMS_AND_SAMPLES = ("beams", "beam samples", "samples", "groups")
+
+
+@pytest.mark.parametrize("mode", BEAMS_AND_SAMPLES)
+def test_a_callers_cache_is_expanded_after_the_prefill(mode: str) -> None:
+    """What follows the cached tokens is forwarded once, and the caller's cache stays as it was."""
+    model = hfgen.mix_into(tiny.llama())
+    first = model.generate(
+        IDS, attention_mask=MASK, max_new_tokens=3, return_dict_in_generate=True, eos_token_id=None
+    )
+    cache, n_cached = first.past_key_values, first.past_key_values.get_seq_length()
+    keys = cache.layers[0].keys.clone()
+    ids = torch.cat([first.sequences, torch.tensor([[20, 21, 22], [23, 24, 25]])], dim=1)
+    kwargs = MODES[mode] | {"attention_mask": torch.cat([MASK, torch.ones(2, 6).long()], dim=1)}
+    torch.manual_seed(0)
+    shapes, with_cache = rows_and_lengths(model, ids, past_key_values=cache, **kwargs)
+    torch.manual_seed(0)
+    assert shapes[0] == (2, ids.shape[1] - n_cached)
+    assert torch.equal(with_cache, model.generate(ids, max_new_tokens=4, **kwargs))
+    assert cache.get_seq_length() == n_cached
+    assert torch.equal(cache.layers[0].keys, keys)
+
+
+def test_an_empty_cache_of_the_callers_has_a_row_for_each_beam_at_the_end() -> None:
+    model, cache = hfgen.mix_into(tiny.llama()), transformers.DynamicCache()
+    shapes, _ = rows_and_lengths(
+        model, IDS, num_beams=3, past_key_values=cache, attention_mask=MASK, eos_token_id=None
+    )
+    assert shapes[0][0] == 2
+    assert cache.layers[0].keys.shape[0] == 6
+    assert cache.get_seq_length() == IDS.shape[1] + 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "jamba", "deepseek_v3", "bart"])
+def test_beams_move_only_what_they_do_not_share(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reordering in place gives what reordering all of the cache gives."""
+    from hfgen.caches import rows
+
+    in_place = rows.reorder_beams
+    n_moved: list[int] = []
+
+    def both(cache: Any, order: torch.Tensor) -> None:
+        layers = [la for la in rows.decoder_cache(cache).layers if hasattr(la, "_keys")]
+        wanted = [(la.keys[order], la.values[order]) for la in layers]
+        before = [(la._keys.buffer, la._keys.shared) for la in layers]
+        in_place(cache, order)
+        for layer, (buffer, shared), (keys, values) in zip(layers, before, wanted, strict=True):
+            assert torch.equal(layer.keys, keys)
+            assert torch.equal(layer.values, values)
+            if shared:  # a window may have left the prompt behind
+                assert layer._keys.buffer is buffer
+                n_moved.append(keys.shape[-2] - shared)
+
+    monkeypatch.setattr(rows, "reorder_beams", both)
+    model = hfgen.mix_into(FAMILIES[family].build())
+    model.generate(
+        IDS, attention_mask=MASK, num_beams=4, max_new_tokens=12, do_sample=True, eos_token_id=None
+    )
+    assert 0 < max(n_moved) <= 12
+
+
+def test_a_kept_view_of_the_cache_is_not_reordered_in_place() -> None:
+    from hfgen.caches import rows
+
+    model = hfgen.mix_into(tiny.llama())
+    cache = hfgen.caches.dynamic.GrowingCache(config=model.config)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        rows.repeat(cache, torch.tensor([0, 0, 1, 1]))
+        for _ in range(2):
+            model(torch.tensor([[7], [8], [9], [10]]), past_key_values=cache)
+    kept = cache.layers[0].keys
+    copy = kept.clone()
+    rows.reorder_beams(cache, torch.tensor([1, 1, 2, 2]))
+    assert torch.equal(kept, copy)
+    assert torch.equal(cache.layers[0].keys, copy[[1, 1, 2, 2]])

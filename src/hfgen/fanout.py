@@ -8,15 +8,16 @@ inputs. Tokens are the same; a prompt for eight samples is computed once and not
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from transformers import EncoderDecoderCache
 from transformers.cache_utils import Cache, StaticLayer
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput
 
 from . import quirks
-from .types import ModelKwargs, Run
+from .caches import rows
+from .types import ModelKwargs, Plan, Prompt, Run
 
 #: The hooks that expand the inputs of a call.
 EXPANDING = ("_expand_inputs_for_generation", "_expand_multimodal_outputs")
@@ -40,19 +41,20 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     unexpanded: Unexpanded | None = getattr(run.config, "_unexpanded", None)
     name = "past_key_values"
     cache = run.model_kwargs.get(name)
-    if unexpanded is None or not _can_fan_out(run, unexpanded, cache):
+    if not _can_fan_out(unexpanded, run.model, run.ids, cache):
         return _prefill(run, run.ids, run.model_kwargs, is_first_iteration)
     run.config._unexpanded = None
     given = unexpanded.model_kwargs
     added = {name: value for name, value in run.model_kwargs.items() if name not in given}
-    kwargs = given | added
+    kwargs = given | added | {name: cache}
     if kwargs.get("encoder_outputs") is not None:
         # Some decoders write to what they get, and the encoder's hidden states may be the same.
         kwargs["encoder_outputs"] = _copied(kwargs["encoder_outputs"])
     outputs = _prefill(run, unexpanded.ids, kwargs, is_first_iteration)
     if name in outputs:  # else the model takes no cache, and forwards all ids again
-        rows = torch.arange(len(unexpanded.ids), device=run.ids.device)
-        expand_cache(outputs[name], rows.repeat_interleave(unexpanded.n))
+        prompts = torch.arange(len(unexpanded.ids), device=run.ids.device)
+        rows.repeat(outputs[name], prompts.repeat_interleave(unexpanded.n))
+        run.shares_prompts = True
     _expand_outputs(outputs, unexpanded.n, quirks.rows_of_states(run.model))
     return outputs
 
@@ -71,22 +73,35 @@ def _prefill(run: Run, ids: torch.Tensor, kwargs: ModelKwargs, is_first: bool) -
     return result
 
 
-def _can_fan_out(run: Run, unexpanded: Unexpanded, cache: Any) -> bool:
-    """Whether all that the prefill leaves behind is in a cache that can be expanded."""
-    is_shared = (
-        len(run.ids) == len(unexpanded.ids) * unexpanded.n
-        and run.ids.shape[1] == unexpanded.ids.shape[1]
+def is_ahead(model: Any, plan: Plan, prompt: Prompt, cache: Any) -> bool:
+    """Whether the call's own loop will fan out after the prefill."""
+    unexpanded = getattr(plan.config, "_unexpanded", None)
+    return (
+        plan.mode is not GenerationMode.ASSISTED_GENERATION  # its first draft runs with the prompt
+        and getattr(plan.method, "__module__", "") == f"{__package__}.mixin"
+        and _can_fan_out(unexpanded, model, prompt.ids, cache)
     )
-    is_own = isinstance(cache, Cache) and not getattr(cache, "_is_user_defined", False)
-    if not (is_shared and is_own) or _is_allocated(cache) or _has_foreign_layers(cache):
+
+
+def _can_fan_out(
+    unexpanded: Unexpanded | None, model: Any, ids: torch.Tensor, cache: Any
+) -> TypeGuard[Unexpanded]:
+    """Whether all that the prefill leaves behind is in a cache that can be expanded."""
+    if unexpanded is None or not isinstance(cache, Cache):
+        return False
+    is_shared = (
+        len(ids) == len(unexpanded.ids) * unexpanded.n and ids.shape[1] == unexpanded.ids.shape[1]
+    )
+    is_expanded = rows.count(cache) not in (None, len(unexpanded.ids))
+    if not is_shared or is_expanded or _is_allocated(cache) or _has_foreign_layers(cache):
         return False
     # RAG reorders documents, too; some models keep states elsewhere.
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
     others = (value for name, value in unexpanded.model_kwargs.items() if name != "past_key_values")
     return (
-        all(_is_librarys(run.model, name) for name in EXPANDING)
-        and not hasattr(run.model, "_reorder_cache")
-        and not quirks.keeps_other_state(run.model)
+        all(_is_librarys(model, name) for name in EXPANDING)
+        and not hasattr(model, "_reorder_cache")
+        and not quirks.keeps_other_state(model)
         and all(isinstance(value, plain) for value in others)
     )
 
@@ -99,29 +114,13 @@ def _is_librarys(model: Any, hook: str) -> bool:
 
 def _has_foreign_layers(cache: Any) -> bool:
     """Whether a model brings layers of its own, whose rows may be in more than is reordered."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    modules = {type(layer).__module__ for layer in cache.layers}
+    modules = {type(layer).__module__ for layer in rows.decoder_cache(cache).layers}
     return not all(m == StaticLayer.__module__ or m.startswith("hfgen.") for m in modules)
 
 
 def _is_allocated(cache: Any) -> bool:
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    return any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in cache.layers)
-
-
-def expand_cache(cache: Any, rows: torch.Tensor) -> None:
-    """Let row ``i`` of the cache become what row ``rows[i]`` was: ``rows (wanted,)``."""
-    if isinstance(cache, EncoderDecoderCache):
-        expand_cache(cache.self_attention_cache, rows)
-        expand_cache(cache.cross_attention_cache, rows)
-        return
-    for layer in cache.layers:
-        if getattr(layer, "is_initialized", True):
-            layer.reorder_cache(rows)
-        if isinstance(layer, StaticLayer) and layer.is_initialized:
-            layer.batch_size = len(rows)
+    layers = rows.decoder_cache(cache).layers
+    return any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in layers)
 
 
 def _expand_outputs(outputs: Any, n: int, rows_of_states: int) -> None:

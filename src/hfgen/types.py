@@ -116,6 +116,8 @@ class Run:
     scores: tuple[torch.Tensor, ...] | None = None
     #: How well drafting went; written by ``strategies/assisted.py``.
     speculation: Speculation | None = None
+    #: Rows of one prompt share its forward pass and its part of the cache; written by ``fanout``.
+    shares_prompts: bool = False
     #: The caller's tokenizer, for strategies that work on text.
     tokenizer: Any = None
 

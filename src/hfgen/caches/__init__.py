@@ -22,9 +22,10 @@ from transformers.generation.configuration_utils import (
     GenerationMode,
 )
 
-from .. import quirks
+from .. import fanout, quirks
 from ..logs import logger
 from ..types import ModelKwargs, Plan, Prompt
+from . import rows
 from .dynamic import GrowingCache
 from .quantized import QuantizedCache, left_padding
 from .quantized_settings import Settings, upstream_backend
@@ -136,7 +137,8 @@ def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
     name = quirks.cache_argument(model)
     given = model_kwargs.get(name)
     if isinstance(given, Cache) and config.cache_implementation is None:
-        given = fit_to_rows(given, prompt.batch_size, prompt.ids.shape[0])
+        will_fan_out = fanout.is_ahead(model, plan, prompt, given)
+        given = rows.fit(given, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
         _expect(given, max_length)
         model_kwargs[name] = given
     model._prepare_cache_for_generation(
@@ -249,47 +251,8 @@ def supports_default_dynamic_cache(cls: type) -> bool:
     return not quirks.makes_its_own_cache(cls.__name__)
 
 
-def fit_to_rows(cache: Cache, batch_size: int, wanted: int) -> Cache:
-    """The caller's cache, for the ``wanted`` rows that ``batch_size`` prompts are expanded to.
-
-    Expanded caches are copies: the caller's stays as it is. A static cache that was emptied by
-    ``reset()`` takes any number of rows again. Raises ``ValueError`` for another number of rows.
-    """
-    rows = cached_rows(cache)
-    if rows is None or rows == wanted:
-        return cache
-    if _is_emptied_static(cache):
-        for layer in cache.layers:
-            layer.is_initialized = False  # allocated anew by the next update
-        return cache
-    if rows == batch_size and hasattr(cache, "batch_repeat_interleave"):
-        cache = copy.deepcopy(cache)
-        cache.batch_repeat_interleave(wanted // batch_size)
-        return cache
-    raise ValueError(
-        f"`past_key_values` holds {rows} sequences, but the call has {batch_size} prompts"
-        + (f", expanded to {wanted} rows." if wanted != batch_size else ".")
-    )
-
-
-def cached_rows(cache: Any) -> int | None:
-    """How many sequences a cache holds; ``None`` if it is empty or does not say."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    for layer in getattr(cache, "layers", ()):
-        keys = getattr(layer, "keys", None)
-        if keys is not None and keys.ndim == 4 and keys.numel() > 0:
-            return int(keys.shape[0])
-    return None
-
-
 def _expect(cache: Cache, max_length: int) -> None:
     """Tell a cache that grows in place how far this call may go."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = rows.decoder_cache(cache)
     if isinstance(cache, GrowingCache):
         cache.expect(max_length)
-
-
-def _is_emptied_static(cache: Any) -> bool:
-    return isinstance(cache, StaticCache) and int(cache.get_seq_length()) == 0

@@ -88,6 +88,17 @@ class GrowingLayer(DynamicLayer):
         """Let row ``i`` go on as row ``beam_idx[i]``; there may be more or fewer rows than before."""
         self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
 
+    def share_prompt(self) -> None:
+        """Take all tokens so far to be alike in all rows of a prompt."""
+        for states in (self._keys, self._values):
+            states.shared = self.get_seq_length() and states.view.shape[-2]
+
+    def reorder_beams(self, rows: Tensor) -> None:
+        """``reorder_cache`` where each row goes on as one of its own prompt: moves what differs."""
+        if self.get_seq_length() > 0:
+            for states in (self._keys, self._values):
+                states.map_rows_of_prompts(lambda s: s.index_select(0, rows.to(s.device)))
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
         self._map_rows(lambda states: states.repeat_interleave(repeats, dim=0))
@@ -154,6 +165,9 @@ class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
         states: Tensor = self._indexer_keys.append(indexer_key_states, self._room.spare)
         return states
 
+    def reorder_beams(self, rows: Tensor) -> None:
+        self.reorder_cache(rows)  # the indexer's states, too
+
 
 class GrowingHybridLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):
     """Full attention beside states of linear attention, which do not grow."""
@@ -161,6 +175,10 @@ class GrowingHybridLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         GrowingLayer.reorder_cache(self, beam_idx)
+
+    def reorder_beams(self, rows: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, rows)
+        GrowingLayer.reorder_beams(self, rows)
 
 
 class GrowingHybridSlidingLayer(
@@ -171,6 +189,10 @@ class GrowingHybridSlidingLayer(
     def reorder_cache(self, beam_idx: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         GrowingLayer.reorder_cache(self, beam_idx)
+
+    def reorder_beams(self, rows: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, rows)
+        GrowingLayer.reorder_beams(self, rows)
 
 
 #: Which layer stands for which of upstream's; other kinds, models' own among them, stay.

@@ -56,15 +56,19 @@ class Growing:
     ``buffer (…, capacity, size)`` belongs to this object alone; what lies behind ``view`` in it is
     free, up to the positions that were ``written`` before a crop. Those are written again only if
     no other tensor shares the memory, so whoever kept an earlier view keeps its values.
+
+    ``shared`` tokens at the start of ``view`` are alike in all rows of a prompt; whoever made rows
+    of one says so.
     """
 
-    __slots__ = ("buffer", "end", "is_inference", "lead", "stride", "view", "written")
+    __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
 
     def __init__(self, view: Tensor | None = None) -> None:
         self.view = view
         self.buffer: Tensor | None = None
         self.end = 0
         self.written = 0
+        self.shared = 0
         self.is_inference = False
         self.lead: torch.Size | None = None
         self.stride: tuple[int, ...] = ()
@@ -109,6 +113,7 @@ class Growing:
         if forgotten <= 0:
             return
         self.view = view[..., forgotten:, :]
+        self.shared = max(self.shared - forgotten, 0)
         if self.buffer is not None and self.buffer.shape[-2] >= 2 * (length + spare):
             self._move(self.view, length + spare)
 
@@ -184,11 +189,14 @@ class Growing:
     def assign(self, value: Tensor | None) -> None:
         """Become ``value``; the buffer stays only if ``value`` is a part of it."""
         start = self._position(value)
-        self.view = value
         if value is None or start is None:
             self.buffer = None
+            self.shared = 0
         else:
+            forgotten = start - (self.end - self.view.shape[-2])  # type: ignore[union-attr]
             self.end = start + value.shape[-2]
+            self.shared = min(max(self.shared - forgotten, 0), value.shape[-2])
+        self.view = value
 
     def _position(self, value: Tensor | None) -> int | None:
         """Where in the buffer ``value`` begins; ``None`` if it is not a part of it."""
@@ -206,10 +214,8 @@ class Growing:
         return start if rest == 0 else None
 
     def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Let ``take`` choose or repeat rows, with their spare room.
-
-        The place for whoever knows that rows share their beginning, and need not copy it.
-        """
+        """Let ``take`` choose or repeat rows, with their spare room."""
+        self.shared = 0
         if self.view is None:
             return
         if self.buffer is None:
@@ -217,6 +223,17 @@ class Growing:
             return
         length = self.view.shape[-2]
         self._adopt(take(self.buffer), self.end - length, length)
+
+    def map_rows_of_prompts(self, take: Callable[[Tensor], Tensor]) -> None:
+        """Let ``take`` choose rows, each from those of its own prompt: what they share stays."""
+        shared = self.shared
+        may_write = not self.is_inference or torch.is_inference_mode_enabled()
+        if self.buffer is None or not (shared and may_write) or self._is_shared():
+            self.map_rows(take)
+            self.shared = shared
+            return
+        own = self.view[..., shared:, :]  # type: ignore[index]
+        own.copy_(take(own))
 
     # ------------------------------------------------------------ copying: of the view alone
 

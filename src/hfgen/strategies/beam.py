@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from .. import forward, outputs, quirks
+from ..caches import rows as cache_rows
 from ..loop import commit
 from ..types import Run, Step
 from .base import InvalidScoresError, NextToken
@@ -224,7 +225,11 @@ class Beam(NextToken):
             run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
         elif hasattr(cache, "reorder_cache"):
             # Looking is free where no device has to be waited for; copying the cache is not.
-            if not rows.is_cpu or rows.tolist() != self.unmoved:
+            if rows.is_cpu and rows.tolist() == self.unmoved:
+                return
+            if run.shares_prompts:
+                cache_rows.reorder_beams(cache, rows)
+            else:
                 cache.reorder_cache(rows)
         else:
             raise ValueError(
