@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BatchEncoding, GenerationConfig, TopKLogitsWarper
+from transformers import (
+    BatchEncoding,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    TopKLogitsWarper,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
@@ -96,7 +102,7 @@ NOT_FIELDS = [
         {"early_stopping": "soon", "num_beams": 2},
         "`early_stopping` must be a boolean or",
     ),
-    (ValueError, {"cache_implementation": "fast"}, "Invalid `cache_implementation` (fast)"),
+    (ValueError, {"cache_implementation": "fast"}, "`cache_implementation` has to be one of"),
 ]
 NOT_SAMPLED = [
     ({"temperature": -1.0}, "`temperature` has to be a float above 0"),
@@ -381,3 +387,62 @@ def test_an_interrupted_call_leaves_the_model_working(options):
     assert model.generation_config.to_dict() == before
     torch.manual_seed(1)
     assert torch.equal(model.generate(IDS, max_new_tokens=8, **options), expected)
+
+
+# --- caches of the caller's ------------------------------------------------------------------
+
+
+def filled_cache(model: Any, ids: torch.Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"num_hidden_layers": 3}, "3 layers.* 2 that keep"),
+        ({"num_hidden_layers": 1}, "1 layers.* 2 that keep"),
+        ({"num_key_value_heads": 4}, "2 rows of 4 heads of size 8"),
+        ({"head_dim": 16}, "2 rows of 2 heads of size 16"),
+    ],
+    ids=str,
+)
+def test_a_cache_of_another_model(other: dict[str, int], words: str) -> None:
+    ids = tiny.prompt(2, 7)
+    cache = filled_cache(tiny.llama(**other), ids[:, :4])
+    before = [layer.keys.clone() for layer in cache.layers]
+    for options in ({}, {"prompt_lookup_num_tokens": 2}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match=f"past_key_values.*{words}.*another model"):
+            hfgen.mix_into(tiny.llama()).generate(
+                ids, past_key_values=cache, max_new_tokens=4, **options
+            )
+    assert len(cache.layers) == len(before)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+
+
+def test_a_cache_of_cross_attention_for_a_model_without() -> None:
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with pytest.raises(ValueError, match=r"EncoderDecoderCache.*no cross-attention"):
+        hfgen.mix_into(tiny.llama()).generate(tiny.prompt(), past_key_values=cache)
+
+
+@pytest.mark.parametrize("n_cached", [7, 12])
+def test_a_cache_of_as_many_tokens_as_the_prompt(n_cached: int) -> None:
+    model = hfgen.mix_into(tiny.llama())
+    cache = filled_cache(model, tiny.prompt(2, n_cached))
+    ids = tiny.prompt(2, 7)
+    with pytest.raises(ValueError, match=f"{n_cached} tokens and `input_ids` has 7.*crop"):
+        model.generate(ids, past_key_values=cache)
+    assert cache.get_seq_length() == n_cached
+    # What the message says works.
+    mask = torch.ones(2, n_cached + 7, dtype=torch.long)
+    model.generate(ids, past_key_values=cache, attention_mask=mask, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", [], 3], ids=str)
+def test_what_is_no_cache(cache: Any) -> None:
+    with pytest.raises(ValueError, match=r"past_key_values.*has to be a Cache"):
+        hfgen.mix_into(tiny.llama()).generate(tiny.prompt(), past_key_values=cache)

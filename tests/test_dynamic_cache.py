@@ -590,8 +590,8 @@ def test_a_returned_cache_goes_on_twice() -> None:
         )
         assert answers[-1].past_key_values is cache
         assert cache._room.max_length == turn.shape[1] + 49
-    cache = first.past_key_values  # and at last itself, cropped to the prompt
-    cache.crop(-5)
+    cache = first.past_key_values  # and at last itself, cropped to all but the prompt's last
+    cache.crop(-6)
     again = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=True, **options)
     assert again.past_key_values is cache
     for view, before in views:

@@ -35,6 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "samples": {"do_sample": True, "num_return_sequences": 4},
     "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
     "forced words": {"num_beams": 3, "force_words_ids": [[20]]},
+    "drafts": {"prompt_lookup_num_tokens": 3, "do_sample": True, "num_return_sequences": 2},
     "DoLa": {"dola_layers": "high", "do_sample": True, "num_return_sequences": 2},
 }
 
@@ -48,7 +49,8 @@ def test_prompts_are_forwarded_once(mode: str, cache: str) -> None:
     shapes, _ = rows_and_lengths(model, IDS, **kwargs)
     n = max(kwargs.get("num_beams", 1), kwargs.get("num_return_sequences", 1))
     assert shapes[0] == (2, 6)
-    assert set(shapes[1:]) == {(2 * n, 1)}
+    assert {rows for rows, _ in shapes[1:]} == {2 * n}
+    assert {length for _, length in shapes[1:]} <= ({1, 2, 3, 4} if mode == "drafts" else {1})
 
 
 @pytest.mark.parametrize("mode", ["beams", "samples"])
@@ -132,7 +134,7 @@ def test_an_empty_cache_of_the_callers_has_a_row_for_each_beam_at_the_end() -> N
     assert cache.get_seq_length() == IDS.shape[1] + 3
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "jamba", "deepseek_v3", "bart"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "jamba", "deepseek_v3", "bart", "blt"])
 def test_beams_move_only_what_they_do_not_share(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,11 +144,11 @@ def test_beams_move_only_what_they_do_not_share(
     in_place = rows.reorder_beams
     n_moved: list[int] = []
 
-    def both(cache: Any, order: torch.Tensor) -> None:
+    def both(cache: Any, order: torch.Tensor, is_encoder_decoder: bool) -> None:
         layers = [la for la in rows.decoder_cache(cache).layers if hasattr(la, "_keys")]
         wanted = [(la.keys[order], la.values[order]) for la in layers]
         before = [(la._keys.buffer, la._keys.shared) for la in layers]
-        in_place(cache, order)
+        in_place(cache, order, is_encoder_decoder)
         for layer, (buffer, shared), (keys, values) in zip(layers, before, wanted, strict=True):
             assert torch.equal(layer.keys, keys)
             assert torch.equal(layer.values, values)
@@ -174,6 +176,6 @@ def test_a_kept_view_of_the_cache_is_not_reordered_in_place() -> None:
             model(torch.tensor([[7], [8], [9], [10]]), past_key_values=cache)
     kept = cache.layers[0].keys
     copy = kept.clone()
-    rows.reorder_beams(cache, torch.tensor([1, 1, 2, 2]))
+    rows.reorder_beams(cache, torch.tensor([1, 1, 2, 2]), is_encoder_decoder=False)
     assert torch.equal(kept, copy)
     assert torch.equal(cache.layers[0].keys, copy[[1, 1, 2, 2]])

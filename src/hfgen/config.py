@@ -34,7 +34,7 @@ METHODS: dict[GenerationMode, str] = {
 
 
 #: Fields of hfgen's own, and their defaults.
-OWN_FIELDS: dict[str, Any] = {"output_speculation": False}
+OWN_FIELDS: dict[str, Any] = {"output_speculation": False, "drop_finished": False}
 
 #: Fields that stay ``None`` unless somebody sets them: an assistant's own config comes first.
 NO_DEFAULT = (
@@ -62,6 +62,7 @@ class GenerationConfig(transformers.GenerationConfig):
 
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
         """Upstream's checks; ``max_new_tokens=0`` is allowed and returns the prompt."""
+        validate.check_cache_implementation(self.cache_implementation)
         with _without_zero_new_tokens(self):
             super().validate(strict=strict, **kwargs)
 
@@ -180,6 +181,8 @@ def prepare_generation_config(
         generation_config = transformers.GenerationConfig()
     config = copy.deepcopy(generation_config)
     validate.check_field_types(kwargs)
+    implementation = kwargs.get("cache_implementation", config.cache_implementation)
+    validate.check_cache_implementation(implementation)
 
     zero_new_tokens = validate.is_zero(kwargs.get("max_new_tokens", config.max_new_tokens))
     if zero_new_tokens:

@@ -11,12 +11,13 @@ import copy
 from typing import Any, TypeGuard
 
 import torch
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput
 
 from . import quirks
 from .caches import rows
+from .outputs import map_rows
 from .types import ModelKwargs, Plan, Prompt, Run
 
 #: The hooks that expand the inputs of a call.
@@ -55,8 +56,16 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
         prompts = torch.arange(len(unexpanded.ids), device=run.ids.device)
         rows.repeat(outputs[name], prompts.repeat_interleave(unexpanded.n))
         run.shares_prompts = True
-    _expand_outputs(outputs, unexpanded.n, quirks.rows_of_states(run.model))
+    n, rows_of_states = unexpanded.n, quirks.rows_of_states(run.model)
+    map_rows(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
     return outputs
+
+
+def is_possible(run: Run) -> bool:
+    """Whether ``prefill`` will forward each prompt once for several rows."""
+    unexpanded = getattr(run.config, "_unexpanded", None)
+    cache = run.model_kwargs.get("past_key_values")
+    return _can_fan_out(unexpanded, run.model, run.ids, cache)
 
 
 def _copied(outputs: Any) -> Any:
@@ -77,7 +86,8 @@ def is_ahead(model: Any, plan: Plan, prompt: Prompt, cache: Any) -> bool:
     """Whether the call's own loop will fan out after the prefill."""
     unexpanded = getattr(plan.config, "_unexpanded", None)
     return (
-        plan.mode is not GenerationMode.ASSISTED_GENERATION  # its first draft runs with the prompt
+        plan.mode
+        is not GenerationMode.ASSISTED_GENERATION  # which may forward the prompt with a draft
         and getattr(plan.method, "__module__", "") == f"{__package__}.mixin"
         and _can_fan_out(unexpanded, model, prompt.ids, cache)
     )
@@ -93,7 +103,7 @@ def _can_fan_out(
         len(ids) == len(unexpanded.ids) * unexpanded.n and ids.shape[1] == unexpanded.ids.shape[1]
     )
     is_expanded = rows.count(cache) not in (None, len(unexpanded.ids))
-    if not is_shared or is_expanded or _is_allocated(cache) or _has_foreign_layers(cache):
+    if not is_shared or is_expanded or is_foreign(cache):
         return False
     # RAG reorders documents, too; some models keep states elsewhere.
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
@@ -112,32 +122,13 @@ def _is_librarys(model: Any, hook: str) -> bool:
     return owner.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
 
 
-def _has_foreign_layers(cache: Any) -> bool:
-    """Whether a model brings layers of its own, whose rows may be in more than is reordered."""
-    modules = {type(layer).__module__ for layer in rows.decoder_cache(cache).layers}
-    return not all(m == StaticLayer.__module__ or m.startswith("hfgen.") for m in modules)
+def is_foreign(cache: Any) -> bool:
+    """Whether a model brings a cache or layers of its own, with rows in more than is reordered."""
+    own = rows.decoder_cache(cache)
+    return any(is_foreign_part(part) for part in (own, *own.layers))
 
 
-def _is_allocated(cache: Any) -> bool:
-    layers = rows.decoder_cache(cache).layers
-    return any(isinstance(layer, StaticLayer) and layer.is_initialized for layer in layers)
-
-
-def _expand_outputs(outputs: Any, n: int, rows_of_states: int) -> None:
-    """Repeat each row of what a step reads of a model's outputs, in place.
-
-    ``rows_of_states``: which dimension of four-dimensional hidden states has the rows.
-    """
-    for name, value in outputs.items():
-        if name.startswith("encoder_"):
-            continue
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
-            outputs[name] = value.repeat_interleave(n, dim=0)
-        elif isinstance(value, tuple):
-            dim = rows_of_states if name.endswith("hidden_states") else 0
-            outputs[name] = tuple(
-                v.repeat_interleave(n, dim=dim if v.ndim == 4 else 0)
-                if isinstance(v, torch.Tensor)
-                else v
-                for v in value
-            )
+def is_foreign_part(part: Any) -> bool:
+    """Whether a cache, or a layer of one, is neither of transformers' own kinds nor of hfgen's."""
+    module = type(part).__module__
+    return module != Cache.__module__ and not module.startswith(f"{__package__}.")

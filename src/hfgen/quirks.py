@@ -50,6 +50,16 @@ def makes_its_own_cache(class_name: str) -> bool:
     return any(family in name for family in ("reformer", "minimax", "xlnet", "rwkv", "xlstm"))
 
 
+def masks_filled_static_cache(model: Any) -> bool:
+    """Whether the model masks as many keys as a static cache says that it sees.
+
+    Models that can be compiled do. Others cut masks of their own by the length of the keys, or attend
+    to all of them (GPT-Neo, FSMT, LED, …). Bloom, whose positions are counted from its mask, pads
+    that to the length of the cache.
+    """
+    return bool(model._can_compile_fullgraph) and model.config.model_type != "bloom"
+
+
 def keeps_other_state(model: Any) -> bool:
     """Whether something besides the cache remembers the rows that were forwarded.
 

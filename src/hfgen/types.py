@@ -118,6 +118,8 @@ class Run:
     speculation: Speculation | None = None
     #: Rows of one prompt share its forward pass and its part of the cache; written by ``fanout``.
     shares_prompts: bool = False
+    #: The cache has fewer rows than ``ids``; written by ``active_rows``.
+    rows_have_left: bool = False
     #: The caller's tokenizer, for strategies that work on text.
     tokenizer: Any = None
 

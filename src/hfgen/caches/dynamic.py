@@ -106,7 +106,7 @@ class GrowingLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices``: numbers or a mask."""
         if isinstance(indices, Tensor):
-            self._map_rows(lambda states: states[indices, ...])
+            self._map_rows(lambda states: states[indices.to(states.device), ...])
         else:
             super().batch_select_indices(indices)
 

@@ -46,7 +46,7 @@ def fit(cache: Cache, batch_size: int, wanted: int, will_fan_out: bool) -> Cache
     if rows == batch_size and hasattr(cache, "batch_repeat_interleave"):
         cache = copy.deepcopy(cache)
         if not will_fan_out:
-            cache.batch_repeat_interleave(wanted // batch_size)
+            take(cache, torch.arange(rows).repeat_interleave(wanted // batch_size))
         return cache
     raise ValueError(
         f"`past_key_values` holds {rows} sequences, but the call has {batch_size} prompts"
@@ -75,12 +75,16 @@ def repeat(cache: Any, rows: torch.Tensor) -> None:
             layer.share_prompt()
 
 
-def reorder_beams(cache: Any, rows: torch.Tensor) -> None:
+def reorder_beams(cache: Any, rows: torch.Tensor, is_encoder_decoder: bool) -> None:
     """Let row ``i`` of a repeated cache go on as row ``rows[i]``, which is of the same prompt.
 
-    What its rows share stays where it is: the prompt's part, and all of cross-attention.
+    What its rows share stays where it is: the prompt's part, and what comes from an encoder. (A
+    decoder-only model may have cross-attention too, BLT's grows.)
     """
-    for layer in decoder_cache(cache).layers:
+    layers = list(decoder_cache(cache).layers)
+    if isinstance(cache, EncoderDecoderCache) and not is_encoder_decoder:
+        layers += cache.cross_attention_cache.layers
+    for layer in layers:
         if isinstance(layer, GrowingLayer):
             layer.reorder_beams(rows)
         else:

@@ -59,16 +59,16 @@ class PromptLookup:
         return Draft(self._before_eos(tokens, positions >= known[:, None]))
 
     def _matches(self, ids: torch.Tensor, known: torch.Tensor, size: int) -> torch.Tensor:
-        """Where the last ``size`` tokens of a row occur before: ``(rows, length)`` bools."""
-        length = ids.shape[1]
-        starts = torch.arange(length, device=ids.device).expand_as(ids)
+        """Where the last ``size`` tokens of a row occur before: ``(rows, starts)`` bools."""
+        if ids.shape[1] < size:
+            return ids.new_zeros((len(ids), 1), dtype=torch.bool)
+        grams = ids.unfold(1, size, 1)  # (rows, starts, size)
+        starts = torch.arange(grams.shape[1], device=ids.device)
+        ends = known[:, None]
+        newest = ids.gather(1, (ends - size + torch.arange(size, device=ids.device)).clamp_(min=0))
         # Something has to follow the occurrence, and the n-gram has to fit before itself.
-        matches = (starts + size < known[:, None]) & (known[:, None] > size)
-        for offset in range(size):
-            at = (known - size + offset).clamp(min=0)
-            same = ids == ids.gather(1, at[:, None])
-            matches = matches & same.roll(-offset, dims=1)
-        return matches
+        is_before = (starts + size < ends) & (ends > size)
+        return (grams == newest[:, None]).all(dim=2) & is_before
 
     def _before_eos(self, tokens: torch.Tensor, is_new: torch.Tensor) -> torch.Tensor:
         """``tokens (rows, n)`` with -1 from the first EOS token on, which is not worth drafting."""

@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
-from transformers import EncoderDecoderCache, EosTokenCriteria, MaxLengthCriteria
+from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
-from .. import forward, outputs, quirks, stopping
+from .. import fanout, forward, outputs, quirks, stopping
 from ..caches.rollback import record_past, roll_back
+from ..caches.rows import decoder_cache
 from ..drafters import (
     Draft,
     DraftContext,
@@ -66,6 +68,7 @@ class Assisted:
         #: Rows advance together if functions count on it, or if rows that have ended run on.
         self.is_in_step = not self.is_row_wise or not (self.has_padding or _length_ends(run))
         self.is_at_once = _is_plain(run, verification)
+        self.eos = _eos_tokens(run)
         #: ``(rows, …)``: known tokens of each row, then drafted ones.
         self.tokens = run.ids.to(torch.long, copy=True)
         self.known = [length] * rows
@@ -81,13 +84,19 @@ class Assisted:
         self.started = time.perf_counter()
 
     def prefill(self, run: Run) -> ModelOutput | None:
-        """Nothing, since the first round takes the prompt; but embeddings and chunks go alone."""
+        """Nothing, since the first round takes the prompt; but some prompts go alone.
+
+        Those that rows share, those that come in chunks, and embeddings.
+        """
+        is_shared = fanout.is_possible(run) and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
-        if not has_chunks and (run.is_encoder_decoder or not has_embeds):
+        if not (is_shared or has_chunks) and (run.is_encoder_decoder or not has_embeds):
             return None
         self.is_first = False
         self.stats.forwards += 1
+        if is_shared:
+            return fanout.prefill(run)
         model_kwargs = run.model_kwargs | self.overrides if self.overrides else run.model_kwargs
         result: ModelOutput = run.model._prefill(run.ids, run.config, model_kwargs)
         return result
@@ -146,16 +155,14 @@ class Assisted:
 
     def place(self, tokens: torch.Tensor, start: int) -> None:
         """Write ``tokens (rows, n)`` from ``start`` on, where rows know nothing better."""
-        n = tokens.shape[1]
-        lead = torch.tensor(self.known, device=tokens.device)[:, None] - start
-        columns = torch.arange(n, device=tokens.device)
-        is_known = columns < lead
-        is_drafted = ((tokens >= 0) | is_known).int().cumprod(dim=1).bool() & ~is_known
-        counts = is_drafted.sum(dim=1).tolist()
-        self.drafted = [c if end is None else 0 for c, end in zip(counts, self.ends, strict=True)]
-        is_open = torch.tensor([end is None for end in self.ends], device=tokens.device)[:, None]
-        window = self.tokens[:, start : start + n]
-        window.copy_(torch.where(is_drafted & is_open, tokens, window))
+        for row, drafted in enumerate(tokens.tolist()):
+            if self.ends[row] is not None:
+                continue
+            lead = self.known[row] - start
+            n_drafted = len(list(takewhile(lambda token: token >= 0, drafted[lead:])))
+            self.drafted[row] = n_drafted
+            span = slice(lead, lead + n_drafted)
+            self.tokens[row, start:][span] = tokens[row, span]
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` tokens a row."""
@@ -284,36 +291,34 @@ class Assisted:
     def verify_at_once(self, run: Run, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``verify`` for greedy decoding that only an EOS or the length ends: all positions together."""
         start, width = run.ids.shape[1], logits.shape[1]
-        rows = _Rows(self, start, logits.device)
-        columns = torch.arange(width, device=logits.device)
         window = self.tokens[:, start : start + width]
-        chosen = logits.argmax(dim=-1)
-        ahead, limit = rows.n_known[:, None], rows.limit[:, None]
-        is_known = columns < ahead
-        is_accepted = (columns < limit) & (chosen == window)
-        n_accepted = (is_known | is_accepted).int().cumprod(dim=1).sum(dim=1) - rows.n_known
-        is_active = rows.is_open & (rows.n_known < width)
-        n_known = torch.where(is_active, rows.n_known + n_accepted + 1, rows.n_known)
-        is_new = is_active[:, None] & ~is_known & (columns < n_known[:, None])
-        window.copy_(torch.where(is_new, chosen, window))
-
-        n_left = min(c.max_length for c in run.criteria if isinstance(c, MaxLengthCriteria)) - start
-        ends = is_new & (columns >= n_left - 1)
-        for criterion in run.criteria:
-            if isinstance(criterion, EosTokenCriteria):
-                ends |= is_new & torch.isin(chosen, criterion.eos_token_id.to(chosen.device))
-        has_ended = ends.any(dim=1)
-        n_known = torch.where(has_ended, ends.int().argmax(dim=1) + 1, n_known)
-        score = logits.gather(2, chosen[:, :, None]).squeeze(2)
-        is_invalid = (is_new & (columns < n_known[:, None]) & score.isnan()).any(dim=1)
-        n_known, has_ended, is_invalid = torch.stack([n_known, has_ended, is_invalid]).tolist()
-        if any(is_invalid):
-            bad = [row for row, invalid in enumerate(is_invalid) if invalid]
+        choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
+        is_invalid = logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
+        chosen, guessed, invalid = torch.stack([choice, window, is_invalid.long()]).tolist()
+        longest = min(c.max_length for c in run.criteria if isinstance(c, MaxLengthCriteria))
+        bad = []
+        for row, end in enumerate(self.ends):
+            position = self.known[row] - start
+            if end is not None or position >= width:
+                continue
+            limit, is_accepted = position + self.drafted[row], True
+            while is_accepted and position < width and self.ends[row] is None:
+                if invalid[row][position]:
+                    bad.append(row)
+                    break
+                token = chosen[row][position]
+                is_accepted = position < limit and token == guessed[row][position]
+                guessed[row][position] = token
+                position += 1
+                if token in self.eos or start + position >= longest:
+                    self.ends[row] = start + position
+            self.known[row] = start + position
+        if bad:
             raise InvalidScoresError(bad, start - self.prompt_length)
-        self.known = [start + n for n in n_known]
-        for row, (length, ended) in enumerate(zip(self.known, has_ended, strict=True)):
-            if ended:
-                self.end_row(row, length)
+        window.copy_(torch.tensor(guessed))
+        for row, end in enumerate(self.ends):
+            if end is not None and end > start:
+                self.end_row(row, end)
         return tuple(logits.unbind(dim=1))
 
     def ids(self, length: int) -> torch.Tensor:
@@ -380,6 +385,12 @@ def _length_ends(run: Run) -> bool:
     return all(isinstance(criterion, MaxLengthCriteria) for criterion in run.criteria)
 
 
+def _eos_tokens(run: Run) -> set[int]:
+    """The tokens that end a row."""
+    ends = (c.eos_token_id.tolist() for c in run.criteria if isinstance(c, EosTokenCriteria))
+    return set(chain.from_iterable(ends))
+
+
 def _is_plain(run: Run, verification: Verification) -> bool:
     """Whether tokens depend on logits alone, and ends on tokens and length alone."""
     plain = (MaxLengthCriteria, EosTokenCriteria)
@@ -404,6 +415,13 @@ def _check_cache(run: Run, cache: Any) -> None:
             f"Drafted tokens cannot be taken back out of a {type(cache).__name__}: assisted decoding "
             "does not work with it."
         )
+    for layer in getattr(decoder_cache(cache), "layers", ()):
+        if isinstance(layer, StaticLayer) and fanout.is_foreign_part(layer):
+            raise ValueError(
+                f"{type(run.model).__name__} has a static cache of its own kind "
+                f"({type(layer).__name__}), out of which drafted tokens cannot be taken back. Use a "
+                "dynamic cache."
+            )
     room = _room_in_cache(cache, 0)
     for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"):
         if (n := getattr(run.config, name)) is not None and n > room:
@@ -414,11 +432,9 @@ def _check_cache(run: Run, cache: Any) -> None:
 
 def _room_in_cache(cache: Any, start: int) -> float:
     """How many more tokens than ``start`` a cache of fixed length holds."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
     lengths = [
         layer.max_cache_len
-        for layer in getattr(cache, "layers", ())
+        for layer in getattr(decoder_cache(cache), "layers", ())
         if isinstance(layer, StaticLayer) and not layer.is_sliding
     ]
     return min(lengths, default=math.inf) - start

@@ -10,6 +10,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from .. import fanout, forward, stopping
+from ..active_rows import ActiveRows
 from ..types import Run
 
 
@@ -21,6 +22,7 @@ class NextToken:
 
     def __init__(self, run: Run) -> None:
         self.execute = run.model.__call__
+        self.active = ActiveRows(run)
 
     def prefill(self, run: Run) -> ModelOutput:
         return fanout.prefill(run, is_first_iteration=not run.config.is_assistant)
@@ -29,7 +31,7 @@ class NextToken:
         return nullcontext()
 
     def forward(self, run: Run) -> ModelOutput:
-        return forward.next_token(run, self.execute)
+        return forward.next_token(run, self.active.ids(run), self.execute)
 
 
 def padding(run: Run) -> torch.Tensor | None:

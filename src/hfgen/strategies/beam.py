@@ -113,6 +113,7 @@ class Beam(NextToken):
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
+        self.active.widen(run, model_outputs)
         logits = forward.last_logits(model_outputs, run.ids.device)
         log_probs = run.processors(run.ids, logits.log_softmax(dim=-1))
         if run.scores is not None:
@@ -221,14 +222,15 @@ class Beam(NextToken):
         if name is None:
             return
         cache = run.model_kwargs[name]
+        rows = self.active.local(rows)
         if hasattr(run.model, "_reorder_cache"):  # RAG and others know better
             run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
         elif hasattr(cache, "reorder_cache"):
             # Looking is free where no device has to be waited for; copying the cache is not.
-            if rows.is_cpu and rows.tolist() == self.unmoved:
+            if rows.is_cpu and rows.tolist() == self.unmoved[: len(rows)]:
                 return
             if run.shares_prompts:
-                cache_rows.reorder_beams(cache, rows)
+                cache_rows.reorder_beams(cache, rows, run.is_encoder_decoder)
             else:
                 cache.reorder_cache(rows)
         else:
@@ -242,6 +244,14 @@ class Beam(NextToken):
         config = run.config
         is_full = config.early_stopping is True and bool(self.ended.is_done.all())
         run.finished = self.all_hit or is_full or not bool(self.can_improve.any())
+        if self.active.may_leave and not run.finished:
+            rows = self.is_open(run).expand(-1, self.beams).flatten()
+            self.active.keep(run, rows, int(rows.sum()))
+
+    def is_open(self, run: Run) -> torch.Tensor:
+        """``(batch, 1)``: whether anything may still change what is returned for a prompt."""
+        is_full = (run.config.early_stopping is True) & self.ended.is_done.all(dim=1, keepdim=True)
+        return self.can_improve & ~is_full & (not run.finished)
 
     def update_can_improve(self, run: Run) -> None:
         """Whether the best running beam of a prompt may still beat its worst ended one.
@@ -269,8 +279,7 @@ class Beam(NextToken):
         """
         start, length = self.settled, run.ids.shape[1]
         running, ended = self.running, self.ended
-        is_full = (run.config.early_stopping is True) & ended.is_done.all(dim=1, keepdim=True)
-        is_open = self.can_improve & ~is_full & (not run.finished)  # (batch, 1)
+        is_open = self.is_open(run)
         scores = ended.scores.masked_fill(~ended.is_done, -torch.inf)
         is_best = ended.is_done & (scores == scores.amax(dim=1, keepdim=True))
         if run.finished:  # among equals, the first is returned

@@ -5,18 +5,17 @@ Symbols: ``rows`` sequences, ``k`` candidates for the next token of each, ``trie
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import EncoderDecoderCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.utils import ModelOutput
 
 from .. import forward, quirks
 from ..caches.dynamic import upstream_kind
 from ..caches.rollback import record_past, roll_back
+from ..caches.rows import decoder_cache
 from ..types import Run, Step
 from .sample import Sample
 
@@ -114,7 +113,7 @@ class Contrastive(Sample):
 
     def forward_tokens(self, run: Run, ids: torch.Tensor, tokens: torch.Tensor) -> ModelOutput:
         """Forward ``tokens (n, 1)``, which follow ``ids (n, length)``."""
-        return forward.next_token(replace(run, ids=torch.cat([ids, tokens], dim=1)), self.execute)
+        return forward.next_token(run, torch.cat([ids, tokens], dim=1), self.execute)
 
     def best(self, probabilities: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Which of the candidates ``(rows, k)`` is worth most; it joins the context: ``(rows,)``."""
@@ -230,8 +229,7 @@ def _let_rows_agree(cache: Any, rows: torch.Tensor) -> None:
     The rows of a sequence differ in their newest token only, so copying its column will do, where
     a layer keeps it in a known place; other layers are copied whole. An encoder's are all the same.
     """
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = decoder_cache(cache)
     for layer in cache.layers:
         newest = _newest_column(layer)
         if newest is None:

@@ -19,6 +19,7 @@ class Sample(NextToken):
     """The likeliest token, or one drawn with the probability that the scores give it."""
 
     def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self.execute = forward.executor(run.model, run.config, run.model_kwargs)
         self.buffer = TokenBuffer(run.ids, run.config.max_length)
         rows, device = run.ids.shape[0], run.ids.device
@@ -38,6 +39,7 @@ class Sample(NextToken):
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
+        self.active.widen(run, model_outputs)
         logits = forward.last_logits(model_outputs, run.ids.device)
         scores = run.processors(run.ids, self.adjust(logits, model_outputs))
         if run.scores is not None:
@@ -100,13 +102,14 @@ class Sample(NextToken):
             return
         self.unfinished = self.unfinished & ~done
         if self.unfinished.is_cpu:  # invalid scores have raised already
-            run.finished = not self.unfinished.any()
-            return
-        # One read of the device tells both.
-        flags = torch.stack([~self.unfinished.any(), (self.invalid_since >= 0).any()])
-        run.finished, is_invalid = flags.tolist()
+            n_unfinished, is_invalid = int(self.unfinished.sum()), False
+        else:  # one read of the device tells both
+            flags = torch.stack([self.unfinished.sum(), (self.invalid_since >= 0).any()])
+            n_unfinished, is_invalid = flags.tolist()
         if is_invalid:
             self._raise_invalid()
+        run.finished = n_unfinished == 0
+        self.active.keep(run, self.unfinished, n_unfinished)
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         if (self.invalid_since >= 0).any():

@@ -5,8 +5,10 @@ pass. Where upstream fails later and less clearly, the class of its exception is
 """
 
 from .arguments import accepted_names, check_request, validate_model_kwargs
+from .cache import explaining_misfit
 from .fields import (
     INTEGERS,
+    check_cache_implementation,
     check_callable,
     check_config,
     check_field_types,
@@ -23,6 +25,7 @@ from .speculation import decoder_layers
 __all__ = [
     "INTEGERS",
     "accepted_names",
+    "check_cache_implementation",
     "check_callable",
     "check_config",
     "check_field_types",
@@ -30,6 +33,7 @@ __all__ = [
     "check_prompt",
     "check_request",
     "decoder_layers",
+    "explaining_misfit",
     "is_zero",
     "require_eos",
     "require_tokenizer",

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
-from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.configuration_utils import (
+    ALL_CACHE_IMPLEMENTATIONS,
+    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
+    GenerationConfig,
+)
 
 from ..types import Plan
 
@@ -95,7 +99,7 @@ NUMBERS = (
 ).split()
 FLAGS = (
     "do_sample use_cache return_dict_in_generate output_scores output_logits output_attentions "
-    "output_hidden_states renormalize_logits remove_invalid_values token_healing"
+    "output_hidden_states renormalize_logits remove_invalid_values token_healing drop_finished"
 ).split()
 
 #: A value of another type raises ``TypeError``.
@@ -138,6 +142,18 @@ def check_field_types(fields: dict[str, Any]) -> None:
     """Raise ``TypeError`` for the first of the config ``fields`` that has a wrong type."""
     for rule in TYPES:
         rule.check(fields.get(rule.field), TypeError)
+
+
+def check_cache_implementation(name: Any) -> None:
+    """Raise ``ValueError`` for a ``cache_implementation`` that there is none of."""
+    if name is None or name in (*ALL_CACHE_IMPLEMENTATIONS, "paged"):
+        return
+    names = set(ALL_CACHE_IMPLEMENTATIONS) - set(DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS)
+    nearest = difflib.get_close_matches(str(name), sorted(names), n=1)
+    raise ValueError(
+        f"`cache_implementation` has to be one of {sorted(names)}, but is {name!r}"
+        + (f" (did you mean {nearest[0]!r}?)." if nearest else ".")
+    )
 
 
 def check_config(config: GenerationConfig) -> None:

@@ -10,6 +10,15 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from . import beams, contrast, speculation
 from .fields import is_zero
 
+#: The modes in which rows that have ended may leave the batch.
+DROPPING = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.DOLA_GENERATION,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
+
 
 def validate_generation_mode(
     self: Any,
@@ -35,9 +44,28 @@ def validate_generation_mode(
             "come to agree before the end. Drop the streamer, or search without groups and "
             "constraints."
         )
+    _check_drop_finished(self, generation_mode, generation_config)
     beams.check_mode(self, generation_mode, generation_config)
     contrast.check_mode(self, generation_mode, generation_config)
     speculation.check_mode(self, generation_mode, generation_config, generation_mode_kwargs)
+
+
+def _check_drop_finished(model: Any, mode: GenerationMode, config: GenerationConfig) -> None:
+    """Raise ``ValueError`` where rows cannot leave the batch."""
+    if not getattr(config, "drop_finished", False):
+        return
+    if mode not in DROPPING:
+        names = ", ".join(m.value.replace("_", " ") for m in DROPPING)
+        raise ValueError(
+            f"`drop_finished=True` works with {names}, but the arguments ask for "
+            f"{mode.value.replace('_', ' ')}. Leave it out."
+        )
+    if "static" in (config.cache_implementation or ""):
+        raise ValueError(
+            "`drop_finished=True` takes rows out of the cache, and "
+            f"`cache_implementation={config.cache_implementation!r}` has a fixed number of them. "
+            "Leave one of the two out."
+        )
 
 
 def validate_generated_length(

@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import caches, quirks
 from ..types import Plan, Prompt
+from .cache import check_cache
 
 
 def check_prompt(model: Any, plan: Plan, prompt: Prompt) -> None:
@@ -25,6 +26,7 @@ def check_prompt(model: Any, plan: Plan, prompt: Prompt) -> None:
             f"{tuple(prompt.main_input.shape)}."
         )
     _check_mask(model, prompt)
+    check_cache(model, plan, prompt)
     ids = prompt.main_input
     if prompt.main_input_name != "input_ids" or ids.ndim != 2 or ids.is_floating_point():
         return

@@ -1,0 +1,113 @@
+"""Rows that have ended leave the batch while others go on: ``drop_finished=True``.
+
+Only the forwards get narrower. Ids, processors, criteria and draws are still those of all rows, in
+their places, so what is drawn for a row does not depend on which others have ended. Kernels may: a
+row's logits can differ in the last digits when it is forwarded with fewer others, which is why this
+is asked for and not the default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, StaticLayer
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.utils import ModelOutput
+
+from . import fanout, outputs, quirks
+from .caches import rows as cache_rows
+from .types import ModelKwargs, Run
+
+#: Rows leave when the batch can become smaller by that share; each time, the cache is copied.
+WORTHWHILE = 1 / 8
+
+
+class ActiveRows:
+    """Which rows are forwarded. ``index (active,)``, ascending; ``None`` while all are."""
+
+    def __init__(self, run: Run) -> None:
+        # A recipe may run on a model that is not mixed, whose config lacks the field.
+        self.may_leave = bool(getattr(run.config, "drop_finished", False)) and len(run.ids) > 1
+        self.n_rows = self.n_active = len(run.ids)
+        self.index: Tensor | None = None
+
+    def ids(self, run: Run) -> Tensor:
+        """Those of ``run.ids`` that are forwarded."""
+        return run.ids if self.index is None else run.ids[self.index]
+
+    def widen(self, run: Run, model_outputs: ModelOutput) -> None:
+        """Give a forward's outputs all rows, in place; those that have left are zero.
+
+        After ``commit``: what a model keeps of its outputs for the next step stays narrow.
+        """
+        if self.index is None:
+            return
+        index, n_rows = self.index, self.n_rows
+
+        def widen(states: Tensor, dim: int) -> Tensor:
+            if states.shape[dim] != len(index):
+                return states
+            shape = [*states.shape[:dim], n_rows, *states.shape[dim + 1 :]]
+            return states.new_zeros(shape).index_copy_(dim, index.to(states.device), states)
+
+        outputs.map_rows(model_outputs, widen, quirks.rows_of_states(run.model))
+
+    def keep(self, run: Run, is_open: Tensor, n_open: int) -> None:
+        """Let rows leave: all but ``is_open (rows,)``, which are ``n_open``."""
+        if not self.may_leave or n_open == 0 or n_open > self.n_active * (1 - WORTHWHILE):
+            return
+        cache = quirks.given_cache(run.model, run.model_kwargs)
+        if not _can_lose_rows(run.model, run.model_kwargs, cache, self.n_active):
+            self.may_leave = False
+            return
+        index = is_open.nonzero().flatten()
+        chosen = index if self.index is None else torch.searchsorted(self.index, index)
+        run.model_kwargs = {
+            name: _chosen(name, value, chosen, self.n_active)
+            for name, value in run.model_kwargs.items()
+        }
+        if cache is not None:
+            cache_rows.take(cache, chosen)
+        run.rows_have_left = True
+        self.index, self.n_active = index, n_open
+
+    def local(self, rows: Tensor) -> Tensor:
+        """``rows (rows,)``, a row of all for each, as numbers of active rows for the active ones."""
+        if self.index is None:
+            return rows
+        return torch.searchsorted(self.index, rows[self.index].to(self.index.dtype))
+
+
+def _can_lose_rows(model: Any, model_kwargs: ModelKwargs, cache: Any, n_rows: int) -> bool:
+    """Whether all that remembers rows is in tensors, and in a cache from which they can be taken."""
+    plain = (Tensor, ModelOutput, Cache, bool, int, float, str, type(None))
+    has_others = not all(
+        isinstance(value, plain)
+        for name, value in model_kwargs.items()
+        if name not in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+    )
+    if has_others or hasattr(model, "_reorder_cache") or quirks.keeps_other_state(model):
+        return False
+    if cache is None:
+        return True
+    if not isinstance(cache, Cache) or fanout.is_foreign(cache):
+        return False
+    is_static = any(
+        isinstance(layer, StaticLayer) for layer in cache_rows.decoder_cache(cache).layers
+    )
+    has_other_rows = cache_rows.count(cache) not in (None, n_rows)
+    return not (is_static or has_other_rows)
+
+
+def _chosen(name: str, value: Any, index: Tensor, n_rows: int) -> Any:
+    """What is ``value`` of a model's kwargs for the rows ``index`` of ``n_rows``."""
+    if isinstance(value, ModelOutput):  # the encoder's; what only the caller reads stays
+        return type(value)(**{n: _chosen(n, v, index, n_rows) for n, v in value.items()})
+    if not isinstance(value, Tensor):
+        return value
+    dim = 1 if name == "position_ids" and value.ndim == 3 else 0  # multimodal rotary positions
+    if value.ndim <= dim or value.shape[dim] != n_rows:
+        return value
+    return value.index_select(dim, index.to(value.device))

@@ -1,0 +1,110 @@
+"""The checks of a cache that the caller passes as ``past_key_values``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache
+
+from .. import quirks
+from ..caches import rows
+from ..types import Plan, Prompt
+
+
+def check_cache(model: Any, plan: Plan, prompt: Prompt) -> None:
+    """Raise ``ValueError`` for a cache that another model filled, or that leaves nothing to forward.
+
+    How many sequences it holds, and whether a static one is long enough, ``caches.prepare`` checks.
+    """
+    name = quirks.cache_argument(model)
+    cache = prompt.model_kwargs.get(name)
+    if cache is None or not model._supports_default_dynamic_cache():
+        return
+    if getattr(plan.config, "drop_finished", False):
+        raise ValueError(
+            f"`drop_finished=True` takes rows out of the cache, and `{name}` is yours. Leave one of "
+            "the two out."
+        )
+    if not hasattr(cache, "get_seq_length"):
+        raise ValueError(
+            f"`{name}` has to be a Cache, but is a {type(cache).__name__}. Pass the Cache that "
+            "generate() or forward() returned."
+        )
+    if isinstance(cache, Cache):
+        _check_kind(model, name, cache)
+        _check_layers(model, name, cache)
+        _check_length(model, name, cache, prompt)
+
+
+def _check_kind(model: Any, name: str, cache: Cache) -> None:
+    """Refuse a cache with cross-attention where the model's code does not know such caches."""
+    modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    is_known = model.config.is_encoder_decoder or not isinstance(cache, EncoderDecoderCache)
+    if not is_known and not any(
+        hasattr(module, EncoderDecoderCache.__name__)
+        for module in modules
+        if "modeling" in getattr(module, "__name__", "")
+    ):
+        raise ValueError(
+            f"`{name}` is an EncoderDecoderCache, but {type(model).__name__} has no cross-attention. "
+            "It was filled by another model."
+        )
+
+
+def _check_layers(model: Any, name: str, cache: Cache) -> None:
+    """Compare the number of layers: of a cache that has states, or was made for a config."""
+    layers = rows.decoder_cache(cache).layers
+    if not layers or type(rows.decoder_cache(cache)).__module__ != DynamicCache.__module__:
+        return  # models' own caches know best
+    expected = len(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+    if expected and len(layers) != expected:
+        raise ValueError(
+            f"`{name}` has {len(layers)} layers, but {type(model).__name__} has {expected} that keep "
+            "states. It was filled by, or made for, another model."
+        )
+
+
+def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
+    """Without a mask over all tokens, ids are those from the very start: some have to be new."""
+    ids, mask = prompt.main_input, prompt.model_kwargs.get("attention_mask")
+    is_text = prompt.main_input_name == "input_ids" and ids.ndim == 2
+    if model.config.is_encoder_decoder or not is_text or ids.shape[1] == 0:
+        return
+    n_cached = int(cache.get_seq_length())
+    has_whole_mask = mask is not None and (mask.ndim != 2 or mask.shape[1] > ids.shape[1])
+    if n_cached and n_cached >= ids.shape[1] and not has_whole_mask:
+        raise ValueError(
+            f"`{name}` holds {n_cached} tokens and `input_ids` has {ids.shape[1]}, so that none is new. "
+            "Pass all tokens from the start; or only the new ones, with an `attention_mask` over all "
+            f"of them; or cut the cache: `{name}.crop(length)`."
+        )
+
+
+@contextmanager
+def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
+    """Say what is wrong if keys cannot be put behind those of the caller's ``cache``.
+
+    Configs do not tell reliably how many heads of which size a model caches, so the first layer's
+    update is the check. It comes before anything is written.
+    """
+    layers: Any = getattr(rows.decoder_cache(cache), "layers", ())
+    keys = getattr(layers[0], "keys", None) if layers else None
+    if keys is None or keys.ndim != 4:
+        yield
+        return
+    shape = keys.shape
+    n_rows, heads, size = shape[0], shape[1], shape[-1]
+    del keys  # the cache could not grow in place while somebody holds its tensor
+    try:
+        yield
+    except RuntimeError as error:
+        if "Sizes of tensors must match" not in str(error) or layers[0].keys.shape != shape:
+            raise
+        raise ValueError(
+            f"`past_key_values` holds {n_rows} rows of {heads} heads of size {size}, but the keys of "
+            f"{type(model).__name__} have another shape. It was filled by another model."
+        ) from error
