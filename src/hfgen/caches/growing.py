@@ -172,9 +172,13 @@ class Growing:
     def _move(self, tokens: Any, capacity: int) -> None:
         """Make a buffer that begins with ``tokens``."""
         *lead, length, size = tokens.shape
-        buffer = tokens.new_empty((*lead, capacity, size))
+        buffer = self._empty((*lead, capacity, size), tokens)
         buffer.narrow(-2, 0, length).copy_(tokens)
         self._adopt(buffer, 0, length)
+
+    def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A new buffer, of ``shape`` or with more room."""
+        return like.new_empty(shape)
 
     def _adopt(self, buffer: Tensor, start: int, length: int) -> None:
         self.buffer = buffer

@@ -1,0 +1,63 @@
+"""Tensors in files of a folder, mapped into memory: as much of them is there as there is room for."""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import shutil
+import tempfile
+
+import torch
+from torch import Tensor
+
+
+class Folder:
+    """A folder for tensors in files without a name, each of which goes with its last tensor."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if no files can be made here."""
+        try:
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"`path`={self.path!r} in `cache_config` has to be a folder that files can be made "
+                f"in, but: {error.strerror}."
+            ) from error
+
+    @property
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in a new file, which has all its space on the disk. ``OSError`` if there is none."""
+        n_bytes = math.prod(shape) * dtype.itemsize
+        if n_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        try:
+            with tempfile.TemporaryFile(dir=self.path) as file:
+                _reserve(file.fileno(), n_bytes)
+                mapping = mmap.mmap(file.fileno(), n_bytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"The folder {self.path!r} of the offloaded cache has no place for a file of "
+                f"{n_bytes:,} bytes: {error.strerror}. {self.free_bytes:,} bytes are free",
+            ) from error
+        # Detached, so that no tensor but this one holds the storage.
+        return torch.frombuffer(mapping, dtype=dtype).view(shape).detach()
+
+
+def _reserve(file: int, n_bytes: int) -> None:
+    """Give a file its space now: to write to a mapping that the disk has no room for is fatal."""
+    try:
+        os.posix_fallocate(file, 0, n_bytes)
+    except (AttributeError, OSError) as error:  # some systems, and some of their disks, cannot
+        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.truncate(file, n_bytes)

@@ -1,0 +1,248 @@
+"""The offloaded cache: keys and values that are kept away from where the model computes.
+
+They are in the memory of the host, or in files of a folder. Files are mapped: the operating system
+reads what is attended to, and may write back and forget what it has no memory for. Layers are the
+growing ones, whose tensors have another place; sliding windows, which are small, stay where they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
+
+from .dynamic import GrowingCache, GrowingLayer
+from .folder import Folder
+from .growing import Growing, Room, Spare
+
+if TYPE_CHECKING:
+    from . import CacheRequest
+
+#: The names of offloaded caches, and what ``cache_config`` may say about each.
+IMPLEMENTATIONS = {"offloaded": ["path"], "offloaded_static": []}
+
+HOST = torch.device("cpu")
+
+#: Bytes that are in memory at a time while rows of a file are chosen.
+CHUNK_BYTES = 2**20
+
+
+# ---------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``cache_config`` may say. ``path``: a folder for files; ``None``: the host's memory."""
+
+    path: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        is_path = isinstance(self.path, str | os.PathLike) and os.fspath(self.path)
+        if self.path is not None and not is_path:
+            raise ValueError(
+                f"`path` in `cache_config` has to be the path of a folder, but is {self.path!r}."
+            )
+
+    @classmethod
+    def of(cls, options: Any, implementation: str = "offloaded") -> Settings:
+        """Those of a ``cache_config``; ``ValueError`` for what it may not say."""
+        if not isinstance(options, Mapping | None):
+            raise ValueError(f"`cache_config` has to be a dict, but is {options!r}.")
+        options = dict(options or {})
+        known = IMPLEMENTATIONS[implementation]
+        for key in options:
+            if key not in known:
+                nearest = difflib.get_close_matches(str(key), known, n=1)
+                raise ValueError(
+                    f"`cache_config` has an unknown key `{key}`"
+                    + (f" (did you mean `{nearest[0]}`?)" if nearest else "")
+                    + f": `cache_implementation={implementation!r}` knows {known or 'none'}."
+                )
+        return cls(**options)
+
+    @property
+    def folder(self) -> Folder | None:
+        return None if self.path is None else Folder(self.path)
+
+
+def check_settings(options: Any, implementation: str) -> None:
+    """Raise ``ValueError`` for a ``cache_config`` that cannot be used, or a folder that cannot."""
+    folder = Settings.of(options, implementation).folder
+    if folder is not None:
+        folder.check()
+
+
+# ---------------------------------------------------------------- the cache
+
+
+class Offloaded(Growing):
+    """A tensor ``(…, length, size)`` on the host, which goes to where the model computes when it grows.
+
+    In files, a buffer has room until the end of the call: what is not written takes no memory.
+    Copies are in files, too; pickles are not.
+    """
+
+    __slots__ = ("folder", "room")
+
+    def __init__(
+        self, room: Room, folder: Folder | None = None, view: Tensor | None = None
+    ) -> None:
+        super().__init__(view)
+        self.room = room
+        self.folder = folder
+
+    def append(self, new: Tensor, spare: Spare) -> Tensor:
+        """The tensor with ``new (…, n, size)`` behind it, on the device of ``new``."""
+        if self.view is not None and self.view.device != HOST:
+            self.assign(self.view.to(HOST))  # the layer begins with nothing, on the model's device
+        return super().append(new.to(HOST), spare).to(new.device)
+
+    def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        if self.folder is None:
+            return super()._empty(shape, like)
+        *lead, capacity, size = shape
+        return self.folder.empty((*lead, self._until_the_end(capacity), size), like.dtype)
+
+    def _until_the_end(self, length: int) -> int:
+        end = self.room.max_length
+        return length + length // 4 if end is None or end < length else end
+
+    def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
+        """Let ``take`` choose or repeat rows; of a file, some tokens at a time."""
+        view: Any = self.view
+        if self.folder is None or self.buffer is None or not view.numel():
+            super().map_rows(take)
+            return
+        *_, length, size = view.shape
+        step = max(1, CHUNK_BYTES * length // view.nbytes)
+        taken = take(view[..., :0, :])
+        buffer = self._empty((*taken.shape[:-2], length, size), taken)
+        places = buffer.narrow(-2, 0, length).split(step, dim=-2)
+        for place, chunk in zip(places, view.split(step, dim=-2), strict=True):
+            place.copy_(take(chunk))
+        self.shared = 0
+        self._adopt(buffer, 0, length)
+
+    def __copy__(self) -> Offloaded:
+        return Offloaded(self.room, self.folder, self.view)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offloaded:
+        twin = Offloaded(copy.deepcopy(self.room, memo), self.folder)
+        if self.buffer is None:
+            twin.view = copy.deepcopy(self.view, memo)
+        else:
+            twin._move(self.view, self.view.shape[-2])  # type: ignore[union-attr]
+        return twin
+
+
+class OffloadedCache(GrowingCache):
+    """The dynamic cache with what grows on the host, in memory or in files.
+
+    Args:
+        config: The model's config.
+        path: A folder for the files; ``None``: in memory.
+        max_length: Tokens at the end of the call.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__(config=config, max_length=max_length)
+        folder = Settings(path).folder
+        for layer in self.layers:
+            if _grows(layer):
+                for name in layer._names:
+                    setattr(layer, name, Offloaded(self._room, folder))
+
+
+# Code that asks for a cache by its name finds upstream's dynamic one.
+OffloadedCache.__name__ = GrowingCache.__name__
+
+
+def _grows(layer: Any) -> bool:
+    return isinstance(layer, GrowingLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
+
+
+def make_offloaded(request: CacheRequest) -> Cache:
+    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files."""
+    settings = Settings.of(request.config.cache_config)
+    if settings.path is None and is_on_cuda(request.model):
+        return DynamicCache(config=request.decoder_config, offloading=True)
+    cache = OffloadedCache(request.decoder_config, settings.path, max_length=request.max_length)
+    if settings.folder is not None:
+        _check_space(request, settings.folder)
+    return cache
+
+
+class CrossAttention(DynamicCache):
+    """The dynamic cache, also for models that ask for upstream's offloaded one where it cannot be."""
+
+    def __init__(self, config: Any = None, offloading: bool = False) -> None:
+        super().__init__(config=config)
+
+
+CrossAttention.__name__ = DynamicCache.__name__
+
+
+def make_cross_attention(request: CacheRequest) -> Cache:
+    """The encoder's keys and values, which come once: upstream's where ``make_offloaded`` is."""
+    config = request.decoder_config
+    is_upstreams = Settings.of(request.config.cache_config).path is None
+    if is_upstreams and is_on_cuda(request.model):
+        return DynamicCache(config=config, offloading=True)
+    return CrossAttention(config)
+
+
+def without_cuda(model: Any, config: GenerationConfig) -> GenerationConfig:
+    """The config of a call, with the static cache that ``offloaded_static`` is without CUDA."""
+    if config.cache_implementation != "offloaded_static" or is_on_cuda(model):
+        return config
+    config = copy.copy(config)
+    config.cache_implementation = "static"
+    return config
+
+
+def is_on_cuda(model: Any) -> bool:
+    """Whether the model, or a part of it, computes where upstream's offloaded caches work."""
+    devices = [model.device, *getattr(model, "hf_device_map", {}).values()]
+    return torch.cuda.is_available() and any(
+        isinstance(device, int) or str(device).startswith("cuda") for device in devices
+    )
+
+
+def _check_space(request: CacheRequest, folder: Folder) -> None:
+    """Raise ``ValueError`` if the folder has less space than the whole call takes, as far as is known."""
+    needed, free = _needed_bytes(request), folder.free_bytes
+    if needed > free:
+        raise ValueError(
+            f"`path`={folder.path!r} in `cache_config` has {free:,} bytes free, but keys and values "
+            f"of {request.rows} sequences of up to {request.max_length:,} tokens take {needed:,}. "
+            "Generate fewer tokens, or name a folder with more space."
+        )
+
+
+def _needed_bytes(request: CacheRequest) -> int:
+    """Bytes of the layers that grow; 0 for those whose heads the config does not tell for sure."""
+    config = request.decoder_config
+    kinds, _ = get_layer_types_and_kwargs(config)
+    numbers = 0
+    for kind, layer in zip(kinds, config.per_layer_config, strict=False):
+        heads = getattr(layer, "num_key_value_heads", None)
+        is_latent = getattr(layer, "qk_head_dim", None) is not None
+        if kind != "full_attention" or not isinstance(heads, int) or is_latent:
+            continue
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        numbers += 2 * heads * size
+    return int(numbers * request.rows * request.max_length * request.model.dtype.itemsize)
