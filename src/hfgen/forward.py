@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.generation.utils import (
     ALL_CACHE_NAMES,
@@ -21,6 +21,8 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
 from . import buffers
+from .caches.rows import decoder_cache
+from .caches.static import Compiled
 from .logs import logger
 from .types import ModelKwargs, Run
 
@@ -30,14 +32,18 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 def executor(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:
     """The model's forward, compiled where cache and device allow it."""
     if model._valid_auto_compile_criteria(model_kwargs, config):
-        return model.get_compiled_call(config.compile_config)
+        cache = model_kwargs.get("past_key_values")
+        compiled = getattr(vars(model).get("_compiled_call"), "_torchdynamo_orig_callable", None)
+        if getattr(compiled, "__self__", model) is not model:
+            del model._compiled_call  # a copied model has that of the one that it is a copy of
+        return Compiled(model.get_compiled_call(config.compile_config), cache)
     return model.__call__
 
 
-def next_token(run: Run, execute: Callable) -> ModelOutput:
-    """Forward what the cache does not hold yet: the newest token, or all without a cache."""
+def next_token(run: Run, ids: torch.Tensor, execute: Callable) -> ModelOutput:
+    """Forward what the cache does not hold of ``ids``: the newest token, or all without a cache."""
     model_inputs = run.model.prepare_inputs_for_generation(
-        run.ids,
+        ids,
         next_sequence_length=1 if run.model_kwargs["use_cache"] else None,
         **run.model_kwargs,
     )
@@ -411,19 +417,24 @@ def supports_logits_to_keep(self: Any) -> bool:
 def valid_auto_compile_criteria(
     self: Any, model_kwargs: ModelKwargs, generation_config: GenerationConfig
 ) -> bool:
-    """Whether to compile forward: an accelerator, a cache of fixed shape, nothing offloaded."""
+    """Whether to compile forward: a cache of fixed shape, and nothing offloaded.
+
+    Accelerators compile by themselves, a CPU if there is a ``compile_config``.
+    """
     compile_config = generation_config.compile_config
     if generation_config.disable_compile:
         return False
     cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
-    decoder_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     # A dynamic cache with linear attention alone has fixed shapes too, but was not asked for.
     has_fixed_shapes = (
-        cache is not None and cache.is_compileable and type(decoder_cache) is not DynamicCache
+        cache is not None
+        and cache.is_compileable
+        and type(decoder_cache(cache)) is not DynamicCache
     )
     can_compile = has_fixed_shapes and (
         self.device.type in ("cuda", "xpu", "neuron", "tpu")
         or bool(compile_config is not None and compile_config._compile_all_devices)
+        or (compile_config is not None and self.device.type == "cpu")
     )
     if (quantizer := getattr(self, "hf_quantizer", None)) is not None:
         can_compile = can_compile and quantizer.is_compileable
@@ -432,8 +443,8 @@ def valid_auto_compile_criteria(
         can_compile = False
     if compile_config is not None and not can_compile:
         logger.warning_once(
-            "`compile_config` is set, but forward is not compiled: that takes an accelerator, a "
-            "static cache and no offloading."
+            "`compile_config` is set, but forward is not compiled: that takes a static cache, no "
+            "offloading, and an accelerator or a CPU."
         )
     if can_compile:
         os.environ["TOKENIZERS_PARALLELISM"] = "0"  # its threads do not survive the forks

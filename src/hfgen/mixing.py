@@ -82,11 +82,17 @@ def _mixed_class(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
 
 
+#: Where transformers keeps the compiled forward of a model.
+COMPILED = ("_compiled_call", "_last_compile_config")
+
+
 def _reduce(self: Any, protocol: Any) -> str | tuple:
     """Pickle by the class that can be imported; mix again on the other side."""
     if "_unmixed_class" not in vars(type(self)):  # a subclass of a mixed class, importable itself
         return object.__reduce_ex__(self, protocol)
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    if isinstance(state, dict):  # a compiled forward cannot be pickled, and a copy needs its own
+        state = {name: value for name, value in state.items() if name not in COMPILED}
     return _new, (type(self)._unmixed_class,), state
 
 

@@ -11,24 +11,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 from transformers import QuantizedCache as UpstreamQuantizedCache
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import get_head_shapes
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 from transformers.generation.configuration_utils import (
     DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
-    STATIC_CACHE_IMPLEMENTATIONS,
     GenerationMode,
 )
 
 from .. import fanout, quirks
 from ..logs import logger
 from ..types import ModelKwargs, Plan, Prompt
-from . import rows
+from . import offloaded, rows
 from .dynamic import GrowingCache
 from .quantized import QuantizedCache, left_padding
 from .quantized_settings import Settings, upstream_backend
+from .static import (
+    check_room,
+    fit_to_call,
+    make_deprecated_static,
+    make_static,
+)
+from .static import prepare_static_cache as prepare_static_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +64,6 @@ def cross_attention(request: CacheRequest) -> Cache:
     return DynamicCache(config=request.decoder_config)
 
 
-def offloaded(request: CacheRequest) -> Cache:
-    """Dynamic, on the CPU but for the layer that is being computed. Needs CUDA."""
-    return DynamicCache(config=request.decoder_config, offloading=True)
-
-
-def static(request: CacheRequest) -> Cache:
-    """Allocated once at its full length, as ``torch.compile`` needs it; ``offloaded_static`` too."""
-    config = request.config
-    max_length = request.max_length
-    if config.max_cache_len is not None:  # sized for the worst call to come
-        max_length = max(max_length, int(config.max_cache_len))
-    return request.model._prepare_static_cache(
-        cache_implementation=config.cache_implementation,
-        batch_size=request.rows,
-        max_cache_len=max_length,
-        prefill_chunk_size=config.prefill_chunk_size,
-        model_kwargs=request.model_kwargs,
-    )
-
-
-def deprecated_static(request: CacheRequest) -> Cache:
-    """The former names of ``static``."""
-    logger.warning_once(
-        f"`cache_implementation={request.config.cache_implementation!r}` is deprecated: use one of "
-        f"{STATIC_CACHE_IMPLEMENTATIONS}, which follow the layers of the model."
-    )
-    return static(request)
-
-
 def make_quantized(request: CacheRequest) -> Cache:
     """Keys and values in few bits: hfgen's own, or the backend that ``cache_config`` names."""
     options = request.config.cache_config
@@ -111,11 +88,12 @@ def make_quantized(request: CacheRequest) -> Cache:
 CACHES: dict[str | None, Callable[[CacheRequest], Cache]] = {
     None: make_dynamic,
     "dynamic": make_dynamic,
-    "offloaded": offloaded,
-    "static": static,
-    "offloaded_static": static,
+    "offloaded": offloaded.make_offloaded,
+    "static": make_static,
+    "offloaded_static": make_static,
     "quantized": make_quantized,
-    **dict.fromkeys(DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS, deprecated_static),
+    "paged": make_dynamic,  # of a config; as an argument, it means continuous batching
+    **dict.fromkeys(DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS, make_deprecated_static),
 }
 
 
@@ -123,6 +101,8 @@ def check_config(model: Any, config: GenerationConfig) -> None:
     """Raise ``ValueError`` for a ``cache_config`` that cannot be used; nothing is allocated."""
     if config.cache_implementation == "quantized" and upstream_backend(config.cache_config) is None:
         Settings.of(config.cache_config, model.config.get_text_config(decoder=True))
+    if config.cache_implementation in offloaded.IMPLEMENTATIONS:
+        offloaded.check_settings(config.cache_config, config.cache_implementation)
 
 
 def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
@@ -140,7 +120,10 @@ def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
         will_fan_out = fanout.is_ahead(model, plan, prompt, given)
         given = rows.fit(given, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
         _expect(given, max_length)
+        check_room(given, max_length, prompt.ids.shape[1])
+        fit_to_call(given, config)
         model_kwargs[name] = given
+    config = offloaded.without_cuda(model, config)
     model._prepare_cache_for_generation(
         config, model_kwargs, plan.mode, prompt.batch_size, max_length
     )
@@ -189,43 +172,11 @@ def prepare_cache_for_generation(
     cache = CACHES[generation_config.cache_implementation](request)
     if self.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
         is_offloaded = generation_config.cache_implementation == "offloaded"
-        cache = EncoderDecoderCache(
-            cache, (offloaded if is_offloaded else cross_attention)(request)
-        )
+        make_cross = offloaded.make_cross_attention if is_offloaded else cross_attention
+        cache = EncoderDecoderCache(cache, make_cross(request))
     if generation_config.is_assistant:
         cache.activate_past_recording()  # what an assistant drafted may be rolled back
     model_kwargs[name] = cache
-
-
-def prepare_static_cache(
-    self: Any,
-    cache_implementation: str,
-    batch_size: int,
-    max_cache_len: int,
-    prefill_chunk_size: int | None,
-    model_kwargs: ModelKwargs,
-) -> Cache:
-    """A static cache, no shorter than the last one: a new length would mean a new compilation."""
-    length = max(max_cache_len, getattr(self, "_previous_max_cache_length", -1))
-    config = self.config.get_text_config(decoder=True)
-    offloading = "offloaded" in cache_implementation
-    cache: Cache = StaticCache(config=config, max_cache_len=length, offloading=offloading)
-    if self.config.is_encoder_decoder:
-        source_length = model_kwargs["encoder_outputs"][0].shape[1]
-        cross = StaticCache(config=config, max_cache_len=source_length, offloading=offloading)
-        cache = EncoderDecoderCache(cache, cross)
-    elif prefill_chunk_size is not None and (shape := self._get_static_cache_init_shape()):
-        # The prefill is compiled too, and would be again if the first chunk found no tensors.
-        heads, head_size = shape
-        cache.early_initialization(
-            batch_size=batch_size,
-            num_heads=heads,
-            head_dim=head_size,
-            dtype=self.dtype,
-            device=self.device,
-        )
-    self._previous_max_cache_length = length
-    return cache
 
 
 def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[int]] | None:

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from transformers import EncoderDecoderCache
 from transformers.cache_utils import (
     DynamicLayer,
     LinearAttentionCacheLayerMixin,
@@ -14,6 +13,9 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+
+from .rows import decoder_cache
+from .static_layers import FilledLayer
 
 
 def record_past(cache: Any) -> None:
@@ -23,8 +25,7 @@ def record_past(cache: Any) -> None:
     to keep it until they are rolled back.
     """
     cache.activate_past_recording()
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = decoder_cache(cache)
     layers = getattr(cache, "layers", [])
     for index, layer in enumerate(layers):
         if isinstance(layer, StaticSlidingWindowLayer) and not isinstance(layer, _Recording):
@@ -33,8 +34,7 @@ def record_past(cache: Any) -> None:
 
 def roll_back(cache: Any, n_tokens: int) -> None:
     """Take the last ``n_tokens`` of every row out, and forget what was recorded before them."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = decoder_cache(cache)
     if not hasattr(cache, "layers"):
         cache.crop(-n_tokens)
         return
@@ -49,7 +49,9 @@ def roll_back(cache: Any, n_tokens: int) -> None:
 def _roll_back_static(layer: StaticLayer, n_tokens: int) -> None:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         layer.crop(-n_tokens)
-    if isinstance(layer, _Recording):
+    if isinstance(layer, _Recording) or (
+        isinstance(layer, FilledLayer) and layer.is_initialized and n_tokens
+    ):
         layer.take_back(n_tokens)
     elif layer.is_initialized and n_tokens:  # what lies after the length is overwritten
         layer.cumulative_length.sub_(n_tokens)
@@ -59,8 +61,7 @@ def _roll_back_static(layer: StaticLayer, n_tokens: int) -> None:
 
 def windows(cache: Any) -> list[float] | None:
     """How many keys each layer lets a position attend to, itself included; ``None`` if static."""
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = decoder_cache(cache)
     layers = getattr(cache, "layers", [])
     if any(isinstance(layer, StaticLayer) for layer in layers):
         return None

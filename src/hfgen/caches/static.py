@@ -1,0 +1,230 @@
+"""The static cache: kept between calls, and compiled once.
+
+The cache is transformers' ``StaticCache``; its layers (``static_layers.py``) have their memory from a
+pool (``pool.py``).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config as fx_config
+from transformers import EncoderDecoderCache, GenerationConfig, StaticCache
+from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
+from transformers.generation.configuration_utils import STATIC_CACHE_IMPLEMENTATIONS
+
+from .. import quirks
+from ..logs import logger
+from ..types import ModelKwargs
+from . import offloaded
+from .pool import Lease, Size, pool_of
+from .rows import decoder_cache
+from .static_layers import Extent, FilledLayer, PooledLayer, PooledSlidingWindowLayer
+
+if TYPE_CHECKING:
+    from . import CacheRequest
+
+#: What forward may take tokens as.
+IDS = ("decoder_input_ids", "input_ids", "inputs_embeds")
+
+
+def make_static(request: CacheRequest) -> Cache:
+    """Of fixed length, as ``torch.compile`` needs it, in memory that is kept; ``offloaded_static`` too."""
+    config = request.config
+    max_length = request.max_length
+    pool_of(request.model).longest = _longest(request)
+    if config.max_cache_len is not None:  # sized for the worst call to come
+        if config.max_cache_len < max_length:
+            logger.warning_once(
+                f"`max_cache_len`={config.max_cache_len} is less than the {max_length} tokens that "
+                "this call may reach: its cache is made that long."
+            )
+        max_length = max(max_length, int(config.max_cache_len))
+    cache: Cache = request.model._prepare_static_cache(
+        cache_implementation=config.cache_implementation,
+        batch_size=request.rows,
+        max_cache_len=max_length,
+        prefill_chunk_size=config.prefill_chunk_size,
+        model_kwargs=request.model_kwargs,
+    )
+    fit_to_call(cache, config)
+    return cache
+
+
+def _longest(request: CacheRequest) -> int | None:
+    """What a call may reach at most, as far as somebody says."""
+    positions = getattr(request.decoder_config, "max_position_embeddings", None)
+    longest = request.config.max_cache_len or positions
+    return int(longest) if isinstance(longest, int | float) else None
+
+
+def make_deprecated_static(request: CacheRequest) -> Cache:
+    """The former names of ``static``."""
+    logger.warning_once(
+        f"`cache_implementation={request.config.cache_implementation!r}` is deprecated: use one of "
+        f"{STATIC_CACHE_IMPLEMENTATIONS}, which follow the layers of the model."
+    )
+    return make_static(request)
+
+
+def prepare_static_cache(
+    self: Any,
+    cache_implementation: str,
+    batch_size: int,
+    max_cache_len: int,
+    prefill_chunk_size: int | None,
+    model_kwargs: ModelKwargs,
+) -> Cache:
+    """A static cache, no shorter than the last one: a new length may mean a new compilation."""
+    length = max(max_cache_len, getattr(self, "_previous_max_cache_length", -1))
+    config = self.config.get_text_config(decoder=True)
+    is_offloaded = "offloaded" in cache_implementation and offloaded.is_on_cuda(self)
+    source_length = 0
+    if self.config.is_encoder_decoder:
+        source_length = model_kwargs["encoder_outputs"][0].shape[1]
+    cache: Cache = StaticCache(config=config, max_cache_len=length, offloading=is_offloaded)
+    cross: Cache | None = None
+    if self.config.is_encoder_decoder:
+        cross = StaticCache(config=config, max_cache_len=source_length, offloading=is_offloaded)
+    if cache_implementation != "offloaded_static":
+        lease = pool_of(self).lend(Size(batch_size, length, source_length))
+        _fill(cache, lease, length, is_whole=not quirks.masks_filled_static_cache(self))
+        _fill_cross(cross, lease)
+    if cross is not None:
+        cache = EncoderDecoderCache(cache, cross)
+    elif prefill_chunk_size is not None and (shape := self._get_static_cache_init_shape()):
+        # The prefill is compiled too, and would be again if the first chunk found no tensors.
+        heads, head_size = shape
+        cache.early_initialization(
+            batch_size=batch_size,
+            num_heads=heads,
+            head_dim=head_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+    self._previous_max_cache_length = length
+    return cache
+
+
+def _fill(cache: Cache, lease: Lease, length: int, is_whole: bool) -> None:
+    """Put layers in place of upstream's that have their memory from ``lease``.
+
+    Kinds that are not known here stay. If one of them attends to everything, so do the others, since
+    all have the same mask.
+    """
+    kinds = {type(layer) for layer in cache.layers if isinstance(layer, StaticLayer)}
+    extent = Extent(is_whole or not kinds <= {StaticLayer, StaticSlidingWindowLayer})
+    for index, layer in enumerate(cache.layers):
+        pooled: Any
+        if type(layer) is StaticLayer:
+            pooled = FilledLayer.new(layer.max_cache_len, extent)
+        elif type(layer) is StaticSlidingWindowLayer:
+            pooled = PooledSlidingWindowLayer(layer.max_cache_len, layer.max_cache_len)
+            pooled._call_length = length
+        else:
+            continue
+        pooled._lease, pooled._index = lease, index
+        cache.layers[index] = pooled
+
+
+def _fill_cross(cache: Cache | None, lease: Lease) -> None:
+    for index, layer in enumerate(cache.layers if cache is not None else ()):
+        if type(layer) is StaticLayer:
+            pooled = PooledLayer(layer.max_cache_len)
+            pooled._lease, pooled._index = lease, index
+            cache.layers[index] = pooled  # type: ignore[union-attr]
+
+
+def filled_layers(cache: Any) -> list[FilledLayer]:
+    """The layers of ``cache`` that show attention what is filled."""
+    cache = decoder_cache(cache)
+    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, FilledLayer)]
+
+
+def fit_to_call(cache: Any, config: GenerationConfig) -> None:
+    """Show as much as upstream does where the caller gets to see it.
+
+    Attentions then have upstream's shapes, and cache and hidden states its values at padding.
+    """
+    for layer in filled_layers(cache):
+        layer._extent.is_whole_to_prompts |= bool(config.return_dict_in_generate)
+        layer._extent.is_whole |= bool(config.output_attentions)
+
+
+def check_room(cache: Any, max_length: int, ids_length: int) -> None:
+    """Raise ``ValueError`` if the caller's static cache is shorter than the call may get.
+
+    ``max_length`` counts the ``ids_length`` tokens that were passed, which may be new ones only.
+    """
+    cache = decoder_cache(cache)
+    lengths = [
+        layer.max_cache_len
+        for layer in getattr(cache, "layers", ())
+        if isinstance(layer, StaticLayer) and not layer.is_sliding
+    ]
+    if not lengths:
+        return
+    past = int(cache.get_seq_length())
+    needed = max_length + (past if ids_length <= past else 0)
+    if min(lengths) < needed:
+        raise ValueError(
+            f"`past_key_values` is a static cache of {min(lengths)} tokens, but the call may reach "
+            f"{needed}. Make it with `max_cache_len={needed}`, or lower `max_new_tokens`."
+        )
+
+
+class Compiled:
+    """A compiled forward that is not compiled again for another batch or another filled length."""
+
+    def __init__(self, forward: Callable, cache: Any) -> None:
+        self.forward = forward
+        for layer in filled_layers(cache):
+            layer._extent.is_coarse = True
+
+    def __call__(self, **inputs: Any) -> Any:
+        from torch._dynamo.utils import counters  # takes a second: not for those who do not compile
+
+        for value in inputs.values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, Tensor):
+                    _mark_sizes(tensor)
+        ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), None)
+        n_graphs = counters["stats"]["unique_graphs"]
+        with nullcontext() if ids is None or len(ids) == 1 else _one_is_not_special():
+            outputs = self.forward(**inputs)
+        if counters["stats"]["unique_graphs"] != n_graphs:
+            gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them
+        for layer in filled_layers(inputs.get("past_key_values")):
+            extent = layer._extent
+            if extent.is_open:  # else the graph was left, and update() has counted
+                layer._note(extent.total)
+        for layer in filled_layers(inputs.get("past_key_values")):
+            layer._extent.is_open = False
+        return outputs
+
+
+def _mark_sizes(tensor: Tensor) -> None:
+    """Tell the compiler which sizes of an input differ from call to call.
+
+    Rows; of a mask ``(rows, 1, 1, keys)`` the keys, of what the encoder said the length.
+    """
+    dims = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}.get(tensor.ndim, ())
+    for dim in dims:
+        if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _one_is_not_special() -> AbstractContextManager[Any]:
+    """Let a graph that was compiled for several rows take a single one."""
+    try:
+        context: AbstractContextManager[Any] = fx_config.patch(  # type: ignore[attr-defined]
+            backed_size_oblivious=True
+        )
+    except AttributeError:  # an older torch compiles once more for a single row
+        return nullcontext()
+    return context

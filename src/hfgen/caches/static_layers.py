@@ -1,0 +1,332 @@
+"""The layers of the static cache: their memory is lent, and attention sees them as far as they are filled.
+
+They are subclasses of upstream's; ``keys`` and ``values`` are parts of buffers that a pool lends
+(``pool.py``), of upstream's shapes. Attention gets the first of their tokens, the filled ones rounded
+up: how many, ``get_mask_sizes`` decides, which is asked before each forward pass, and ``update`` follows.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+from .dynamic import _UPSTREAM as UPSTREAM_KINDS
+from .pool import CROSS, FILLED, WINDOW, Lease
+
+#: Attention sees a multiple of this many tokens.
+GRAIN = 64
+
+
+class Extent:
+    """How many of its tokens a cache shows to attention. One for all layers of full attention."""
+
+    def __init__(self, is_whole: bool) -> None:
+        #: Everything is shown, as upstream does: always, or to a prompt. What a model computes at
+        #: padding, where nothing is visible, is a mean over all that is shown.
+        self.is_whole = self.is_whole_to_prompts = is_whole
+        #: Each size costs a compilation or a recorded graph: then there are few.
+        self.is_coarse = False
+        #: How many tokens are shown, and with how many it was last asked for; ``None`` until then.
+        self.shown: int | None = None
+        self.total = 0
+        #: Whether the forward pass to come sees ``shown`` tokens: read by compiled graphs.
+        self.is_open = False
+        self.layers: list[ref[FilledLayer]] = []
+
+    def show(self, start: int, total: int, capacity: int) -> int:
+        """How many of ``capacity`` tokens the forward sees that feeds those from ``start`` to ``total``."""
+        is_prompt = start == 0 or total - start > 1
+        is_whole = self.is_whole or (self.is_whole_to_prompts and is_prompt)
+        shown = capacity if is_whole else min(self._rounded(total), capacity)
+        self.total = total
+        self.is_open = True
+        self.shown = shown
+        for layer in self.layers:
+            if (alive := layer()) is not None:
+                alive.open()
+        return shown
+
+    def _rounded(self, total: int) -> int:
+        grain = GRAIN
+        if self.is_coarse:  # two sizes for each doubling
+            grain = max(GRAIN, (1 << max(total - 1, 1).bit_length()) // 4)
+        return -(-total // grain) * grain
+
+
+class Pooled:
+    """A static layer whose keys and values are lent by a pool; without a lease, it is upstream's."""
+
+    _kind = ""
+    #: Dimensions of ``keys`` and ``values`` that differ from call to call.
+    _dynamic: tuple[int, ...] = (0, 2)
+    _lease: Lease | None = None
+    _index = 0
+
+    def lazy_initialization(self: Any, key_states: Tensor, value_states: Tensor) -> None:
+        """Take keys and values for as many rows and heads as the states have."""
+        if self._lease is None or torch.compiler.is_compiling():
+            super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
+            return
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        slab, length, capacity = self._lease.slab, self.max_cache_len, self._capacity()
+        self.keys = slab.take((self._kind, self._index, "keys"), key_states, length, capacity)
+        self.values = slab.take((self._kind, self._index, "values"), value_states, length, capacity)
+        torch._dynamo.mark_static_address(self.cumulative_length)
+        self.is_initialized = True
+        self._adopt()
+
+    def _capacity(self: Any) -> int:
+        """For how many tokens a buffer is made.
+
+        One more than are ever seen: else the compiler takes the distance between heads for a product of
+        sizes, which in the next call it is not, and compiles again.
+        """
+        size = self._lease.slab.size
+        return 1 + int(size.source_length if self._kind == CROSS else size.length)
+
+    def _adopt(self: Any) -> None:
+        """Tell the compiler what may change: the rows, and where it is not a window, the length."""
+        _mark(self.keys, self._dynamic)
+        _mark(self.values, self._dynamic)
+
+    def _filled(self: Any) -> int:
+        """How many tokens from the start of ``keys`` hold something."""
+        return int(self.keys.shape[2])
+
+    def reorder_cache(self: Any, beam_idx: Tensor) -> None:
+        """Let row ``i`` go on as row ``beam_idx[i]``, in place; there may be more or fewer rows."""
+        if self.get_seq_length() == 0:
+            return
+        filled, rows = self._filled(), len(beam_idx)
+        for name in ("keys", "values"):
+            states = getattr(self, name)
+            chosen = states[:, :, :filled].index_select(0, beam_idx.to(states.device))
+            target = states if len(states) == rows else self._with_rows(name, rows)
+            target[:, :, :filled].copy_(chosen)
+            setattr(self, name, target)
+        if len(self.keys) != self.batch_size:
+            self.batch_size = rows
+            self._adopt()
+
+    def _with_rows(self: Any, name: str, rows: int) -> Tensor:
+        states: Tensor = getattr(self, name)
+        part = None
+        if self._lease is not None:
+            place = (self._kind, self._index, name)
+            part = self._lease.slab.with_rows(place, rows, states)
+        return states.new_zeros((rows, *states.shape[1:])) if part is None else part
+
+    # ------------------------------------------------------------ copies are upstream's layers
+
+    def _state(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _restored(
+            UPSTREAM_KINDS[_own_kind(self)],
+            {name: _own(value, memo) for name, value in self._state().items()},
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        state = {name: _compact(value) for name, value in self._state().items()}
+        return _restored, (UPSTREAM_KINDS[_own_kind(self)], state)
+
+    def __copy__(self) -> Any:
+        twin: Any = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+
+class PooledLayer(Pooled, StaticLayer):
+    """Cross-attention: what the encoder said, all of it."""
+
+    _kind = CROSS
+
+
+class PooledSlidingWindowLayer(Pooled, StaticSlidingWindowLayer):
+    """Sliding-window and chunked attention."""
+
+    _kind = WINDOW
+    _dynamic = (0,)
+
+    def _capacity(self) -> int:
+        # A window that is longer than the call is cut to it, and may be longer in the next one.
+        is_cut = self.max_cache_len == self._call_length
+        return super()._capacity() if is_cut else self.max_cache_len
+
+
+class FilledLayer(Pooled, StaticLayer):
+    """Full attention: ``keys (rows, heads, max_cache_len, size)``, of which the filled part is shown."""
+
+    _kind = FILLED
+    _extent: Extent
+    #: What attention sees of keys and values, and which part of what that is: how many, keys, values.
+    _seen: tuple[Tensor, Tensor]
+    _source: tuple[int | None, Tensor | None, Tensor | None] = (None, None, None)
+    #: Tokens held, and the version of ``cumulative_length`` of which that is known.
+    _known = 0
+    _version = -1
+
+    @classmethod
+    def new(cls, max_cache_len: int, extent: Extent) -> FilledLayer:
+        layer = cls(max_cache_len)
+        layer._extent = extent
+        extent.layers.append(ref(layer))
+        return layer
+
+    # ------------------------------------------------------------ how long
+
+    def _length(self) -> int:
+        """Tokens held, for the host; an accelerator is asked only if somebody else counted on."""
+        count = self.cumulative_length
+        if count.is_cpu:
+            return int(count)
+        if count.is_inference() or self._version != count._version:
+            self._note(int(count))
+        return self._known
+
+    def _note(self, length: int) -> None:
+        self._known = length
+        count = self.cumulative_length
+        if not count.is_inference():
+            self._version = count._version
+
+    def take_back(self, n_tokens: int) -> None:
+        """Forget the newest tokens; what lies behind the length is overwritten."""
+        length = self._length()
+        if self._lease is not None:
+            self._lease.slab.reach(length)
+        self.cumulative_length.sub_(n_tokens)
+        self._note(length - n_tokens)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys a forward of ``query_length`` tokens sees, and the first one's position: 0."""
+        extent = self._extent
+        if torch.compiler.is_compiling():
+            return (extent.shown if extent.is_open else None) or self.max_cache_len, 0
+        start = self._length()
+        return extent.show(start, start + query_length, self.max_cache_len), 0
+
+    # ------------------------------------------------------------ what is seen
+
+    def _adopt(self) -> None:
+        self.open()
+        if self._lease is not None:
+            self._lease.slab.count = self.cumulative_length
+
+    def open(self) -> None:
+        """Let attention see what ``extent`` shows."""
+        if not self.is_initialized:
+            return
+        shown, keys, values = self._extent.shown, self.keys, self.values
+        if self._source[0] == shown and self._source[1] is keys and self._source[2] is values:
+            return
+        self._source = (shown, keys, values)
+        self._seen = (keys[:, :, :shown], values[:, :, :shown])
+        for states in self._seen:
+            _mark(states, self._dynamic)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """What attention may see of all tokens so far, with the new ones."""
+        if torch.compiler.is_compiling():
+            return self._update_in_graph(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, added = self._length(), key_states.shape[-2]
+        end = start + added
+        self._check(key_states, end)
+        extent = self._extent
+        extent.is_open = False
+        if extent.total == end:
+            self.open()
+            keys, values = self._seen
+        else:  # nobody asked: somebody has a mask for everything
+            keys, values = self.keys, self.values
+        keys.narrow(2, start, added).copy_(key_states)
+        values.narrow(2, start, added).copy_(value_states)
+        self.cumulative_length.add_(added)
+        self._note(end)
+        if self._lease is not None:
+            self._lease.slab.reach(end)
+        return keys, values
+
+    def _check(self, key_states: Tensor, end: int) -> None:
+        shape = self.keys.shape
+        if end > shape[2]:
+            raise IndexError(f"The static cache holds {shape[2]} tokens, but gets {end}.")
+        if key_states.shape[:2] != shape[:2]:
+            raise RuntimeError(
+                f"The static cache holds {shape[0]} rows of {shape[1]} heads, but gets "
+                f"{key_states.shape[0]} of {key_states.shape[1]}."
+            )
+
+    def _update_in_graph(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The same in a compiled graph, which must not depend on the length."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            keys, values = super().update(key_states, value_states)
+            shown = self._extent.shown if self._extent.is_open else self.max_cache_len
+            return keys[:, :, :shown], values[:, :, :shown]
+        if not self._extent.is_open:
+            return super().update(key_states, value_states)
+        keys, values = self._seen
+        count = self.cumulative_length
+        positions = torch.arange(key_states.shape[-2], device=count.device) + count
+        count.add_(key_states.shape[-2])
+        keys.index_copy_(2, positions, key_states)
+        values.index_copy_(2, positions, value_states)
+        return keys, values
+
+    def _filled(self) -> int:
+        return self._length()
+
+
+UPSTREAM_KINDS.update(
+    {
+        PooledLayer: StaticLayer,
+        PooledSlidingWindowLayer: StaticSlidingWindowLayer,
+        FilledLayer: StaticLayer,
+    }
+)
+for _own_class, _theirs in list(UPSTREAM_KINDS.items()):
+    if issubclass(_own_class, Pooled):
+        _own_class.__name__ = _theirs.__name__  # code that asks for a layer by its name finds it
+
+
+def _own_kind(layer: Any) -> type:
+    return next(kind for kind in type(layer).__mro__ if kind in UPSTREAM_KINDS)
+
+
+def _restored(kind: Any, state: dict[str, Any]) -> Any:
+    layer = kind.__new__(kind)
+    vars(layer).update(state)
+    return layer
+
+
+def _compact(value: Any) -> Any:
+    """A tensor without the rest of the buffer that it is a part of."""
+    is_tensor = isinstance(value, Tensor)
+    return value.clone(memory_format=torch.contiguous_format) if is_tensor else value
+
+
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    return _compact(value) if isinstance(value, Tensor) else copy.deepcopy(value, memo)
+
+
+def _mark(states: Tensor, dynamic: tuple[int, ...]) -> None:
+    """Tell the compiler that the address stays while the sizes ``dynamic`` may change."""
+    if torch.compiler.is_compiling():
+        return
+    torch._dynamo.mark_static_address(states)
+    for dim in dynamic:
+        torch._dynamo.maybe_mark_dynamic(states, dim)
