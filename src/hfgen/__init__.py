@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .builtin import builtin_model
+    from .caches.pool import free_caches
+    from .caches.prefix import PrefixCache
     from .config import GenerationConfig
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .drafters import Draft, DraftContext, Drafter, DraftVerdict
@@ -43,7 +45,9 @@ __all__ = [
     "GenerationMixin",
     "InvalidScoresError",
     "PhrasalConstraint",
+    "PrefixCache",
     "builtin_model",
+    "free_caches",
     "minimum_bayes_risk",
     "mix_into",
     "patch",
@@ -64,7 +68,9 @@ _HOMES = {  # names that live elsewhere than in `mixing`
     "GenerationMixin": "mixin",
     "InvalidScoresError": "strategies.base",
     "PhrasalConstraint": "constraints",
+    "PrefixCache": "caches.prefix",
     "builtin_model": "builtin",
+    "free_caches": "caches.pool",
     "minimum_bayes_risk": "recipes",
     "recipe": "recipes",
     "token_f1": "strategies.minimum_bayes_risk",

@@ -30,6 +30,7 @@ from . import (
     stopping,
     validate,
 )
+from .caches import prefix
 from .drafters import Setup
 from .outputs import GenerateOutput, Recording
 from .strategies import STRATEGIES
@@ -108,6 +109,8 @@ class GenerationMixin(transformers.GenerationMixin):
             custom_generate: A callable that decodes in place of the methods here, after everything
                 is prepared (``hfgen.recipe`` makes one of a strategy); or a repository whose
                 ``generate`` runs instead (needs ``trust_remote_code=True``).
+            prefix_cache: A ``hfgen.PrefixCache``, among the ``kwargs``: what it has stored of the
+                prompts is not forwarded again. Default: ``model.prefix_cache``, if it is set.
             kwargs: Fields of the generation config, and inputs of the model's forward. Those of a
                 decoder start with ``decoder_``.
 
@@ -310,6 +313,7 @@ def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
     if isinstance(request.custom_generate, str):
         return hub.generate_from_repository(model, request, trust_remote_code)
     validate.check_request(request)
+    prefixes = prefix.take_argument(model, request)
     if request.kwargs.get("cache_implementation") == "paged":
         return hub.generate_paged(model, request)
 
@@ -319,6 +323,7 @@ def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
     validate.check_plan(plan)
     validate.check_callable(request.custom_generate, plan)
     plan.method = request.custom_generate or getattr(type(model), config.METHODS[plan.mode])
+    prefixes = prefix.check(prefixes, model, request, plan, model_kwargs)
 
     prompt = inputs.prepare(model, request, plan, model_kwargs)
     if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
@@ -342,16 +347,18 @@ def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
         stopping_criteria=request.stopping_criteria or StoppingCriteriaList(),
         tokenizer=plan.mode_kwargs.get("tokenizer"),
     )
+    prefix.begin(prefixes, model, plan, prompt)
     prompt.model_kwargs["use_cache"] = plan.config.use_cache
-    return plan.method(
-        model,
-        prompt.ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=plan.config,
-        **plan.mode_kwargs,
-        **prompt.model_kwargs,
-    )
+    with validate.explaining_misfit(model, prompt.model_kwargs.get("past_key_values")):
+        return plan.method(
+            model,
+            prompt.ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=plan.config,
+            **plan.mode_kwargs,
+            **prompt.model_kwargs,
+        )
 
 
 def decode(
@@ -363,10 +370,13 @@ def decode(
         run.model_kwargs.pop(name, None)  # arguments of other modes: no model's forward takes them
     strategy = strategy_class(run)
     recording = Recording(run)
+    prefixes = getattr(run.config, "_prefixes", None)
     if not validate.is_zero(run.config.max_new_tokens):
         with closing(loop.steps(run, strategy)) as steps:
             for step in steps:
                 recording.add(step)
+                if prefixes is not None:
+                    prefixes.store_prompt(run, strategy)
                 if streamer is not None:
                     _put(streamer, step)
     if streamer is not None:
@@ -374,7 +384,10 @@ def decode(
     # A recipe may run on a model that is not mixed, whose config lacks the field.
     is_asked = getattr(run.config, "output_speculation", False)
     statistics = {"speculation": run.speculation} if is_asked else {}
-    return recording.finish(strategy.result(run), **statistics)
+    result = strategy.result(run)
+    if prefixes is not None:
+        prefixes.store_generated(run, strategy, result["sequences"])
+    return recording.finish(result, **statistics)
 
 
 def _put(streamer: BaseStreamer, step: Step) -> None:

@@ -1,0 +1,248 @@
+"""One call that uses a ``PrefixCache``: what its rows have in store, and what they add to it.
+
+The call's cache is filled up to one column ``end`` of the padded batch, the same for all rows, from
+which the ordinary prefill goes on: rows that know more forward some of it again, rows that know less
+catch up first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DummyLayer
+
+from ..types import ModelKwargs, Run
+from . import fingerprint, recording
+from .dynamic import GrowingCache
+from .prefix_layout import Group, Layout, best_end, lagging
+from .radix import Match, States
+
+if TYPE_CHECKING:
+    from .prefix import PrefixCache
+
+
+class PrefixCall:
+    """Fills the cache of a call, then stores its prompt and what it generates."""
+
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        model: Any,
+        config: Any,
+        cache: Any,
+        ids: Tensor,
+        model_kwargs: ModelKwargs,
+        layout: Layout,
+        is_strict: bool,
+    ) -> None:
+        self.prefixes, self.model, self.cache = prefixes, model, cache
+        # Not the config, which holds this call: the cache would outlive it by a cycle.
+        self.eos, self.pad = config._eos_token_tensor, config._pad_token_tensor
+        self.ids, self.model_kwargs, self.layout = ids, model_kwargs, layout
+        #: Whether a prompt that is too large is an error; else it is not stored.
+        self.is_strict = is_strict
+        self.identity = fingerprint.identity(model)
+        self.keys = [(self.identity, offset) for offset in layout.offsets]
+        self.is_prompt_stored = False
+        self.is_given_up = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: a copy of this call's config is for another call."""
+
+    # ------------------------------------------------------------ looking up
+
+    def fill(self, config: Any) -> None:
+        """Put into the call's empty cache what is stored of the rows' prompts.
+
+        One token of each prompt at least is left to forward, since its logits are needed.
+        """
+        length = self.ids.shape[1]
+        tokens = [self.layout.tokens(row, length - 1) for row in range(len(self.ids))]
+        matches = self.prefixes._match(self.keys, tokens)
+        starts = [pad + m.length for pad, m in zip(self.layout.pads, matches, strict=True)]
+        end = best_end(starts, length) if any(match.length for match in matches) else 0
+        groups = lagging(starts, end)
+        filled = {row: group.start for group in groups for row in group.rows}
+        saved = [filled.get(row, end) - pad for row, pad in enumerate(self.layout.pads)]
+        self.prefixes._count(tokens, saved)
+        recording.start(self.cache)
+        if end:
+            caught_up = {group: self._catch_up(group, matches, end, config) for group in groups}
+            self._fill(self.cache, range(len(self.ids)), matches, end, caught_up)
+
+    def _fill(
+        self,
+        cache: Any,
+        rows: Sequence[int],
+        matches: list[Match],
+        end: int,
+        caught_up: Mapping[Group, list[Tensor]],
+    ) -> None:
+        """Put the first ``end`` columns of ``rows`` into ``cache``, some from what has caught up."""
+        behind = {row for group in caught_up for row in group.rows}
+        sample: States = next(m.nodes[0].states for m in matches if m.nodes)
+        for index, layer in enumerate(attention_layers(cache)):
+            both = []
+            for which in (2 * index, 2 * index + 1):
+                heads, _, size = sample[which].shape
+                states = sample[which].new_zeros(len(rows), heads, end, size)
+                for place, row in enumerate(rows):
+                    if row not in behind:
+                        pad = self.layout.pads[row]
+                        for start, run in matches[row].runs(end - pad):
+                            at = pad + start
+                            states[place, :, at : at + run[which].shape[1]] = run[which]
+                for group, known in caught_up.items():
+                    states[list(group.rows)] = known[which]
+                both.append(states)
+            layer.update(*both)
+
+    def _catch_up(self, group: Group, matches: list[Match], end: int, config: Any) -> list[Tensor]:
+        """Forward columns ``group.start`` to ``end`` of its rows; the states of all up to ``end``."""
+        rows = list(group.rows)
+        decoder = self.model.config.get_text_config(decoder=True)
+        cache = GrowingCache(config=decoder, max_length=end)
+        recording.start(cache)
+        if group.start:
+            self._fill(cache, group.rows, matches, group.start, {})
+        model_kwargs: ModelKwargs = {"past_key_values": cache, "use_cache": True}
+        if self.model._supports_logits_to_keep():
+            model_kwargs["logits_to_keep"] = 1
+        for name in ("attention_mask", "position_ids"):
+            if (tensor := self.model_kwargs.get(name)) is not None:
+                is_shared = tensor.shape[-2] == 1  # positions of prompts without padding
+                own = tensor if is_shared else tensor[..., rows, :]
+                model_kwargs[name] = own[..., :end]
+        config = copy.copy(config)
+        config._mask_length = end
+        self.model._prefill(self.ids[rows, :end], config, model_kwargs)
+        return [s for layer in attention_layers(cache) for s in (layer.keys, layer.values)]
+
+    # ------------------------------------------------------------ storing
+
+    def store_prompt(self, run: Run, strategy: Any) -> None:
+        """Store the prompts after the first step; later steps do nothing.
+
+        Raises ``ValueError`` if one is larger than the memory limit.
+        """
+        if self.is_prompt_stored or self.is_given_up:
+            return
+        self.is_prompt_stored = True
+        if run.model_kwargs.get("past_key_values") is not self.cache:
+            self.give_up(f"{type(self.model).__name__} puts another cache in the place of its own")
+            return
+        layers, length = attention_layers(self.cache), run.ids.shape[1]
+        lengths = {int(layer.get_seq_length()) for layer in layers}
+        # One that puts tokens of its own before the prompt has more, or not the same everywhere.
+        is_even = len(lengths) == 1 and lengths <= {length - 1, length}
+        if not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
+            self.give_up(f"{type(self.model).__name__} does not cache one state per token")
+            return
+        if too_large := self.too_large(bytes_per_token(layers)):
+            self.give_up(too_large)
+            return
+        if self._has_changed():
+            return
+        repeats = len(run.ids) // len(self.ids)
+        for cache_row, run_row in enumerate(cached_rows(run, strategy, layers)):
+            row, is_repeated = divmod(run_row, repeats)
+            if not is_repeated:
+                self._store(layers, row, cache_row, self.layout.tokens(row))
+
+    def too_large(self, per_token: int) -> str | None:
+        """What to say of a prompt that does not fit at all; raises ``ValueError`` if that is strict."""
+        n_tokens = self.ids.shape[1] - min(self.layout.pads)
+        needed, limit = n_tokens * per_token, self.prefixes.max_bytes
+        if needed <= limit:
+            return None
+        if self.is_strict:
+            raise ValueError(
+                f"`prefix_cache` may hold {limit} bytes (`max_bytes`), but the states of a prompt of "
+                f"{n_tokens} tokens take {needed}, {per_token} for each. Raise `max_bytes`, or "
+                "leave `prefix_cache` out."
+            )
+        return "the prompt is larger than `max_bytes`"
+
+    def _has_changed(self) -> bool:
+        """Whether the model is another than when the call began: somebody switched an adapter."""
+        has_changed = not fingerprint.is_unchanged(self.model, self.identity)
+        if has_changed:
+            self.give_up("the model was changed during the call")
+        return has_changed
+
+    def give_up(self, reason: str) -> None:
+        """Store nothing of this call."""
+        self.is_given_up = True
+        self.prefixes._bypass(reason)
+
+    def store_generated(self, run: Run, strategy: Any, sequences: Tensor) -> None:
+        """Store ``sequences (wanted, length)``, as far as the cache holds their states.
+
+        Of beams, some that are returned ended before the others, and the cache has gone on: the row
+        that agrees with one for longest has the states up to there.
+        """
+        layers = attention_layers(self.cache)
+        rows = cached_rows(run, strategy, layers) if self.is_prompt_stored else []
+        if rows and not self.is_given_up and not self._has_changed():
+            n = min(int(layers[0].get_seq_length()), sequences.shape[1], run.ids.shape[1])
+            cached = run.ids[rows, :n].cpu()
+            repeats = len(run.ids) // len(self.ids)
+            for sequence in sequences[:, :n].cpu():
+                agreement = (cached == sequence).long().cumprod(dim=1).sum(dim=1)
+                best = int(agreement.argmax())
+                row = rows[best] // repeats
+                end = min(int(agreement[best]), self._end(sequence))
+                self._store(layers, row, best, sequence[self.layout.pads[row] : end].long())
+        recording.stop(self.cache)
+
+    def _end(self, sequence: Tensor) -> int:
+        """Where a sequence ends: behind its first EOS token, or before its padding."""
+        n_prompt = self.ids.shape[1]
+        generated = sequence[n_prompt:]
+        if self.eos is not None:
+            ends = torch.isin(generated, self.eos.cpu()).nonzero()
+            if len(ends):
+                return n_prompt + int(ends[0]) + 1
+        if self.pad is None:
+            return len(sequence)
+        kept = (generated != self.pad.cpu()).nonzero()
+        return n_prompt + int(kept[-1]) + 1 if len(kept) else n_prompt
+
+    def _store(self, layers: list[Any], row: int, cache_row: int, tokens: Tensor) -> None:
+        """Store ``tokens``, with which prompt ``row`` begins, from a row of the cache."""
+        pad = self.layout.pads[row]
+
+        def states(start: int, end: int) -> States:
+            return tuple(
+                both[cache_row, :, pad + start : pad + end].clone(
+                    memory_format=torch.contiguous_format
+                )
+                for layer in layers
+                for both in (layer.keys, layer.values)
+            )
+
+        self.prefixes._insert(self.keys[row], tokens, states, bytes_per_token(layers))
+
+
+def bytes_per_token(layers: list[Any]) -> int:
+    """What a token takes in store: its keys and values in all layers, and its id."""
+    both = [states for layer in layers for states in (layer.keys, layer.values)]
+    sizes = (states.shape[1] * states.shape[3] * states.element_size() for states in both)
+    return torch.long.itemsize + sum(sizes)
+
+
+def cached_rows(run: Run, strategy: Any, layers: list[Any]) -> list[int]:
+    """Which of the rows of ``run.ids`` those of the cache are; none if that is not known."""
+    active = getattr(getattr(strategy, "active", None), "index", None)
+    rows = list(range(len(run.ids))) if active is None else active.tolist()
+    is_known = layers and layers[0].is_initialized and len(layers[0].keys) == len(rows)
+    return rows if is_known else []
+
+
+def attention_layers(cache: Any) -> list[Any]:
+    """The layers that hold keys and values; those that share others' hold none."""
+    return [layer for layer in cache.layers if not isinstance(layer, DummyLayer)]

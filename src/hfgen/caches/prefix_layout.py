@@ -1,0 +1,91 @@
+"""Where the tokens of a padded batch are, and which rows to forward from which column on.
+
+Columns are positions in the padded batch. Row ``i`` has its tokens behind ``pads[i]`` columns, and the
+states of those before column ``starts[i]`` are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..types import ModelKwargs
+from .prefix_limits import Reason
+
+#: What a forward pass costs besides its tokens, in tokens.
+FORWARD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the tokens of a batch are: row ``i`` has ``ids[i, pads[i]:]``, at ``offsets[i]`` and on.
+
+    ``ids (rows, length)`` on the CPU. An offset is the position of the first token; of models that
+    take no positions, its column, since they may count those.
+    """
+
+    ids: Tensor
+    pads: list[int]
+    offsets: list[Hashable]
+
+    @classmethod
+    def of(cls, ids: Tensor, model_kwargs: ModelKwargs) -> Layout | Reason:
+        rows, length = ids.shape
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        pads = [0] * rows
+        if mask is not None:
+            mask = mask.cpu()
+            pads = [int(pad) for pad in length - mask.sum(dim=1)]
+            is_left = torch.arange(length) >= torch.tensor(pads)[:, None]
+            if not torch.equal(mask, is_left.to(mask.dtype)):
+                return Reason("`attention_mask` masks more than padding on the left")
+            if max(pads) == length:
+                return Reason("`attention_mask` masks a whole row")
+        if positions is None:
+            return cls(ids.cpu(), pads, [("column", pad) for pad in pads])
+        if positions.ndim == 3 and (positions == positions[0]).all():
+            positions = positions[0]  # multimodal rotary positions, of text alone
+        if positions.ndim != 2 or positions.shape[1] != length:
+            return Reason("`position_ids` is not one position per token")
+        offsets: list[Hashable] = []
+        for own, pad in zip(positions.cpu().expand(rows, -1), pads, strict=True):
+            offsets.append(first := int(own[pad]))
+            if not torch.equal(own[pad:], torch.arange(first, first + length - pad)):
+                return Reason("`position_ids` does not count on from token to token")
+        return cls(ids.cpu(), pads, offsets)
+
+    def tokens(self, row: int, end: int | None = None) -> Tensor:
+        return self.ids[row, self.pads[row] : end].long()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that catch up together, from column ``start`` on."""
+
+    start: int
+    rows: tuple[int, ...]
+
+
+def lagging(starts: Sequence[int], end: int) -> list[Group]:
+    """The rows that start before column ``end``, together where another forward costs more."""
+    groups: list[Group] = []
+    for start, row in sorted((start, row) for row, start in enumerate(starts) if start < end):
+        if groups and start - groups[-1].start < FORWARD:
+            groups[-1] = replace(groups[-1], rows=(*groups[-1].rows, row))
+        else:
+            groups.append(Group(start, (row,)))
+    return groups
+
+
+def best_end(starts: Sequence[int], length: int) -> int:
+    """Up to which column to fill the cache, so that the least is forwarded."""
+
+    def cost(end: int) -> int:
+        groups = lagging(starts, end)
+        caught_up = sum(FORWARD + len(group.rows) * (end - group.start) for group in groups)
+        return caught_up + len(starts) * (length - end)
+
+    return min((0, *sorted(set(starts))), key=cost)

@@ -1,0 +1,178 @@
+"""Which calls can use stored prefixes, and which have to go by without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import StaticCache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from transformers.generation.configuration_utils import GenerationMode
+
+from .. import quirks
+from ..types import Plan, Prompt, Request
+from ..validate.speculation import has_foreign_generator
+from .dynamic import GrowingCache, upstream_kind
+
+#: Inputs whose influence on a token's keys and values is known.
+KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")
+
+CACHE = "past_key_values"
+
+#: Rotary positions whose frequencies change once the sequence is long: from which length on, by a
+#: field of their parameters or of the config.
+LENGTH_DEPENDENT = {
+    "longrope": "original_max_position_embeddings",
+    "dynamic": "max_position_embeddings",
+}
+
+#: Models whose states depend on how many tokens were forwarded together.
+UNSTEADY = {
+    "moshi": "it attends to all tokens that are forwarded with a token, to a window of those cached",
+    "git": "it counts positions by column, padding included",
+    "kosmos-2.5": "it counts positions from the tokens that are forwarded",
+    "kosmos-2": "it counts positions from the tokens that are forwarded",
+    "imagegpt": "its own mask is cut from the end of a static cache",
+}
+
+#: Layers whose first ``m`` tokens are what they hold after a prompt of ``m`` tokens.
+CUTTABLE = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    DummyLayer,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a call goes by without stored prefixes.
+
+    ``is_choice``: because of another argument of the call, not of the model.
+    """
+
+    text: str
+    is_choice: bool = True
+
+
+def of_arguments(
+    model: Any, request: Request, plan: Plan, model_kwargs: dict[str, Any]
+) -> Reason | None:
+    """What can be told before anything is prepared."""
+    config = plan.config
+    if model.config.is_encoder_decoder:
+        return Reason("a decoder's states depend on its encoder", is_choice=False)
+    unknown = sorted(
+        name for name, v in model_kwargs.items() if v is not None and name not in KNOWN
+    )
+    if quirks.given_cache(model, model_kwargs) is not None:
+        return Reason("the call has a cache already (`past_key_values`)")
+    for flag in ("output_attentions", "output_hidden_states"):
+        if getattr(config, flag):
+            return Reason(f"`{flag}` is about the whole prompt, which is not forwarded")
+    if unknown:
+        return Reason(f"what `{unknown[0]}` does to the states of the prompt is not known")
+    if config.use_cache is False:
+        return Reason("`use_cache` is False")
+    if config.cache_implementation not in (None, "dynamic", "static"):
+        return Reason(f"`cache_implementation` is {config.cache_implementation!r}")
+    if config.token_healing:
+        return Reason("`token_healing` changes the prompt")
+    if plan.mode is GenerationMode.CONTRASTIVE_SEARCH:
+        return Reason("contrastive search compares with the hidden states of the whole prompt")
+    if plan.mode is GenerationMode.ASSISTED_GENERATION and _reads_prompt(model, request, plan):
+        return Reason("its drafter reads what the model makes of the whole prompt")
+    if not getattr(plan.method, "__module__", "").startswith("hfgen."):
+        return Reason(
+            "the decoding method is not hfgen's", is_choice=request.custom_generate is not None
+        )
+    return _of_model(model, plan)
+
+
+def _reads_prompt(model: Any, request: Request, plan: Plan) -> bool:
+    """Whether a drafter may look at hidden states of the target."""
+    assistant = request.assistant_model
+    hook = type(model)._get_candidate_generator
+    return (
+        not hook.__module__.startswith(("hfgen.", "transformers.generation."))
+        or hasattr(assistant, "get_candidates")
+        or bool(getattr(assistant, "forward_arguments", None))
+        or has_foreign_generator(plan.config, assistant)
+    )
+
+
+def _of_model(model: Any, plan: Plan) -> Reason | None:
+    if model.training:
+        return Reason("the model is in training mode", is_choice=False)
+    if plan.mode_kwargs.get("synced_gpus"):
+        return Reason("devices have to forward in step", is_choice=False)
+    if quirks.keeps_other_state(model):
+        return Reason(f"{type(model).__name__} keeps states elsewhere", is_choice=False)
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return Reason(f"{type(model).__name__} attends to later tokens", is_choice=False)
+    if (kind := model.config.model_type) in UNSTEADY:
+        return Reason(f"{type(model).__name__}: {UNSTEADY[kind]}", is_choice=False)
+    return None
+
+
+def of_prompt(model: Any, plan: Plan, prompt: Prompt) -> Reason | None:
+    """What can be told when the prompt and its cache are prepared."""
+    cache: Any = prompt.model_kwargs.get(CACHE)
+    config = plan.config
+    unsuitable = Reason(f"{type(model).__name__} has layers whose states cannot be cut", False)
+    if type(cache) not in (GrowingCache, StaticCache) or cache.offloading or not cache.layers:
+        return unsuitable
+    own = {name for name, v in prompt.model_kwargs.items() if v is not None} - {*KNOWN, CACHE}
+    if prompt.model_kwargs.get("mm_encoder_outputs") == {}:  # no images, no sound
+        own.remove("mm_encoder_outputs")
+    if own:
+        return Reason(f"{type(model).__name__} adds `{min(own)}` to its inputs", is_choice=False)
+    if any(_overwrites(layer, config.max_length) for layer in cache.layers):
+        return Reason("a static cache overwrites what leaves its sliding windows")
+    if not all(upstream_kind(layer) in CUTTABLE for layer in cache.layers):
+        return unsuitable
+    if prompt.main_input_name != "input_ids" or prompt.ids.ndim != 2:
+        return Reason("the prompt is not one of token ids")
+    if any(torch.isin(prompt.ids, i).any() for i in quirks.placeholder_tokens(model)):
+        return Reason("the prompt has placeholders of images or sound")
+    if _is_length_dependent(model, config.max_length):
+        return Reason("rotary positions change once the sequence is long", is_choice=False)
+    mask = prompt.model_kwargs.get("attention_mask")
+    width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    if width != prompt.ids.shape[1]:  # by which a prefill tells what the cache holds already
+        return Reason(f"{type(model).__name__} takes no mask", is_choice=False)
+    return None
+
+
+def _overwrites(layer: Any, max_length: int) -> bool:
+    """Whether a layer of fixed length forgets tokens before the call ends."""
+    is_window = upstream_kind(layer) is StaticSlidingWindowLayer
+    return is_window and bool(layer.max_cache_len < max_length)
+
+
+def _is_length_dependent(model: Any, max_length: int) -> bool:
+    """Whether the call may reach a length from which on all positions are rotated otherwise."""
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = (
+        parameters.values()
+        if all(isinstance(p, dict) for p in parameters.values())
+        else [parameters]
+    )
+    for rope in each:
+        kind = next((k for k in LENGTH_DEPENDENT if k in str((rope or {}).get("rope_type"))), None)
+        if kind is not None:
+            name = LENGTH_DEPENDENT[kind]
+            limit = rope.get(name) or getattr(config, name, 0) or 0
+            if max_length >= limit:
+                return True
+    return False

@@ -1,0 +1,930 @@
+"""Prefixes kept across calls: the same tokens as without, and only what is new is forwarded."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import hfgen
+from hfgen.caches import fingerprint, prefix_layout
+from hfgen.caches.dynamic import GrowingCache
+from hfgen.caches.prefix import PrefixStats
+from hfgen.caches.prefix_call import PrefixCall
+from hfgen.caches.radix import Forest, States
+from tests import tiny
+from tests.parity.harness import FAMILIES
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None}
+
+
+def llama(**overrides: Any) -> Any:
+    return hfgen.mix_into(tiny.llama(**overrides))
+
+
+def tokens(n: int, seed: int = 0, vocab: int = 90) -> Tensor:
+    """Ids ``(n,)``, none of them special."""
+    return torch.randint(5, vocab, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(*rows: Tensor) -> dict[str, Tensor]:
+    """Rows of different lengths, padded on the left."""
+    length = max(map(len, rows))
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, own in enumerate(rows):
+        ids[row, length - len(own) :] = own
+        mask[row, length - len(own) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@contextmanager
+def fed(model: Any) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of the ids that are forwarded."""
+    shapes: list[tuple[int, ...]] = []
+    forward = type(model).forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is model:
+            shapes.append(tuple(kwargs["input_ids"].shape))
+        return forward(self, *args, **kwargs)
+
+    counting.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", counting)
+        yield shapes
+
+
+def check_same(model: Any, prefixes: hfgen.PrefixCache, **call: Any) -> int:
+    """Compare a call with itself without prefixes; how many tokens were not forwarded."""
+    call = {"return_dict_in_generate": True, "output_scores": True} | call
+    torch.manual_seed(0)
+    plain = model.generate(**call)
+    before = prefixes.stats.tokens_saved
+    model.prefix_cache = prefixes
+    torch.manual_seed(0)
+    try:
+        ours = model.generate(**call)
+    finally:
+        del model.prefix_cache
+    assert torch.equal(ours.sequences, plain.sequences)
+    torch.testing.assert_close(ours.scores, plain.scores, atol=1e-4, rtol=1e-4)
+    for own, other in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert type(own) is type(other)
+        if getattr(other, "keys", None) is not None:
+            assert own.keys.shape == other.keys.shape
+            assert own.get_seq_length() == other.get_seq_length()
+    return prefixes.stats.tokens_saved - before
+
+
+# ---------------------------------------------------------------- the same tokens, fewer forwards
+
+
+def test_only_what_is_new_is_forwarded() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    first = model.generate(tokens(20)[None], prefix_cache=prefixes, **GREEDY)
+    again = torch.cat([first, tokens(6, seed=1)[None]], dim=1)
+    with fed(model) as shapes:
+        model.generate(again, prefix_cache=prefixes, **GREEDY)
+    assert shapes == [(1, 7)] + 4 * [(1, 1)]  # the last of the answer was never forwarded
+    with fed(model) as shapes:
+        model.generate(again[:, :9], prefix_cache=prefixes, **GREEDY)
+    assert shapes[0] == (1, 1)  # the logits of the last token are needed
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "several of the beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam samples": {"num_beams": 2, "do_sample": True},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+    "forced words": {"num_beams": 3, "force_words_ids": [[20]]},
+    "DoLa": {"dola_layers": "high"},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "chunks": {"prefill_chunk_size": 4},
+    "static": {"cache_implementation": "static"},
+    "static, in chunks": {"cache_implementation": "static", "prefill_chunk_size": 4},
+    "static, samples": {
+        "cache_implementation": "static",
+        "do_sample": True,
+        "num_return_sequences": 2,
+    },
+    "static, beams": {"cache_implementation": "static", "num_beams": 2},
+    "guidance": {"guidance_scale": 1.5},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_decodes_as_without(mode: str) -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    call = GREEDY | MODES[mode]
+    n_rows = call.get("num_return_sequences", 1) if "num_beams" not in call else 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_layout, "FORWARD", 0)  # also a few tokens are caught up with
+        rows = tokens(12), tokens(9, seed=1)
+        assert check_same(model, prefixes, **batch(*rows), **call) == 0
+        longer = (
+            torch.cat([rows[0], tokens(5, seed=2)]),
+            torch.cat([rows[1][:4], tokens(5, seed=3)]),
+        )
+        assert check_same(model, prefixes, **batch(*longer), **call) >= 16
+        assert check_same(model, prefixes, **batch(longer[1], tokens(7, seed=4)), **call) >= 8
+    assert not prefixes.stats.bypassed
+    assert n_rows >= 1
+
+
+@pytest.mark.parametrize("assistant", ["model", "early exit"])
+def test_assistants(assistant: str) -> None:
+    model, prefixes = llama(num_hidden_layers=3), hfgen.PrefixCache()
+    drafts = {"assistant_model": llama()} if assistant == "model" else {"assistant_early_exit": 1}
+    ids = tokens(15)
+    check_same(model, prefixes, input_ids=ids[None], **drafts, **GREEDY)
+    longer = torch.cat([ids, tokens(4, seed=1)])
+    assert check_same(model, prefixes, input_ids=longer[None], **drafts, **GREEDY) == 15
+
+
+# One for each way to attend, to share keys and to count positions.
+KINDS = (
+    "mistral",  # windows
+    "gemma3_text",  # windows between layers of full attention
+    "gemma3n_text",  # layers that share others' keys
+    "llama4_text",  # chunks
+    "deepseek_v3",  # latent attention
+    "bloom",  # no positions
+    "gpt2",  # learned positions
+    "opt",  # positions that the model counts itself
+    "gpt_oss",  # attention sinks
+)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_layout, "FORWARD", 3)
+    model, prefixes = hfgen.mix_into(FAMILIES[name].build()), hfgen.PrefixCache()
+    ids = tokens(14)
+    answer = model.generate(ids[None], prefix_cache=prefixes, **GREEDY)[0]
+    chat = torch.cat([answer, tokens(4, seed=1)])
+    other = torch.cat([ids[:6], tokens(6, seed=2)])
+    assert check_same(model, prefixes, input_ids=chat[None], **GREEDY) == 18
+    assert check_same(model, prefixes, input_ids=other[None], **GREEDY) == 6
+    assert check_same(model, prefixes, input_ids=ids[None, :5], **GREEDY) == 4
+    rows = chat[:16], torch.cat([other, tokens(1, seed=3)]), tokens(9, seed=4), ids[:8]
+    assert check_same(model, prefixes, **batch(*rows), **GREEDY) > 0
+    rows = torch.cat([rows[2], tokens(3, seed=5)]), torch.cat([chat[:9], tokens(9, seed=6)])
+    assert check_same(model, prefixes, **batch(*rows), num_beams=2, **GREEDY) > 0
+    assert not prefixes.stats.bypassed
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mamba", "cannot be cut"),
+        ("jamba", "cannot be cut"),
+        ("moshi", "forwarded with a token"),
+        ("cpmant", "one state per token"),
+        ("recurrent_gemma", "elsewhere"),
+        ("glm_moe_dsa", "cannot be cut"),
+    ],
+)
+def test_what_cannot_be_reused_is_counted(name: str, reason: str) -> None:
+    model, prefixes = hfgen.mix_into(FAMILIES[name].build()), hfgen.PrefixCache()
+    for n in (9, 12):
+        call = {"input_ids": tokens(n)[None], **GREEDY}
+        assert torch.equal(model.generate(**call, prefix_cache=prefixes), model.generate(**call))
+    (text,) = prefixes.stats.bypassed
+    assert reason in text
+    assert prefixes.stats.bypassed[text] == 2
+    assert prefixes.stats.tokens_saved == prefixes.stats.bytes == 0
+
+
+def test_models_that_attend_to_later_tokens() -> None:
+    model, prefixes = hfgen.mix_into(FAMILIES["gemma3_text"].build()), hfgen.PrefixCache()
+    model.config.use_bidirectional_attention = True
+    model.generate(tokens(9)[None], prefix_cache=prefixes, **GREEDY)
+    (reason,) = prefixes.stats.bypassed
+    assert "later tokens" in reason
+
+
+def test_rows_catch_up_only_where_it_pays() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    known = tokens(150)
+    model.generate(known[None], prefix_cache=prefixes, **GREEDY)
+    rows = batch(known, tokens(150, seed=1))
+    with fed(model) as shapes:
+        model.generate(**rows, prefix_cache=prefixes, **GREEDY)
+    assert shapes[:2] == [(1, 149), (2, 1)]
+    rows = batch(known[:20], tokens(20, seed=2))
+    with fed(model) as shapes:
+        model.generate(**rows, prefix_cache=prefixes, **GREEDY)
+    assert shapes[0] == (2, 20)  # a forward of its own costs more than 20 tokens
+
+
+def test_positions_of_the_first_token_are_part_of_the_key() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(12)[None]
+    model.generate(ids, prefix_cache=prefixes, **GREEDY)
+    shifted = {"input_ids": ids, "position_ids": torch.arange(3, 15)[None]}
+    assert check_same(model, prefixes, **shifted, **GREEDY) == 0
+    assert check_same(model, prefixes, **shifted, **GREEDY) == 11
+
+
+def test_padding_is_no_part_of_a_prefix() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(10)
+    model.generate(**batch(ids, tokens(17, seed=1)), prefix_cache=prefixes, **GREEDY)
+    assert check_same(model, prefixes, input_ids=ids[None], **GREEDY) == 9
+
+
+def test_recipes() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    call = {
+        "input_ids": tokens(10)[None],
+        "custom_generate": hfgen.minimum_bayes_risk(hfgen.token_f1, on_tokens=True),
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "max_new_tokens": 4,
+    }
+    outputs = []
+    for prefix_cache in (None, prefixes, prefixes):
+        torch.manual_seed(0)
+        outputs.append(model.generate(**call, prefix_cache=prefix_cache))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    assert prefixes.stats.hits > 0
+
+
+def test_inference_mode_and_back() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(12)[None]
+    with torch.inference_mode():
+        model.generate(ids, prefix_cache=prefixes, **GREEDY)
+    other = torch.cat([ids[:, :7], tokens(4, seed=1)[None]], dim=1)
+    assert check_same(model, prefixes, input_ids=other, **GREEDY) == 7
+    with torch.inference_mode():
+        assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 11
+        assert check_same(model, prefixes, input_ids=other, **GREEDY) == 10
+
+
+def test_masks_of_other_types() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    rows = batch(tokens(9), tokens(12, seed=1))
+    for dtype in (torch.bool, torch.float32, torch.int32):
+        call = rows | {"attention_mask": rows["attention_mask"].to(dtype)}
+        model.generate(**call, prefix_cache=prefixes, **GREEDY)
+    assert prefixes.stats.tokens_saved == 2 * (8 + 11)
+
+
+def test_a_call_leaves_nothing_behind_but_what_is_stored() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    gc.collect()
+    gc.disable()  # cycles would keep the cache of each call until the next collection
+    try:
+        for _ in range(2):
+            model.generate(tokens(12)[None], prefix_cache=prefixes, **GREEDY)
+        alive = [o for o in gc.get_objects() if type(o) in (PrefixCall, GrowingCache)]
+    finally:
+        gc.enable()
+    assert alive == []
+
+
+def test_beams_store_what_is_returned() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(10)[None]
+    best = model.generate(ids, num_beams=3, prefix_cache=prefixes, **GREEDY)
+    longer = torch.cat([best, tokens(3, seed=1)[None]], dim=1)
+    assert check_same(model, prefixes, input_ids=longer, **GREEDY) == 14
+
+
+def test_nothing_behind_the_end_of_a_row_is_stored() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    rows = batch(tokens(8), tokens(8, seed=1))
+    plain = model.generate(**rows, **GREEDY)
+    eos = int(plain[0, 9])  # the second token that row 0 generates
+    assert eos not in plain[1, 8:].tolist()
+    ended = model.generate(**rows, prefix_cache=prefixes, **GREEDY | {"eos_token_id": eos})
+    assert (ended[0, 10:] == 0).all()
+    stored = stored_sequences(prefixes)
+    assert sorted(map(len, stored)) == [10, 12]
+    assert ended[0, :10].tolist() in stored
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_rows_that_left_the_batch(ended: int) -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    rows = batch(tokens(8), tokens(8, seed=1))
+    plain = model.generate(**rows, **GREEDY)
+    eos = int(plain[ended, 9])
+    assert eos not in plain[1 - ended, 8:].tolist()
+    call = GREEDY | {"eos_token_id": eos, "drop_finished": True}
+    assert torch.equal(
+        model.generate(**rows, prefix_cache=prefixes, **call), model.generate(**rows, **call)
+    )
+    for row in range(2):  # states are those of the tokens that they are stored for
+        longer = torch.cat([plain[row], tokens(3, seed=2)])[None]
+        assert check_same(model, prefixes, input_ids=longer, **GREEDY) >= 8
+
+
+def stored_sequences(prefixes: hfgen.PrefixCache) -> list[list[int]]:
+    """What is stored, from the first token to each end."""
+    found = []
+    for root in prefixes._forest.roots.values():
+        for leaf in prefixes._forest.nodes(root):
+            if not leaf.children:
+                run: list[int] = []
+                node: Any = leaf
+                while node is not None:
+                    run, node = node.tokens.tolist() + run, node.parent
+                found.append(run)
+    return found
+
+
+# ---------------------------------------------------------------- the key
+
+
+def edit_in_place(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+
+
+def edit_data(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+
+
+def replace_parameter(model: Any) -> None:
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight * 1.5)
+
+
+def load_state(model: Any) -> None:
+    model.load_state_dict({name: 1.1 * t for name, t in model.state_dict().items()})
+
+
+def change_dtype(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def change_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def add_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+CHANGES = (
+    edit_in_place,
+    edit_data,
+    replace_parameter,
+    load_state,
+    change_dtype,
+    change_attention,
+    add_hook,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_states_of_a_model_that_has_changed_are_not_reused(change: Callable[[Any], None]) -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(15)[None]
+    model.generate(ids, prefix_cache=prefixes, **GREEDY)
+    assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 14
+    change(model)
+    assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 0
+    assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 14
+
+
+def test_a_model_that_changes_during_a_call() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+
+    def edit(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] == 17:
+            edit_in_place(model)
+        return scores
+
+    model.generate(tokens(15)[None], prefix_cache=prefixes, logits_processor=[edit], **GREEDY)
+    assert stored_sequences(prefixes) == [tokens(15).tolist()]  # its prompt was stored before
+    assert list(prefixes.stats.bypassed) == ["the model was changed during the call"]
+
+
+def test_autocast_is_part_of_the_key() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(15)[None]
+    model.generate(ids, prefix_cache=prefixes, **GREEDY)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(ids, prefix_cache=prefixes, **GREEDY)
+        assert prefixes.stats.tokens_saved == 0
+        model.generate(ids, prefix_cache=prefixes, **GREEDY)
+        assert prefixes.stats.tokens_saved == 14
+
+
+def test_models_do_not_share_states() -> None:
+    prefixes, ids = hfgen.PrefixCache(), tokens(15)[None]
+    first = llama()
+    second = copy.deepcopy(first)
+    for model in (first, second):
+        assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 0
+    for model in (first, second):
+        assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 14
+    for _ in range(5):  # a new model may lie where the last one was
+        model = llama()
+        assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 0
+        del model
+        gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_are_part_of_the_key() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = llama()
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, config, adapter_name="first")
+    adapted.add_adapter("second", config)
+    adapted.eval()
+    prefixes, ids = hfgen.PrefixCache(), tokens(15)[None]
+
+    def saved() -> int:
+        plain = adapted.generate(input_ids=ids, **GREEDY)
+        before = prefixes.stats.tokens_saved
+        ours = adapted.generate(input_ids=ids, prefix_cache=prefixes, **GREEDY)
+        assert torch.equal(ours, plain)
+        return prefixes.stats.tokens_saved - before
+
+    assert (saved(), saved()) == (0, 14)
+    adapted.set_adapter("second")
+    assert (saved(), saved()) == (0, 14)
+    with adapted.disable_adapter():
+        assert (saved(), saved()) == (0, 14)
+    assert saved() == 14
+    adapted.set_adapter("first")
+    assert saved() == 14
+    adapted.merge_adapter()
+    assert (saved(), saved()) == (0, 14)
+    adapted.unmerge_adapter()
+    for layer in model.modules():
+        if isinstance(getattr(layer, "scaling", None), dict):
+            layer.scaling["first"] *= 2
+    assert (saved(), saved()) == (0, 14)
+
+
+def test_rotary_positions_that_change_with_the_length() -> None:
+    scaling = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": 4 * [1.0],
+        "long_factor": 4 * [3.0],
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model, prefixes = llama(rope_parameters=scaling), hfgen.PrefixCache()
+    for n, saved in ((20, 0), (24, 20), (40, 0), (44, 0), (25, 24)):
+        assert check_same(model, prefixes, input_ids=tokens(n)[None], **GREEDY) == saved
+    assert sum(prefixes.stats.bypassed.values()) == 2
+
+
+# ---------------------------------------------------------------- the trees
+
+
+def forest_states(seed: int) -> Callable[[Tensor], Callable[[int, int], States]]:
+    """States that tell their tokens: those of a run are its tokens, as keys ``(1, n, 2)``."""
+
+    def of(sequence: Tensor) -> Callable[[int, int], States]:
+        def take(start: int, end: int) -> States:
+            part = sequence[start:end].to(torch.float32)
+            return (part.view(1, -1, 1).repeat(1, 1, 2), part.view(1, -1, 1).clone() + seed)
+
+        return take
+
+    return of
+
+
+PER_TOKEN = 8 + 3 * 4
+sequences = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b"]), sequences), min_size=1, max_size=12),
+    st.integers(1, 40),
+)
+def test_trees_hold_what_was_inserted(inserted: list[tuple[str, list[int]]], room: int) -> None:
+    forest, states = Forest(room * PER_TOKEN), forest_states(0)
+    for key, sequence in inserted:
+        ids = torch.tensor(sequence)
+        forest.insert(key, ids, states(ids), PER_TOKEN)
+        nodes = [node for root in forest.roots.values() for node in forest.nodes(root)]
+        assert forest.n_bytes == sum(node.n_bytes for node in nodes) <= forest.max_bytes
+        assert forest.n_bytes == PER_TOKEN * sum(len(node.tokens) for node in nodes)
+        # Nothing else is kept alive behind the states.
+        assert all(s.untyped_storage().nbytes() == s.nbytes for n in nodes for s in n.states)
+        match = forest.match(key, ids)
+        assert match.length == min(len(sequence), room)  # the newest is there, as far as it fits
+        found = torch.cat([run[0][0, :, 0] for _, run in match.runs(match.length)])
+        assert found.tolist() == sequence[: match.length]
+        assert all(len(root.children) for root in forest.roots.values())
+    if forest.n_evicted == 0 and room == 40:
+        for key, sequence in inserted:
+            probe = torch.tensor([*sequence, 0, 1])
+            known = [s for k, s in inserted if k == key]
+            longest = max(shared(s, probe.tolist()) for s in known)
+            assert forest.match(key, probe).length == longest
+
+
+def shared(a: list[int], b: list[int]) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+def test_the_least_recently_used_go_first() -> None:
+    forest, states = Forest(12 * PER_TOKEN), forest_states(0)
+    root = [1, 1, 1]
+    a, b, c = (torch.tensor([*root, n, n, n]) for n in (2, 3, 4))
+    for ids in (a, b, c):
+        forest.insert("k", ids, states(ids), PER_TOKEN)
+    assert forest.n_bytes == forest.max_bytes
+    forest.match("k", a)
+    forest.insert("k", d := torch.tensor([*root, 5, 5]), states(d), PER_TOKEN)
+    assert [forest.match("k", ids).length for ids in (a, b, c, d)] == [6, 3, 6, 5]
+    assert forest.n_evicted == 1
+    other = torch.full((12,), 7)
+    forest.insert("other", other, states(other), PER_TOKEN)
+    assert list(forest.roots) == ["other"]
+    assert forest.n_bytes == forest.max_bytes
+
+
+# ---------------------------------------------------------------- counts, memory, errors
+
+
+def test_stats_and_bytes() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(16)
+    model.generate(ids[None], prefix_cache=prefixes, **GREEDY)
+    per_token = 8 + 2 * 2 * 2 * 8 * 4  # the id; layers, keys and values, heads, size, float32
+    expected = PrefixStats(
+        lookups=1,
+        hits=0,
+        tokens=16,
+        tokens_saved=0,
+        bytes=20 * per_token,
+        sequences=1,
+        evictions=0,
+        bypassed={},
+    )
+    assert prefixes.stats == expected
+    rows = batch(torch.cat([ids[:9], tokens(3, seed=1)]), tokens(12, seed=2))
+    model.generate(**rows, prefix_cache=prefixes, **GREEDY)
+    stats = prefixes.stats
+    assert (stats.lookups, stats.tokens, stats.sequences) == (3, 40, 3)
+    assert stats.bytes == (20 + 16 - 9 + 16) * per_token
+    prefixes.clear()
+    stats = prefixes.stats
+    assert (stats.bytes, stats.sequences, stats.lookups) == (0, 0, 3)
+    assert check_same(model, prefixes, input_ids=ids[None], **GREEDY) == 0
+
+
+def test_memory_limit() -> None:
+    model = llama()
+    per_token = 264
+    prefixes = hfgen.PrefixCache(max_bytes=30 * per_token)
+    for seed in range(4):
+        model.generate(tokens(12, seed=seed)[None], prefix_cache=prefixes, **GREEDY)
+        assert 0 < prefixes.stats.bytes <= prefixes.max_bytes
+    assert prefixes.stats.evictions > 0
+    assert check_same(model, prefixes, input_ids=tokens(12, seed=3)[None], **GREEDY) == 11
+    assert check_same(model, prefixes, input_ids=tokens(12, seed=0)[None], **GREEDY) == 0
+    # An answer is stored as far as it fits.
+    model.generate(tokens(28, seed=9)[None], prefix_cache=prefixes, **GREEDY)
+    assert prefixes.stats.bytes == prefixes.max_bytes
+
+
+def test_a_prompt_larger_than_the_memory_limit() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache(max_bytes=10 * 264)
+    call = {"input_ids": tokens(11)[None], **GREEDY}
+    text = "may hold 2640 bytes .* 11 tokens take 2904, 264 for each"
+    with fed(model) as shapes, pytest.raises(ValueError, match=text):
+        model.generate(**call, prefix_cache=prefixes)
+    assert shapes == [(1, 11)]  # what a token takes is known from then on
+    assert prefixes.stats.bytes == 0
+    model.generate(tokens(9)[None], prefix_cache=prefixes, **GREEDY)
+    with fed(model) as shapes, pytest.raises(ValueError, match=text):
+        model.generate(**call, prefix_cache=prefixes)
+    assert shapes == []
+    assert check_same(model, prefixes, **call) == 0  # the model's attribute is no argument
+    assert sum(prefixes.stats.bypassed.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("1", TypeError), (True, TypeError)],
+)
+def test_max_bytes(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="`max_bytes` has to be"):
+        hfgen.PrefixCache(max_bytes=value)
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "use_cache": {"use_cache": False},
+    "past_key_values": {"past_key_values": "empty"},
+    "cache_implementation": {"cache_implementation": "quantized"},
+    "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 7, 32), "input_ids": None},
+    "attention_mask": {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])},
+    "position_ids": {"position_ids": torch.tensor([[0, 1, 2, 4, 5, 6, 7]])},
+    "decoding method": {"custom_generate": lambda model, input_ids, **kwargs: input_ids},
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_arguments_that_rule_prefixes_out(name: str) -> None:
+    from transformers import DynamicCache
+
+    model, prefixes = llama(), hfgen.PrefixCache()
+    call = {"input_ids": tokens(7)[None]} | GREEDY | CONTRADICTIONS[name]
+    if "past_key_values" in call:
+        call["past_key_values"] = DynamicCache(config=model.config)
+    with fed(model) as shapes, pytest.raises(ValueError, match=rf"`prefix_cache`.*{name}"):
+        model.generate(**call, prefix_cache=prefixes)
+    assert shapes == []
+    assert not prefixes.stats.bypassed
+    model.prefix_cache = prefixes
+    call = {k: copy.deepcopy(v) for k, v in call.items()}
+    ours = model.generate(**call)
+    del model.prefix_cache
+    assert sum(prefixes.stats.bypassed.values()) == 1
+    plain = model.generate(**{k: v for k, v in call.items() if k != "past_key_values"})
+    sequences = [out if isinstance(out, Tensor) else out.sequences for out in (ours, plain)]
+    assert torch.equal(*sequences)
+    assert prefixes.stats.bytes == 0
+
+
+def test_continuous_batching_goes_by_without() -> None:
+    call = {"cache_implementation": "paged", "prefix_cache": hfgen.PrefixCache()}
+    with pytest.raises(ValueError, match=r"`prefix_cache`.*paged"):
+        llama().generate(tokens(7)[None], **call, **GREEDY)
+
+
+def test_encoder_decoders_go_by_without() -> None:
+    model, prefixes = hfgen.mix_into(tiny.bart()), hfgen.PrefixCache()
+    for _ in range(2):
+        model.generate(tokens(7)[None], prefix_cache=prefixes, max_new_tokens=3)
+    (reason,) = prefixes.stats.bypassed
+    assert "encoder" in reason
+
+
+def test_what_is_no_prefix_cache() -> None:
+    model = llama()
+    with pytest.raises(
+        TypeError, match=r"`prefix_cache` has to be a hfgen\.PrefixCache, but is dict"
+    ):
+        model.generate(tokens(7)[None], prefix_cache={}, **GREEDY)
+    model.prefix_cache = True
+    with pytest.raises(TypeError, match=r"`model\.prefix_cache` has to be .* bool"):
+        model.generate(tokens(7)[None], **GREEDY)
+
+
+def test_the_attribute_of_a_model() -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    model.prefix_cache = prefixes
+    model.generate(tokens(7)[None], **GREEDY)
+    assert prefixes.stats.lookups == 1
+    model.generate(tokens(7)[None], prefix_cache=None, **GREEDY)
+    assert prefixes.stats.lookups == 1
+    twin = copy.deepcopy(model)
+    assert twin.prefix_cache is prefixes
+    twin.generate(tokens(7)[None], **GREEDY)
+    assert (prefixes.stats.lookups, prefixes.stats.tokens_saved) == (2, 0)
+    restored = pickle.loads(pickle.dumps(prefixes))
+    assert (restored.max_bytes, restored.stats.bytes) == (prefixes.max_bytes, 0)
+
+
+def test_a_call_that_raises_leaves_whole_prompts() -> None:
+    class Stop(Exception):
+        pass
+
+    def fails_at(n: int) -> Callable[..., Any]:
+        def fail(ids: Tensor, scores: Tensor) -> Tensor:
+            if ids.shape[1] == n:
+                raise Stop
+            return scores
+
+        return fail
+
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(12)[None]
+    with pytest.raises(Stop):
+        model.generate(ids, prefix_cache=prefixes, logits_processor=[fails_at(12)], **GREEDY)
+    assert prefixes.stats.bytes == 0
+    with pytest.raises(Stop):
+        model.generate(ids, prefix_cache=prefixes, logits_processor=[fails_at(14)], **GREEDY)
+    assert stored_sequences(prefixes) == [ids[0].tolist()]
+    assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 11
+
+
+def test_streaming() -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.chunks: list[list[int]] = []
+            self.n_ends = 0
+
+        def put(self, value: Tensor) -> None:
+            self.chunks.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.n_ends += 1
+
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(12)[None]
+    seen = []
+    for prefix_cache in (None, prefixes, prefixes):
+        streamer = Streamer()
+        model.generate(ids, streamer=streamer, prefix_cache=prefix_cache, **GREEDY)
+        seen.append((streamer.chunks, streamer.n_ends))
+    assert seen[0] == seen[1] == seen[2]
+    assert prefixes.stats.tokens_saved == 11
+
+
+def test_threads() -> None:
+    model = llama()
+    prefixes = hfgen.PrefixCache(max_bytes=60 * 264)  # some are evicted while others look up
+    system = tokens(20)
+    prompts = [torch.cat([system, tokens(6 + n, seed=n)])[None] for n in range(6)]
+    expected = [model.generate(ids, **GREEDY) for ids in prompts]
+    errors: list[BaseException] = []
+
+    def work(offset: int) -> None:
+        try:
+            for n in range(18):
+                which = (offset + n) % len(prompts)
+                ours = model.generate(prompts[which], prefix_cache=prefixes, **GREEDY)
+                assert torch.equal(ours, expected[which])
+                assert prefixes.stats.bytes <= prefixes.max_bytes
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    stats = prefixes.stats
+    assert stats.lookups == 4 * 18
+    assert stats.tokens_saved >= (stats.lookups - 4) * 20  # the first of each may come too early
+    assert stats.evictions > 0
+
+
+def test_chat() -> None:
+    model, tokenizer = hfgen.builtin_model()
+    prefixes = hfgen.PrefixCache()
+    text = "def is_prime(n):\n    " * 30
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    call = {"max_new_tokens": 12, "do_sample": False}
+    assert check_same(model, prefixes, input_ids=ids, **call) == 0
+    answer = model.generate(ids, **call)
+    more = tokenizer("\n\nprint(is_prime(7))\n", return_tensors="pt").input_ids
+    saved = check_same(model, prefixes, input_ids=torch.cat([answer, more], dim=1), **call)
+    assert saved >= ids.shape[1]
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, hfgen.PrefixCache]:
+    """A file of two prompts that begin alike, and of one at other positions."""
+    model, prefixes = llama(), hfgen.PrefixCache()
+    ids = tokens(16)
+    model.generate(ids[None], prefix_cache=prefixes, **GREEDY)
+    other = torch.cat([ids[:9], tokens(5, seed=1)])
+    model.generate(other[None], prefix_cache=prefixes, **GREEDY)
+    positions = torch.arange(2, 18)[None]
+    model.generate(ids[None], position_ids=positions, prefix_cache=prefixes, **GREEDY)
+    path = tmp_path / "prefixes.safetensors"
+    prefixes.save(path, model)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    return path, prefixes
+
+
+def test_files(saved: tuple[Path, hfgen.PrefixCache]) -> None:
+    path, prefixes = saved
+    model = llama()  # the same weights, elsewhere
+    loaded = hfgen.PrefixCache.load(path, model)
+    assert loaded.stats.bytes == prefixes.stats.bytes
+    assert sorted(stored_sequences(loaded)) == sorted(stored_sequences(prefixes))
+    ids = tokens(16)[None]
+    assert check_same(model, loaded, input_ids=ids, **GREEDY) == 15
+    shifted = {"input_ids": ids, "position_ids": torch.arange(2, 18)[None]}
+    assert check_same(model, loaded, **shifted, **GREEDY) == 15
+    assert check_same(model, loaded, input_ids=ids[:, :9], **GREEDY) == 8
+
+
+def test_files_keep_what_was_used_last(saved: tuple[Path, hfgen.PrefixCache]) -> None:
+    path, _ = saved
+    model = llama()
+    loaded = hfgen.PrefixCache.load(path, model, max_bytes=20 * 264)
+    assert stored_sequences(loaded) == [stored_sequences(saved[1])[-1]]
+    loaded = hfgen.PrefixCache.load(path, model, max_bytes=38 * 264)
+    assert loaded.stats.bytes == 38 * 264
+    ids = torch.cat([tokens(9), tokens(5, seed=1)])[None]
+    assert check_same(model, loaded, input_ids=ids, **GREEDY) == 13
+    assert check_same(model, loaded, input_ids=tokens(16)[None], **GREEDY) == 9
+
+
+def bigger(model: Any) -> Any:
+    return llama(num_hidden_layers=3)
+
+
+def other_weights(model: Any) -> Any:
+    model.model.norm.weight.data[3] *= 2
+    return model
+
+
+def half(model: Any) -> Any:
+    return model.to(torch.bfloat16)
+
+
+def eager(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(bigger, "config"), (other_weights, "weights"), (half, "dtype"), (eager, "attention 'sdpa")],
+)
+def test_files_of_another_model(
+    saved: tuple[Path, hfgen.PrefixCache], change: Callable[[Any], Any], named: str
+) -> None:
+    model = change(llama())
+    with pytest.raises(ValueError, match=f"another model.*{named}"):
+        hfgen.PrefixCache.load(saved[0], model)
+
+
+def test_files_that_are_damaged(saved: tuple[Path, hfgen.PrefixCache], tmp_path: Path) -> None:
+    path, model = saved[0], llama()
+    whole = path.read_bytes()
+    with pytest.raises(FileNotFoundError, match="no-such-file"):
+        hfgen.PrefixCache.load(tmp_path / "no-such-file", model)
+    for content in (b"", b"text", whole[: len(whole) // 2], whole[:-1], whole[:100]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be loaded as stored prefixes"):
+            hfgen.PrefixCache.load(path, model)
+    flipped = bytearray(whole)
+    flipped[-5] ^= 64
+    path.write_bytes(flipped)
+    with pytest.raises(ValueError, match="are not those that were saved"):
+        hfgen.PrefixCache.load(path, model)
+    path.write_bytes(whole)
+    foreign = tmp_path / "foreign.safetensors"
+    save_file(load_file(path), foreign)
+    with pytest.raises(ValueError, match="its format is None"):
+        hfgen.PrefixCache.load(foreign, model)
+
+
+def test_files_of_models_with_hooks(tmp_path: Path) -> None:
+    model, prefixes = llama(), hfgen.PrefixCache()
+    add_hook(model)
+    model.generate(tokens(9)[None], prefix_cache=prefixes, **GREEDY)
+    with pytest.raises(ValueError, match="forward hooks"):
+        prefixes.save(tmp_path / "file", model)
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- costs
+
+
+def test_looking_at_a_model_is_cheap() -> None:
+    """The fingerprint of each call against one forward of the smallest model there is here."""
+    model, _ = hfgen.builtin_model()
+    ids = torch.ones(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        model(ids)
+
+        def fastest(function: Callable[[], Any]) -> float:
+            times = []
+            for _ in range(7):
+                start = time.perf_counter()
+                function()
+                times.append(time.perf_counter() - start)
+            return min(times)
+
+        assert fastest(lambda: fingerprint.identity(model)) < fastest(lambda: model(ids))
