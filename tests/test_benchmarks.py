@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import hfgen
-from benchmarks import overhead, speculation
+from benchmarks import cache_cases, cache_report, caches, overhead, speculation
 from benchmarks.cost import (
     Costs,
     best_gain,
@@ -21,7 +22,14 @@ from benchmarks.cost import (
 from benchmarks.edits import EDITS, Edit, Reference
 from benchmarks.models import Subject
 from benchmarks.race import Variant, race
-from benchmarks.side_by_side import LIBRARIES, Spread, UnequalTokensError, call, unmixed
+from benchmarks.side_by_side import (
+    LIBRARIES,
+    Spread,
+    UnequalTokensError,
+    call,
+    frozen_garbage,
+    unmixed,
+)
 from hfgen.strategies.sample import Sample
 from tests import tiny
 
@@ -222,3 +230,108 @@ def test_first_layers_are_put_back(subject: Subject) -> None:
     with first_layers(subject.model, 1):
         assert not torch.equal(subject.model(subject.prompt).logits, before)
     assert torch.equal(subject.model(subject.prompt).logits, before)
+
+
+# --- caches -------------------------------------------------------------------------------------
+
+SMALLEST = cache_cases.Size(
+    pairs=1,
+    contexts=(40,),
+    batches=(1, 2),
+    prompts=(24, 16),
+    new_tokens=4,
+    beams=2,
+    samples=3,
+    ends=(1, 3, 2),
+    shared=32,
+    repeat=1,
+)
+
+
+def test_caches_at_their_smallest(subject: Subject, tmp_path: Path) -> None:
+    steps: list[tuple[str, int]] = []
+    everything = [*cache_cases.CASES, caches.MEMORY]
+    results, memories = caches.measure_all(
+        subject, SMALLEST, everything, lambda name, total: steps.append((name, total))
+    )
+    text = cache_report.write(results, memories, caches.machine(), tmp_path)
+
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"caches.md", "caches.json", "caches.png"}
+    assert list(dict.fromkeys(name.partition(",")[0] for name, _ in steps)) == everything
+    for name, total in set(steps):
+        assert steps.count((name, total)) == total
+    assert [(r.case, r.length, r.rows) for r in results[:4]] == [
+        ("decoding", 40, 1),
+        ("decoding", 40, 2),
+        ("beams", 24, 2),
+        ("beams", 16, 2),
+    ]
+    for result in results:
+        assert f"## {result.case.capitalize()}" in text
+        assert all(n_bytes > 0 for n_bytes in result.peak_bytes.values())
+        for comparison, floor in result.parts().values():
+            assert comparison.n_pairs == 1
+            assert floor > 0
+        if result.first is not None:
+            assert all(seconds[0] > 0 for seconds in result.first.wall.values())
+            assert result.floor.first < result.floor.whole
+    chat = next(result for result in results if result.case == "chat")
+    assert (chat.kept_bytes["hfgen"] > 0, chat.kept_bytes["upstream"]) == (True, 0)
+    (memory,) = memories
+    assert set(memory.peaks) == set(cache_cases.KINDS)
+    assert memory.peaks["in files"] < memory.peaks["hfgen dynamic"]
+    raw = json.loads((tmp_path / "caches.json").read_text())
+    assert [each["case"] for each in raw["results"]] == [r.case for r in results]
+
+
+def test_missed_and_met_targets_are_told(subject: Subject) -> None:
+    (work,) = cache_cases.finished(subject, SMALLEST, prompt_length=8)
+    result = cache_cases.measure(subject, work, 1)
+    for ours, verdict in ((1.0, "met"), (4.0, "missed; 25% of what the floor allows")):
+        result.whole.wall.update(upstream=[2.0], hfgen=[ours])
+        quick = replace(result, floor=cache_cases.Floor(None, 1.0))
+        assert cache_report.targets_table([quick]).endswith(f"| 2.00 | {verdict} |")
+
+
+def test_stopwatch_reads_the_first_token(subject: Subject) -> None:
+    watch = cache_cases.Stopwatch()
+    reads = []
+
+    class Watched(cache_cases.StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: object) -> torch.Tensor:
+            is_done = watch(input_ids, scores)
+            reads.append((input_ids.shape[1], watch.read))
+            return is_done
+
+    arguments = cache_cases.prompted(subject.prompt, 3, stopping_criteria=[Watched()])
+    call("hfgen", subject.model, arguments, seed=0)
+    assert [length for length, _ in reads] == [17, 18, 19]
+    assert len({read for _, read in reads}) == 1
+
+
+def test_rows_end_where_they_should(subject: Subject) -> None:
+    (work,) = cache_cases.finished(subject, SMALLEST, prompt_length=8)
+    tokens = call("hfgen", subject.model, work.arguments("hfgen", 0), seed=0).tokens
+    assert tokens.shape == (3, 8 + 3)
+    assert ((tokens[:, 8:] == 2).int().argmax(dim=1) + 1).tolist() == list(SMALLEST.ends)
+
+
+def test_other_tokens_are_an_error_for_caches(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sample, "choose", lambda self, run, scores: scores.argmin(dim=-1))
+    with pytest.raises(UnequalTokensError, match="tiny: decoding, 40 tokens, 1 rows"):
+        caches.measure_all(subject, SMALLEST, ["decoding"])
+
+
+def test_long_work_has_two_pairs(subject: Subject) -> None:
+    (work,) = cache_cases.finished(subject, SMALLEST, prompt_length=8)
+    with frozen_garbage():
+        for seconds, n_pairs in ((0.0, 2), (1e9, 3)):
+            assert cache_cases.measure(subject, work, 3, seconds).whole.n_pairs == n_pairs
+
+
+def test_time_between_measured_rows() -> None:
+    at = {1: 1.0, 4: 2.5, 16: 4.0}
+    assert [cache_cases._between(at, n) for n in (1, 2, 4, 10)] == [1.0, 1.5, 2.5, 3.25]

@@ -511,8 +511,10 @@ def _explain(case: Case, theirs: Outcome, mine: Outcome) -> list[str]:
         return [where]
     step = position - (again.sequences.shape[1] - len(again.scores))
     beam_indices = getattr(again, "beam_indices", None)
-    beam = int(beam_indices[row, step]) if beam_indices is not None and step >= 0 else row
-    if not 0 <= step < len(again.scores) or beam < 0:
+    if not 0 <= step < len(again.scores if beam_indices is None else beam_indices[row]):
+        return [where]
+    beam = row if beam_indices is None else int(beam_indices[row, step])
+    if beam < 0:
         return [where]
     best, second = again.scores[step][beam].topk(2).values.tolist()
     return [f"{where}, step {step}; gap of upstream's two best scores there: {best - second:.2e}"]
