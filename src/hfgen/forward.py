@@ -40,10 +40,13 @@ def executor(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) ->
     return model.__call__
 
 
-def next_token(run: Run, ids: torch.Tensor, execute: Callable) -> ModelOutput:
-    """Forward what the cache does not hold of ``ids``: the newest token, or all without a cache."""
+def next_token(run: Run, execute: Callable, ids: torch.Tensor | None = None) -> ModelOutput:
+    """Forward what the cache does not hold yet: the newest token, or all without a cache.
+
+    ``ids`` stand for ``run.ids``, if they are not those of all rows.
+    """
     model_inputs = run.model.prepare_inputs_for_generation(
-        ids,
+        run.ids if ids is None else ids,
         next_sequence_length=1 if run.model_kwargs["use_cache"] else None,
         **run.model_kwargs,
     )

@@ -31,7 +31,7 @@ class NextToken:
         return nullcontext()
 
     def forward(self, run: Run) -> ModelOutput:
-        return forward.next_token(run, self.active.ids(run), self.execute)
+        return forward.next_token(run, self.execute, self.active.ids(run))
 
 
 def padding(run: Run) -> torch.Tensor | None:

@@ -113,7 +113,7 @@ class Contrastive(Sample):
 
     def forward_tokens(self, run: Run, ids: torch.Tensor, tokens: torch.Tensor) -> ModelOutput:
         """Forward ``tokens (n, 1)``, which follow ``ids (n, length)``."""
-        return forward.next_token(run, torch.cat([ids, tokens], dim=1), self.execute)
+        return forward.next_token(run, self.execute, torch.cat([ids, tokens], dim=1))
 
     def best(self, probabilities: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Which of the candidates ``(rows, k)`` is worth most; it joins the context: ``(rows,)``."""
