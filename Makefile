@@ -48,12 +48,14 @@ format: $(VENV)/installed ## Format, and fix what the linter can.
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-parity: $(VENV)/installed ## Compare with upstream on COUNT random cases from SEED.
+parity: $(VENV)/installed ## Compare with upstream on COUNT random cases from SEED, and kinds of caches on as many.
 	@$(BIN)/python -m tests.parity.sweep --seed $(SEED) --count $(COUNT)
+	@$(BIN)/python -m tests.parity.caches --seed $(SEED) --count $(COUNT)
 
 bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.speculation
+	@$(BIN)/python -m benchmarks.caches
 	@$(BIN)/python -m benchmarks.quantized_cache
 
 clean: ## Remove the environment and all caches.

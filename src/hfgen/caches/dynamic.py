@@ -41,7 +41,7 @@ def _growing(name: str) -> Any:
     return property(get, assign)
 
 
-def _grows_in_place(states: Tensor) -> bool:
+def grows_in_place(states: Tensor) -> bool:
     """Whether ``states`` may be written into a buffer.
 
     With gradients, an earlier step's tensors have to stay as they are; tracers and subclasses of
@@ -77,7 +77,7 @@ class GrowingLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The keys and values of all tokens so far, with those of the new ones."""
-        if not _grows_in_place(key_states):
+        if not grows_in_place(key_states):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -126,7 +126,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The keys and values that the new tokens may see, and theirs."""
-        if not _grows_in_place(key_states):
+        if not grows_in_place(key_states):
             return DynamicSlidingWindowLayer.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -158,7 +158,7 @@ class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """The indexer's keys of all tokens so far, with those of the new ones."""
-        if not _grows_in_place(indexer_key_states):
+        if not grows_in_place(indexer_key_states):
             return super().update_indexer(indexer_key_states)
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
@@ -203,12 +203,12 @@ KINDS: dict[type, type] = {
     LinearAttentionAndFullAttentionLayer: GrowingHybridLayer,
     LinearAttentionAndSlidingWindowAttentionLayer: GrowingHybridSlidingLayer,
 }
-_UPSTREAM = {ours: theirs for theirs, ours in KINDS.items()}
+UPSTREAM_KINDS = {ours: theirs for theirs, ours in KINDS.items()}
 
 
 def upstream_kind(layer: Any) -> type:
     """The class of upstream's that a layer is one of, or stands for."""
-    return _UPSTREAM.get(type(layer), type(layer))
+    return UPSTREAM_KINDS.get(type(layer), type(layer))
 
 
 def as_growing(layer: Any, room: Room) -> Any:

@@ -44,7 +44,7 @@ class Room:
 
 
 #: How many objects hold a storage. Where torch does not tell, a layer moves before it overwrites.
-_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 4)
+use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 4)
 
 #: From the length of a sequence to the room behind it.
 Spare = Callable[[int], int]
@@ -138,7 +138,7 @@ class Growing:
         """Whether a tensor that is not this object's own can see the buffer."""
         self.view = self.view[...]  # type: ignore[index]  # whoever holds the former one counts
         storage = self.buffer.untyped_storage()  # type: ignore[union-attr]
-        return bool(_use_count(storage._cdata) > 3)  # buffer, view and storage
+        return bool(use_count(storage._cdata) > 3)  # buffer, view and storage
 
     def _can_follow(self, new: Tensor) -> bool:
         view: Any = self.view

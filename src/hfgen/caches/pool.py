@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .growing import _use_count
+from .growing import use_count
 
 #: By how much a cache that has got too short is lengthened beyond its length, at least.
 GROWTH = 1.5
@@ -90,7 +90,7 @@ class Slab:
         """Whether somebody kept a tensor of the last cache."""
         # The buffer and the storage object that is looked at are two.
         return any(
-            _use_count(buffer.untyped_storage()._cdata) > 2 for buffer in self.buffers.values()
+            use_count(buffer.untyped_storage()._cdata) > 2 for buffer in self.buffers.values()
         )
 
     def take(self, place: Place, states: Tensor, length: int, capacity: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from .dynamic import GrowingSlidingWindowLayer, _grows_in_place
+from .dynamic import GrowingSlidingWindowLayer, grows_in_place
 from .growing import Growing
 
 
@@ -24,7 +24,7 @@ class RecordingWindow(GrowingSlidingWindowLayer):
         return self._record(self._keys, key_states), self._record(self._values, value_states)
 
     def _record(self, states: Growing, new: Tensor) -> Tensor:
-        if _grows_in_place(new):
+        if grows_in_place(new):
             states.append(new, self._room.spare)
         else:
             states.assign(torch.cat([states.view, new], dim=-2))  # type: ignore[list-item]

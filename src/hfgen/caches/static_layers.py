@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from .dynamic import _UPSTREAM as UPSTREAM_KINDS
+from .dynamic import UPSTREAM_KINDS
 from .pool import CROSS, FILLED, WINDOW, Lease
 
 #: Attention sees a multiple of this many tokens.
