@@ -671,8 +671,8 @@ def test_a_cache_that_is_too_short_is_an_error(model, monkeypatch):
     assert torch.equal(greedy(model, tiny.prompt(2), past_key_values=cache), expected)
     cache = StaticCache(config=model.config, max_cache_len=13)
     forbid_forward(model, monkeypatch)
-    with pytest.raises(ValueError, match="a static cache of 13 tokens, but the call may reach 14"):
-        greedy(model, tiny.prompt(2), past_key_values=cache)
+    with pytest.raises(ValueError, match="a static cache of 13 tokens, but the call needs 14"):
+        greedy(model, tiny.prompt(2), past_key_values=cache, eos_token_id=None)
     assert cache.get_seq_length() == 0
 
 
@@ -680,11 +680,37 @@ def test_a_cache_that_is_too_short_for_the_next_turn_is_an_error(model, monkeypa
     cache = StaticCache(config=model.config, max_cache_len=20)
     ids = greedy(model, tiny.prompt(2), past_key_values=cache)
     forbid_forward(model, monkeypatch)
-    with pytest.raises(ValueError, match="a static cache of 20 tokens, but the call may reach 22"):
-        greedy(model, ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="a static cache of 20 tokens, but the call needs 22"):
+        greedy(model, ids, past_key_values=cache, eos_token_id=None)
     mask = torch.ones(2, 17, dtype=torch.long)
-    with pytest.raises(ValueError, match="a static cache of 20 tokens, but the call may reach 24"):
-        greedy(model, tiny.prompt(2, 3), past_key_values=cache, attention_mask=mask)
+    with pytest.raises(ValueError, match="a static cache of 20 tokens, but the call needs 24"):
+        greedy(
+            model,
+            tiny.prompt(2, 3),
+            past_key_values=cache,
+            attention_mask=mask,
+            eos_token_id=None,
+        )
+
+
+def test_a_cache_that_would_be_too_short_but_for_an_early_end(model, monkeypatch):
+    """Whether it is, is only known when it is full: what upstream finishes is finished here."""
+    ids = tiny.prompt(2)
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(ids, eos_token_id=None, **options)
+    ends = tokens[:, 10].tolist()
+    expected = model.generate(ids, eos_token_id=ends, **options)
+    short = StaticCache(config=model.config, max_cache_len=expected.shape[1] - 1)
+    assert torch.equal(
+        model.generate(ids, eos_token_id=ends, past_key_values=short, **options), expected
+    )
+    full = StaticCache(config=model.config, max_cache_len=expected.shape[1] - 2)
+    with pytest.raises(ValueError, match="all of which are in use"):
+        model.generate(ids, eos_token_id=ends, past_key_values=full, **options)
+    forbid_forward(model, monkeypatch)
+    short = StaticCache(config=model.config, max_cache_len=6)
+    with pytest.raises(ValueError, match="of 6 tokens, but the call needs 7, and may reach 36"):
+        model.generate(ids, eos_token_id=ends, past_key_values=short, **options)
 
 
 def test_a_cache_of_another_batch_is_an_error(model, monkeypatch):

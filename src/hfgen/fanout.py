@@ -11,6 +11,7 @@ import copy
 from typing import Any, TypeGuard
 
 import torch
+from transformers import StaticCache
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput
@@ -105,6 +106,10 @@ def _can_fan_out(
     is_expanded = rows.count(cache) not in (None, len(unexpanded.ids))
     if not is_shared or is_expanded or is_foreign(cache):
         return False
+    if isinstance(rows.decoder_cache(cache), StaticCache) and not quirks.masks_filled_static_cache(
+        model
+    ):
+        return False  # NLLB-MoE's router reads another row's mask if there are fewer rows
     # RAG reorders documents, too; some models keep states elsewhere.
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
     others = (value for name, value in unexpanded.model_kwargs.items() if name != "past_key_values")

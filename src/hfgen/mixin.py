@@ -329,7 +329,8 @@ def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
     if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
         request.streamer.put(prompt.ids[:: plan.config.num_beams].cpu())
     config.set_lengths(model, plan, prompt)
-    caches.prepare(model, plan, prompt)
+    may_end_early = stopping.may_end_early(plan.config) or bool(request.stopping_criteria)
+    caches.prepare(model, plan, prompt, may_end_early)
     inputs.warn_of_foreign_device(model, prompt.ids)
     logits_processor = model._get_logits_processor(
         generation_config=plan.config,

@@ -60,6 +60,11 @@ def masks_filled_static_cache(model: Any) -> bool:
     return bool(model._can_compile_fullgraph) and model.config.model_type != "bloom"
 
 
+def tokens_before_prompt(model: Any) -> int:
+    """How many tokens of its own the model puts before a prompt, and into the cache: CPM-Ant does."""
+    return int(getattr(model.config, "prompt_length", None) or 0)
+
+
 def keeps_other_state(model: Any) -> bool:
     """Whether something besides the cache remembers the rows that were forwarded.
 

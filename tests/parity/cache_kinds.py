@@ -47,7 +47,7 @@ from tests.parity.options import ASSISTED, BEAMS, GREEDY, Call, vocab_size
 NEAR = 1e-4
 
 #: Families whose masks of their own are cut by the keys' length: they depend on that of a static cache.
-LENGTH_COUNTS = ("gpt_neo", "nllb_moe")
+LENGTH_COUNTS = ("gpt_neo", "nllb_moe", "imagegpt")
 
 Amend = Callable[[Call], None]
 
@@ -188,6 +188,8 @@ def check_static(cached: Cached) -> list[str] | None:
     if theirs.error or (not is_like and has_indexer(case.family)):
         return None
     amend = both(mode_of(cached), static)
+    if not is_like and case.options.get("max_length", 20) <= 3:
+        return None  # drafts of three tokens are refused where the cache holds fewer
     tolerance = TOLERANCE if is_like else tolerance_of(case)
     return unlike_upstream(case, theirs, lambda: run(ours(case.family), case, amend), tolerance)
 
@@ -235,7 +237,8 @@ def until_end(outcome: Outcome, eos: list[int]) -> Outcome:
             is_end = torch.isin(tokens, torch.tensor(eos))
             has_ended = (is_end.cumsum(1) - is_end.long()) > 0  # (rows, steps): before this step
             fields[name] = tuple(
-                step.masked_fill(has_ended[:, i, None], 0.0) for i, step in enumerate(steps)
+                step.masked_fill(has_ended[:, i].view(-1, *[1] * (step.ndim - 1)), 0.0)
+                for i, step in enumerate(steps)
             )
     return replace(outcome, returned=fields)
 

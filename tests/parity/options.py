@@ -605,9 +605,12 @@ _PROMPTS = ("embeds", "encoder_embeds", "encoder_outputs", "no_prompt", "positio
 _BOTH_SAME = "both set the same argument"
 _INTENDED = "documented difference: "
 
+#: Families whose own ``generate`` puts a pad token of 0 in the place of ``None``.
+_PADS_WITH_ZERO = ("janus", "moshi_speech")
+
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # intended differences (docs/differences.md)
-    Exclusion("pad_token_id", _INTENDED + "beam search pads with the pad token even if its id is 0", lambda f, c: c.mode in BEAMS and (c.options["pad_token_id"] == 0 or (c.options["pad_token_id"] is None and "config_object" in c.options))),
+    Exclusion("pad_token_id", _INTENDED + "beam search pads with the pad token even if its id is 0", lambda f, c: c.mode in BEAMS and (c.options["pad_token_id"] == 0 or (c.options["pad_token_id"] is None and ("config_object" in c.options or f.name in _PADS_WITH_ZERO)))),
     Exclusion("exponential_decay_length_penalty", _INTENDED + "without EOS a clear error", lambda f, c: "eos_token_id" not in c.options or c.options["eos_token_id"] is None),
     Exclusion("user_cache", _INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
     Exclusion("continue", _INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),

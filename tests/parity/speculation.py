@@ -111,6 +111,7 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     # masks of its own, cut by the length of the keys
     "gpt_neo": lambda case: case.options.get("cache_implementation") == "static",
     "nllb_moe": lambda case: case.options.get("cache_implementation") == "static",
+    "imagegpt": lambda case: case.options.get("cache_implementation") == "static",
     # another model runs for every token
     "moshi_speech": lambda case: True,
     # sound comes in with the tokens, through layers with a memory of their own

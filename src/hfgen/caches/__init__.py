@@ -105,8 +105,12 @@ def check_config(model: Any, config: GenerationConfig) -> None:
         offloaded.check_settings(config.cache_config, config.cache_implementation)
 
 
-def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
-    """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it."""
+def prepare(model: Any, plan: Plan, prompt: Prompt, may_end_early: bool) -> None:
+    """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it.
+
+    Raises ``ValueError`` for a cache of the caller's that holds other rows, or that is too short:
+    for the prompt, or for the whole call unless that ``may_end_early``.
+    """
     config, model_kwargs = plan.config, prompt.model_kwargs
     # The last token is not forwarded, but contrastive search tries candidates for it.
     is_tried = plan.mode is GenerationMode.CONTRASTIVE_SEARCH
@@ -120,7 +124,7 @@ def prepare(model: Any, plan: Plan, prompt: Prompt) -> None:
         will_fan_out = fanout.is_ahead(model, plan, prompt, given)
         given = rows.fit(given, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
         _expect(given, max_length)
-        check_room(given, max_length, prompt.ids.shape[1])
+        check_room(given, max_length, prompt.ids.shape[1], may_end_early)
         fit_to_call(given, config)
         model_kwargs[name] = given
     config = offloaded.without_cuda(model, config)

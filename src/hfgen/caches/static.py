@@ -156,10 +156,11 @@ def fit_to_call(cache: Any, config: GenerationConfig) -> None:
         layer._extent.is_whole |= bool(config.output_attentions)
 
 
-def check_room(cache: Any, max_length: int, ids_length: int) -> None:
-    """Raise ``ValueError`` if the caller's static cache is shorter than the call may get.
+def check_room(cache: Any, max_length: int, ids_length: int, may_end_early: bool) -> None:
+    """Raise ``ValueError`` if the caller's static cache is certainly shorter than the call gets.
 
-    ``max_length`` counts the ``ids_length`` tokens that were passed, which may be new ones only.
+    ``max_length`` counts the ``ids_length`` tokens that were passed, which may be new ones only. A
+    call that ``may_end_early`` has to fit with its prompt alone.
     """
     cache = decoder_cache(cache)
     lengths = [
@@ -170,11 +171,15 @@ def check_room(cache: Any, max_length: int, ids_length: int) -> None:
     if not lengths:
         return
     past = int(cache.get_seq_length())
-    needed = max_length + (past if ids_length <= past else 0)
-    if min(lengths) < needed:
+    before = past if ids_length <= past else 0
+    longest, shortest = before + max_length, before + (ids_length if may_end_early else max_length)
+    if min(lengths) < shortest:
         raise ValueError(
-            f"`past_key_values` is a static cache of {min(lengths)} tokens, but the call may reach "
-            f"{needed}. Make it with `max_cache_len={needed}`, or lower `max_new_tokens`."
+            f"`past_key_values` is a static cache of {min(lengths)} tokens, but the call needs "
+            f"{shortest}"
+            + (f", and may reach {longest}" if longest > shortest else "")
+            + ". Make it "
+            f"with `max_cache_len={longest}`, or lower `max_new_tokens`."
         )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 from .. import quirks
 from ..caches import rows
@@ -74,9 +74,9 @@ def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
     is_text = prompt.main_input_name == "input_ids" and ids.ndim == 2
     if model.config.is_encoder_decoder or not is_text or ids.shape[1] == 0:
         return
-    n_cached = int(cache.get_seq_length())
+    n_cached = int(cache.get_seq_length()) - quirks.tokens_before_prompt(model)
     has_whole_mask = mask is not None and (mask.ndim != 2 or mask.shape[1] > ids.shape[1])
-    if n_cached and n_cached >= ids.shape[1] and not has_whole_mask:
+    if n_cached > 0 and n_cached >= ids.shape[1] and not has_whole_mask:
         raise ValueError(
             f"`{name}` holds {n_cached} tokens and `input_ids` has {ids.shape[1]}, so that none is new. "
             "Pass all tokens from the start; or only the new ones, with an `attention_mask` over all "
@@ -92,19 +92,31 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
     update is the check. It comes before anything is written.
     """
     layers: Any = getattr(rows.decoder_cache(cache), "layers", ())
-    keys = getattr(layers[0], "keys", None) if layers else None
-    if keys is None or keys.ndim != 4:
-        yield
-        return
-    shape = keys.shape
-    n_rows, heads, size = shape[0], shape[1], shape[-1]
-    del keys  # the cache could not grow in place while somebody holds its tensor
+    shape = _shape_of_keys(layers)
     try:
         yield
-    except RuntimeError as error:
-        if "Sizes of tensors must match" not in str(error) or layers[0].keys.shape != shape:
+    except IndexError as error:
+        if not any(type(layer) is StaticLayer for layer in layers):
             raise
+        held = min(layer.max_cache_len for layer in layers if type(layer) is StaticLayer)
+        if int(layers[0].get_seq_length()) < held:
+            raise
+        raise ValueError(
+            f"`past_key_values` is a static cache of {held} tokens, all of which are in use now, and "
+            "the call has not ended. Make it longer (`max_cache_len`), or lower `max_new_tokens`."
+        ) from error
+    except RuntimeError as error:
+        is_misfit = shape and "Sizes of tensors must match" in str(error)
+        if not is_misfit or _shape_of_keys(layers) != shape:
+            raise
+        n_rows, heads, _, size = shape
         raise ValueError(
             f"`past_key_values` holds {n_rows} rows of {heads} heads of size {size}, but the keys of "
             f"{type(model).__name__} have another shape. It was filled by another model."
         ) from error
+
+
+def _shape_of_keys(layers: Any) -> Any:
+    """``(rows, heads, length, size)`` of the first layer, if it holds any."""
+    keys = getattr(layers[0], "keys", None) if layers else None
+    return None if keys is None or keys.ndim != 4 else tuple(keys.shape)
