@@ -467,7 +467,11 @@ def test_fewer_keys_are_the_same_numbers(model, attention):
     mine, theirs = (
         greedy(m, tiny.prompt(3, 50), 30, **options, **STATIC) for m in (model, upstream)
     )
-    assert torch.equal(torch.stack(mine.logits), torch.stack(theirs.logits))
+    # SDPA may take another kernel for another number of keys.
+    tolerance = 1e-5 if attention == "sdpa" else 0.0
+    torch.testing.assert_close(
+        torch.stack(mine.logits), torch.stack(theirs.logits), atol=tolerance, rtol=tolerance
+    )
 
 
 @pytest.mark.parametrize("lookup", [2, 6])

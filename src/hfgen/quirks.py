@@ -8,10 +8,16 @@ from typing import Any
 import transformers
 from packaging import version
 from torch import nn
+from transformers import cache_utils
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.utils import _get_torch_distributed_world_size as world_size
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+#: Kinds of cache layers that hold nothing, since they read another's keys: since transformers 5.23.
+EMPTY_LAYERS: tuple[type, ...] = tuple(
+    kind for kind in [getattr(cache_utils, "DummyLayer", None)] if kind is not None
+)
 
 #: What prompts may hold besides text, as configs call it.
 MEDIA = ("image", "video", "audio")

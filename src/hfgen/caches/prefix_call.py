@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer
 
+from .. import quirks
 from ..types import ModelKwargs, Run
 from . import fingerprint, recording
 from .dynamic import GrowingCache
@@ -245,4 +245,4 @@ def cached_rows(run: Run, strategy: Any, layers: list[Any]) -> list[int]:
 
 def attention_layers(cache: Any) -> list[Any]:
     """The layers that hold keys and values; those that share others' hold none."""
-    return [layer for layer in cache.layers if not isinstance(layer, DummyLayer)]
+    return [layer for layer in cache.layers if not isinstance(layer, quirks.EMPTY_LAYERS)]

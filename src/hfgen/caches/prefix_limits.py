@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import StaticCache
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -48,7 +47,7 @@ CUTTABLE = (
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
-    DummyLayer,
+    *quirks.EMPTY_LAYERS,
 )
 
 
