@@ -34,6 +34,7 @@ from hfgen.caches.static_layers import Extent, FilledLayer
 from tests import tiny
 from tests.parity import harness
 from tests.parity.harness import Case
+from tests.versions import IS_5_23
 
 STATIC = {"cache_implementation": "static"}
 
@@ -467,8 +468,7 @@ def test_fewer_keys_are_the_same_numbers(model, attention):
     mine, theirs = (
         greedy(m, tiny.prompt(3, 50), 30, **options, **STATIC) for m in (model, upstream)
     )
-    # SDPA may take another kernel for another number of keys.
-    tolerance = 1e-5 if attention == "sdpa" else 0.0
+    tolerance = 0.0 if IS_5_23 or attention == "eager" else 1e-5  # 5.21: the last digit
     torch.testing.assert_close(
         torch.stack(mine.logits), torch.stack(theirs.logits), atol=tolerance, rtol=tolerance
     )

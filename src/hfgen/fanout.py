@@ -87,8 +87,8 @@ def is_ahead(model: Any, plan: Plan, prompt: Prompt, cache: Any) -> bool:
     """Whether the call's own loop will fan out after the prefill."""
     unexpanded = getattr(plan.config, "_unexpanded", None)
     return (
-        plan.mode
-        is not GenerationMode.ASSISTED_GENERATION  # which may forward the prompt with a draft
+        # Assisted decoding may forward the prompt with a draft.
+        plan.mode is not GenerationMode.ASSISTED_GENERATION
         and getattr(plan.method, "__module__", "") == f"{__package__}.mixin"
         and _can_fan_out(unexpanded, model, prompt.ids, cache)
     )

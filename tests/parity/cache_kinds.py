@@ -47,7 +47,7 @@ from tests.parity.options import ASSISTED, BEAMS, GREEDY, Call, vocab_size
 NEAR = 1e-4
 
 #: Families whose masks of their own are cut by the keys' length: they depend on that of a static cache.
-LENGTH_COUNTS = ("gpt_neo", "nllb_moe", "imagegpt")
+LENGTH_COUNTS = ("gpt_neo", "nllb_moe")
 
 Amend = Callable[[Call], None]
 
@@ -188,8 +188,10 @@ def check_static(cached: Cached) -> list[str] | None:
     if theirs.error or (not is_like and has_indexer(case.family)):
         return None
     amend = both(mode_of(cached), static)
-    if not is_like and case.options.get("max_length", 20) <= 3:
+    if case.mode == ASSISTED and case.options.get("max_length", 20) <= 3:
         return None  # drafts of three tokens are refused where the cache holds fewer
+    if not is_like and case.family == "imagegpt":
+        return None  # for several tokens, its mask is cut from the end of a static cache
     tolerance = TOLERANCE if is_like else tolerance_of(case)
     return unlike_upstream(case, theirs, lambda: run(ours(case.family), case, amend), tolerance)
 

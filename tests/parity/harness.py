@@ -443,13 +443,6 @@ def is_expanded(case: Case) -> bool:
     return case.mode in BEAMS or "num_return_sequences" in case.options
 
 
-#: Families that upstream cannot draft for; tests.parity.speculation compares with plain decoding.
-DRAFTING_DIFFERS = {
-    "mllama": "documented difference: upstream takes the image's keys out of the cache",
-    "fsmt": "counts positions from the ids, and what a rejected draft was shifts them",
-}
-
-
 @contextmanager
 def prefill_of_each_row() -> Iterator[None]:
     """Within, beams and samples forward their prompt each for itself, as upstream's do."""
@@ -476,8 +469,8 @@ def check(case: Case) -> Report:
             unshared = run(ours(case.family), case)
         differences = compare(theirs, unshared)
         differences += compare(unshared, mine, UNSTEADY.get(case.family, 1e-4))
-    if case.mode == ASSISTED and case.family in DRAFTING_DIFFERS:
-        differences = []
+    if case.mode == ASSISTED and case.family == "mllama" and "size of tensor" in theirs.message:
+        differences = []  # documented difference: upstream takes the image's keys out of the cache
     if case.mode == ASSISTED and re.search(
         r"features and \w+ tokens do not match", theirs.message, re.I
     ):
