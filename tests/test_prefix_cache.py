@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hfgen
-from hfgen.caches import fingerprint, prefix_layout
 from hfgen.caches.dynamic import GrowingCache
-from hfgen.caches.prefix import PrefixStats
-from hfgen.caches.prefix_call import PrefixCall
-from hfgen.caches.radix import Forest, States
+from hfgen.prefix import fingerprint, padding
+from hfgen.prefix.cache import PrefixStats
+from hfgen.prefix.radix import Forest, KeyValues
+from hfgen.prefix.session import PrefixSession
 from tests import tiny
 from tests.parity.harness import FAMILIES
 
@@ -135,7 +135,7 @@ def test_every_mode_decodes_as_without(mode: str) -> None:
     call = GREEDY | MODES[mode]
     n_rows = call.get("num_return_sequences", 1) if "num_beams" not in call else 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_layout, "FORWARD", 0)  # also a few tokens are caught up with
+        patch.setattr(padding, "FORWARD", 0)  # also a few tokens are caught up with
         rows = tokens(12), tokens(9, seed=1)
         assert check_same(model, prefixes, **batch(*rows), **call) == 0
         longer = (
@@ -174,7 +174,7 @@ KINDS = (
 
 @pytest.mark.parametrize("name", KINDS)
 def test_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_layout, "FORWARD", 3)
+    monkeypatch.setattr(padding, "FORWARD", 3)
     model, prefixes = hfgen.mix_into(FAMILIES[name].build()), hfgen.PrefixCache()
     ids = tokens(14)
     answer = model.generate(ids[None], prefix_cache=prefixes, **GREEDY)[0]
@@ -296,7 +296,7 @@ def test_a_call_leaves_nothing_behind_but_what_is_stored() -> None:
     try:
         for _ in range(2):
             model.generate(tokens(12)[None], prefix_cache=prefixes, **GREEDY)
-        alive = [o for o in gc.get_objects() if type(o) in (PrefixCall, GrowingCache)]
+        alive = [o for o in gc.get_objects() if type(o) in (PrefixSession, GrowingCache)]
     finally:
         gc.enable()
     assert alive == []
@@ -500,11 +500,11 @@ def test_rotary_positions_that_change_with_the_length() -> None:
 # ---------------------------------------------------------------- the trees
 
 
-def forest_states(seed: int) -> Callable[[Tensor], Callable[[int, int], States]]:
-    """States that tell their tokens: those of a run are its tokens, as keys ``(1, n, 2)``."""
+def forest_states(seed: int) -> Callable[[Tensor], Callable[[int, int], KeyValues]]:
+    """KeyValues that tell their tokens: those of a run are its tokens, as keys ``(1, n, 2)``."""
 
-    def of(sequence: Tensor) -> Callable[[int, int], States]:
-        def take(start: int, end: int) -> States:
+    def of(sequence: Tensor) -> Callable[[int, int], KeyValues]:
+        def take(start: int, end: int) -> KeyValues:
             part = sequence[start:end].to(torch.float32)
             return (part.view(1, -1, 1).repeat(1, 1, 2), part.view(1, -1, 1).clone() + seed)
 

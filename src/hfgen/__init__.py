@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .builtin import builtin_model
     from .caches.pool import free_caches
-    from .caches.prefix import PrefixCache
     from .config import GenerationConfig
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .drafters import Draft, DraftContext, Drafter, DraftVerdict
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         patched,
         unpatch,
     )
+    from .prefix import PrefixCache
     from .recipes import minimum_bayes_risk, recipe
     from .strategies.base import InvalidScoresError
     from .strategies.minimum_bayes_risk import token_f1
@@ -68,7 +68,7 @@ _HOMES = {  # names that live elsewhere than in `mixing`
     "GenerationMixin": "mixin",
     "InvalidScoresError": "strategies.base",
     "PhrasalConstraint": "constraints",
-    "PrefixCache": "caches.prefix",
+    "PrefixCache": "prefix",
     "builtin_model": "builtin",
     "free_caches": "caches.pool",
     "minimum_bayes_risk": "recipes",

@@ -26,11 +26,11 @@ from . import (
     inputs,
     loop,
     outputs,
+    prefix,
     processors,
     stopping,
     validate,
 )
-from .caches import prefix
 from .drafters import Setup
 from .outputs import GenerateOutput, Recording
 from .strategies import STRATEGIES

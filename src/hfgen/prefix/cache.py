@@ -1,8 +1,4 @@
-"""Prefixes that calls have in common: computed once, kept across calls.
-
-``begin`` is a stage of ``generate``, between the cache and decoding: it fills the call's own empty
-cache with what is stored of its prompts. From there on the call is one that continues a cache.
-"""
+"""``PrefixCache``: keys and values of prompts, kept across calls."""
 
 from __future__ import annotations
 
@@ -16,13 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import fanout, validate
-from ..types import Plan, Prompt, Request
-from . import prefix_files, prefix_limits
-from .prefix_call import PrefixCall
-from .prefix_layout import Layout
-from .prefix_limits import Reason
-from .radix import Forest, Match, States
+from . import files, fingerprint
+from .radix import Forest, KeyValues, Match
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +100,14 @@ class PrefixCache:
         An existing file is replaced when the new one is complete. Raises ``ValueError`` if the model
         has forward hooks, whose effect no file can tell.
         """
-        prefix_files.save(self, path, model)
+        identity = fingerprint.identity(model)
+        with self._lock:
+            trees = [
+                (key[1], list(self._forest.nodes(root)))
+                for key, root in self._forest.roots.items()
+                if isinstance(key, tuple) and key[0] == identity
+            ]
+        files.save(trees, path, model)
 
     @classmethod
     def load(
@@ -121,7 +119,7 @@ class PrefixCache:
         or of another model: other weights, config, dtype, adapters or kernels.
         """
         prefixes = cls(max_bytes)
-        prefix_files.load(prefixes, path, model)
+        files.load(prefixes._forest, path, model)
         return prefixes
 
     # ------------------------------------------------------------ for calls
@@ -134,7 +132,7 @@ class PrefixCache:
         self,
         key: Hashable,
         tokens: Tensor,
-        states: Callable[[int, int], States],
+        states: Callable[[int, int], KeyValues],
         bytes_per_token: int,
     ) -> None:
         with self._lock:
@@ -157,79 +155,3 @@ class PrefixCache:
     def _bypass(self, reason: str) -> None:
         with self._lock:
             self._bypassed[reason] += 1
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The ``PrefixCache`` of a call. ``by_name``: as its argument, not as the model's attribute."""
-
-    prefixes: PrefixCache
-    by_name: bool
-
-    def refuse(self, reason: Reason) -> None:
-        """Go by without stored prefixes, or raise ``ValueError`` if two arguments contradict."""
-        if self.by_name and reason.is_choice:
-            raise ValueError(
-                f"`prefix_cache` cannot be used: {reason.text}. Leave one of them out."
-            )
-        self.prefixes._bypass(reason.text)
-
-
-def take_argument(model: Any, request: Request) -> Asked | None:
-    """Take ``prefix_cache`` out of the call's arguments; ``None`` there goes before the model's own.
-
-    Raises ``TypeError`` for anything that is no ``PrefixCache``.
-    """
-    by_name = "prefix_cache" in request.kwargs
-    prefixes = request.kwargs.pop("prefix_cache", getattr(model, "prefix_cache", None))
-    if prefixes is None:
-        return None
-    if not isinstance(prefixes, PrefixCache):
-        name = "prefix_cache" if by_name else "model.prefix_cache"
-        raise TypeError(
-            f"`{name}` has to be a hfgen.PrefixCache, but is {type(prefixes).__name__} "
-            f"({str(prefixes)[:60]})."
-        )
-    asked = Asked(prefixes, by_name)
-    if request.kwargs.get("cache_implementation") == "paged":
-        asked.refuse(Reason("`cache_implementation` is 'paged'"))
-        return None
-    return asked
-
-
-def check(
-    asked: Asked | None, model: Any, request: Request, plan: Plan, model_kwargs: dict[str, Any]
-) -> Asked | None:
-    """``asked``, unless the call's arguments rule it out. Raises ``ValueError`` as ``refuse`` does."""
-    if asked is None or plan.config.is_assistant or validate.is_zero(plan.config.max_new_tokens):
-        return None
-    reason = prefix_limits.of_arguments(model, request, plan, model_kwargs)
-    if reason is not None:
-        asked.refuse(reason)
-        return None
-    return asked
-
-
-def begin(asked: Asked | None, model: Any, plan: Plan, prompt: Prompt) -> None:
-    """Fill the call's cache with what is stored of its prompts, and see to what will be stored.
-
-    Raises ``ValueError`` for a prompt that cannot be used, if ``prefix_cache`` was an argument.
-    """
-    if asked is None:
-        return None
-    if (reason := prefix_limits.of_prompt(model, plan, prompt)) is not None:
-        return asked.refuse(reason)
-    cache = prompt.model_kwargs["past_key_values"]
-    fans_out = fanout.is_ahead(model, plan, prompt, cache)
-    rows: Any = plan.config._unexpanded if fans_out else prompt
-    layout = Layout.of(rows.ids, rows.model_kwargs)
-    if isinstance(layout, Reason):
-        return asked.refuse(layout)
-    inputs = rows.ids, rows.model_kwargs, layout
-    call = PrefixCall(asked.prefixes, model, plan.config, cache, *inputs, asked.by_name)
-    per_token = asked.prefixes._bytes_per_token(call.keys[0])
-    if per_token is not None and (too_large := call.too_large(per_token)):
-        return asked.prefixes._bypass(too_large)
-    call.fill(plan.config)
-    plan.config._prefixes = call
-    return None

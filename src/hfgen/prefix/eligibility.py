@@ -16,9 +16,9 @@ from transformers.cache_utils import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from .. import quirks
+from ..caches.dynamic import GrowingCache, upstream_kind
 from ..types import Plan, Prompt, Request
 from ..validate.speculation import has_foreign_generator
-from .dynamic import GrowingCache, upstream_kind
 
 #: Inputs whose influence on a token's keys and values is known.
 KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")

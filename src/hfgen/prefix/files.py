@@ -13,7 +13,7 @@ import os
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from . import fingerprint
-from .radix import Node, new_root
+from .radix import Forest, Node, new_root
 
-if TYPE_CHECKING:
-    from .prefix import PrefixCache
+#: For each position of the first token: the nodes of its tree, parents before their children.
+Trees = list[tuple[Hashable, list[Node]]]
 
 #: Of files of this kind.
 FORMAT = "hfgen prefixes 1"
@@ -53,12 +53,12 @@ class NotAPrefixFile(ValueError):
 
 
 @torch.no_grad()
-def save(prefixes: PrefixCache, path: str | os.PathLike[str], model: Any) -> None:
-    """Write all nodes of ``model``, as it is now."""
+def save(trees: Trees, path: str | os.PathLike[str], model: Any) -> None:
+    """Write the trees of ``model``, as it is now."""
     content = fingerprint.content(model)
     entries: list[Entry] = []
     tensors: dict[str, Tensor] = {}
-    for offset, nodes in _nodes(prefixes, fingerprint.identity(model)):
+    for offset, nodes in trees:
         indices: dict[Node, int] = {}
         for node in nodes:
             indices[node] = index = len(entries)
@@ -83,19 +83,9 @@ def save(prefixes: PrefixCache, path: str | os.PathLike[str], model: Any) -> Non
         partial.unlink(missing_ok=True)
 
 
-def _nodes(prefixes: PrefixCache, identity: Hashable) -> list[tuple[Hashable, list[Node]]]:
-    """The nodes of each tree of a model, parents first, as they are now."""
-    with prefixes._lock:
-        return [
-            (key[1], list(prefixes._forest.nodes(root)))
-            for key, root in prefixes._forest.roots.items()
-            if isinstance(key, tuple) and key[0] == identity
-        ]
-
-
 @torch.no_grad()
-def load(prefixes: PrefixCache, path: str | os.PathLike[str], model: Any) -> None:
-    """Put what ``save`` wrote into the empty ``prefixes``, the most recently used if not all fits."""
+def load(forest: Forest, path: str | os.PathLike[str], model: Any) -> None:
+    """Put what ``save`` wrote into the empty ``forest``, the most recently used if not all fits."""
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         raise ValueError(
@@ -109,8 +99,7 @@ def load(prefixes: PrefixCache, path: str | os.PathLike[str], model: Any) -> Non
             entries = _read_metadata(path, file.metadata() or {}, model)
             identity = fingerprint.identity(model)
             nodes: dict[int, Node] = {}
-            forest = prefixes._forest
-            for index in _kept(entries, prefixes.max_bytes):
+            for index in _kept(entries, forest.max_bytes):
                 entry = entries[index]
                 node = _read_node(path, file, index, entry, model.device)
                 parent = nodes.get(entry.parent)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..types import ModelKwargs
-from .prefix_limits import Reason
+from .eligibility import Reason
 
 #: What a forward pass costs besides its tokens, in tokens.
 FORWARD = 64

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 #: Keys and values of a run of tokens, one layer after the other: each ``(heads, n, size)``.
-States = tuple[Tensor, ...]
+KeyValues = tuple[Tensor, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -26,7 +26,7 @@ class Node:
     """
 
     tokens: Tensor
-    states: States
+    states: KeyValues
     parent: Node | None = None
     children: dict[int, Node] = field(default_factory=dict)
     #: When it was last used, in operations of its forest. Never before one of its children.
@@ -43,7 +43,7 @@ class Node:
         child.parent = self
         self.children[int(child.tokens[0])] = child
 
-    def part(self, start: int, end: int) -> States:
+    def part(self, start: int, end: int) -> KeyValues:
         """The states of ``tokens[start:end]``, as views."""
         return tuple(states[:, start:end] for states in self.states)
 
@@ -59,7 +59,7 @@ class Match:
     length: int
     nodes: tuple[Node, ...]
 
-    def runs(self, length: int) -> Iterator[tuple[int, States]]:
+    def runs(self, length: int) -> Iterator[tuple[int, KeyValues]]:
         """Of the first ``length`` tokens: where each run starts, and its states."""
         start = 0
         for node in self.nodes:
@@ -118,7 +118,7 @@ class Forest:
         self,
         key: Hashable,
         tokens: Tensor,
-        states: Callable[[int, int], States],
+        states: Callable[[int, int], KeyValues],
         bytes_per_token: int,
     ) -> None:
         """Store ``tokens (n,)``, or as many of the first of them as fit into ``max_bytes``.

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import quirks
+from ..caches.dynamic import GrowingCache
 from ..types import ModelKwargs, Run
-from . import fingerprint, recording
-from .dynamic import GrowingCache
-from .prefix_layout import Group, Layout, best_end, lagging
-from .radix import Match, States
-
-if TYPE_CHECKING:
-    from .prefix import PrefixCache
+from . import fingerprint, windows
+from .cache import PrefixCache
+from .padding import Group, Layout, best_end, lagging
+from .radix import KeyValues, Match
 
 
-class PrefixCall:
+class PrefixSession:
     """Fills the cache of a call, then stores its prompt and what it generates."""
 
     def __init__(
@@ -69,7 +67,7 @@ class PrefixCall:
         filled = {row: group.start for group in groups for row in group.rows}
         saved = [filled.get(row, end) - pad for row, pad in enumerate(self.layout.pads)]
         self.prefixes._count(tokens, saved)
-        recording.start(self.cache)
+        windows.start(self.cache)
         if end:
             caught_up = {group: self._catch_up(group, matches, end, config) for group in groups}
             self._fill(self.cache, range(len(self.ids)), matches, end, caught_up)
@@ -84,7 +82,7 @@ class PrefixCall:
     ) -> None:
         """Put the first ``end`` columns of ``rows`` into ``cache``, some from what has caught up."""
         behind = {row for group in caught_up for row in group.rows}
-        sample: States = next(m.nodes[0].states for m in matches if m.nodes)
+        sample: KeyValues = next(m.nodes[0].states for m in matches if m.nodes)
         for index, layer in enumerate(attention_layers(cache)):
             both = []
             for which in (2 * index, 2 * index + 1):
@@ -106,7 +104,7 @@ class PrefixCall:
         rows = list(group.rows)
         decoder = self.model.config.get_text_config(decoder=True)
         cache = GrowingCache(config=decoder, max_length=end)
-        recording.start(cache)
+        windows.start(cache)
         if group.start:
             self._fill(cache, group.rows, matches, group.start, {})
         model_kwargs: ModelKwargs = {"past_key_values": cache, "use_cache": True}
@@ -197,7 +195,7 @@ class PrefixCall:
                 row = rows[best] // repeats
                 end = min(int(agreement[best]), self._end(sequence))
                 self._store(layers, row, best, sequence[self.layout.pads[row] : end].long())
-        recording.stop(self.cache)
+        windows.stop(self.cache)
 
     def _end(self, sequence: Tensor) -> int:
         """Where a sequence ends: behind its first EOS token, or before its padding."""
@@ -216,7 +214,7 @@ class PrefixCall:
         """Store ``tokens``, with which prompt ``row`` begins, from a row of the cache."""
         pad = self.layout.pads[row]
 
-        def states(start: int, end: int) -> States:
+        def states(start: int, end: int) -> KeyValues:
             return tuple(
                 both[cache_row, :, pad + start : pad + end].clone(
                     memory_format=torch.contiguous_format

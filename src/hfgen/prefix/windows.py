@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from .dynamic import GrowingSlidingWindowLayer, grows_in_place
-from .growing import Growing
+from ..caches.dynamic import GrowingSlidingWindowLayer, grows_in_place
+from ..caches.growing import Growing
 
 
 class RecordingWindow(GrowingSlidingWindowLayer):

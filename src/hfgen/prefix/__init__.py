@@ -1,0 +1,96 @@
+"""Prefixes that calls have in common: computed once, kept across calls.
+
+``begin`` is a stage of ``generate``, between the cache and decoding: it fills the call's own empty
+cache with what is stored of its prompts. From there on the call is one that continues a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .. import fanout, validate
+from ..types import Plan, Prompt, Request
+from . import eligibility
+from .cache import PrefixCache, PrefixStats
+from .eligibility import Reason
+from .padding import Layout
+from .session import PrefixSession
+
+__all__ = ["PrefixCache", "PrefixStats", "begin", "check", "take_argument"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The ``PrefixCache`` of a call. ``by_name``: as its argument, not as the model's attribute."""
+
+    prefixes: PrefixCache
+    by_name: bool
+
+    def refuse(self, reason: Reason) -> None:
+        """Go by without stored prefixes, or raise ``ValueError`` if two arguments contradict."""
+        if self.by_name and reason.is_choice:
+            raise ValueError(
+                f"`prefix_cache` cannot be used: {reason.text}. Leave one of them out."
+            )
+        self.prefixes._bypass(reason.text)
+
+
+def take_argument(model: Any, request: Request) -> Asked | None:
+    """Take ``prefix_cache`` out of the call's arguments; ``None`` there goes before the model's own.
+
+    Raises ``TypeError`` for anything that is no ``PrefixCache``.
+    """
+    by_name = "prefix_cache" in request.kwargs
+    prefixes = request.kwargs.pop("prefix_cache", getattr(model, "prefix_cache", None))
+    if prefixes is None:
+        return None
+    if not isinstance(prefixes, PrefixCache):
+        name = "prefix_cache" if by_name else "model.prefix_cache"
+        raise TypeError(
+            f"`{name}` has to be a hfgen.PrefixCache, but is {type(prefixes).__name__} "
+            f"({str(prefixes)[:60]})."
+        )
+    asked = Asked(prefixes, by_name)
+    if request.kwargs.get("cache_implementation") == "paged":
+        asked.refuse(Reason("`cache_implementation` is 'paged'"))
+        return None
+    return asked
+
+
+def check(
+    asked: Asked | None, model: Any, request: Request, plan: Plan, model_kwargs: dict[str, Any]
+) -> Asked | None:
+    """``asked``, unless the call's arguments rule it out. Raises ``ValueError`` as ``refuse`` does."""
+    if asked is None or plan.config.is_assistant or validate.is_zero(plan.config.max_new_tokens):
+        return None
+    reason = eligibility.of_arguments(model, request, plan, model_kwargs)
+    if reason is not None:
+        asked.refuse(reason)
+        return None
+    return asked
+
+
+def begin(asked: Asked | None, model: Any, plan: Plan, prompt: Prompt) -> None:
+    """Fill the call's cache with what is stored of its prompts, and see to what will be stored.
+
+    Raises ``ValueError`` for a prompt that cannot be used, if ``prefix_cache`` was an argument.
+    """
+    if asked is None:
+        return None
+    if (reason := eligibility.of_prompt(model, plan, prompt)) is not None:
+        return asked.refuse(reason)
+    cache = prompt.model_kwargs["past_key_values"]
+    fans_out = fanout.is_ahead(model, plan, prompt, cache)
+    rows: Any = plan.config._unexpanded if fans_out else prompt
+    layout = Layout.of(rows.ids, rows.model_kwargs)
+    if isinstance(layout, Reason):
+        return asked.refuse(layout)
+    inputs = rows.ids, rows.model_kwargs, layout
+    call = PrefixSession(asked.prefixes, model, plan.config, cache, *inputs, asked.by_name)
+    per_token = asked.prefixes._bytes_per_token(call.keys[0])
+    if per_token is not None and (too_large := call.too_large(per_token)):
+        return asked.prefixes._bypass(too_large)
+    call.fill(plan.config)
+    plan.config._prefixes = call
+    return None
