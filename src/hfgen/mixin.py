@@ -7,10 +7,12 @@ override and call it. Names and signatures are upstream's
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -36,6 +38,8 @@ from .outputs import GenerateOutput, Recording
 from .strategies import STRATEGIES
 from .strategies.assisted import assisted
 from .types import Request, Run, Step, Strategy
+
+T = TypeVar("T")
 
 
 def _decoder(name: str, doc: str) -> Callable[..., GenerateOutput | torch.Tensor]:
@@ -396,3 +400,65 @@ def _put(streamer: BaseStreamer, step: Step) -> None:
     tokens = step.tokens.squeeze(1) if step.streamed is None else step.streamed()
     if tokens.numel() > 0:
         streamer.put(tokens.cpu())
+
+
+# --- classes ------------------------------------------------------------------------------------
+
+
+def mixed_view(model: T) -> T:
+    """An object that shares everything with ``model`` but generates with hfgen.
+
+    ``model`` itself stays as it is: for models that are a caller's, and only looked at.
+    """
+    if not isinstance(model, transformers.GenerationMixin) or isinstance(model, GenerationMixin):
+        return model
+    view = copy.copy(model)
+    view.__class__ = mixed_class(type(model))  # type: ignore[arg-type]
+    return view
+
+
+def cannot_generate(cls: type) -> str:
+    """The message of the error about a class that cannot generate."""
+    return (
+        f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load the "
+        "model with a class that has a language modelling head, such as AutoModelForCausalLM's."
+    )
+
+
+@functools.cache
+def mixed_class(cls: Any) -> Any:
+    """``cls`` with hfgen's mixin behind it; ``cls`` itself if it has it. The same class each time.
+
+    Raises ``TypeError`` for a class that cannot generate.
+    """
+    if not issubclass(cls, transformers.GenerationMixin):
+        raise TypeError(cannot_generate(cls))
+    if issubclass(cls, GenerationMixin):
+        return cls
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": _reduce,
+        "_unmixed_class": cls,
+    }
+    return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
+
+
+#: Where transformers keeps the compiled forward of a model.
+COMPILED = ("_compiled_call", "_last_compile_config")
+
+
+def _reduce(self: Any, protocol: Any) -> str | tuple:
+    """Pickle by the class that can be imported; mix again on the other side."""
+    if "_unmixed_class" not in vars(type(self)):  # a subclass of a mixed class, importable itself
+        return object.__reduce_ex__(self, protocol)
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    if isinstance(state, dict):  # a compiled forward cannot be pickled, and a copy needs its own
+        state = {name: value for name, value in state.items() if name not in COMPILED}
+    return _new, (type(self)._unmixed_class,), state
+
+
+def _new(cls: Any) -> Any:
+    mixed = mixed_class(cls)
+    return mixed.__new__(mixed)

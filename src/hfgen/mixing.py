@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import GenerationMixin as UpstreamMixin
 
-from .mixin import GenerationMixin
+from .mixin import GenerationMixin, cannot_generate, mixed_class
 
 T = TypeVar("T")
 
@@ -29,76 +27,22 @@ def mix_into(model: T) -> T:
         TypeError: ``model`` cannot generate, or is not a model.
     """
     if isinstance(model, type):
-        return _mixed_class(model)
+        return mixed_class(model)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"mix_into() takes a transformers model or its class, but got {type(model).__name__}."
         )
     parts = [module for module in model.modules() if isinstance(module, UpstreamMixin)]
     if not parts:
-        raise TypeError(_cannot_generate(type(model)))
+        raise TypeError(cannot_generate(type(model)))
     for part in parts:
-        part.__class__ = _mixed_class(part.__class__)
+        part.__class__ = mixed_class(part.__class__)
     if hasattr(model, "base_model_prepare_inputs_for_generation"):
         # PEFT kept the method that the model had when it was wrapped.
         wrapper: Any = model
         inner = wrapper.get_base_model()
         wrapper.base_model_prepare_inputs_for_generation = inner.prepare_inputs_for_generation
     return model
-
-
-def mixed_view(model: T) -> T:
-    """An object that shares everything with ``model`` but generates with hfgen.
-
-    ``model`` itself stays as it is: for models that are a caller's, and only looked at.
-    """
-    if not isinstance(model, UpstreamMixin) or isinstance(model, GenerationMixin):
-        return model
-    view = copy.copy(model)
-    view.__class__ = _mixed_class(type(model))  # type: ignore[arg-type]
-    return view
-
-
-def _cannot_generate(cls: type) -> str:
-    return (
-        f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load the "
-        "model with a class that has a language modelling head, such as AutoModelForCausalLM's."
-    )
-
-
-@functools.cache
-def _mixed_class(cls: Any) -> Any:
-    if not issubclass(cls, UpstreamMixin):
-        raise TypeError(_cannot_generate(cls))
-    if issubclass(cls, GenerationMixin):
-        return cls
-    namespace = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduce,
-        "_unmixed_class": cls,
-    }
-    return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
-
-
-#: Where transformers keeps the compiled forward of a model.
-COMPILED = ("_compiled_call", "_last_compile_config")
-
-
-def _reduce(self: Any, protocol: Any) -> str | tuple:
-    """Pickle by the class that can be imported; mix again on the other side."""
-    if "_unmixed_class" not in vars(type(self)):  # a subclass of a mixed class, importable itself
-        return object.__reduce_ex__(self, protocol)
-    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    if isinstance(state, dict):  # a compiled forward cannot be pickled, and a copy needs its own
-        state = {name: value for name, value in state.items() if name not in COMPILED}
-    return _new, (type(self)._unmixed_class,), state
-
-
-def _new(cls: Any) -> Any:
-    mixed = _mixed_class(cls)
-    return mixed.__new__(mixed)
 
 
 # --- auto classes -------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Assistant:
     """
 
     def __init__(self, setup: Setup, model: Any = None, threshold: float | None = None) -> None:
-        from ..mixing import mixed_view  # which needs the mixin, which needs the drafters
+        from ..mixin import mixed_view  # which needs the drafters
 
         self.setup = setup
         self.model = mixed_view(setup.assistant_model if model is None else model)
