@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import (
 
 import hfgen
 from hfgen.drafters import Draft, DraftContext, DraftVerdict
+from hfgen.drafters.early_exit import first_layers
 from hfgen.drafters.lookup import PromptLookup
 from hfgen.drafters.schedule import Adaptive, Heuristic
 from hfgen.strategies.verification import (
@@ -470,25 +472,84 @@ def test_other_devices_are_kept_company(model: Any) -> None:
 # ---------------------------------------------------------------- failures
 
 
-def test_layers_are_back_after_an_exception() -> None:
-    model = hfgen.mix_into(tiny.llama())
+def _early_exit_watched(model: Any, hook: Any) -> Tensor:
+    """Drafts with the first of two layers; ``hook`` is called in every forward of that layer."""
+    with model.model.layers[0].register_forward_hook(lambda *_: hook()):
+        result: Tensor = model.generate(IDS[:1], assistant_early_exit=1, max_new_tokens=6)
+    return result
 
-    class Boom(LogitsProcessor):
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            raise KeyError("boom")
 
-    original = model.model.layers[0].forward
+def test_early_exit_leaves_the_model_alone_while_it_drafts(model: Any) -> None:
+    layers, config, seen = model.model.layers, model.config, []
+    plain = model.generate(IDS[:1], max_new_tokens=6)
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        if model.config.num_hidden_layers == 1:
-            raise RuntimeError("while drafting")
-        return original(*args, **kwargs)
+    def watch() -> None:
+        seen.append((len(model.model.layers), model.config.num_hidden_layers))
 
-    model.model.layers[0].forward = fail
-    with pytest.raises(ValueError, match="first 1 layers"):
-        model.generate(IDS[:1], assistant_early_exit=1, max_new_tokens=4)
-    assert model.config.num_hidden_layers == 2
-    assert len(model.model.layers) == 2
+    assert torch.equal(_early_exit_watched(model, watch), plain)
+    assert set(seen) == {(2, 2)}
+    assert model.model.layers is layers
+    assert model.config is config
+
+
+def test_a_call_from_a_hook_while_the_first_layers_draft(model: Any) -> None:
+    plain = model.generate(IDS, attention_mask=MASK, max_new_tokens=6)
+    inner, calls = [], iter(range(3))
+
+    def call() -> None:
+        if next(calls, None) is not None:  # the call inside comes by here, too
+            inner.append(model.generate(IDS, attention_mask=MASK, max_new_tokens=6))
+
+    _early_exit_watched(model, call)
+    assert len(inner) == 3
+    assert all(torch.equal(tokens, plain) for tokens in inner)
+
+
+def test_a_plain_call_beside_one_that_exits_early(model: Any) -> None:
+    """Two threads on one model, which meet in every forward of the draft."""
+    kwargs = {"attention_mask": MASK, "max_new_tokens": 8}
+    plain = model.generate(IDS, **kwargs)
+    drafting, done, beside = threading.Event(), threading.Event(), []
+
+    def decode() -> None:
+        drafting.wait(10)
+        beside.append(model.generate(IDS, **kwargs))
+        done.set()
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+
+    def meet() -> None:
+        if threading.current_thread() is not thread:
+            drafting.set()
+            done.wait(10)
+
+    _early_exit_watched(model, meet)
+    thread.join()
+    assert torch.equal(beside[0], plain)
+
+
+def test_a_draft_that_fails_leaves_the_model_alone(model: Any) -> None:
+    def fail() -> None:
+        raise RuntimeError("while drafting")
+
+    with pytest.raises(ValueError, match=r"first 1 layers .*while drafting"):
+        _early_exit_watched(model, fail)
+    assert len(model.model.layers) == model.config.num_hidden_layers == 2
+
+
+def test_first_layers_of_a_model_whose_forward_was_replaced() -> None:
+    """Dispatched models have a forward of their own on the instance, bound to it."""
+    accelerate = pytest.importorskip("accelerate")
+    model: Any = tiny.llama()
+    for module in (model, model.model):
+        accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+    view, calls = first_layers(model, 1), []
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, number=number: calls.append(number))
+    view(IDS)
+    model(IDS)
+    assert calls == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from .assistant import Assistant, EarlyExit
+from .assistant import Assistant
 from .base import Draft, DraftContext, Drafter, DraftVerdict, Setup
+from .early_exit import EarlyExit
 from .lookup import AllowedPrefix, PromptLookup
 from .schedule import SCHEDULES, Adaptive, Constant, Heuristic, Schedule
 from .translated import translated_drafter

@@ -1,10 +1,8 @@
-"""Drafts by a smaller model, or by the first layers of the same one."""
+"""Drafts by a smaller model."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,7 @@ from ..caches.rollback import record_past, roll_back
 from ..loop import commit
 from ..processors import is_row_wise
 from ..types import ModelKwargs, Run
-from ..validate import accepted_names, decoder_layers
+from ..validate import accepted_names
 from .base import Draft, DraftContext, DraftVerdict, Setup
 
 
@@ -249,37 +247,3 @@ def _prepared(
     return Run(
         model, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs
     )
-
-
-class EarlyExit(Assistant):
-    """Drafts with the first ``n_layers`` layers of the model itself (``assistant_early_exit``)."""
-
-    def __init__(self, setup: Setup, n_layers: int, threshold: float | None = None) -> None:
-        super().__init__(setup, setup.run.model, threshold)
-        self.n_layers = n_layers
-
-    def draft(self, context: DraftContext) -> Draft | None:
-        with self.only_first_layers():
-            try:
-                return super().draft(context)
-            except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
-                raise ValueError(
-                    f"{type(self.model).__name__} cannot decode with its first {self.n_layers} layers "
-                    f"alone (`assistant_early_exit`): {error}"
-                ) from error
-
-    @contextmanager
-    def only_first_layers(self) -> Iterator[None]:
-        """Within, the model has ``n_layers`` layers; all of them again after an exception too."""
-        decoder, module, name = decoder_layers(self.model)
-        layers: Any = getattr(module, name)
-        config: Any = decoder.config
-        n_layers = config.num_hidden_layers
-        # Some models run as many layers as their config says, the others all that they have.
-        config.num_hidden_layers = self.n_layers
-        setattr(module, name, layers[: self.n_layers])
-        try:
-            yield
-        finally:
-            config.num_hidden_layers = n_layers
-            setattr(module, name, layers)

@@ -1,0 +1,75 @@
+"""Drafts by the first layers of the model itself."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from transformers.utils import ModelOutput
+
+from ..types import Run
+from ..validate import decoder_layers
+from .assistant import Assistant
+from .base import Setup
+
+#: What is bound to the module that it was made for, and made anew when it is missing.
+COMPILED = ("_compiled_call", "_last_compile_config", "_compiled_call_impl")
+
+
+class EarlyExit(Assistant):
+    """Drafts with the first ``n_layers`` layers of the model itself (``assistant_early_exit``)."""
+
+    def __init__(self, setup: Setup, n_layers: int, threshold: float | None = None) -> None:
+        super().__init__(setup, first_layers(setup.run.model, n_layers), threshold)
+        self.n_layers = n_layers
+
+    def forward(self, run: Run) -> ModelOutput:
+        try:
+            return super().forward(run)
+        except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{type(self.model).__name__} cannot decode with its first {self.n_layers} layers "
+                f"alone (`assistant_early_exit`): {error}"
+            ) from error
+
+
+def first_layers(model: Any, n_layers: int) -> Any:
+    """A view of ``model`` whose decoder has ``n_layers`` layers; the model itself is not touched.
+
+    The modules from the model down to the list of layers are copied, and so are their configs.
+    Everything else is shared: parameters, the layers themselves, hooks, generation config.
+    """
+    decoder, owner, name = decoder_layers(model)
+    path = next(path for path, module in model.named_modules() if module is owner)
+    configs: dict = {}  # of `deepcopy`: modules that share a config share its copy
+    parent = view = _view(model, configs)
+    for child in path.split(".") if path else ():
+        parent._modules[child] = parent = _view(parent._modules[child], configs)
+    parent._modules[name] = parent._modules[name][:n_layers]
+    # Some models run as many layers as their config says, the others all that they have.
+    config: Any = copy.deepcopy(decoder.config, configs)
+    config.num_hidden_layers = n_layers
+    return view
+
+
+def _view(module: Any, configs: dict) -> Any:
+    """A copy of ``module`` that shares all that it holds, but its config and its table of children."""
+    view = copy.copy(module)
+    for key, value in vars(module).items():
+        if key in COMPILED:
+            del view.__dict__[key]
+        elif isinstance(value, MethodType) and value.__self__ is module:
+            view.__dict__[key] = MethodType(value.__func__, view)
+        elif isinstance(value, partial) and module in value.args:  # accelerate's forward
+            args = (view if arg is module else arg for arg in value.args)
+            view.__dict__[key] = bound = partial(value.func, *args, **value.keywords)
+            bound.__dict__.update(vars(value))
+    view._modules = dict(module._modules)
+    if hasattr(module, "config"):
+        view.config = config = copy.deepcopy(module.config, configs)
+        config.output_hidden_states = config.output_attentions = False
+        # Hooks that record outputs would be set on the shared layers a second time by the model.
+        view._output_capturing_hooks_installed = True
+    return view
