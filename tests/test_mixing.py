@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import multiprocessing
 import pickle
+import sys
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hfgen
+from hfgen import mixing
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 
@@ -146,6 +150,12 @@ def test_what_cannot_generate_is_refused() -> None:
         with pytest.raises(TypeError, match=r"cannot generate|takes a transformers model"):
             hfgen.mix_into(thing)
     assert type(encoder) is before
+
+
+def test_a_pipeline_is_refused_with_advice(model: Any) -> None:
+    pipeline = transformers.pipeline("text-generation", model, tokenizer=tiny_tokenizer())
+    with pytest.raises(TypeError, match=r"TextGenerationPipeline: pass its `\.model`"):
+        hfgen.mix_into(pipeline)
 
 
 FAMILIES_OF_ALL_KINDS = (
@@ -451,14 +461,18 @@ def test_unpatch_restores_upstream_exactly(model: Any, expected: Tensor, spy: Sp
     assert spy.steps == 6
 
 
-def test_patching_twice_changes_nothing() -> None:
+def test_each_patch_takes_an_unpatch() -> None:
     hfgen.patch()
     once = attributes()
     hfgen.patch()
-    twice = attributes()
+    assert attributes() == once
     hfgen.unpatch()
-    assert once == twice
+    assert attributes() == once, "the first patch() still holds"
+    hfgen.unpatch()
     assert attributes() == UPSTREAM
+    hfgen.unpatch()  # one too many is not remembered
+    hfgen.patch()
+    assert attributes() == once
     hfgen.unpatch()
     assert attributes() == UPSTREAM
 
@@ -475,6 +489,70 @@ def test_patched_can_be_nested() -> None:
         pass
     assert attributes() == during, "a patch from outside outlives the context"
     hfgen.unpatch()
+    assert attributes() == UPSTREAM
+
+
+def test_the_first_thread_to_leave_takes_nothing_from_the_other(model: Any, spy: Spy) -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def stay() -> Tensor:
+        with hfgen.patched():
+            entered.set()
+            assert left.wait(60)
+            return generated(model)
+
+    with ThreadPoolExecutor(1) as pool:
+        with hfgen.patched():
+            staying = pool.submit(stay)
+            assert entered.wait(60)
+        left.set()
+        staying.result(60)
+    assert spy.steps == 6
+    assert attributes() == UPSTREAM
+
+
+def test_threads_that_patch_at_once() -> None:
+    """Every thread finds all of hfgen's attributes between its own ``patch`` and ``unpatch``."""
+    with hfgen.patched():
+        during = attributes()
+    together = threading.Barrier(4)
+
+    def enter(_: int) -> bool:
+        together.wait(60)
+        complete = True
+        for _ in range(200):
+            with hfgen.patched():
+                complete &= attributes() == during
+        return complete
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(enter, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert attributes() == UPSTREAM
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_an_exception_while_patching_leaves_nothing_replaced(
+    monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    calls = itertools.count()
+
+    def interrupted(*arguments: Any) -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        setattr(*arguments)
+
+    with monkeypatch.context() as patching:
+        patching.setattr(mixing, "setattr", interrupted, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            hfgen.patch()
+    assert attributes() == UPSTREAM
+    with hfgen.patched():
+        assert attributes() != UPSTREAM
     assert attributes() == UPSTREAM
 
 

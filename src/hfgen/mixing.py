@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -29,8 +30,10 @@ def mix_into(model: T) -> T:
     if isinstance(model, type):
         return mixed_class(model)
     if not isinstance(model, nn.Module):
+        inner = isinstance(getattr(model, "model", None), nn.Module)  # a pipeline, a trainer, …
         raise TypeError(
-            f"mix_into() takes a transformers model or its class, but got {type(model).__name__}."
+            f"mix_into() takes a transformers model or its class, but got {type(model).__name__}"
+            + (": pass its `.model`." if inner else ".")
         )
     parts = [module for module in model.modules() if isinstance(module, UpstreamMixin)]
     if not parts:
@@ -40,8 +43,8 @@ def mix_into(model: T) -> T:
     if hasattr(model, "base_model_prepare_inputs_for_generation"):
         # PEFT kept the method that the model had when it was wrapped.
         wrapper: Any = model
-        inner = wrapper.get_base_model()
-        wrapper.base_model_prepare_inputs_for_generation = inner.prepare_inputs_for_generation
+        base = wrapper.get_base_model()
+        wrapper.base_model_prepare_inputs_for_generation = base.prepare_inputs_for_generation
     return model
 
 
@@ -85,39 +88,60 @@ class AutoModelForImageTextToText(_AutoMixed, transformers.AutoModelForImageText
 
 #: Upstream's attributes while hfgen's stand in their place, ``None`` for those that it has not.
 _originals: dict[str, Any] = {}
+#: Calls of ``patch()`` that no ``unpatch()`` has followed yet, in all threads.
+_patches = 0
+_lock = threading.RLock()
 
 
 def patch() -> None:
     """Let every transformers model generate with hfgen, whoever builds it, until ``unpatch()``.
 
     hfgen's stages are put into ``transformers.GenerationMixin`` itself, so that models' calls of
-    ``super()`` and of the mixin by name reach them too. Doing it twice changes nothing.
+    ``super()`` and of the mixin by name reach them too. Each call takes an ``unpatch()`` of its own.
     """
-    if _originals:
-        return
-    for name, attribute in vars(GenerationMixin).items():
-        if not name.startswith("__"):
-            _originals[name] = vars(UpstreamMixin).get(name)
-            setattr(UpstreamMixin, name, attribute)
+    global _patches
+    with _lock:
+        if _patches == 0:
+            try:
+                for name, attribute in vars(GenerationMixin).items():
+                    if not name.startswith("__"):
+                        _originals[name] = vars(UpstreamMixin).get(name)
+                        setattr(UpstreamMixin, name, attribute)
+            except BaseException:
+                _restore()
+                raise
+        _patches += 1
 
 
 def unpatch() -> None:
-    """Give every model upstream's generation back. Models that were mixed stay mixed."""
+    """Take back one ``patch()``; after the last one every model has upstream's generation again.
+
+    Models that were mixed stay mixed. Without a ``patch()`` before it, nothing happens.
+    """
+    global _patches
+    with _lock:
+        _patches = max(0, _patches - 1)
+        if _patches == 0:
+            _restore()
+
+
+def _restore() -> None:
     for name, attribute in _originals.items():
-        if attribute is None:
-            delattr(UpstreamMixin, name)
-        else:
+        if attribute is not None:
             setattr(UpstreamMixin, name, attribute)
+        elif name in vars(UpstreamMixin):
+            delattr(UpstreamMixin, name)
     _originals.clear()
 
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Within, every transformers model generates with hfgen; see ``patch``."""
-    was_patched = bool(_originals)
+    """Within, every transformers model generates with hfgen; see ``patch``.
+
+    May be nested, and entered by several threads: the last one to leave takes hfgen away.
+    """
     patch()
     try:
         yield
     finally:
-        if not was_patched:
-            unpatch()
+        unpatch()
