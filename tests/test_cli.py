@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import unicodedata
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -24,7 +28,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.cli import app, chat, compare, demo, loading, main, measure, options
+from hfgen.cli import app, chat, compare, demo, loading, main, measure, options, report
 from hfgen.cli.report import CliError
 
 TEMPLATE = (
@@ -219,6 +223,153 @@ def test_an_unexpected_exception_is_one_line_and_exit_code_1(
     result = run("generate", "x", "--model", folder)
     assert result.code == 1
     assert result.err == "hfgen: unexpected KeyError: 'boom' (--debug shows the traceback)\n"
+
+
+# --- code that a checkpoint brings -----------------------------------------------------------
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path({marker!r}).touch()
+class Config(LlamaConfig):
+    model_type = "brings-code"
+class Model(LlamaForCausalLM):
+    config_class = Config
+class Tokens(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture(params=["config", "model", "tokenizer"])
+def code(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a checkpoint whose config, model or tokenizer is Python code of its own.
+
+    The code makes the file ``ran`` beside the folder.
+    """
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the cache is put into it
+    path = tmp_path / request.param
+    llama().save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    (path / "theirs.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
+    autos = {"config": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
+    autos["model"] = {"AutoModelForCausalLM": "theirs.Model"}
+    if request.param == "tokenizer":
+        edit = {"tokenizer_class": "Tokens", "auto_map": {"AutoTokenizer": [None, "theirs.Tokens"]}}
+        file = path / "tokenizer_config.json"
+    else:
+        edit = {"auto_map": autos[request.param]}
+        edit |= {"config": {"model_type": "brings-code"}, "model": {}}[request.param]
+        file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | edit))
+    return path
+
+
+@pytest.mark.parametrize("command", ["generate -", "chat", "compare -"])
+def test_code_is_not_run_by_an_answer_on_standard_input(code: Path, command: str) -> None:
+    result = run(*command.split(), "--model", str(code), stdin="yes\n" * 4)
+    if code.name == "model":  # of a known type: transformers' own class takes the place of the code
+        assert result.code == 0
+    else:
+        assert (result.code, result.out) == (2, "")
+        (line,) = result.err.splitlines()
+        assert "Python code of its own" in line
+        assert "--trust-remote-code" in line
+    assert not (code.parent / "ran").exists()
+
+
+def test_code_of_an_assistant_is_not_run(folder: str, code: Path) -> None:
+    run("generate", "-", "--model", folder, "--assistant", str(code), stdin="yes\n" * 4)
+    assert not (code.parent / "ran").exists()
+
+
+def test_code_is_run_if_asked_for(code: Path) -> None:
+    result = run("generate", "x", "--model", str(code), "--trust-remote-code")
+    assert (result.code, result.err) == (0, "")
+    assert (code.parent / "ran").exists()
+
+
+# --- control codes ---------------------------------------------------------------------------
+
+#: Colours, a title by OSC (BEL and ST end it), a DCS string, a reset, C1 controls, and what is left.
+CODED = (
+    "a\x1b[31;1mb\x1b[0m\x1b]0;title\x07c\x1b]52;c;Zm9v\x1b\\d\x1bP1$qm\x1b\\e\x1bcf\x9b2Jg"
+    "\x9d0;t\x9ch\x85i\r\x08\x7fj\x1b(Bk\tl\nm \x1b]0;never ended\nn o\x1b[3"
+)
+CLEAN = "abcdefghijk\tl\nm \nn o"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_control_codes_are_taken_out_of_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    text = report.TerminalText()
+    pieces = [text.add(CODED[i : i + size]) for i in range(0, len(CODED), size)]
+    assert "".join(pieces) == CLEAN
+
+
+def test_no_control_code_is_left_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    random = Random(0)
+    alphabet = "\x1b\x1b\x1b\x9b\x9d\x90\x07\x9c\n\r\\[]P;0mA é"
+    for _ in range(500):
+        text, whole = report.TerminalText(), random.choices(alphabet, k=12)
+        cleaned = "".join(text.add(character) for character in whole)
+        assert cleaned == report.TerminalText().add("".join(whole))
+        assert not any(unicodedata.category(c) == "Cc" for c in cleaned.replace("\n", ""))
+
+
+@pytest.fixture
+def coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of `generate` gives CODED."""
+
+    def answer(loaded, inputs, config, seed=None, streamer=None):  # type: ignore[no-untyped-def]
+        row = loaded.tokenizer(CODED).input_ids
+        if streamer is not None:
+            streamer.put(inputs["input_ids"])
+            for token in row:
+                streamer.put(torch.tensor([token]))
+            streamer.end()
+        return measure.Generated([row], measure.Timings(1.0, 0.1, len(row), len(row)), None)
+
+    monkeypatch.setattr(measure, "generate", answer)
+
+
+@pytest.mark.parametrize("command", ["generate x", "generate x --stream", "chat"])
+@pytest.mark.usefixtures("coded")
+def test_a_pipe_gets_control_codes_and_a_terminal_does_not(
+    chat_folder: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*command.split(), "--model", chat_folder]
+    piped = run(*arguments, stdin="hi\n").out
+    assert piped.rstrip("\n") == CODED
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    with pytest.raises(SystemExit):
+        app(arguments)
+    assert sys.stdout.getvalue().rstrip("\n") == CLEAN  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("coded")
+def test_json_is_the_same_without_control_codes(folder: str) -> None:
+    out = run("generate", "x", "--model", folder, "--json").out
+    assert json.loads(out)["text"] == CODED
+    assert not any(unicodedata.category(c) == "Cc" for c in out.removesuffix("\n"))
+
+
+def test_messages_are_without_control_codes(loaded: loading.Loaded) -> None:
+    assert (
+        report.one_line("no model \x1b[31mred\x9b2J at \x1b]0;t\x07here") == "no model red at here"
+    )
+    texts = {"transformers": "\x1b[31m", "hfgen": "\x9b31m"}
+    found = compare.Difference(0, 0, {"transformers": 3, "hfgen": 4}, texts, None)
+    line = report.difference_line(found)
+    assert not any(unicodedata.category(c) == "Cc" for c in line)
 
 
 # --- generate --------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,14 @@ def test_repository_needs_trust(theirs: Any, mine: Any, repository: str, trust: 
         assert raised.type is ValueError
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
+
+
+def test_trust_is_not_asked_for_on_standard_input(
+    mine: Any, repository: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n"))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        mine.generate(IDS, custom_generate=repository, max_new_tokens=4)
 
 
 def test_repository_without_a_generate_of_its_own(theirs: Any, mine: Any, tmp_path: Path) -> None:

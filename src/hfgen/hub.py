@@ -19,7 +19,10 @@ def generate_from_repository(model: Any, request: Request, trust_remote_code: bo
     with ``trust_remote_code=True``.
     """
     function = model.load_custom_generate(
-        request.custom_generate, trust_remote_code=trust_remote_code, **request.kwargs
+        # Never None, for which transformers asks on standard input.
+        request.custom_generate,
+        trust_remote_code=bool(trust_remote_code),
+        **request.kwargs,
     )
     names = (name for name in request.__slots__ if name not in ("kwargs", "custom_generate"))
     return function(

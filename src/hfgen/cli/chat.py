@@ -19,6 +19,7 @@ from hfgen.cli.options import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    TrustOption,
     generation_config,
 )
 from hfgen.cli.report import CliError, one_line, say
@@ -76,6 +77,7 @@ def chat(
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Talk with a model, turn by turn, in its chat template where its tokenizer has one.
@@ -86,7 +88,7 @@ def chat(
     with quiet(debug):
         import torch
 
-        loaded = load(model, assistant, dtype, device)
+        loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = generation_config(context.meta[FIELDS], loaded.model, NEW_TOKENS)
         if seed is not None:
             torch.manual_seed(seed)

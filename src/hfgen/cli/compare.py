@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,11 +20,12 @@ from hfgen.cli.options import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    TrustOption,
     generation_config,
     read_prompt,
     without_effect,
 )
-from hfgen.cli.report import CliError, comparison_table, difference_line, out, say
+from hfgen.cli.report import CliError, comparison_table, difference_line, out, print_json, say
 
 NEW_TOKENS = 64
 LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
@@ -88,6 +88,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Run transformers and hfgen side by side: tokens, first difference, times.
@@ -98,7 +99,7 @@ def compare(
     fields: dict[str, Any] = context.meta[FIELDS]
     texts = [read_prompt(prompt) for prompt in prompts] if prompts else [read_prompt(None)]
     with quiet(debug):
-        loaded = load(model, assistant, dtype, device)
+        loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = generation_config(fields, loaded.model, NEW_TOKENS)
         for note in without_effect(fields, config, loaded.model):
             say(f"[yellow]note:[/] {note}")
@@ -111,7 +112,7 @@ def compare(
     if as_json:
         calls = [as_object(*each) for each in zip(groups, results, strict=True)]
         report = {"model": loaded.name, "options": fields, "seed": seed, "calls": calls}
-        print(json.dumps(report, ensure_ascii=False))
+        print_json(report)
     else:
         out.print(comparison_table([repr(name)[1:-1] for name in names], results, "prompt"))
         for name, result in zip(names, results, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
@@ -17,11 +16,12 @@ from hfgen.cli.options import (
     DeviceOption,
     DtypeOption,
     ModelOption,
+    TrustOption,
     generation_config,
     read_prompt,
     without_effect,
 )
-from hfgen.cli.report import CliError, err, say, summary
+from hfgen.cli.report import CliError, TerminalText, err, print_json, say, summary
 
 NEW_TOKENS = 64
 
@@ -42,6 +42,7 @@ def generate(
     ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Complete a prompt; the prompt itself is not printed.
@@ -55,7 +56,7 @@ def generate(
         raise CliError("--stream and --json exclude each other: leave one out")
     text = read_prompt(prompt)
     with quiet(debug):
-        loaded = load(model, assistant, dtype, device)
+        loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = generation_config(fields, loaded.model, NEW_TOKENS)
         for note in without_effect(fields, config, loaded.model):
             say(f"[yellow]note:[/] {note}")
@@ -66,7 +67,7 @@ def generate(
         texts = [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
         if as_json:
             report = as_object(loaded, text, inputs, fields, seed, rows, texts, result.timings)
-            print(json.dumps(report, ensure_ascii=False))
+            print_json(report)
         elif not stream:
             print_texts(texts)
         if err.is_terminal and not as_json:
@@ -77,7 +78,10 @@ def text_streamer(loaded: Loaded) -> Any:
     """A streamer that writes new text to standard output."""
     from transformers import TextStreamer
 
-    return TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    write, text = streamer.on_finalized_text, TerminalText()
+    streamer.on_finalized_text = lambda piece, stream_end=False: write(text.add(piece), stream_end)
+    return streamer
 
 
 def print_texts(texts: list[str]) -> None:
@@ -85,6 +89,7 @@ def print_texts(texts: list[str]) -> None:
     for number, text in enumerate(texts, start=1):
         if len(texts) > 1:
             print(f"--- {number} of {len(texts)} ---")
+        text = TerminalText().add(text)
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 

@@ -37,11 +37,18 @@ class Loaded:
         return kwargs
 
 
-def load(name: str, assistant: str | None, dtype: str, device: str | None) -> Loaded:
+def load(
+    name: str,
+    assistant: str | None,
+    dtype: str,
+    device: str | None,
+    trust_remote_code: bool = False,
+) -> Loaded:
     """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``) for generation.
 
     ``dtype`` is one of ``DTYPES``; ``device`` is a torch device, ``auto`` to spread the model over
-    all devices, or None for the GPU where there is one.
+    all devices, or None for the GPU where there is one. Python code that comes with a checkpoint
+    is run with ``trust_remote_code`` alone; transformers would ask on standard input otherwise.
     Raises ``CliError`` with what is wrong in one line.
     """
     import torch
@@ -56,14 +63,21 @@ def load(name: str, assistant: str | None, dtype: str, device: str | None) -> Lo
                 f"--device takes cpu, cuda, cuda:1, mps or auto, but {device!r} was given"
             ) from error
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    drafts = None if assistant is None else load(assistant, None, dtype, device)
+    drafts = None if assistant is None else load(assistant, None, dtype, device, trust_remote_code)
     try:
         model, tokenizer = (
-            _builtin(name, dtype, device) if name in BUILTIN else _load(name, dtype, device)
+            _builtin(name, dtype, device)
+            if name in BUILTIN
+            else _load(name, dtype, device, trust_remote_code)
         )
     except CliError:
         raise
     except Exception as error:
+        if _needs_trust(error):
+            raise CliError(
+                f"{name!r} brings Python code of its own, which is not run: read it, and give "
+                "--trust-remote-code if you trust it"
+            ) from error
         raise CliError(
             f"cannot load {name!r}: {_first_sentence(error)} "
             "Give a folder written by save_pretrained, a hub id, or builtin."
@@ -82,7 +96,7 @@ def _builtin(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     return hfgen.mix_into(model if device == "auto" else model.to(device)), tokenizer
 
 
-def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
     import transformers
 
     import hfgen
@@ -97,19 +111,26 @@ def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
         )
     if path.is_file() or (path.is_dir() and not (path / "config.json").exists()):
         raise CliError(f"{name!r} is not a folder with a config.json, as save_pretrained writes it")
-    local = offline()
-    config = transformers.AutoConfig.from_pretrained(source, local_files_only=local)
+    shared = {"local_files_only": offline(), "trust_remote_code": trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(source, **shared)
     auto = (
         transformers.AutoModelForSeq2SeqLM
         if config.is_encoder_decoder
         else transformers.AutoModelForCausalLM
     )
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **shared)
     except Exception as error:
+        if _needs_trust(error):
+            raise
         raise CliError(f"no tokenizer with {name!r}: save one to the same folder") from error
-    model = auto.from_pretrained(source, dtype=dtype, device_map=device, local_files_only=local)
+    model = auto.from_pretrained(source, dtype=dtype, device_map=device, **shared)
     return hfgen.mix_into(model), tokenizer
+
+
+def _needs_trust(error: Exception) -> bool:
+    """Whether transformers refused to run a checkpoint's own code: its message names the argument."""
+    return "trust_remote_code" in str(error)
 
 
 def offline() -> bool:

@@ -68,6 +68,10 @@ DeviceOption = Annotated[
         help="cpu, cuda, cuda:1, mps, or auto to spread over all; the GPU if there is one.",
     ),
 ]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the Python code that a model brings with it."),
+]
 DebugOption = Annotated[
     bool, typer.Option("--debug", help="Show warnings, and the traceback of an error.")
 ]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,6 +21,21 @@ if TYPE_CHECKING:
 
 NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
 
+#: What a terminal would obey in place of showing it (ECMA-48): CSI sequences; OSC, DCS, SOS, PM and
+#: APC strings; other escape sequences, whole or broken off; C0 and C1 controls but tab and line feed.
+CONTROL_CODES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
+    r"|\x1b[ -/]*[0-~]?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+#: The beginning of a sequence, at the end of a text.
+UNFINISHED = re.compile(
+    r"(?:(?:\x1b\[|\x9b)[0-?]*[ -/]*"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*\x1b?"
+    r"|\x1b[ -/]*)\Z"
+)
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -25,9 +44,35 @@ class CliError(Exception):
     """The input is wrong: shown as one line, exit code 2."""
 
 
+@dataclass(slots=True)
+class TerminalText:
+    """Text that a model wrote, piece by piece, as it goes to standard output.
+
+    Control codes are taken out if that is a terminal, also where pieces split one. A pipe or a file
+    gets the text as it is.
+    """
+
+    held: str = ""  # a sequence that has begun
+
+    def add(self, piece: str) -> str:
+        """What can be written after ``piece``."""
+        if not sys.stdout.isatty():
+            return piece
+        text = self.held + piece
+        begun = UNFINISHED.search(text)
+        self.held = begun[0] if begun else ""
+        return CONTROL_CODES.sub("", text.removesuffix(self.held))
+
+
+def print_json(report: dict[str, Any]) -> None:
+    """Print one JSON object on a line, its control codes escaped."""
+    text = json.dumps(report, ensure_ascii=False)
+    print(re.sub(r"[\x7f-\x9f]", lambda code: f"\\u{ord(code[0]):04x}", text))
+
+
 def one_line(message: str, width: int = 320) -> str:
     """``message`` on a single line of at most ``width`` characters, safe as rich markup."""
-    return escape(textwrap.shorten(message, width, placeholder=" …"))
+    return escape(textwrap.shorten(CONTROL_CODES.sub(" ", message), width, placeholder=" …"))
 
 
 def say(markup: str) -> None:
