@@ -13,25 +13,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.generation.configuration_utils import GenerationMode
 
 from . import quirks, validate
+from .call import Call, ModelKwargs, Prompt, Request
 from .logs import logger
-from .types import Plan, Prompt, Request
+from .modes import MODES
 
-#: Which method decodes which mode.
-METHODS: dict[GenerationMode, str] = {
-    GenerationMode.GREEDY_SEARCH: "_sample",
-    GenerationMode.SAMPLE: "_sample",
-    GenerationMode.BEAM_SEARCH: "_beam_search",
-    GenerationMode.BEAM_SAMPLE: "_beam_search",
-    GenerationMode.ASSISTED_GENERATION: "_assisted_decoding",
-    GenerationMode.CONTRASTIVE_SEARCH: "_contrastive_search",
-    GenerationMode.DOLA_GENERATION: "_dola_decoding",
-    GenerationMode.GROUP_BEAM_SEARCH: "_group_beam_search",
-    GenerationMode.CONSTRAINED_BEAM_SEARCH: "_constrained_beam_search",
-}
-
+#: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
+NOT_THE_MODELS = ("prefix_cache", "trust_remote_code")
 
 #: Fields of hfgen's own, and their defaults.
 OWN_FIELDS: dict[str, Any] = {"output_speculation": False, "drop_finished": False}
@@ -80,12 +69,12 @@ def _without_zero_new_tokens(config: transformers.GenerationConfig) -> Iterator[
         config.max_new_tokens = 0
 
 
-def resolve(model: Any, request: Request) -> tuple[Plan, dict[str, Any]]:
-    """The plan of a call, and the kwargs that are the model's and not the config's.
+def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
+    """The call that is asked for, and the kwargs that are the model's and not the config's.
 
     Precedence: kwargs, then the passed config, then the model's, then the library's defaults.
     """
-    kwargs = dict(request.kwargs)
+    kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}
     mode_kwargs = model._extract_generation_mode_kwargs(
         request.custom_generate,
         kwargs,
@@ -102,37 +91,29 @@ def resolve(model: Any, request: Request) -> tuple[Plan, dict[str, Any]]:
     has_default_max_length = nobody_set("max_length")
     has_default_min_length = nobody_set("min_length")
     config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
-    plan = Plan(
-        config=config,
-        mode=config.get_generation_mode(request.assistant_model),
-        mode_kwargs=mode_kwargs,
-        method=None,
-        has_default_max_length=has_default_max_length,
-        has_default_min_length=has_default_min_length,
+    mode = MODES[config.get_generation_mode(request.assistant_model)]
+    method: Any = request.custom_generate or getattr(type(model), mode.hook)
+    call = Call(
+        request, config, mode, mode_kwargs, has_default_max_length, has_default_min_length, method
     )
-    return plan, model_kwargs
+    return call, model_kwargs
 
 
-def set_lengths(model: Any, plan: Plan, prompt: Prompt) -> None:
+def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
     """Fix how long the sequences may and have to get, now that the prompt's length is known."""
-    length = prompt.ids.shape[1]
-    plan.config = model._prepare_generated_length(
-        generation_config=plan.config,
-        has_default_max_length=plan.has_default_max_length,
-        has_default_min_length=plan.has_default_min_length,
+    call.prompt_length = length = prompt.ids.shape[1]
+    config = model._prepare_generated_length(
+        generation_config=call.config,
+        has_default_max_length=call.has_default_max_length,
+        has_default_min_length=call.has_default_min_length,
         model_input_name=prompt.main_input_name,
         inputs_tensor=prompt.main_input,
         input_ids_length=length,
     )
-    plan.config._prompt_length = length  # stop strings are looked for after it
+    call.adopt(config)
     if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:
         prompt.model_kwargs["logits_to_keep"] = 1  # the logits of a whole prompt are huge
-    model._validate_generated_length(plan.config, length, plan.has_default_max_length)
-    if (
-        validate.is_zero(plan.config.max_new_tokens)
-        and plan.mode is GenerationMode.ASSISTED_GENERATION
-    ):
-        plan.method = type(model)._sample  # which returns the prompt as it is
+    model._validate_generated_length(config, length, call.has_default_max_length)
 
 
 def extract_generation_mode_kwargs(

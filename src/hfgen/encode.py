@@ -9,7 +9,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import GenerationConfig
 
-from .types import ModelKwargs
+from .call import ModelKwargs
 
 #: Arguments of generate that are the decoder's: an encoder does not get them.
 DECODER_PREFIXES = ("decoder_", "cross_attn", "use_cache", "past_key_values", "cache_params")

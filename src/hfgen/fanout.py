@@ -13,60 +13,47 @@ from typing import Any, TypeGuard
 import torch
 from transformers import StaticCache
 from transformers.cache_utils import Cache
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import ModelOutput
 
 from . import quirks
 from .caches import rows
+from .call import Call, ModelKwargs, Prompt, Run, SharedPrompt
 from .outputs import map_rows
-from .types import ModelKwargs, Plan, Prompt, Run
 
 #: The hooks that expand the inputs of a call.
 EXPANDING = ("_expand_inputs_for_generation", "_expand_multimodal_outputs")
 
 
-class Unexpanded:
-    """The inputs of a call before its rows were multiplied by ``n``.
-
-    ``ids (batch, length)``, and what forward takes besides.
-    """
-
-    def __init__(self, ids: torch.Tensor, model_kwargs: ModelKwargs, n: int) -> None:
-        self.ids, self.model_kwargs, self.n = ids, model_kwargs, n
-
-    def __deepcopy__(self, memo: dict) -> Unexpanded:
-        return self  # configs are copied, prompts need not be
-
-
 def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     """Forward the prompt of each row, once where rows have the same one."""
-    unexpanded: Unexpanded | None = getattr(run.config, "_unexpanded", None)
+    call = run.call
+    shared = None
+    if call is not None:  # its tensors are not needed after this
+        shared, call.shared_prompt = call.shared_prompt, None
     name = "past_key_values"
     cache = run.model_kwargs.get(name)
-    if not _can_fan_out(unexpanded, run.model, run.ids, cache):
+    if not _can_fan_out(shared, run.model, run.ids, cache):
         return _prefill(run, run.ids, run.model_kwargs, is_first_iteration)
-    run.config._unexpanded = None
-    given = unexpanded.model_kwargs
+    given = shared.model_kwargs
     added = {name: value for name, value in run.model_kwargs.items() if name not in given}
     kwargs = given | added | {name: cache}
     if kwargs.get("encoder_outputs") is not None:
         # Some decoders write to what they get, and the encoder's hidden states may be the same.
         kwargs["encoder_outputs"] = _copied(kwargs["encoder_outputs"])
-    outputs = _prefill(run, unexpanded.ids, kwargs, is_first_iteration)
+    outputs = _prefill(run, shared.ids, kwargs, is_first_iteration)
     if name in outputs:  # else the model takes no cache, and forwards all ids again
-        prompts = torch.arange(len(unexpanded.ids), device=run.ids.device)
-        rows.repeat(outputs[name], prompts.repeat_interleave(unexpanded.n))
+        prompts = torch.arange(len(shared.ids), device=run.ids.device)
+        rows.repeat(outputs[name], prompts.repeat_interleave(shared.n))
         run.shares_prompts = True
-    n, rows_of_states = unexpanded.n, quirks.rows_of_states(run.model)
+    n, rows_of_states = shared.n, quirks.rows_of_states(run.model)
     map_rows(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
     return outputs
 
 
 def is_possible(run: Run) -> bool:
     """Whether ``prefill`` will forward each prompt once for several rows."""
-    unexpanded = getattr(run.config, "_unexpanded", None)
-    cache = run.model_kwargs.get("past_key_values")
-    return _can_fan_out(unexpanded, run.model, run.ids, cache)
+    shared = None if run.call is None else run.call.shared_prompt
+    return _can_fan_out(shared, run.model, run.ids, run.model_kwargs.get("past_key_values"))
 
 
 def _copied(outputs: Any) -> Any:
@@ -83,27 +70,24 @@ def _prefill(run: Run, ids: torch.Tensor, kwargs: ModelKwargs, is_first: bool) -
     return result
 
 
-def is_ahead(model: Any, plan: Plan, prompt: Prompt, cache: Any) -> bool:
+def is_ahead(model: Any, call: Call, prompt: Prompt) -> bool:
     """Whether the call's own loop will fan out after the prefill."""
-    unexpanded = getattr(plan.config, "_unexpanded", None)
+    cache = prompt.model_kwargs.get("past_key_values")
     return (
-        # Assisted decoding may forward the prompt with a draft.
-        plan.mode is not GenerationMode.ASSISTED_GENERATION
-        and getattr(plan.method, "__module__", "") == f"{__package__}.mixin"
-        and _can_fan_out(unexpanded, model, prompt.ids, cache)
+        call.is_own_method
+        and call.strategy.shares_prefill
+        and _can_fan_out(call.shared_prompt, model, prompt.ids, cache)
     )
 
 
 def _can_fan_out(
-    unexpanded: Unexpanded | None, model: Any, ids: torch.Tensor, cache: Any
-) -> TypeGuard[Unexpanded]:
+    shared: SharedPrompt | None, model: Any, ids: torch.Tensor, cache: Any
+) -> TypeGuard[SharedPrompt]:
     """Whether all that the prefill leaves behind is in a cache that can be expanded."""
-    if unexpanded is None or not isinstance(cache, Cache):
+    if shared is None or not isinstance(cache, Cache):
         return False
-    is_shared = (
-        len(ids) == len(unexpanded.ids) * unexpanded.n and ids.shape[1] == unexpanded.ids.shape[1]
-    )
-    is_expanded = rows.count(cache) not in (None, len(unexpanded.ids))
+    is_shared = len(ids) == len(shared.ids) * shared.n and ids.shape[1] == shared.ids.shape[1]
+    is_expanded = rows.count(cache) not in (None, len(shared.ids))
     if not is_shared or is_expanded or is_foreign(cache):
         return False
     if isinstance(rows.decoder_cache(cache), StaticCache) and not quirks.masks_filled_static_cache(
@@ -112,7 +96,7 @@ def _can_fan_out(
         return False  # NLLB-MoE's router reads another row's mask if there are fewer rows
     # RAG reorders documents, too; some models keep states elsewhere.
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
-    others = (value for name, value in unexpanded.model_kwargs.items() if name != "past_key_values")
+    others = (value for name, value in shared.model_kwargs.items() if name != "past_key_values")
     return (
         all(_is_librarys(model, name) for name in EXPANDING)
         and not hasattr(model, "_reorder_cache")

@@ -23,8 +23,8 @@ from transformers.utils.generic import is_flash_attention_requested
 from . import buffers
 from .caches.rows import decoder_cache
 from .caches.static import Compiled
+from .call import ModelKwargs, Run
 from .logs import logger
-from .types import ModelKwargs, Run
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 

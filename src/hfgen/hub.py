@@ -8,26 +8,39 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.configuration_utils import GenerationMode
 
+from .call import Request
 from .logs import logger
-from .types import Request
 
 
-def generate_from_repository(model: Any, request: Request, trust_remote_code: bool | None) -> Any:
+def runs_elsewhere(request: Request) -> bool:
+    """Whether a call is for a repository's own ``generate``, or for continuous batching."""
+    is_paged = request.kwargs.get("cache_implementation") == "paged"
+    return isinstance(request.custom_generate, str) or is_paged
+
+
+def generate(model: Any, request: Request) -> Any:
+    """Run such a call."""
+    if isinstance(request.custom_generate, str):
+        return generate_from_repository(model, request)
+    return generate_paged(model, request)
+
+
+def generate_from_repository(model: Any, request: Request) -> Any:
     """Run ``custom_generate/generate.py`` of the repository that ``custom_generate`` names.
 
     It gets the arguments of ``generate``, with ``model`` for ``self``. Its code is loaded only
     with ``trust_remote_code=True``.
     """
+    kwargs = dict(request.kwargs)
+    trust_remote_code = bool(kwargs.pop("trust_remote_code", False))
     function = model.load_custom_generate(
         # Never None, for which transformers asks on standard input.
         request.custom_generate,
-        trust_remote_code=bool(trust_remote_code),
-        **request.kwargs,
+        trust_remote_code=trust_remote_code,
+        **kwargs,
     )
     names = (name for name in request.__slots__ if name not in ("kwargs", "custom_generate"))
-    return function(
-        model=model, **{name: getattr(request, name) for name in names}, **request.kwargs
-    )
+    return function(model=model, **{name: getattr(request, name) for name in names}, **kwargs)
 
 
 def get_deprecated_gen_repo(

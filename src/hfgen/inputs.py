@@ -14,40 +14,39 @@ from transformers.tokenization_python import ExtensionsTrie
 from transformers.utils.generic import is_flash_attention_requested
 
 from . import quirks, validate
-from .fanout import Unexpanded
+from .call import Call, ModelKwargs, Prompt, SharedPrompt
 from .logs import logger
-from .types import ModelKwargs, Plan, Prompt, Request
 
 
-def prepare(model: Any, request: Request, plan: Plan, model_kwargs: ModelKwargs) -> Prompt:
+def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
     """The prompt, ready to be decoded: main input, special tokens, mask, positions, encoder, ids."""
     has_mask = model_kwargs.get("attention_mask") is not None
     main_input, name, model_kwargs = model._prepare_model_inputs(
-        request.inputs, plan.config.bos_token_id, model_kwargs
+        call.request.inputs, call.config.bos_token_id, model_kwargs
     )
     prompt = Prompt(main_input, name, main_input.shape[0], model_kwargs)
-    if "inputs_tensor" in inspect.signature(plan.method).parameters:  # type: ignore[arg-type]
-        plan.mode_kwargs["inputs_tensor"] = main_input
+    if "inputs_tensor" in inspect.signature(call.method).parameters:
+        call.mode_kwargs["inputs_tensor"] = main_input
     model._prepare_special_tokens(
-        plan.config, has_mask, device=main_input.device, batch_size=prompt.batch_size
+        call.config, has_mask, device=main_input.device, batch_size=prompt.batch_size
     )
-    validate.check_prompt(model, plan, prompt)
+    validate.check_prompt(model, call, prompt)
     if not model.config.is_encoder_decoder:
-        _warn_of_right_padding(plan, prompt)
+        _warn_of_right_padding(call, prompt)
         if name == "inputs_embeds":  # without a cache, the embeddings would be fed at every step
-            plan.config.use_cache = True
-    prepare_mask_and_positions(model, plan, prompt, has_mask)
-    encode_inputs(model, plan, prompt)
-    prepare_ids(model, plan, prompt)
+            call.config.use_cache = True
+    prepare_mask_and_positions(model, call, prompt, has_mask)
+    encode_inputs(model, call, prompt)
+    prepare_ids(model, call, prompt)
     return prompt
 
 
-def prepare_mask_and_positions(model: Any, plan: Plan, prompt: Prompt, has_mask: bool) -> None:
+def prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask: bool) -> None:
     """Infer the attention mask and the positions; drop a mask that masks nothing.
 
     Encoder-decoder models infer their own; others take what their forward has a name for.
     """
-    config, model_kwargs = plan.config, prompt.model_kwargs
+    config, model_kwargs = call.config, prompt.model_kwargs
     accepted = set(inspect.signature(model.forward).parameters)
     is_decoder_only = not model.config.is_encoder_decoder
     if has_mask:
@@ -78,18 +77,18 @@ def prepare_mask_and_positions(model: Any, plan: Plan, prompt: Prompt, has_mask:
             model_kwargs["attention_mask"] = None
 
 
-def encode_inputs(model: Any, plan: Plan, prompt: Prompt) -> None:
+def encode_inputs(model: Any, call: Call, prompt: Prompt) -> None:
     """Run the encoders whose outputs the caller did not pass."""
     given = prompt.model_kwargs
     if given.get("encoder_outputs") is None or given.get("mm_encoder_outputs") is None:
         prompt.model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
-            prompt.main_input, given, prompt.main_input_name, plan.config
+            prompt.main_input, given, prompt.main_input_name, call.config
         )
 
 
-def prepare_ids(model: Any, plan: Plan, prompt: Prompt) -> None:
+def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
     """The ids to decode from, one row per beam or returned sequence, healed if asked for."""
-    config = plan.config
+    config = call.config
     if model.config.is_encoder_decoder:
         ids, prompt.model_kwargs = model._prepare_decoder_input_ids_for_generation(
             batch_size=prompt.batch_size,
@@ -104,7 +103,7 @@ def prepare_ids(model: Any, plan: Plan, prompt: Prompt) -> None:
         ids = prompt.model_kwargs.pop("input_ids")
     expand_size = max(config.num_beams, config.num_return_sequences)
     if expand_size > 1 and not config.token_healing:
-        config._unexpanded = Unexpanded(ids, dict(prompt.model_kwargs), expand_size)
+        call.shared_prompt = SharedPrompt(ids, dict(prompt.model_kwargs), expand_size)
     ids, prompt.model_kwargs = model._expand_inputs_for_generation(
         input_ids=ids,
         expand_size=expand_size,
@@ -112,7 +111,7 @@ def prepare_ids(model: Any, plan: Plan, prompt: Prompt) -> None:
         **prompt.model_kwargs,
     )
     if config.token_healing:
-        healed = model.heal_tokens(ids, plan.mode_kwargs.get("tokenizer"))
+        healed = model.heal_tokens(ids, call.mode_kwargs.get("tokenizer"))
         _follow_length(model, prompt, ids, healed, config._pad_token_tensor)
         ids = healed
     prompt.ids = ids
@@ -137,8 +136,8 @@ def _follow_length(
         )
 
 
-def _warn_of_right_padding(plan: Plan, prompt: Prompt) -> None:
-    pad, ids = plan.config._pad_token_tensor, prompt.main_input
+def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
+    pad, ids = call.config._pad_token_tensor, prompt.main_input
     if pad is None or prompt.batch_size == 1 or ids.ndim != 2:
         return
     mask = prompt.model_kwargs.get("attention_mask")

@@ -1,17 +1,21 @@
-"""The decode loop. There is one; strategies say how tokens are chosen, consumers what becomes of them."""
+"""The decode loop. There is one; strategies say how tokens are chosen, observers what becomes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from .outputs import GenerateOutput, Recording
+from .validate import is_zero
+
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
-    from .types import Run, Step, Strategy
+    from .call import Run, Step, Strategy
 
 
 def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
@@ -32,6 +36,51 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
             outputs = None
             strategy.stop(run)
             yield step
+
+
+def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
+    """``steps``, of each of which ``run.observers`` are told before it is yielded.
+
+    Without new tokens to generate there are none, and nothing is forwarded.
+    """
+    if is_zero(run.config.max_new_tokens):
+        return
+    with closing(steps(run, strategy)) as iterator:
+        for step in iterator:
+            for observer in run.observers:
+                observer.add(run, strategy, step)
+            yield step
+
+
+def finish(run: Run, strategy: Strategy) -> GenerateOutput | torch.Tensor:
+    """Decode to the end: record each step, stream it, and put together what ``generate`` returns."""
+    recording = Recording(run)
+    run.observers = [recording]
+    if run.streamer is not None:
+        run.observers.append(Streaming(run.streamer))
+    if run.call is not None and run.call.prefix_session is not None:
+        run.observers.append(run.call.prefix_session)  # copies states: after the streamer
+    for _ in drive(run, strategy):
+        pass
+    result = strategy.result(run)
+    for observer in run.observers:
+        observer.finish(run, strategy, result)
+    return recording.output(run, result)
+
+
+class Streaming:
+    """Hands a streamer what each step settles: ``(rows,)``, or ``(batch, n)`` if the strategy says."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer = streamer
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        tokens = step.tokens.squeeze(1) if step.streamed is None else step.streamed()
+        if tokens.numel() > 0:
+            self.streamer.put(tokens.cpu())
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
+        self.streamer.end()
 
 
 def unfinished(run: Run) -> bool:

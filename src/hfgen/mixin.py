@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -27,47 +27,17 @@ from . import (
     hub,
     inputs,
     loop,
+    modes,
     outputs,
-    prefix,
     processors,
     stopping,
     validate,
 )
-from .drafters import Setup
-from .outputs import GenerateOutput, Recording
-from .strategies import STRATEGIES
-from .strategies.assisted import assisted
-from .types import Request, Run, Step, Strategy
+from .call import Request
+from .outputs import GenerateOutput
+from .prepare import prepare
 
 T = TypeVar("T")
-
-
-def _decoder(name: str, doc: str) -> Callable[..., GenerateOutput | torch.Tensor]:
-    """The method ``name`` of the mixin: decode with the strategy of that name."""
-
-    def method(
-        self: Any,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
-    ) -> GenerateOutput | torch.Tensor:
-        run = Run(
-            self,
-            input_ids,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            model_kwargs,
-            synced_gpus,
-        )
-        return decode(run, STRATEGIES[name], streamer)
-
-    method.__name__, method.__doc__ = name, doc + " Returns what ``generate`` returns."
-    return method
 
 
 class GenerationMixin(transformers.GenerationMixin):
@@ -143,7 +113,11 @@ class GenerationMixin(transformers.GenerationMixin):
             kwargs,
         )
         with _ending(streamer):
-            return _generate(self, request)
+            if hub.runs_elsewhere(request):
+                return hub.generate(self, request)
+            call = prepare(self, request)
+            with validate.explaining_misfit(self, call.cache):
+                return call.decode(self)
 
     # Stage 1: config
     _extract_generation_mode_kwargs = config.extract_generation_mode_kwargs
@@ -152,7 +126,7 @@ class GenerationMixin(transformers.GenerationMixin):
     _prepare_generated_length = config.prepare_generated_length
     _get_deprecated_gen_repo = hub.get_deprecated_gen_repo
     _validate_model_kwargs = validate.validate_model_kwargs
-    _validate_generation_mode = validate.validate_generation_mode
+    _validate_generation_mode = modes.validate_generation_mode
     _validate_generated_length = validate.validate_generated_length
 
     # Stage 2: inputs
@@ -198,100 +172,14 @@ class GenerationMixin(transformers.GenerationMixin):
     _has_unfinished_sequences = loop.has_unfinished_sequences
     compute_transition_scores = outputs.compute_transition_scores
 
-    def _sample(
-        self,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
-    ) -> GenerateOutput | torch.Tensor:
-        """Decode greedily, or by sampling with ``do_sample``. Returns what ``generate`` returns."""
-        run = Run(
-            self,
-            input_ids,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            model_kwargs,
-            synced_gpus,
-        )
-        return decode(run, STRATEGIES["_sample"], streamer)
-
-    def _beam_search(
-        self,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        **model_kwargs: Any,
-    ) -> GenerateOutput | torch.Tensor:
-        """Search with ``num_beams`` beams, or sample them with ``do_sample``.
-
-        Returns what ``generate`` returns. A streamer gets what all beams of a prompt agree on.
-        """
-        streamer = model_kwargs.pop("streamer", None)
-        run = Run(
-            self,
-            input_ids,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            model_kwargs,
-            synced_gpus,
-        )
-        return decode(run, STRATEGIES["_beam_search"], streamer)
-
-    def _assisted_decoding(
-        self,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        inputs_tensor: torch.Tensor | None = None,
-        assistant_model: Any = None,
-        assistant_tokenizer: Any = None,
-        tokenizer: Any = None,
-        **model_kwargs: Any,
-    ) -> GenerateOutput | torch.Tensor:
-        """Decode speculatively: tokens are drafted, and verified by one forward for several.
-
-        Returns what ``generate`` returns. ``assistant_model`` is a model or a ``hfgen.Drafter``.
-        """
-        run = Run(
-            self,
-            input_ids,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            model_kwargs,
-            synced_gpus,
-        )
-        setup = Setup(
-            run,
-            assistant_model,
-            tokenizer,
-            assistant_tokenizer,
-            inputs_tensor,
-            streamer is not None,
-        )
-        return decode(run, lambda run: assisted(run, setup), streamer)
-
-    _contrastive_search = _decoder("_contrastive_search", "Contrastive search (Su et al. 2022).")
-    _dola_decoding = _decoder(
-        "_dola_decoding", "Decoding by contrasting layers (Chuang et al. 2023)."
-    )
-    _group_beam_search = _decoder(
-        "_group_beam_search", "Diverse beam search (Vijayakumar et al. 2016)."
-    )
-    _constrained_beam_search = _decoder(
-        "_constrained_beam_search", "Beam search under constraints (Post and Vilar 2018)."
-    )
+    # The modes
+    _sample = modes.sample
+    _beam_search = modes.beam_search
+    _assisted_decoding = modes.assisted_decoding
+    _contrastive_search = modes.contrastive_search
+    _dola_decoding = modes.dola_decoding
+    _group_beam_search = modes.group_beam_search
+    _constrained_beam_search = modes.constrained_beam_search
 
 
 for _name, _hook in vars(GenerationMixin).items():
@@ -309,97 +197,6 @@ def _ending(streamer: BaseStreamer | None) -> Iterator[None]:
             with suppress(Exception):  # the first exception is the one to report
                 streamer.end()  # type: ignore[union-attr]
         raise
-
-
-def _generate(model: Any, request: Request) -> GenerateOutput | torch.Tensor:
-    """The stages, in order."""
-    trust_remote_code = request.kwargs.pop("trust_remote_code", None)
-    if isinstance(request.custom_generate, str):
-        return hub.generate_from_repository(model, request, trust_remote_code)
-    validate.check_request(request)
-    prefixes = prefix.take_argument(model, request)
-    if request.kwargs.get("cache_implementation") == "paged":
-        return hub.generate_paged(model, request)
-
-    plan, model_kwargs = config.resolve(model, request)
-    model._validate_model_kwargs(model_kwargs.copy())
-    model._validate_generation_mode(plan.mode, plan.config, plan.mode_kwargs)
-    validate.check_plan(plan)
-    validate.check_callable(request.custom_generate, plan)
-    plan.method = request.custom_generate or getattr(type(model), config.METHODS[plan.mode])
-    prefixes = prefix.check(prefixes, model, request, plan, model_kwargs)
-
-    prompt = inputs.prepare(model, request, plan, model_kwargs)
-    if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
-        request.streamer.put(prompt.ids[:: plan.config.num_beams].cpu())
-    config.set_lengths(model, plan, prompt)
-    may_end_early = stopping.may_end_early(plan.config) or bool(request.stopping_criteria)
-    caches.prepare(model, plan, prompt, may_end_early)
-    inputs.warn_of_foreign_device(model, prompt.ids)
-    logits_processor = model._get_logits_processor(
-        generation_config=plan.config,
-        input_ids_seq_length=prompt.ids.shape[1],
-        encoder_input_ids=prompt.main_input,
-        prefix_allowed_tokens_fn=request.prefix_allowed_tokens_fn,
-        logits_processor=request.logits_processor or LogitsProcessorList(),
-        device=prompt.main_input.device,
-        model_kwargs=prompt.model_kwargs,
-        negative_prompt_ids=request.negative_prompt_ids,
-        negative_prompt_attention_mask=request.negative_prompt_attention_mask,
-    )
-    stopping_criteria = model._get_stopping_criteria(
-        generation_config=plan.config,
-        stopping_criteria=request.stopping_criteria or StoppingCriteriaList(),
-        tokenizer=plan.mode_kwargs.get("tokenizer"),
-    )
-    prefix.begin(prefixes, model, plan, prompt)
-    prompt.model_kwargs["use_cache"] = plan.config.use_cache
-    with validate.explaining_misfit(model, prompt.model_kwargs.get("past_key_values")):
-        return plan.method(
-            model,
-            prompt.ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=plan.config,
-            **plan.mode_kwargs,
-            **prompt.model_kwargs,
-        )
-
-
-def decode(
-    run: Run, strategy_class: Callable[[Run], Strategy], streamer: BaseStreamer | None = None
-) -> GenerateOutput | torch.Tensor:
-    """Drive the loop: record each step, stream it, and put together what is returned."""
-    run.tokenizer = run.model_kwargs.pop("tokenizer", None)
-    for name in ("assistant_tokenizer", "assistant_model", "inputs_tensor"):
-        run.model_kwargs.pop(name, None)  # arguments of other modes: no model's forward takes them
-    strategy = strategy_class(run)
-    recording = Recording(run)
-    prefixes = getattr(run.config, "_prefixes", None)
-    if not validate.is_zero(run.config.max_new_tokens):
-        with closing(loop.steps(run, strategy)) as steps:
-            for step in steps:
-                recording.add(step)
-                if prefixes is not None:
-                    prefixes.store_prompt(run, strategy)
-                if streamer is not None:
-                    _put(streamer, step)
-    if streamer is not None:
-        streamer.end()
-    # A recipe may run on a model that is not mixed, whose config lacks the field.
-    is_asked = getattr(run.config, "output_speculation", False)
-    statistics = {"speculation": run.speculation} if is_asked else {}
-    result = strategy.result(run)
-    if prefixes is not None:
-        prefixes.store_generated(run, strategy, result["sequences"])
-    return recording.finish(result, **statistics)
-
-
-def _put(streamer: BaseStreamer, step: Step) -> None:
-    """Hand on what ``step`` settles: ``(rows,)``, or ``(batch, n)`` by strategies that say what."""
-    tokens = step.tokens.squeeze(1) if step.streamed is None else step.streamed()
-    if tokens.numel() > 0:
-        streamer.put(tokens.cpu())
 
 
 # --- classes ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from . import quirks
 from .caches import rollback
-from .types import Run, Step
+from .call import Run, Step, Strategy
 
 #: What ``generate`` returns if not a tensor of ids.
 GenerateOutput: TypeAlias = GenerateNonBeamOutput | GenerateBeamOutput
@@ -103,34 +103,33 @@ class Recording:
             "cross_attentions": config.output_attentions and run.is_encoder_decoder,
             "hidden_states": config.output_hidden_states,
         }
-        self.run = run
         self.recorded: dict[str, list[Any]] = {
             name: [] for name, flag in asked.items() if flag and config.return_dict_in_generate
         }
 
-    def add(self, step: Step) -> None:
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
         """Take what ``step`` holds; its scores are in ``run`` already, where criteria need them."""
         for name, entries in self.recorded.items():
             entries.extend(getattr(step, name))
 
-    def finish(
-        self, result: dict[str, torch.Tensor | None], **attributes: Any
-    ) -> GenerateOutput | torch.Tensor:
-        """The return value of ``generate``: ``result``'s sequences alone, or all in an output.
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, torch.Tensor | None]) -> None:
+        """Nothing: ``output`` puts together what is returned."""
 
-        ``attributes`` are set on the output, besides upstream's fields.
-        """
+    def output(
+        self, run: Run, result: dict[str, torch.Tensor | None]
+    ) -> GenerateOutput | torch.Tensor:
+        """The return value of ``generate``: ``result``'s sequences alone, or all in an output."""
         sequences: Any = result["sequences"]
-        if not self.run.config.return_dict_in_generate:
+        if not run.config.return_dict_in_generate:
             return sequences
-        output = self._output(result)
-        for name, value in attributes.items():
-            setattr(output, name, value)
+        output: Any = self._output(run, result)
+        # A recipe may run on a model that is not mixed, whose config lacks the field.
+        if getattr(run.config, "output_speculation", False):
+            output.speculation = run.speculation
         return output
 
-    def _output(self, result: dict[str, torch.Tensor | None]) -> GenerateOutput:
-        run, config = self.run, self.run.config
-
+    def _output(self, run: Run, result: dict[str, torch.Tensor | None]) -> GenerateOutput:
+        config = run.config
         recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
         fields: dict[str, Any] = {
             **result,

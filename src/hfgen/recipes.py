@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from . import validate
-from .mixin import decode
+from .call import Run, Strategy
+from .loop import finish
 from .strategies.minimum_bayes_risk import MinimumBayesRisk, Utility, chrf
-from .types import Run, Strategy
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -55,16 +55,16 @@ class Recipe:
         passed = {"streamer": streamer, "tokenizer": tokenizer}
         passed = {name: value for name, value in passed.items() if value is not None}
         self.check_call(generation_config, passed)  # upstream's generate has not
-        run = Run(
+        run = Run.of(
             model,
             input_ids,
-            generation_config,
             logits_processor,
             stopping_criteria,
-            model_kwargs | {"tokenizer": tokenizer},
+            generation_config,
             synced_gpus,
+            model_kwargs | passed,
         )
-        return decode(run, lambda run: self.strategy_class(run, **self.options), streamer)
+        return finish(run, self.strategy_class(run, **self.options))
 
 
 def recipe(strategy_class: type, **options: Any) -> Recipe:

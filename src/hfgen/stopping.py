@@ -73,7 +73,8 @@ def stop_strings(context: Context) -> StopStringCriteria | None:
     if strings is None:
         return None
     validate.require_tokenizer(context.tokenizer, "stop_strings", strings)
-    prompt_length = getattr(context.config, "_prompt_length", 0)
+    call = getattr(context.config, "_call", None)
+    prompt_length = 0 if call is None else call.prompt_length
     return StopStringCriteria(context.tokenizer, strings, prompt_length=prompt_length)
 
 
@@ -98,8 +99,8 @@ def get_stopping_criteria(
 ) -> Any:
     """All criteria of a call, the caller's ``stopping_criteria`` among them.
 
-    The hook ``GenerationMixin._get_stopping_criteria``, with upstream's order and conditions.  The private field ``_prompt_length`` of the config, where set, tells stop strings where the
-    generated text begins.  Raises ``ValueError`` for stop strings without a tokenizer.
+    The hook ``GenerationMixin._get_stopping_criteria``, with upstream's order and conditions. The
+    config's call, if it has one, tells stop strings where the generated text begins. Raises ``ValueError`` for stop strings without a tokenizer.
     """
     context = Context(self, generation_config, tokenizer)
     built = (builder(context) for builder in CRITERIA)

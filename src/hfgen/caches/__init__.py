@@ -21,9 +21,9 @@ from transformers.generation.configuration_utils import (
     GenerationMode,
 )
 
-from .. import fanout, quirks
+from .. import quirks
+from ..call import Call, ModelKwargs, Prompt
 from ..logs import logger
-from ..types import ModelKwargs, Plan, Prompt
 from . import offloaded, rows
 from .dynamic import GrowingCache
 from .quantized import QuantizedCache, left_padding
@@ -105,23 +105,23 @@ def check_config(model: Any, config: GenerationConfig) -> None:
         offloaded.check_settings(config.cache_config, config.cache_implementation)
 
 
-def prepare(model: Any, plan: Plan, prompt: Prompt, may_end_early: bool) -> None:
+def prepare(
+    model: Any, call: Call, prompt: Prompt, may_end_early: bool, will_fan_out: bool
+) -> None:
     """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it.
 
     Raises ``ValueError`` for a cache of the caller's that holds other rows, or that is too short:
     for the prompt, or for the whole call unless that ``may_end_early``.
     """
-    config, model_kwargs = plan.config, prompt.model_kwargs
-    # The last token is not forwarded, but contrastive search tries candidates for it.
-    is_tried = plan.mode is GenerationMode.CONTRASTIVE_SEARCH
-    max_length = config.max_length - (0 if is_tried else 1)
+    config, model_kwargs = call.config, prompt.model_kwargs
+    # The last token is not forwarded, unless candidates for it are tried.
+    max_length = config.max_length - 1 + getattr(call.strategy, "tokens_ahead", 0)
     embeds_length = prompt.main_input.shape[1] if prompt.main_input_name == "inputs_embeds" else 0
     if not model.config.is_encoder_decoder and embeds_length != prompt.ids.shape[1]:
         max_length += embeds_length
     name = quirks.cache_argument(model)
     given = model_kwargs.get(name)
     if isinstance(given, Cache) and config.cache_implementation is None:
-        will_fan_out = fanout.is_ahead(model, plan, prompt, given)
         given = rows.fit(given, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
         _expect(given, max_length)
         check_room(given, max_length, prompt.ids.shape[1], may_end_early)
@@ -129,7 +129,7 @@ def prepare(model: Any, plan: Plan, prompt: Prompt, may_end_early: bool) -> None
         model_kwargs[name] = given
     config = offloaded.without_cuda(model, config)
     model._prepare_cache_for_generation(
-        config, model_kwargs, plan.mode, prompt.batch_size, max_length
+        config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )
 
 

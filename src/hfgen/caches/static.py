@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLaye
 from transformers.generation.configuration_utils import STATIC_CACHE_IMPLEMENTATIONS
 
 from .. import quirks
+from ..call import ModelKwargs
 from ..logs import logger
-from ..types import ModelKwargs
 from . import offloaded
 from .pool import Lease, Size, pool_of
 from .rows import decoder_cache

@@ -12,9 +12,9 @@ from transformers.utils import ModelOutput
 
 from .. import forward
 from ..caches.rollback import record_past, roll_back
+from ..call import ModelKwargs, Run
 from ..loop import commit
 from ..processors import is_row_wise
-from ..types import ModelKwargs, Run
 from ..validate import accepted_names
 from .base import Draft, DraftContext, DraftVerdict, Setup
 

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
-    from ..types import Run
+    from ..call import Run
 
 
 @dataclass(frozen=True, slots=True)

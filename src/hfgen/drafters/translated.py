@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicLayer
 
 from ..caches.dynamic import upstream_kind
 from ..caches.rows import decoder_cache
+from ..call import ModelKwargs, Run
 from ..processors import LogitsProcessorList, is_row_wise
-from ..types import ModelKwargs, Run
 from ..vocabularies import Spelling, n_scores, shared_tokens
 from .assistant import Assistant
 from .base import Draft, DraftContext, Setup

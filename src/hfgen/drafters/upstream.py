@@ -20,8 +20,8 @@ from transformers.generation import candidate_generator as kinds
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
+from ..call import ModelKwargs, Run
 from ..processors import is_row_wise
-from ..types import ModelKwargs, Run
 from ..validate.speculation import has_foreign_generator
 from .base import Draft, DraftContext, DraftVerdict, Setup
 from .schedule import Constant

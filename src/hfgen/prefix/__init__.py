@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import fanout, validate
-from ..types import Plan, Prompt, Request
+from ..call import Call, ModelKwargs, Prompt, Request
 from . import eligibility
 from .cache import PrefixCache, PrefixStats
 from .eligibility import Reason
@@ -37,12 +37,12 @@ class Asked:
 
 
 def take_argument(model: Any, request: Request) -> Asked | None:
-    """Take ``prefix_cache`` out of the call's arguments; ``None`` there goes before the model's own.
+    """The call's ``prefix_cache``, or the model's own unless the call says ``None``.
 
     Raises ``TypeError`` for anything that is no ``PrefixCache``.
     """
     by_name = "prefix_cache" in request.kwargs
-    prefixes = request.kwargs.pop("prefix_cache", getattr(model, "prefix_cache", None))
+    prefixes = request.kwargs.get("prefix_cache", getattr(model, "prefix_cache", None))
     if prefixes is None:
         return None
     if not isinstance(prefixes, PrefixCache):
@@ -58,39 +58,36 @@ def take_argument(model: Any, request: Request) -> Asked | None:
     return asked
 
 
-def check(
-    asked: Asked | None, model: Any, request: Request, plan: Plan, model_kwargs: dict[str, Any]
-) -> Asked | None:
+def check(asked: Asked | None, model: Any, call: Call, model_kwargs: ModelKwargs) -> Asked | None:
     """``asked``, unless the call's arguments rule it out. Raises ``ValueError`` as ``refuse`` does."""
-    if asked is None or plan.config.is_assistant or validate.is_zero(plan.config.max_new_tokens):
+    if asked is None or call.config.is_assistant or validate.is_zero(call.config.max_new_tokens):
         return None
-    reason = eligibility.of_arguments(model, request, plan, model_kwargs)
+    reason = eligibility.of_arguments(model, call, model_kwargs)
     if reason is not None:
         asked.refuse(reason)
         return None
     return asked
 
 
-def begin(asked: Asked | None, model: Any, plan: Plan, prompt: Prompt) -> None:
+def begin(asked: Asked | None, model: Any, call: Call, prompt: Prompt) -> None:
     """Fill the call's cache with what is stored of its prompts, and see to what will be stored.
 
     Raises ``ValueError`` for a prompt that cannot be used, if ``prefix_cache`` was an argument.
     """
     if asked is None:
         return None
-    if (reason := eligibility.of_prompt(model, plan, prompt)) is not None:
+    if (reason := eligibility.of_prompt(model, call, prompt)) is not None:
         return asked.refuse(reason)
     cache = prompt.model_kwargs["past_key_values"]
-    fans_out = fanout.is_ahead(model, plan, prompt, cache)
-    rows: Any = plan.config._unexpanded if fans_out else prompt
+    rows: Any = call.shared_prompt if fanout.is_ahead(model, call, prompt) else prompt
     layout = Layout.of(rows.ids, rows.model_kwargs)
     if isinstance(layout, Reason):
         return asked.refuse(layout)
     inputs = rows.ids, rows.model_kwargs, layout
-    call = PrefixSession(asked.prefixes, model, plan.config, cache, *inputs, asked.by_name)
-    per_token = asked.prefixes._bytes_per_token(call.keys[0])
-    if per_token is not None and (too_large := call.too_large(per_token)):
+    session = PrefixSession(asked.prefixes, model, call.config, cache, *inputs, asked.by_name)
+    per_token = asked.prefixes._bytes_per_token(session.keys[0])
+    if per_token is not None and (too_large := session.too_large(per_token)):
         return asked.prefixes._bypass(too_large)
-    call.fill(plan.config)
-    plan.config._prefixes = call
+    session.fill(call.config)
+    call.prefix_session = session
     return None

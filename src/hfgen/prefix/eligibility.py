@@ -13,11 +13,11 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
-from transformers.generation.configuration_utils import GenerationMode
 
 from .. import quirks
 from ..caches.dynamic import GrowingCache, upstream_kind
-from ..types import Plan, Prompt, Request
+from ..call import Call, ModelKwargs, Prompt
+from ..strategies.assisted import Assisted
 from ..validate.speculation import has_foreign_generator
 
 #: Inputs whose influence on a token's keys and values is known.
@@ -62,11 +62,9 @@ class Reason:
     is_choice: bool = True
 
 
-def of_arguments(
-    model: Any, request: Request, plan: Plan, model_kwargs: dict[str, Any]
-) -> Reason | None:
+def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | None:
     """What can be told before anything is prepared."""
-    config = plan.config
+    config = call.config
     if model.config.is_encoder_decoder:
         return Reason("a decoder's states depend on its encoder", is_choice=False)
     unknown = sorted(
@@ -85,33 +83,33 @@ def of_arguments(
         return Reason(f"`cache_implementation` is {config.cache_implementation!r}")
     if config.token_healing:
         return Reason("`token_healing` changes the prompt")
-    if plan.mode is GenerationMode.CONTRASTIVE_SEARCH:
-        return Reason("contrastive search compares with the hidden states of the whole prompt")
-    if plan.mode is GenerationMode.ASSISTED_GENERATION and _reads_prompt(model, request, plan):
-        return Reason("its drafter reads what the model makes of the whole prompt")
-    if not getattr(plan.method, "__module__", "").startswith("hfgen."):
+    if not getattr(call.strategy, "continues_cache", False):
+        who = getattr(call.strategy, "__name__", "the decoding method")
         return Reason(
-            "the decoding method is not hfgen's", is_choice=request.custom_generate is not None
+            f"{who} does not declare that it continues a cache (`continues_cache`)",
+            is_choice=call.request.custom_generate is not None or call.is_own_method,
         )
-    return _of_model(model, plan)
+    if call.strategy is Assisted and _reads_prompt(model, call):
+        return Reason("its drafter reads what the model makes of the whole prompt")
+    return _of_model(model, call)
 
 
-def _reads_prompt(model: Any, request: Request, plan: Plan) -> bool:
+def _reads_prompt(model: Any, call: Call) -> bool:
     """Whether a drafter may look at hidden states of the target."""
-    assistant = request.assistant_model
+    assistant = call.request.assistant_model
     hook = type(model)._get_candidate_generator
     return (
         not hook.__module__.startswith(("hfgen.", "transformers.generation."))
         or hasattr(assistant, "get_candidates")
         or bool(getattr(assistant, "forward_arguments", None))
-        or has_foreign_generator(plan.config, assistant)
+        or has_foreign_generator(call.config, assistant)
     )
 
 
-def _of_model(model: Any, plan: Plan) -> Reason | None:
+def _of_model(model: Any, call: Call) -> Reason | None:
     if model.training:
         return Reason("the model is in training mode", is_choice=False)
-    if plan.mode_kwargs.get("synced_gpus"):
+    if call.mode_kwargs.get("synced_gpus"):
         return Reason("devices have to forward in step", is_choice=False)
     if quirks.keeps_other_state(model):
         return Reason(f"{type(model).__name__} keeps states elsewhere", is_choice=False)
@@ -123,10 +121,10 @@ def _of_model(model: Any, plan: Plan) -> Reason | None:
     return None
 
 
-def of_prompt(model: Any, plan: Plan, prompt: Prompt) -> Reason | None:
+def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
     """What can be told when the prompt and its cache are prepared."""
     cache: Any = prompt.model_kwargs.get(CACHE)
-    config = plan.config
+    config = call.config
     unsuitable = Reason(f"{type(model).__name__} has layers whose states cannot be cut", False)
     if type(cache) not in (GrowingCache, StaticCache) or cache.offloading or not cache.layers:
         return unsuitable

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..types import ModelKwargs
+from ..call import ModelKwargs
 from .eligibility import Reason
 
 #: What a forward pass costs besides its tokens, in tokens.

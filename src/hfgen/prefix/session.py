@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import quirks
 from ..caches.dynamic import GrowingCache
-from ..types import ModelKwargs, Run
+from ..call import ModelKwargs, Run, Step
 from . import fingerprint, windows
 from .cache import PrefixCache
 from .padding import Group, Layout, best_end, lagging
@@ -122,7 +122,7 @@ class PrefixSession:
 
     # ------------------------------------------------------------ storing
 
-    def store_prompt(self, run: Run, strategy: Any) -> None:
+    def add(self, run: Run, strategy: Any, step: Step) -> None:
         """Store the prompts after the first step; later steps do nothing.
 
         Raises ``ValueError`` if one is larger than the memory limit.
@@ -177,12 +177,13 @@ class PrefixSession:
         self.is_given_up = True
         self.prefixes._bypass(reason)
 
-    def store_generated(self, run: Run, strategy: Any, sequences: Tensor) -> None:
-        """Store ``sequences (wanted, length)``, as far as the cache holds their states.
+    def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
+        """Store the result's ``sequences (wanted, length)``, as far as the cache holds their states.
 
         Of beams, some that are returned ended before the others, and the cache has gone on: the row
         that agrees with one for longest has the states up to there.
         """
+        sequences: Tensor = result["sequences"]
         layers = attention_layers(self.cache)
         rows = cached_rows(run, strategy, layers) if self.is_prompt_stored else []
         if rows and not self.is_given_up and not self._has_changed():

@@ -1,11 +1,8 @@
 """How the next tokens are chosen, one file per strategy.
 
-``STRATEGIES`` names the class behind each method of the mixin. To add one, copy ``sample.py``.
+``modes.MODES`` names the class behind each mode. To add one, copy ``sample.py``.
 """
 
-from collections.abc import Callable
-
-from ..types import Run, Strategy
 from .base import NextToken
 from .beam import Beam
 from .constrained_beam import ConstrainedBeam
@@ -14,17 +11,7 @@ from .dola import Dola
 from .group_beam import GroupBeam
 from .sample import Sample
 
-STRATEGIES: dict[str, Callable[[Run], Strategy]] = {
-    "_sample": Sample,
-    "_beam_search": Beam,
-    "_contrastive_search": Contrastive,
-    "_dola_decoding": Dola,
-    "_group_beam_search": GroupBeam,
-    "_constrained_beam_search": ConstrainedBeam,
-}
-
 __all__ = [
-    "STRATEGIES",
     "Beam",
     "ConstrainedBeam",
     "Contrastive",

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 from .. import fanout, forward, outputs, quirks, stopping
 from ..caches.rollback import record_past, roll_back
 from ..caches.rows import decoder_cache
+from ..call import Run, Speculation, Step
 from ..drafters import (
     Draft,
     DraftContext,
@@ -36,7 +37,6 @@ from ..drafters import (
 )
 from ..loop import commit
 from ..processors import is_row_wise
-from ..types import Run, Speculation, Step
 from .base import InvalidScoresError, padding
 from .verification import (
     GreedyMatch,
@@ -49,6 +49,9 @@ from .verification import (
 
 class Assisted:
     """Verify what ``drafter`` guesses, as many tokens a round as ``schedule`` says."""
+
+    continues_cache = True
+    shares_prefill = False  # the prompt may be forwarded with a draft
 
     def __init__(
         self, run: Run, drafter: Drafter, schedule: Schedule, verification: Verification

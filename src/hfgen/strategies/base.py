@@ -11,11 +11,23 @@ from transformers.utils import ModelOutput
 
 from .. import fanout, forward, stopping
 from ..active_rows import ActiveRows
-from ..types import Run
+from ..call import Run
 
 
 class NextToken:
     """Prefill, then forward one new token per sequence and step."""
+
+    # What it can do; see ``call.Strategy``.
+    continues_cache = shares_prefill = streams = True
+    drops_rows = False
+    tokens_ahead = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A prefill of one's own is not assumed to do what this one does, unless it is declared."""
+        super().__init_subclass__(**kwargs)
+        for name in ("continues_cache", "shares_prefill") if "prefill" in vars(cls) else ():
+            if name not in vars(cls):
+                setattr(cls, name, False)
 
     #: How forward is called; a strategy may put a compiled one here before the prefill.
     execute: Callable

@@ -16,8 +16,8 @@ from transformers.utils import ModelOutput
 
 from .. import forward, outputs, quirks
 from ..caches import rows as cache_rows
+from ..call import Run, Step
 from ..loop import commit
-from ..types import Run, Step
 from .base import InvalidScoresError, NextToken
 
 #: Stands for minus infinity where a difference between two of them must not be NaN.
@@ -64,6 +64,8 @@ class Beam(NextToken):
     are drawn without replacement. There are enough of them to go on with even if the best all end
     in an EOS.
     """
+
+    drops_rows = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from .. import constraints
+from ..call import Run
 from ..constraints import n_tokens, wanted
 from ..logs import logger
-from ..types import Run
 from .beam import UNREACHABLE, Hypotheses
 from .nbest import NBestBeam, Selection
 

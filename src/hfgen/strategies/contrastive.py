@@ -16,7 +16,7 @@ from .. import forward, quirks
 from ..caches.dynamic import upstream_kind
 from ..caches.rollback import record_past, roll_back
 from ..caches.rows import decoder_cache
-from ..types import Run, Step
+from ..call import Run, Step
 from .sample import Sample
 
 
@@ -29,6 +29,10 @@ class Contrastive(Sample):
     that the next step starts from. They run as ``tried`` rows of one forward; with
     ``low_memory=True`` as ``k`` forwards of ``rows`` rows, each taken back from the cache.
     """
+
+    continues_cache = drops_rows = False
+    shares_prefill = True
+    tokens_ahead = 1  # candidates for the last token are forwarded too
 
     def __init__(self, run: Run) -> None:
         self.cache_name = quirks.cache_argument(run.model)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
-from ..types import Run
+from ..call import Run
 from .sample import Sample
 
 #: Tokens below this share of the likeliest one's probability are never chosen.

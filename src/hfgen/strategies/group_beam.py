@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig
 
+from ..call import Run
 from ..processors import DiversityPenalty, LogitsProcessorList
-from ..types import Run
 from .beam import Hypotheses
 from .nbest import NBestBeam, ranking, regrouped
 

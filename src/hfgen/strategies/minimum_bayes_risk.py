@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers.utils import ModelOutput
 
-from ..types import Run, Step
+from ..call import Run, Step
 from .sample import Sample
 
 #: ``(hypothesis, reference) -> how good``: two texts, or two sequences of token ids.
@@ -46,6 +46,8 @@ def token_f1(hypothesis: Sequence[Hashable], reference: Sequence[Hashable]) -> f
 
 class MinimumBayesRisk(Sample):
     """Draw ``num_return_sequences`` samples per prompt, return the ``n_best`` likest to the others."""
+
+    streams = False
 
     def __init__(
         self, run: Run, utility: Utility, n_best: int = 1, on_tokens: bool = False

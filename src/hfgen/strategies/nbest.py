@@ -17,8 +17,8 @@ import torch
 from transformers.utils import ModelOutput
 
 from .. import forward, outputs
+from ..call import Run, Step
 from ..loop import commit
-from ..types import Run, Step
 from .beam import UNREACHABLE, Beam, Hypotheses, write
 
 #: Stands for minus infinity where an empty place has that score.
@@ -40,6 +40,8 @@ class Selection:
 
 class NBestBeam(Beam):
     """Search with beams until each list holds ``beams`` hypotheses that nothing can beat."""
+
+    drops_rows = streams = False
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

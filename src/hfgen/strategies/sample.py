@@ -10,13 +10,15 @@ from transformers.utils import ModelOutput
 
 from .. import forward, outputs, stopping
 from ..buffers import TokenBuffer
+from ..call import Run, Step
 from ..loop import commit
-from ..types import Run, Step
 from .base import InvalidScoresError, NextToken, padding
 
 
 class Sample(NextToken):
     """The likeliest token, or one drawn with the probability that the scores give it."""
+
+    drops_rows = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

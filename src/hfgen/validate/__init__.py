@@ -9,16 +9,15 @@ from .cache import explaining_misfit
 from .fields import (
     INTEGERS,
     check_cache_implementation,
-    check_callable,
+    check_companions,
     check_config,
     check_field_types,
-    check_plan,
     is_zero,
     require_eos,
     require_tokenizer,
     with_suggestions,
 )
-from .modes import validate_generated_length, validate_generation_mode
+from .lengths import validate_generated_length
 from .prompt import check_prompt
 from .speculation import decoder_layers
 
@@ -26,10 +25,9 @@ __all__ = [
     "INTEGERS",
     "accepted_names",
     "check_cache_implementation",
-    "check_callable",
+    "check_companions",
     "check_config",
     "check_field_types",
-    "check_plan",
     "check_prompt",
     "check_request",
     "decoder_layers",
@@ -38,7 +36,6 @@ __all__ = [
     "require_eos",
     "require_tokenizer",
     "validate_generated_length",
-    "validate_generation_mode",
     "validate_model_kwargs",
     "with_suggestions",
 ]

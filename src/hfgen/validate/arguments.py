@@ -10,7 +10,7 @@ from torch import nn
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils import TransformersKwargs
 
-from ..types import Request
+from ..call import Request
 from .fields import with_suggestions
 
 

@@ -12,10 +12,10 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from .. import quirks
 from ..caches import rows
-from ..types import Plan, Prompt
+from ..call import Call, Prompt
 
 
-def check_cache(model: Any, plan: Plan, prompt: Prompt) -> None:
+def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise ``ValueError`` for a cache that another model filled, or that leaves nothing to forward.
 
     How many sequences it holds, and whether a static one is long enough, ``caches.prepare`` checks.
@@ -24,7 +24,7 @@ def check_cache(model: Any, plan: Plan, prompt: Prompt) -> None:
     cache = prompt.model_kwargs.get(name)
     if cache is None or not model._supports_default_dynamic_cache():
         return
-    if getattr(plan.config, "drop_finished", False):
+    if getattr(call.config, "drop_finished", False):
         raise ValueError(
             f"`drop_finished=True` takes rows out of the cache, and `{name}` is yours. Leave one of "
             "the two out."

@@ -15,8 +15,6 @@ from transformers.generation.configuration_utils import (
     GenerationConfig,
 )
 
-from ..types import Plan
-
 
 def is_zero(value: Any) -> bool:
     """Whether ``value`` is the number zero (and not ``False``)."""
@@ -186,15 +184,14 @@ def require_eos(eos: Any, penalty: Any) -> None:
         )
 
 
-def check_plan(plan: Plan) -> None:
+def check_companions(config: GenerationConfig, tokenizer: Any) -> None:
     """Raise ``ValueError`` for a field of the config that lacks what it works with.
 
     The stages that build from these fields check them too, but come after the encoder has run.
     ``heal_tokens`` alone says what healing needs: a model may override it and do without.
     """
-    config = plan.config
     if config.stop_strings is not None:
-        require_tokenizer(plan.mode_kwargs.get("tokenizer"), "stop_strings", config.stop_strings)
+        require_tokenizer(tokenizer, "stop_strings", config.stop_strings)
     if (penalty := config.exponential_decay_length_penalty) is not None:
         require_eos(config.eos_token_id, penalty)
     if getattr(config, "output_speculation", False) and not config.return_dict_in_generate:
@@ -202,12 +199,3 @@ def check_plan(plan: Plan) -> None:
             "`output_speculation=True` puts statistics on the output object: set "
             "`return_dict_in_generate=True`, too."
         )
-
-
-def check_callable(custom_generate: Any, plan: Plan) -> None:
-    """Let a callable that has a method ``check_call(config, arguments)`` raise for what it lacks.
-
-    ``arguments`` are those that ``generate`` passes it: the streamer, the tokenizer, ….
-    """
-    if hasattr(custom_generate, "check_call"):
-        custom_generate.check_call(plan.config, plan.mode_kwargs)

@@ -8,25 +8,25 @@ import torch
 from torch import nn
 
 from .. import caches, quirks
-from ..types import Plan, Prompt
+from ..call import Call, Prompt
 from .cache import check_cache
 
 
-def check_prompt(model: Any, plan: Plan, prompt: Prompt) -> None:
+def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for a prompt that the model cannot take, or a cache that does not fit it.
 
     ``ValueError``: empty batch, empty prompt, attention mask of another shape, prompt longer than
     the rotary positions that the model was made for. ``IndexError``, as in upstream's forward: ids
     outside of the vocabulary, prompt longer than the table of learned positions.
     """
-    caches.check_config(model, plan.config)
+    caches.check_config(model, call.config)
     if prompt.batch_size == 0:
         raise ValueError(
             f"`{prompt.main_input_name}` has to hold at least one row, but has shape "
             f"{tuple(prompt.main_input.shape)}."
         )
     _check_mask(model, prompt)
-    check_cache(model, plan, prompt)
+    check_cache(model, call, prompt)
     ids = prompt.main_input
     if prompt.main_input_name != "input_ids" or ids.ndim != 2 or ids.is_floating_point():
         return
@@ -36,7 +36,7 @@ def check_prompt(model: Any, plan: Plan, prompt: Prompt) -> None:
             raise ValueError(
                 f"`input_ids` has to hold at least one token per row, but has shape "
                 f"{tuple(ids.shape)}. Pass a prompt, or leave `input_ids` out to start from "
-                f"`bos_token_id` (which is {plan.config.bos_token_id})."
+                f"`bos_token_id` (which is {call.config.bos_token_id})."
             )
         return
     are_read = prompt.model_kwargs.get("encoder_outputs") is None

@@ -1,0 +1,312 @@
+"""What travels through one ``generate()`` call: its arguments, what is prepared of them, its loop.
+
+Shapes, everywhere in hfgen:
+
+* ``batch``: prompts that the caller passed.
+* ``rows``: sequences that the model sees, ``batch * max(num_beams, num_return_sequences)``.
+* ``length``: tokens in a sequence so far, prompt included; ``n_new``: tokens added by one step.
+* ``vocab``: width of the logits.
+
+``model_kwargs`` is the one open dict, because the hooks of model classes speak it. It lives in
+``Prompt`` while the stages prepare it, then in ``Run`` while the loop decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.utils import ModelOutput
+
+    from .modes import Mode
+
+ModelKwargs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of ``generate``, verbatim."""
+
+    inputs: torch.Tensor | None = None
+    generation_config: GenerationConfig | None = None
+    logits_processor: LogitsProcessorList | None = None
+    stopping_criteria: StoppingCriteriaList | None = None
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None
+    synced_gpus: bool | None = None
+    assistant_model: Any = None
+    streamer: BaseStreamer | None = None
+    negative_prompt_ids: torch.Tensor | None = None
+    negative_prompt_attention_mask: torch.Tensor | None = None
+    custom_generate: str | Callable | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What will be decoded: the tensors that the stages prepare for the loop."""
+
+    #: ``(batch, …)``: what the model, or its encoder, is conditioned on.
+    main_input: torch.Tensor
+    main_input_name: str | None
+    batch_size: int
+    model_kwargs: ModelKwargs
+    #: ``(rows, length)``: written by ``inputs.prepare_ids``, empty until then.
+    ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
+
+
+@dataclass(slots=True)
+class SharedPrompt:
+    """The inputs of a call before each of its rows was repeated ``n`` times.
+
+    ``ids (batch, length)``, and what forward takes besides. See ``fanout``.
+    """
+
+    ids: torch.Tensor
+    model_kwargs: ModelKwargs
+    n: int
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, from its arguments to the method that decodes it; made by ``prepare.prepare``.
+
+    It travels to that method on the call's private config, as ``config._call``, since the hook's
+    signature is upstream's. That is hfgen's only private name there.
+    """
+
+    request: Request
+    #: The resolved config: a copy that belongs to this call.
+    config: GenerationConfig
+    mode: Mode
+    #: Arguments of the decoding method that are not the model's.
+    mode_kwargs: dict[str, Any]
+    has_default_max_length: bool
+    has_default_min_length: bool
+    #: The function that decodes: a method of the model's class, or the caller's callable.
+    method: Callable[..., Any]
+    #: The written prompt; the fields below are written by the stages in this order.
+    prompt: Prompt | None = None
+    #: Tokens of the prompt: stop strings are looked for after it.
+    prompt_length: int = 0
+    #: Written by ``inputs.prepare_ids``; taken by the prefill.
+    shared_prompt: SharedPrompt | None = None
+    processors: LogitsProcessorList | None = None
+    criteria: StoppingCriteriaList | None = None
+    #: The call's use of a ``PrefixCache``; written by ``prefix.begin``.
+    prefix_session: Any = None
+
+    def __post_init__(self) -> None:
+        self.adopt(self.config)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: a copy of this call's config is for another call, an assistant's."""
+
+    def adopt(self, config: GenerationConfig) -> None:
+        """Decode by ``config``, which a hook may have made of the one before."""
+        self.config = config
+        config._call = self
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy's class, if the method is known to decode with one; it says what it can do."""
+        if self.is_own_method:
+            return self.mode.strategy
+        return getattr(self.method, "strategy_class", None)
+
+    @property
+    def is_own_method(self) -> bool:
+        """Whether hfgen's method of the mode decodes, and no override of it."""
+        return self.method is self.mode.decode
+
+    @property
+    def cache(self) -> Any:
+        """The cache that decoding starts with, if there is one."""
+        return self.prompt and self.prompt.model_kwargs.get("past_key_values")
+
+    def decode(self, model: Any) -> Any:
+        """Let the method decode; returns what it returns."""
+        prompt = self.prompt
+        assert prompt is not None
+        try:
+            return self.method(
+                model,
+                prompt.ids,
+                logits_processor=self.processors,
+                stopping_criteria=self.criteria,
+                generation_config=self.config,
+                **self.mode_kwargs,
+                **prompt.model_kwargs,
+            )
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let go of the config: a cycle would keep prompt and cache in memory after the call."""
+        self.config._call = None
+
+
+@dataclass(slots=True)
+class Speculation:
+    """How well drafting went: ``output.speculation``, with ``output_speculation=True``.
+
+    Counts over all rows: ``drafted`` and ``accepted`` tokens, ``generated`` tokens in all; and over the
+    call: ``rounds`` with a draft, ``forwards`` of the target model.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    generated: int = 0
+    rounds: int = 0
+    forwards: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted of the drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Generated tokens, of all rows together, per forward of the target model."""
+        return self.generated / self.forwards if self.forwards else 0.0
+
+
+#: Arguments of one mode or another that no model's forward takes.
+OF_MODES = ("tokenizer", "streamer", "assistant_tokenizer", "assistant_model", "inputs_tensor")
+
+
+@dataclass(slots=True)
+class Run:
+    """The state of one decoding loop. A strategy's own state stays on the strategy."""
+
+    model: Any
+    #: ``(rows, length)``: the sequences so far; written by the strategy's ``step``.
+    ids: torch.Tensor
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    model_kwargs: ModelKwargs
+    synced_gpus: bool = False
+    #: Nothing is left to decode on this device; written by the strategy's ``stop``.
+    finished: bool = False
+    #: Processed scores of each step, if asked for, as stopping criteria see them; written by ``step``.
+    scores: tuple[torch.Tensor, ...] | None = None
+    #: How well drafting went; written by ``strategies/assisted.py``.
+    speculation: Speculation | None = None
+    #: Rows of one prompt share its forward pass and its part of the cache; written by ``fanout``.
+    shares_prompts: bool = False
+    #: The cache has fewer rows than ``ids``; written by ``active_rows``.
+    rows_have_left: bool = False
+    #: The caller's tokenizer, for strategies that work on text.
+    tokenizer: Any = None
+    streamer: BaseStreamer | None = None
+    #: Told of each step by ``loop.drive``; written by ``loop.finish``.
+    observers: list[Observer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.config.return_dict_in_generate and self.config.output_scores:
+            self.scores = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        synced_gpus: bool,
+        model_kwargs: ModelKwargs,
+    ) -> Run:
+        """The state that a decoding method starts with, of the arguments that the hook gets.
+
+        ``model_kwargs`` may hold arguments of the mode; those are taken out, since forward has no
+        use for them.
+        """
+        kwargs = {name: value for name, value in model_kwargs.items() if name not in OF_MODES}
+        run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
+        run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
+        return run
+
+    @property
+    def call(self) -> Call | None:
+        """The call that prepared this run; ``None`` if upstream's ``generate`` did."""
+        return getattr(self.config, "_call", None)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of the loop yields.
+
+    ``tokens (rows, n_new)``; ``scores`` and ``logits`` are ``n_new``-tuples of ``(rows, vocab)``
+    float32, or ``None`` if not asked for; attentions and hidden states come as the model returned
+    them, one entry per new token. A step never holds whole model outputs: the logits of a long
+    prompt must not outlive the step that read them.
+
+    A streamer gets ``tokens``. A strategy that may revise them says with ``streamed`` what it gets
+    in their place: tokens ``(batch, n)`` that no later step changes, in the order of the result.
+    It is called only if there is a streamer, after the strategy's ``stop``.
+    """
+
+    tokens: torch.Tensor
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple | None = None
+    cross_attentions: tuple | None = None
+    hidden_states: tuple | None = None
+    streamed: Callable[[], torch.Tensor] | None = None
+
+
+class Strategy(Protocol):
+    """How the next tokens are chosen. ``loop.steps`` pulls it; see ``strategies/sample.py``.
+
+    What else a strategy can do is declared by attributes of its class. What is not declared is not
+    assumed:
+
+    * ``continues_cache = True``: its prefill forwards only what the cache lacks of the prompt, so
+      that a ``PrefixCache`` may fill the cache beforehand.
+    * ``drops_rows = True``: rows that have finished may leave the batch (``drop_finished``).
+    * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.
+    * ``tokens_ahead = n``: it forwards ``n`` tokens after the last one that is fed otherwise; a
+      cache of fixed length gets room for them. Default: 0.
+    * ``streams = False``: no token is final before the end, so a streamer is refused. Default:
+      ``True``, since ``Step`` says which tokens are final.
+    """
+
+    def prefill(self, run: Run) -> ModelOutput | None:
+        """Forward the prompt. ``None`` if the first ``forward`` takes the prompt itself."""
+
+    def decoding(self, run: Run) -> AbstractContextManager[None]:
+        """The context in which everything after the prefill runs."""
+
+    def forward(self, run: Run) -> ModelOutput:
+        """Forward the newest tokens."""
+
+    def step(self, run: Run, outputs: ModelOutput) -> Step:
+        """Choose the next tokens from ``outputs`` and append them to ``run.ids``."""
+
+    def stop(self, run: Run) -> None:
+        """Apply the stopping criteria; set ``run.finished``."""
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        """Fields of the output that only the strategy knows; ``sequences`` at least."""
+
+
+class Observer(Protocol):
+    """Told of each step of a run, and of its result: the recording, a streamer, a prefix cache."""
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """Called after each step, when the strategy has applied the stopping criteria."""
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, torch.Tensor | None]) -> None:
+        """Called once, with the strategy's result, unless the run ended in an exception."""

@@ -1,0 +1,68 @@
+"""From the arguments of ``generate`` to a call that can be decoded: the stages, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from . import caches, config, fanout, inputs, modes, prefix, stopping, validate
+from .call import Call, ModelKwargs, Prompt, Request
+
+
+def prepare(model: Any, request: Request) -> Call:
+    """Resolve, check and prepare a call: everything that ``generate`` does before it decodes.
+
+    An encoder is run, the decoder is not; a streamer gets the prompt. Raises ``ValueError``,
+    ``TypeError`` or ``IndexError`` for arguments that cannot be used.
+    """
+    validate.check_request(request)
+    prefixes = prefix.take_argument(model, request)
+    call, model_kwargs = config.resolve(model, request)
+    try:
+        check(model, call, model_kwargs)
+        prefixes = prefix.check(prefixes, model, call, model_kwargs)
+        call.prompt = prompt = inputs.prepare(model, call, model_kwargs)
+        if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
+            request.streamer.put(prompt.ids[:: call.config.num_beams].cpu())
+        config.set_lengths(model, call, prompt)
+        may_end_early = stopping.may_end_early(call.config) or bool(request.stopping_criteria)
+        will_fan_out = fanout.is_ahead(model, call, prompt)
+        caches.prepare(model, call, prompt, may_end_early, will_fan_out)
+        inputs.warn_of_foreign_device(model, prompt.ids)
+        prepare_functions(model, call, prompt)
+        prefix.begin(prefixes, model, call, prompt)
+        prompt.model_kwargs["use_cache"] = call.config.use_cache
+    except BaseException:
+        call.release()
+        raise
+    return call
+
+
+def check(model: Any, call: Call, model_kwargs: ModelKwargs) -> None:
+    """Raise for what can be told wrong before the prompt is looked at."""
+    model._validate_model_kwargs(model_kwargs.copy())
+    model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
+    validate.check_companions(call.config, call.mode_kwargs.get("tokenizer"))
+    modes.check_call(call)
+
+
+def prepare_functions(model: Any, call: Call, prompt: Prompt) -> None:
+    """The logits processors and stopping criteria of the call."""
+    request = call.request
+    call.processors = model._get_logits_processor(
+        generation_config=call.config,
+        input_ids_seq_length=prompt.ids.shape[1],
+        encoder_input_ids=prompt.main_input,
+        prefix_allowed_tokens_fn=request.prefix_allowed_tokens_fn,
+        logits_processor=request.logits_processor or LogitsProcessorList(),
+        device=prompt.main_input.device,
+        model_kwargs=prompt.model_kwargs,
+        negative_prompt_ids=request.negative_prompt_ids,
+        negative_prompt_attention_mask=request.negative_prompt_attention_mask,
+    )
+    call.criteria = model._get_stopping_criteria(
+        generation_config=call.config,
+        stopping_criteria=request.stopping_criteria or StoppingCriteriaList(),
+        tokenizer=call.mode_kwargs.get("tokenizer"),
+    )
