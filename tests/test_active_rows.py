@@ -60,10 +60,12 @@ def run(
     """How many rows each forward had, and the output."""
     n_rows: list[int] = []
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-    hook = model.register_forward_pre_hook(
-        lambda module, args, given: n_rows.append(len((*args, given.get(name))[0])),
-        with_kwargs=True,
-    )
+
+    def watch(module: Any, args: tuple, given: dict[str, Any]) -> None:
+        n_rows.append(len((*args, given.get(name))[0]))
+
+    watch.is_row_wise = True  # else no row would leave
+    hook = model.register_forward_pre_hook(watch, with_kwargs=True)
     defaults = {
         "eos_token_id": EOS,
         "pad_token_id": PAD,

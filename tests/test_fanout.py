@@ -20,10 +20,12 @@ def rows_and_lengths(model: Any, inputs: Any, **kwargs: Any) -> tuple[list[tuple
     """The shapes of the ids that the decoder is fed, forward by forward, and the output."""
     shapes: list[tuple] = []
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-    hook = model.register_forward_pre_hook(
-        lambda module, args, given: shapes.append(tuple(given[name].shape)), with_kwargs=True
-    )
-    with hook:
+
+    def watch(module: Any, args: tuple, given: dict[str, Any]) -> None:
+        shapes.append(tuple(given[name].shape))
+
+    watch.is_row_wise = True  # else rows would not share their prompt
+    with model.register_forward_pre_hook(watch, with_kwargs=True):
         output = model.generate(inputs, max_new_tokens=4, **kwargs)
     return shapes, output
 
@@ -83,9 +85,13 @@ def test_the_decoder_of_an_encoder_decoder_is_shared_too() -> None:
 
 
 def test_models_that_remember_rows_elsewhere_are_not_shared() -> None:
-    model = hfgen.mix_into(FAMILIES["recurrent_gemma"].build())
-    shapes, _ = rows_and_lengths(model, IDS[:1] % 60 + 5, num_beams=2)
-    assert shapes[0][0] == 2
+    upstream = FAMILIES["recurrent_gemma"].build()
+    model, ids = hfgen.mix_into(FAMILIES["recurrent_gemma"].build()), IDS[:1] % 60 + 5
+    expected = upstream.generate(ids, num_beams=2, max_new_tokens=4)
+    for n_rows in ([1, 2, 2, 2, 2], [2, 2, 2, 2]):  # the first call finds out
+        shapes, output = rows_and_lengths(model, ids, num_beams=2)
+        assert [rows for rows, _ in shapes] == n_rows
+        assert torch.equal(output, expected)
 
 
 def test_a_callers_hook_sees_its_rows() -> None:
@@ -179,3 +185,142 @@ def test_a_kept_view_of_the_cache_is_not_reordered_in_place() -> None:
     rows.reorder_beams(cache, torch.tensor([1, 1, 2, 2]), is_encoder_decoder=False)
     assert torch.equal(kept, copy)
     assert torch.equal(cache.layers[0].keys, copy[[1, 1, 2, 2]])
+
+
+# ---------------------------------------------------------------- what counts on a row per sequence
+
+
+class PositionsOnModules(transformers.LlamaForCausalLM):
+    """Keeps positions of its rows on a module from the prefill on, as GLM-Image does."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("position_ids", None)
+        n_cached = past_key_values.get_seq_length()
+        if n_cached == 0:
+            mask = kwargs["attention_mask"]
+            self.model.positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            positions = self.model.positions
+        else:
+            # Not by broadcasting: there has to be one row for each.
+            last = self.model.positions[:, -1:] + torch.ones_like(input_ids) * (
+                n_cached - self.model.positions.shape[1] + 1
+            )
+            assert len(self.model.positions) == len(input_ids)
+            positions = last
+        return super().forward(
+            input_ids, past_key_values=past_key_values, position_ids=positions, **kwargs
+        )
+
+
+def with_positions() -> Any:
+    model = tiny.llama()
+    model.__class__ = PositionsOnModules
+    return model
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["own cache", "caller's cache"])
+@pytest.mark.parametrize("mode", ["beams", "samples", "beam samples"])
+def test_positions_that_the_prefill_leaves_on_a_module(mode: str, is_given: bool) -> None:
+    kwargs = MODES[mode] | {"attention_mask": MASK, "max_new_tokens": 6}
+    results = []
+    for model in (with_positions(), hfgen.mix_into(with_positions())):
+        cache = {"past_key_values": transformers.DynamicCache()} if is_given else {}
+        torch.manual_seed(0)
+        results.append(model.generate(IDS, **kwargs, **cache))
+        if is_given:
+            assert cache["past_key_values"].get_seq_length() == IDS.shape[1] + 5
+    assert torch.equal(*results)
+    shapes, _ = rows_and_lengths(model, IDS, **MODES[mode], attention_mask=MASK)
+    assert shapes[0][0] == len(IDS) * max(
+        MODES[mode].get(name, 1) for name in ("num_beams", "num_return_sequences")
+    )
+
+
+def test_positions_on_a_module_behind_a_prompt_that_is_cached() -> None:
+    """What the prefill added to a filled cache is taken back before rows are forwarded one by one."""
+
+    class Fresh(PositionsOnModules):
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            self.model.seen = input_ids.clone()
+            kwargs["attention_mask"] = None
+            return transformers.LlamaForCausalLM.forward(self, input_ids, **kwargs)
+
+    ids = IDS[:1]
+    results = []
+    for mix in (lambda model: model, hfgen.mix_into):
+        model = tiny.llama()
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            model(ids[:, :4], past_key_values=cache)
+        model.__class__ = Fresh
+        model = mix(model)
+        if model.__class__ is Fresh:  # upstream's needs a row for each beam
+            cache.batch_repeat_interleave(3)
+        results.append(model.generate(ids, past_key_values=cache, num_beams=3, max_new_tokens=5))
+    assert torch.equal(*results)
+
+
+def test_a_hook_of_the_callers_sees_a_row_for_each_beam() -> None:
+    model, n_rows = hfgen.mix_into(tiny.llama()), []
+    kwargs = {"num_beams": 3, "max_new_tokens": 4, "attention_mask": MASK}
+    expected = model.generate(IDS, **kwargs)
+
+    def per_row(module: Any, args: tuple) -> None:
+        n_rows.append(len(args[0]))
+
+    model.model.layers[0].mlp.register_forward_pre_hook(per_row)
+    assert torch.equal(model.generate(IDS, **kwargs), expected)
+    assert set(n_rows) == {6}
+    n_rows.clear()
+    per_row.is_row_wise = True
+    assert torch.equal(model.generate(IDS, **kwargs), expected)
+    assert n_rows[0] == 2
+
+
+def test_a_list_with_an_entry_per_row_is_of_rows() -> None:
+    """Upstream repeats tensors only, so such a list is the caller's, for all rows."""
+
+    class Named(type(tiny.llama())):
+        def forward(self, input_ids: Any, names: Any = None, **kwargs: Any) -> Any:
+            assert len(names) == len(input_ids)
+            return super().forward(input_ids, **kwargs)
+
+    model = hfgen.mix_into(tiny.llama())
+    kwargs = {"num_beams": 2, "max_new_tokens": 4}
+    expected = model.generate(IDS, attention_mask=torch.ones_like(IDS), **kwargs)
+    model.__class__ = hfgen.mix_into(Named)
+    assert torch.equal(model.generate(IDS, names=list("abcd"), **kwargs), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}, {"drop_finished": True}],
+    ids=lambda options: next(iter(options)),
+)
+def test_adapters_per_row(options: dict[str, Any]) -> None:
+    """PEFT hooks into each adapted layer, with one adapter's name for each row."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(base: Any) -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(base, config, adapter_name="one")
+        model.add_adapter("two", config)
+        return model.eval()
+
+    names = ["one", "two"]
+    if "num_return_sequences" in options:
+        names = ["one", "one", "two", "two"]
+    kwargs = {
+        "attention_mask": MASK,
+        "max_new_tokens": 6,
+        "adapter_names": names,
+        "eos_token_id": 7,
+    }
+    plain = {name: value for name, value in options.items() if name != "drop_finished"}
+    results = []
+    for model, asked in ((tiny.llama(), plain), (hfgen.mix_into(tiny.llama()), options)):
+        torch.manual_seed(0)
+        results.append(adapted(model).generate(input_ids=IDS, **kwargs, **asked))
+    assert torch.equal(*results)

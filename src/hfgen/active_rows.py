@@ -31,6 +31,7 @@ class ActiveRows:
         # A recipe may run on a model that is not mixed, whose config lacks the field.
         self.may_leave = bool(getattr(run.config, "drop_finished", False)) and len(run.ids) > 1
         self.n_rows = self.n_active = len(run.ids)
+        self.states = fanout.ModuleStates(run.model) if self.may_leave else None
         self.index: Tensor | None = None
 
     def ids(self, run: Run) -> Tensor:
@@ -59,7 +60,7 @@ class ActiveRows:
         if not self.may_leave or n_open == 0 or n_open > self.n_active * (1 - WORTHWHILE):
             return
         cache = quirks.given_cache(run.model, run.model_kwargs)
-        if not _can_lose_rows(run.model, run.model_kwargs, cache, self.n_active):
+        if self.index is None and not self.can_leave(run, cache):
             self.may_leave = False
             return
         index = is_open.nonzero().flatten()
@@ -73,32 +74,33 @@ class ActiveRows:
         run.rows_have_left = True
         self.index, self.n_active = index, n_open
 
+    def can_leave(self, run: Run, cache: Any) -> bool:
+        """Whether all that remembers rows is in tensors, and in a cache from which they can be taken."""
+        model, model_kwargs = run.model, run.model_kwargs
+        plain = (Tensor, ModelOutput, bool, int, float, str, type(None))
+        has_others = not all(
+            value is cache or isinstance(value, plain)
+            for name, value in model_kwargs.items()
+            if name not in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+        )
+        if has_others or hasattr(model, "_reorder_cache"):
+            return False
+        assert self.states is not None
+        if fanout.counts_rows(model, model_kwargs, self.n_rows) or self.states.have_changed():
+            return False
+        if cache is None:
+            return True
+        if not isinstance(cache, Cache) or fanout.is_foreign(cache):
+            return False
+        layers = cache_rows.decoder_cache(cache).layers
+        is_static = any(isinstance(layer, StaticLayer) for layer in layers)
+        return not is_static and cache_rows.count(cache) in (None, self.n_rows)
+
     def local(self, rows: Tensor) -> Tensor:
         """``rows (rows,)``, a row of all for each, as numbers of active rows for the active ones."""
         if self.index is None:
             return rows
         return torch.searchsorted(self.index, rows[self.index].to(self.index.dtype))
-
-
-def _can_lose_rows(model: Any, model_kwargs: ModelKwargs, cache: Any, n_rows: int) -> bool:
-    """Whether all that remembers rows is in tensors, and in a cache from which they can be taken."""
-    plain = (Tensor, ModelOutput, Cache, bool, int, float, str, type(None))
-    has_others = not all(
-        isinstance(value, plain)
-        for name, value in model_kwargs.items()
-        if name not in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
-    )
-    if has_others or hasattr(model, "_reorder_cache") or quirks.keeps_other_state(model):
-        return False
-    if cache is None:
-        return True
-    if not isinstance(cache, Cache) or fanout.is_foreign(cache):
-        return False
-    is_static = any(
-        isinstance(layer, StaticLayer) for layer in cache_rows.decoder_cache(cache).layers
-    )
-    has_other_rows = cache_rows.count(cache) not in (None, n_rows)
-    return not (is_static or has_other_rows)
 
 
 def _chosen(name: str, value: Any, index: Tensor, n_rows: int) -> Any:

@@ -28,15 +28,15 @@ def grow(
     """
     length = tensor.shape[-1] + count
     buffer, version = getattr(tensor, _BUFFER, (None, None))
-    if buffer is None or buffer.shape[-1] < length or version != _version(tensor):
+    if buffer is None or buffer.shape[-1] < length or version != n_writes(tensor):
         spare = count + max(SPARE_COLUMNS, tensor.shape[-1])
         buffer = torch.cat([tensor, fill(tensor, spare)], dim=-1)
     view = buffer[..., :length]
-    setattr(view, _BUFFER, (buffer, _version(view)))
+    setattr(view, _BUFFER, (buffer, n_writes(view)))
     return view
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def n_writes(tensor: torch.Tensor) -> int | None:
     """How often the tensor, or one that shares its memory, was written to; inference mode forgets."""
     return None if tensor.is_inference() else tensor._version
 

@@ -9,45 +9,75 @@ from __future__ import annotations
 
 import copy
 from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 from transformers import StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from . import quirks
+from . import buffers, quirks
 from .caches import rows
 from .call import Call, ModelKwargs, Prompt, Run, SharedPrompt
 from .outputs import map_rows
 
 #: The hooks that expand the inputs of a call.
 EXPANDING = ("_expand_inputs_for_generation", "_expand_multimodal_outputs")
+#: Packages whose hooks, of models and of modules, look at each row by itself.
+LIBRARIES = ("accelerate", "torch", "transformers", __name__.partition(".")[0])
+#: Classes of models of which a forward has left states of its rows outside of the cache.
+_NOT_SHARED: WeakSet[type] = WeakSet()
 
 
 def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
-    """Forward the prompt of each row, once where rows have the same one."""
-    call = run.call
-    shared = None
+    """Forward the prompt of each row, once where rows have the same one.
+
+    Rows are forwarded one by one, as upstream's are, where a forward leaves states of its rows
+    anywhere but in the cache. That shows afterwards, so the cache is put back then.
+    """
+    call, shared = run.call, None
     if call is not None:  # its tensors are not needed after this
         shared, call.shared_prompt = call.shared_prompt, None
-    name = "past_key_values"
-    cache = run.model_kwargs.get(name)
-    if not _can_fan_out(shared, run.model, run.ids, cache):
-        return _prefill(run, run.ids, run.model_kwargs, is_first_iteration)
+    cache = run.model_kwargs.get("past_key_values")
+    if _can_fan_out(shared, run.model, run.ids, cache):
+        states, spare = ModuleStates(run.model), copy.deepcopy(cache)
+        outputs = _prefill_prompts(run, shared, is_first_iteration)
+        if not (states.have_changed() or _has_other_caches(outputs)):
+            del spare
+            _expand(run, shared, outputs)
+            return outputs
+        _NOT_SHARED.add(type(run.model))
+        vars(cache).clear()
+        vars(cache).update(vars(spare))
+        if rows.count(cache) is not None:
+            rows.take(cache, _prompts_of_rows(run, shared))
+    return _prefill(run, run.ids, run.model_kwargs, is_first_iteration)
+
+
+def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -> ModelOutput:
     given = shared.model_kwargs
     added = {name: value for name, value in run.model_kwargs.items() if name not in given}
-    kwargs = given | added | {name: cache}
+    kwargs = given | added | {"past_key_values": run.model_kwargs["past_key_values"]}
     if kwargs.get("encoder_outputs") is not None:
         # Some decoders write to what they get, and the encoder's hidden states may be the same.
         kwargs["encoder_outputs"] = _copied(kwargs["encoder_outputs"])
-    outputs = _prefill(run, shared.ids, kwargs, is_first_iteration)
-    if name in outputs:  # else the model takes no cache, and forwards all ids again
-        prompts = torch.arange(len(shared.ids), device=run.ids.device)
-        rows.repeat(outputs[name], prompts.repeat_interleave(shared.n))
+    return _prefill(run, shared.ids, kwargs, is_first_iteration)
+
+
+def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
+    """Repeat the prompts' rows in ``outputs``, and in the cache among them, in place."""
+    if (cache := outputs.get("past_key_values")) is not None:
+        rows.repeat(cache, _prompts_of_rows(run, shared))
         run.shares_prompts = True
+    # Without a cache, the model forwards all ids again at the next step.
     n, rows_of_states = shared.n, quirks.rows_of_states(run.model)
     map_rows(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
-    return outputs
+
+
+def _prompts_of_rows(run: Run, shared: SharedPrompt) -> torch.Tensor:
+    """``(rows,)``: which prompt each row continues."""
+    prompts = torch.arange(len(shared.ids), device=run.ids.device)
+    return prompts.repeat_interleave(shared.n)
 
 
 def is_possible(run: Run) -> bool:
@@ -94,21 +124,74 @@ def _can_fan_out(
         model
     ):
         return False  # NLLB-MoE's router reads another row's mask if there are fewer rows
-    # RAG reorders documents, too; some models keep states elsewhere.
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
     others = (value for name, value in shared.model_kwargs.items() if name != "past_key_values")
     return (
         all(_is_librarys(model, name) for name in EXPANDING)
-        and not hasattr(model, "_reorder_cache")
-        and not quirks.keeps_other_state(model)
+        and not hasattr(model, "_reorder_cache")  # RAG reorders documents, too
+        and not counts_rows(model, shared.model_kwargs, len(ids))
+        and type(model) not in _NOT_SHARED
         and all(isinstance(value, plain) for value in others)
     )
+
+
+def counts_rows(model: Any, model_kwargs: ModelKwargs, n_rows: int) -> bool:
+    """Whether something expects a forward of all rows: a hook on a module, or a list with one entry each.
+
+    Hooks of the libraries do not. One of the caller's may say so by an attribute ``is_row_wise``.
+    """
+    hooks = (
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+    return any(
+        isinstance(value, list | tuple) and len(value) == n_rows for value in model_kwargs.values()
+    ) or not all(map(_is_row_wise, hooks))
+
+
+def _is_row_wise(hook: Any) -> bool:
+    if (said := getattr(hook, "is_row_wise", None)) is not None:
+        return bool(said)
+    hook = getattr(hook, "func", hook)  # of a partial
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in LIBRARIES
+
+
+class ModuleStates:
+    """The tensors that a model's modules hold as plain attributes, as they are now."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.held = model, _held(model)
+
+    def have_changed(self) -> bool:
+        """Whether a module has another one since, or one was written to."""
+        return any(
+            value is not was or version != version_then
+            for key, (value, version) in _held(self.model).items()
+            for was, version_then in [self.held.get(key, (None, None))]
+        )
+
+
+def _held(model: Any) -> dict[tuple[int, str], tuple[torch.Tensor, int | None]]:
+    return {
+        (id(module), name): (value, buffers.n_writes(value))
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _has_other_caches(outputs: ModelOutput) -> bool:
+    """Whether a forward returns states besides those of ``past_key_values``."""
+    known = (torch.Tensor, tuple, ModelOutput, type(None))
+    others = (value for name, value in outputs.items() if name != "past_key_values")
+    return not all(isinstance(value, known) for value in others)
 
 
 def _is_librarys(model: Any, hook: str) -> bool:
     """Whether a hook is not the caller's own, which may do more than repeat rows."""
     owner = next(cls for cls in type(model).__mro__ if hook in vars(cls))
-    return owner.__module__.partition(".")[0] in ("transformers", __name__.partition(".")[0])
+    return owner.__module__.partition(".")[0] in LIBRARIES
 
 
 def is_foreign(cache: Any) -> bool:
