@@ -372,3 +372,24 @@ def test_min_new_tokens_is_exact_per_row_where_min_length_counts_pads():
                 **options,
             )
             assert out.shape[1] - 7 == new_tokens
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sample", "beam"]
+)
+def test_a_processor_may_write_to_the_ids(options, rows):
+    """What follows has what was written, as upstream's has; the caller's own ids are left alone."""
+
+    def rewrite(ids, scores):
+        ids[:, 1] = ids[:, -1]
+        ids[:, -1] = 9
+        return scores
+
+    results = []
+    for model in both():
+        torch.manual_seed(0)
+        ids = tiny.prompt(rows)
+        results.append(model.generate(ids, max_new_tokens=5, logits_processor=[rewrite], **options))
+    assert torch.equal(*results)
+    assert torch.equal(ids, tiny.prompt(rows))

@@ -17,11 +17,13 @@ from transformers import (
     WatermarkingConfig,
 )
 
+import hfgen
 from hfgen import processors
 from hfgen.processors import LogitsProcessorList
 from hfgen.processors.guidance import EncoderDecoderGuidance
 from hfgen.processors.lists import public_type
 from hfgen.processors.repetition import RepetitionPenaltyLogitsProcessor
+from tests import tiny
 from tests.versions import since_5_23
 
 NO = -math.inf
@@ -655,6 +657,38 @@ def test_a_subclass_of_a_default_is_added() -> None:
     assert len(build({"min_length": 3, "eos": [1]}, logits_processor=[Mine(3, 1)])) == 2
 
 
+def test_a_custom_processor_replaces_its_own_type_only() -> None:
+    """Two of hfgen's that no class of transformers stands behind are of different types."""
+    module = "hfgen.processors.made_up"
+    one, other = (type(name, (Custom,), {"__module__": module}) for name in ("One", "Other"))
+    one.__bases__ = other.__bases__ = (LogitsProcessor,)
+    merged = processors.merge_criteria_processor_list(None, LogitsProcessorList([one()]), [other()])
+    assert [type(item).__name__ for item in merged] == ["One", "Other"]
+    again = one()
+    merged = processors.merge_criteria_processor_list(None, LogitsProcessorList([one()]), [again])
+    assert merged == [again]
+
+
+def test_a_row_of_the_table_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One builder and one line add a processor, at its place in the order."""
+
+    def only_even(context: Any) -> Any:
+        return Even() if getattr(context.config, "only_even", False) else None
+
+    class Even(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores.index_fill(1, torch.arange(1, scores.shape[1], 2), -torch.inf)
+
+    monkeypatch.setattr(processors, "PROCESSORS", [*processors.PROCESSORS])
+    processors.PROCESSORS.append(only_even)
+    model, config = hfgen.mix_into(tiny.llama()), transformers.GenerationConfig(max_new_tokens=6)
+    config.only_even = True
+    ids = tiny.prompt(2)
+    tokens = model.generate(ids, generation_config=config)[:, ids.shape[1] :]
+    assert (tokens % 2 == 0).all()
+    assert not (model.generate(ids, max_new_tokens=6)[:, ids.shape[1] :] % 2 == 0).all()
+
+
 class NeedsStep(LogitsProcessor):
     def __call__(  # type: ignore[override]
         self, input_ids: torch.Tensor, scores: torch.Tensor, step: int
@@ -679,6 +713,8 @@ def test_a_missing_argument_is_named() -> None:
         (torch.zeros(2, 3), r"shape \(2, 3\)"),
         (torch.zeros(1, 4), r"shape \(1, 4\)"),
         (torch.zeros(2), r"shape \(2,\)"),
+        (torch.zeros(2, 4).long(), "a tensor of torch.int64 on cpu"),
+        (torch.zeros(2, 4, device="meta"), "a tensor of torch.float32 on meta"),
         (None, "NoneType"),
     ],
 )

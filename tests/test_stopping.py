@@ -19,10 +19,12 @@ from transformers import (
     StoppingCriteria,
 )
 
+import hfgen
 from hfgen import stopping
 from hfgen.processors import merge_criteria_processor_list
 from hfgen.processors.lists import public_type
 from hfgen.stopping import StoppingCriteriaList, StopStringCriteria
+from tests import tiny
 
 
 class Model:
@@ -194,6 +196,63 @@ def test_length_only() -> None:
     assert not StoppingCriteriaList([MaxLengthCriteria(3), EosTokenCriteria(1)]).length_only
     assert not StoppingCriteriaList([Mine(3)]).length_only
     assert not StoppingCriteriaList().length_only
+
+
+def test_the_shortest_of_several_lengths_counts() -> None:
+    limits = StoppingCriteriaList([MaxLengthCriteria(20), MaxLengthCriteria(11)])
+    assert limits.max_length == 11
+    assert StoppingCriteriaList([EosTokenCriteria(1)]).max_length is None
+    model, upstream = hfgen.mix_into(tiny.llama()), tiny.llama()
+    for options in ({}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}):
+        kwargs = {"stopping_criteria": limits, "eos_token_id": None, "pad_token_id": 0} | options
+        results = []
+        for one in (upstream, model):
+            torch.manual_seed(0)
+            results.append(one.generate(tiny.prompt(1), max_new_tokens=30, **kwargs))
+        assert results[1].shape[1] == 11
+        assert torch.equal(results[1], results[0][:, :11])  # upstream's drafts overshoot
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "NoneType"),
+        (torch.zeros(2, 1, dtype=torch.bool), r"shape \(2, 1\)"),
+        (torch.zeros(3, dtype=torch.bool), r"shape \(3,\)"),
+        (torch.zeros(2), "a tensor of torch.float32 on cpu"),
+        (torch.zeros(2, dtype=torch.bool, device="meta"), "a tensor of torch.bool on meta"),
+    ],
+)
+def test_a_criterion_that_does_not_say_which_rows_end(returned: Any, words: str) -> None:
+    class Wrong(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return returned
+
+    with pytest.raises(ValueError, match=rf"Wrong returned {words}.*\(2,\)"):
+        StoppingCriteriaList([EosTokenCriteria(1), Wrong()])(torch.zeros(2, 3).long(), None)
+
+
+def test_a_row_of_the_table_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One builder and one line add a criterion."""
+
+    class AtMost(StoppingCriteria):
+        def __init__(self, n: int) -> None:
+            self.n = n
+
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return (input_ids == input_ids[:, -1:]).sum(dim=1) >= self.n
+
+    def at_most(context: Any) -> AtMost | None:
+        n = getattr(context.config, "ends_at_repetition", None)
+        return None if n is None else AtMost(n)
+
+    monkeypatch.setattr(stopping, "CRITERIA", [*stopping.CRITERIA])
+    stopping.CRITERIA.append(at_most)
+    model, config = hfgen.mix_into(tiny.llama()), GenerationConfig(max_new_tokens=6)
+    config.ends_at_repetition = 1
+    ids = tiny.prompt(1)
+    assert model.generate(ids, generation_config=config).shape[1] == ids.shape[1] + 1
+    assert model.generate(ids, max_new_tokens=6, eos_token_id=None).shape[1] == ids.shape[1] + 6
 
 
 def test_has_eos_criterion() -> None:

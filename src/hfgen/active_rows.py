@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from . import fanout, outputs, quirks
 from .caches import rows as cache_rows
-from .call import ModelKwargs, Run
+from .call import Run
 
 #: Rows leave when the batch can become smaller by that share; each time, the cache is copied.
 WORTHWHILE = 1 / 8

@@ -66,13 +66,16 @@ class TokenBuffer:
     """Token ids ``(rows, length)`` with room for the tokens to come.
 
     ``ids`` is a view of the filled part. At most ``limit`` columns are expected; more make the
-    buffer double.
+    buffer double. With ``is_contiguous``, ``ids`` is contiguous, at the price of a copy per token.
     """
 
-    def __init__(self, ids: torch.Tensor, limit: int) -> None:
+    def __init__(self, ids: torch.Tensor, limit: int, is_contiguous: bool = False) -> None:
         rows, self.length = ids.shape
+        self.is_contiguous = is_contiguous and rows > 1
         # A limit can be a caller's "practically endless": start small, grow as it fills.
         capacity = min(max(limit, self.length), self.length + 1024)
+        if self.is_contiguous:
+            capacity = self.length
         self._buffer = ids.new_empty((rows, capacity), dtype=torch.long)
         self._buffer[:, : self.length] = ids
 
@@ -82,9 +85,11 @@ class TokenBuffer:
 
     def append(self, tokens: torch.Tensor) -> torch.Tensor:
         """Add ``tokens (rows, n_new)``; returns all ids so far."""
+        rows, capacity = self._buffer.shape
         end = self.length + tokens.shape[1]
-        if end > self._buffer.shape[1]:
-            spare = self._buffer.new_empty((self._buffer.shape[0], max(end, self._buffer.shape[1])))
+        if end > capacity:
+            n_more = tokens.shape[1] if self.is_contiguous else max(end, capacity)
+            spare = self._buffer.new_empty((rows, n_more))
             self._buffer = torch.cat([self._buffer, spare], dim=1)
         self._buffer[:, self.length : end] = tokens
         self.length = end

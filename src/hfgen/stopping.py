@@ -12,15 +12,54 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from . import validate
+from .processors.lists import is_librarys, name_of
 
 
 class StoppingCriteriaList(transformers.StoppingCriteriaList):
-    """Criteria of which one suffices to end a row; calling it gives ``(rows,)`` bools."""
+    """Criteria of which one suffices to end a row."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)`` and the scores of each step.
+
+        Raises ``ValueError`` if one of the caller's criteria returns anything else.
+        """
+        rows, device = len(input_ids), input_ids.device
+        is_done = torch.zeros(rows, dtype=torch.bool, device=device)
+        for criterion in self:
+            ends = criterion(input_ids, scores, **kwargs)
+            if not is_librarys(type(criterion)):
+                _check_ends(criterion, ends, rows, device)
+            is_done = is_done | ends
+        return is_done
+
+    @property
+    def max_length(self) -> int | None:
+        """The length at which all rows end, if there is one; upstream's is that of the first criterion."""
+        limits = [c.max_length for c in self if isinstance(c, MaxLengthCriteria)]
+        return min(limits, default=None)
 
     @property
     def length_only(self) -> bool:
         """Whether the length alone decides, so that nothing has to be read off the device."""
         return bool(self) and all(type(criterion) is MaxLengthCriteria for criterion in self)
+
+
+def _check_ends(criterion: Any, ends: Any, rows: int, device: torch.device) -> None:
+    """Raise ``ValueError`` if a criterion of the caller's does not say which rows end."""
+    if isinstance(ends, bool):  # all of them, or none
+        return
+    if not isinstance(ends, torch.Tensor):
+        returned = type(ends).__name__
+    elif ends.shape not in ((), (1,), (rows,)):
+        returned = f"shape {tuple(ends.shape)}"
+    elif ends.dtype != torch.bool or ends.device != device:
+        returned = f"a tensor of {ends.dtype} on {ends.device}"
+    else:
+        return
+    raise ValueError(
+        f"{name_of(criterion)} returned {returned}, but a stopping criterion has to return a bool for each "
+        f"row: shape ({rows},), on {device}."
+    )
 
 
 class StopStringCriteria(transformers.StopStringCriteria):
@@ -91,7 +130,7 @@ def assistant_confidence(context: Context) -> ConfidenceCriteria | None:
 
 
 #: Rows in the order in which the criteria are asked; the caller's own follow.
-CRITERIA: tuple[Builder, ...] = (max_length, max_time, stop_strings, eos, assistant_confidence)
+CRITERIA: list[Builder] = [max_length, max_time, stop_strings, eos, assistant_confidence]
 
 
 def get_stopping_criteria(

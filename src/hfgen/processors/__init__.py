@@ -44,8 +44,8 @@ from .vocabulary import (
 )
 
 __all__ = [
-    "BEFORE_USER",
-    "LAST",
+    "FINAL",
+    "PROCESSORS",
     "WARPERS",
     "Context",
     "DiversityPenalty",
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 #: Run first; the caller's own processors come after them.
-BEFORE_USER: tuple[Builder, ...] = (
+PROCESSORS: list[Builder] = [
     guidance,
     sequence_bias,
     diversity_penalty,
@@ -74,10 +74,10 @@ BEFORE_USER: tuple[Builder, ...] = (
     exponential_decay,
     suppress_tokens,
     begin_suppress_tokens,
-)
+]
 
 #: Run after the caller's own processors, when sampling.
-WARPERS: tuple[Builder, ...] = (
+WARPERS: list[Builder] = [
     temperature,
     top_h,
     top_k,
@@ -86,10 +86,10 @@ WARPERS: tuple[Builder, ...] = (
     typical_p,
     epsilon_cutoff,
     eta_cutoff,
-)
+]
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
-LAST: tuple[Builder, ...] = (watermark, normalize)
+FINAL: list[Builder] = [watermark, normalize]
 
 
 def get_logits_processor(
@@ -122,14 +122,14 @@ def get_logits_processor(
         negative_prompt_attention_mask=negative_prompt_attention_mask,
     )
     processors = self._merge_criteria_processor_list(
-        _build(BEFORE_USER, context), logits_processor if logits_processor is not None else []
+        _build(PROCESSORS, context), logits_processor if logits_processor is not None else []
     )
     if generation_config.do_sample:
         processors.extend(_build(WARPERS, context))
-    processors.extend(_build(LAST, context))
+    processors.extend(_build(FINAL, context))
     return processors
 
 
-def _build(table: tuple[Builder, ...], context: Context) -> LogitsProcessorList:
+def _build(table: list[Builder], context: Context) -> LogitsProcessorList:
     built = (builder(context) for builder in table)
     return LogitsProcessorList(processor for processor in built if processor is not None)

@@ -29,8 +29,7 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
         ``ValueError`` if a processor lacks an argument, or returns anything but scores for the
         rows it got, or for the rows of the ids, over the same vocabulary.
         """
-        given = scores.shape
-        wanted = (*input_ids.shape[:1], *given[1:])
+        given = scores
         for processor in self:
             kind: Any = type(processor)
             extra = extra_arguments(kind)
@@ -41,20 +40,42 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
             else:
                 missing = [name for name in extra if name not in kwargs]
                 raise ValueError(f"{kind.__name__} needs the arguments {missing}.")
-            shape = getattr(scores, "shape", None)
-            if shape != given and shape != wanted:
-                returned = type(scores).__name__ if shape is None else f"shape {tuple(shape)}"
-                raise ValueError(
-                    f"{kind.__name__} returned {returned}, but scores have to have the "
-                    f"shape (rows, vocabulary) = {wanted}."
-                )
+            if not is_librarys(kind):
+                _check_scores(processor, scores, given, len(input_ids))
         return scores
+
+
+def _check_scores(processor: Any, scores: Any, given: torch.Tensor, n_rows: int) -> None:
+    """Raise ``ValueError`` if a processor of the caller's returned what are no scores."""
+    shapes = (given.shape, (n_rows, *given.shape[1:]))
+    if not isinstance(scores, torch.Tensor):
+        returned = type(scores).__name__
+    elif scores.shape not in shapes:
+        returned = f"shape {tuple(scores.shape)}"
+    elif not scores.is_floating_point() or scores.device != given.device:
+        returned = f"a tensor of {scores.dtype} on {scores.device}"
+    else:
+        return
+    raise ValueError(
+        f"{name_of(processor)} returned {returned}, but scores have to be floating-point numbers of the "
+        f"shape (rows, vocabulary) = {shapes[1]}, on {given.device}."
+    )
 
 
 @lru_cache(maxsize=256)
 def extra_arguments(processor_type: type) -> tuple[str, ...]:
     """Names of the parameters of ``__call__`` beyond self, ids and scores."""
     return tuple(inspect.signature(processor_type.__call__).parameters)[3:]
+
+
+def name_of(function: Any) -> str:
+    """What a caller knows a processor or criterion by: its class, or its own name."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def is_librarys(kind: type) -> bool:
+    """Whether a class is hfgen's or transformers' own."""
+    return kind.__module__.partition(".")[0] in ("hfgen", "transformers")
 
 
 def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any) -> Any:
@@ -87,7 +108,9 @@ def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any
 def public_type(item: Any) -> type:
     """The class that a caller knows ``item`` by: hfgen's own subclasses count as upstream's."""
     package = __name__.partition(".")[0]
-    return next(kind for kind in type(item).__mro__ if kind.__module__.partition(".")[0] != package)
+    kinds = type(item).__mro__
+    kind = next(kind for kind in kinds if kind.__module__.partition(".")[0] != package)
+    return type(item) if kind in (transformers.LogitsProcessor, StoppingCriteria) else kind
 
 
 #: Upstream's that remember what they were called with, or call a function of the caller's.
@@ -110,5 +133,4 @@ def is_row_wise(function: Any) -> bool:
     if (said := getattr(function, "is_row_wise", None)) is not None:
         return bool(said)
     kind = public_type(function)
-    is_known = kind.__module__.partition(".")[0] == "transformers"
-    return is_known and kind.__name__ not in _WITH_STATE
+    return is_librarys(kind) and kind.__name__ not in _WITH_STATE

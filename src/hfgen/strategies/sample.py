@@ -12,6 +12,7 @@ from .. import forward, outputs, stopping
 from ..buffers import TokenBuffer
 from ..call import Run, Step
 from ..loop import commit
+from ..processors.lists import is_librarys
 from .base import InvalidScoresError, NextToken, padding
 
 
@@ -23,9 +24,12 @@ class Sample(NextToken):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.execute = forward.executor(run.model, run.config, run.model_kwargs)
-        self.buffer = TokenBuffer(run.ids, run.config.max_length)
+        self.buffer = TokenBuffer(
+            run.ids, run.config.max_length, is_contiguous=_has_functions_of_the_caller(run)
+        )
+        # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
+        run.ids = self.buffer.ids
         rows, device = run.ids.shape[0], run.ids.device
-        self.is_viewed_by_caller = rows > 1 and _has_functions_of_the_caller(run)
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         #: At which step a row's scores were first invalid; -1 if they never were.
         self.invalid_since = torch.full((rows,), -1, device=device)
@@ -51,8 +55,6 @@ class Sample(NextToken):
             tokens = torch.where(self.unfinished, tokens, self.pad)
         tokens = tokens[:, None]
         run.ids = self.buffer.append(tokens)
-        if self.is_viewed_by_caller:
-            run.ids = run.ids.contiguous()
         self.n_steps += 1
         return Step(
             tokens=tokens,
@@ -122,9 +124,7 @@ class Sample(NextToken):
 def _has_functions_of_the_caller(run: Run) -> bool:
     """Whether a processor or criterion is not a library's.
 
-    Such a function may count on ids that are contiguous, as upstream's are. Views of a buffer with
+    Such a function may count on ids that are contiguous, as upstream's are. A buffer's views of
     several rows are not.
     """
-    libraries = ("transformers", "hfgen")
-    functions = (*run.processors, *run.criteria)
-    return any(type(function).__module__.split(".")[0] not in libraries for function in functions)
+    return not all(is_librarys(type(function)) for function in (*run.processors, *run.criteria))
