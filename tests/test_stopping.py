@@ -46,7 +46,7 @@ def build(
     generation_config = GenerationConfig(**config)
     generation_config._eos_token_tensor = None if eos is None else torch.tensor(eos)
     if prompt_length is not None:
-        generation_config._prompt_length = prompt_length
+        generation_config._call = SimpleNamespace(prompt_length=prompt_length)
     return Model()._get_stopping_criteria(generation_config, custom or [], tokenizer)
 
 
