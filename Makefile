@@ -7,7 +7,7 @@ SEED ?= 0
 COUNT ?= 2000
 OLDEST := 5.21.0
 
-.PHONY: help demo test oldest check format parity bench clean
+.PHONY: help demo test oldest clients check format parity bench clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -39,6 +39,16 @@ $(VENV)-oldest/installed: pyproject.toml constraints.txt
 		--constraint $(VENV)-oldest/constraints.txt --editable '.[dev]'
 	@touch $@
 
+clients: $(VENV)-clients/installed ## Run client libraries (PEFT, TRL, lm_eval, …) with and without hfgen.
+	@$(VENV)-clients/bin/python -m pytest -W default tests/clients  # their warnings are theirs
+
+$(VENV)-clients/installed: pyproject.toml constraints.txt
+	@echo "Making the environment in $(VENV)-clients."
+	@$(PYTHON) -m venv $(VENV)-clients
+	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[clients]'
+	@touch $@
+
 check: $(VENV)/installed ## Check format, lint and types.
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
@@ -58,6 +68,6 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.caches
 	@$(BIN)/python -m benchmarks.quantized_cache
 
-clean: ## Remove the environment and all caches.
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+clean: ## Remove the environments and all caches.
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -15,13 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -30,23 +28,12 @@ from typer.testing import CliRunner
 import hfgen
 from hfgen.cli import app, chat, compare, demo, loading, main, measure, options, report
 from hfgen.cli.report import CliError
+from tests.tiny import byte_tokenizer as tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
-def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", chat_template=template
-    )
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -13,6 +14,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -89,6 +91,18 @@ def bart() -> PreTrainedModel:
         init_std=0.3,
     )
     return seeded(lambda: BartForConditionalGeneration(config))
+
+
+def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per byte, from id 2 on; ends with 0, pads with 1. ``template`` is for chats."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", chat_template=template
+    )
 
 
 def prompt(rows: int = 2, length: int = 7, seed: int = 0) -> torch.Tensor:
