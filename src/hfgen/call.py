@@ -126,6 +126,13 @@ class Call:
         return self.method is self.mode.decode
 
     @property
+    def who(self) -> str:
+        """What decodes, for messages: the mode, or the strategy in its place."""
+        if self.is_own_method:
+            return self.mode.name
+        return getattr(self.strategy, "__name__", "the decoding method")
+
+    @property
     def cache(self) -> Any:
         """The cache that decoding starts with, if there is one."""
         return self.prompt and self.prompt.model_kwargs.get("past_key_values")

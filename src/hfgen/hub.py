@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.configuration_utils import GenerationMode
 
+from . import prefix
 from .call import Request
 from .logs import logger
 
@@ -72,7 +73,8 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     logger.warning(
         "`cache_implementation='paged'` means continuous batching: generate_batch() does it directly."
     )
-    kwargs = dict(request.kwargs)
+    prefix.take_argument(model, request)  # which is refused
+    kwargs = {name: v for name, v in request.kwargs.items() if name != "prefix_cache"}
     ids = request.inputs if request.inputs is not None else kwargs.get("input_ids")
     if ids is None:
         raise ValueError("Continuous batching needs a prompt: pass `inputs` or `input_ids`.")

@@ -23,7 +23,6 @@ from . import (
     caches,
     config,
     encode,
-    forward,
     hub,
     inputs,
     loop,
@@ -34,6 +33,8 @@ from . import (
     validate,
 )
 from .call import Request
+from .execution import compiled, executor, step_inputs
+from .execution.prefill import prefill
 from .outputs import GenerateOutput
 from .prepare import prepare
 
@@ -163,12 +164,12 @@ class GenerationMixin(transformers.GenerationMixin):
     _merge_criteria_processor_list = processors.merge_criteria_processor_list
 
     # The loop
-    prepare_inputs_for_generation = forward.prepare_inputs_for_generation
-    _update_model_kwargs_for_generation = forward.update_model_kwargs_for_generation
-    _prefill = forward.prefill
-    _optimize_model_for_decode = forward.optimize_model_for_decode
-    _supports_logits_to_keep = forward.supports_logits_to_keep
-    _valid_auto_compile_criteria = forward.valid_auto_compile_criteria
+    prepare_inputs_for_generation = step_inputs.prepare_inputs_for_generation
+    _update_model_kwargs_for_generation = step_inputs.update_model_kwargs_for_generation
+    _prefill = prefill
+    _optimize_model_for_decode = compiled.optimize_model_for_decode
+    _supports_logits_to_keep = executor.supports_logits_to_keep
+    _valid_auto_compile_criteria = compiled.valid_auto_compile_criteria
     _has_unfinished_sequences = loop.has_unfinished_sequences
     compute_transition_scores = outputs.compute_transition_scores
 

@@ -229,16 +229,15 @@ def check_call(call: Call) -> None:
     """
     if (check := getattr(call.request.custom_generate, "check_call", None)) is not None:
         check(call.config, call.mode_kwargs)
-    config, strategy = call.config, call.strategy
+    config = call.config
     if not getattr(config, "drop_finished", False):
         return
-    if not getattr(strategy, "drops_rows", False):
-        who = call.mode.name if strategy is None or call.is_own_method else strategy.__name__
+    if not getattr(call.strategy, "drops_rows", False):
         dropping = (mode for mode in MODES.values() if getattr(mode.strategy, "drops_rows", False))
         names = ", ".join(mode.name for mode in dropping)
         raise ValueError(
             f"`drop_finished=True` works with {names}, and with strategies that declare "
-            f"`drops_rows`, but the arguments ask for {who}. Leave it out."
+            f"`drops_rows`, but the arguments ask for {call.who}. Leave it out."
         )
     if "static" in (config.cache_implementation or ""):
         raise ValueError(

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from .. import forward
+from .. import execution
 from ..caches.rollback import record_past, roll_back
 from ..call import ModelKwargs, Run
 from ..loop import commit
@@ -106,21 +106,17 @@ class Assistant:
     def next_logits(self, run: Run) -> torch.Tensor:
         """Forward what the cache does not hold of ``run.ids``: logits ``(rows, vocab)``."""
         length = run.ids.shape[1]
-        run.model_kwargs = forward.resized(run, length - self.length)
+        run.model_kwargs = execution.resized(run, length - self.length)
         outputs = self.forward(run)
         commit(run, outputs)
         self.cached, self.length = length, length + 1
-        return forward.last_logits(outputs, run.ids.device)
+        return execution.last_logits(outputs, run.ids.device)
 
     def forward(self, run: Run) -> ModelOutput:
         if self.cached == 0:
-            return run.model._prefill(
-                run.ids, run.config, run.model_kwargs, is_first_iteration=False
-            )
-        model_inputs = run.model.prepare_inputs_for_generation(
-            run.ids, next_sequence_length=run.ids.shape[1] - self.cached, **run.model_kwargs
-        )
-        return run.model(**model_inputs, return_dict=True)
+            kwargs = run.model_kwargs
+            return execution.prefill(run.model, run.ids, run.config, kwargs, False)
+        return execution.continued(run, run.ids.shape[1] - self.cached)
 
     def forget(self, n_valid: int) -> None:
         """Keep the first ``n_valid`` positions of the cache: what follows was not accepted."""

@@ -84,9 +84,8 @@ def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | 
     if config.token_healing:
         return Reason("`token_healing` changes the prompt")
     if not getattr(call.strategy, "continues_cache", False):
-        who = getattr(call.strategy, "__name__", "the decoding method")
         return Reason(
-            f"{who} does not declare that it continues a cache (`continues_cache`)",
+            f"{call.who} does not declare that it continues a cache (`continues_cache`)",
             is_choice=call.request.custom_generate is not None or call.is_own_method,
         )
     if call.strategy is Assisted and _reads_prompt(model, call):

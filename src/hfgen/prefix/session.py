@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import quirks
+from .. import execution, quirks
 from ..caches.dynamic import GrowingCache
 from ..call import ModelKwargs, Run, Step
 from . import fingerprint, windows
@@ -117,7 +117,7 @@ class PrefixSession:
                 model_kwargs[name] = own[..., :end]
         config = copy.copy(config)
         config._mask_length = end
-        self.model._prefill(self.ids[rows, :end], config, model_kwargs)
+        execution.prefill(self.model, self.ids[rows, :end], config, model_kwargs)
         return [s for layer in attention_layers(cache) for s in (layer.keys, layer.values)]
 
     # ------------------------------------------------------------ storing

@@ -20,7 +20,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
-from .. import fanout, forward, outputs, quirks, stopping
+from .. import fanout, outputs, quirks, stopping
 from ..caches.rollback import record_past, roll_back
 from ..caches.rows import decoder_cache
 from ..call import Run, Speculation, Step
@@ -35,6 +35,7 @@ from ..drafters import (
     make_drafter,
     make_schedule,
 )
+from ..execution import Executor, prefill
 from ..loop import commit
 from ..processors import is_row_wise
 from .base import InvalidScoresError, padding
@@ -59,6 +60,7 @@ class Assisted:
         self.drafter, self.schedule, self.verification = drafter, schedule, verification
         #: Arguments of the model's forward that the drafter asks for.
         self.overrides: dict[str, Any] = getattr(drafter, "forward_arguments", {})
+        self.executor = Executor(run)
         self.cache: Any = run.model_kwargs.get("past_key_values")
         _check_cache(run, self.cache)
         record_past(self.cache)
@@ -99,10 +101,9 @@ class Assisted:
         self.is_first = False
         self.stats.forwards += 1
         if is_shared:
-            return fanout.prefill(run)
+            return self.executor.prefill(run)
         model_kwargs = run.model_kwargs | self.overrides if self.overrides else run.model_kwargs
-        result: ModelOutput = run.model._prefill(run.ids, run.config, model_kwargs)
-        return result
+        return prefill(run.model, run.ids, run.config, model_kwargs)
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
         return nullcontext()
@@ -114,7 +115,7 @@ class Assisted:
         start = run.ids.shape[1]
         self.make_draft(run, start)
         candidates = self.tokens[:, : start + self.n_new]
-        result = forward.candidates(
+        result = self.executor.verify(
             run, candidates, self.n_new, is_first=self.is_first, **self.overrides
         )
         self.is_first = False

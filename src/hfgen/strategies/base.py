@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
-from .. import fanout, forward, stopping
+from .. import stopping
 from ..active_rows import ActiveRows
 from ..call import Run
+from ..execution import Executor
 
 
 class NextToken:
@@ -29,21 +29,21 @@ class NextToken:
             if name not in vars(cls):
                 setattr(cls, name, False)
 
-    #: How forward is called; a strategy may put a compiled one here before the prefill.
-    execute: Callable
+    #: Whether its steps may be compiled.
+    may_compile = False
 
     def __init__(self, run: Run) -> None:
-        self.execute = run.model.__call__
+        self.executor = Executor(run, self.may_compile)
         self.active = ActiveRows(run)
 
     def prefill(self, run: Run) -> ModelOutput:
-        return fanout.prefill(run, is_first_iteration=not run.config.is_assistant)
+        return self.executor.prefill(run, is_first_iteration=not run.config.is_assistant)
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
         return nullcontext()
 
     def forward(self, run: Run) -> ModelOutput:
-        return forward.next_token(run, self.execute, self.active.ids(run))
+        return self.executor.forward(run, self.active.ids(run))
 
 
 def padding(run: Run) -> torch.Tensor | None:

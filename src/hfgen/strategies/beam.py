@@ -14,9 +14,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from .. import forward, outputs, quirks
+from .. import outputs, quirks
 from ..caches import rows as cache_rows
 from ..call import Run, Step
+from ..execution import last_logits
 from ..loop import commit
 from .base import InvalidScoresError, NextToken
 
@@ -116,7 +117,7 @@ class Beam(NextToken):
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
         self.active.widen(run, model_outputs)
-        logits = forward.last_logits(model_outputs, run.ids.device)
+        logits = last_logits(model_outputs, run.ids.device)
         log_probs = run.processors(run.ids, logits.log_softmax(dim=-1))
         if run.scores is not None:
             run.scores += (log_probs.clone(),)

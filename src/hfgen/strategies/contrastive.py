@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 from transformers.utils import ModelOutput
 
-from .. import forward, quirks
+from .. import quirks
 from ..caches.dynamic import upstream_kind
 from ..caches.rollback import record_past, roll_back
 from ..caches.rows import decoder_cache
@@ -117,7 +117,7 @@ class Contrastive(Sample):
 
     def forward_tokens(self, run: Run, ids: torch.Tensor, tokens: torch.Tensor) -> ModelOutput:
         """Forward ``tokens (n, 1)``, which follow ``ids (n, length)``."""
-        return forward.next_token(run, self.execute, torch.cat([ids, tokens], dim=1))
+        return self.executor.forward(run, torch.cat([ids, tokens], dim=1))
 
     def best(self, probabilities: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Which of the candidates ``(rows, k)`` is worth most; it joins the context: ``(rows,)``."""

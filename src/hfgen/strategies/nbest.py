@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import ModelOutput
 
-from .. import forward, outputs
+from .. import outputs
 from ..call import Run, Step
+from ..execution import last_logits
 from ..loop import commit
 from .beam import UNREACHABLE, Beam, Hypotheses, write
 
@@ -50,7 +51,7 @@ class NBestBeam(Beam):
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
-        logits = forward.last_logits(model_outputs, run.ids.device)
+        logits = last_logits(model_outputs, run.ids.device)
         observed = outputs.observe(run, model_outputs)
         del model_outputs
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from .. import forward, outputs, stopping
+from .. import outputs, stopping
 from ..buffers import TokenBuffer
 from ..call import Run, Step
+from ..execution import last_logits
 from ..loop import commit
 from ..processors.lists import is_librarys
 from .base import InvalidScoresError, NextToken, padding
@@ -19,11 +20,10 @@ from .base import InvalidScoresError, NextToken, padding
 class Sample(NextToken):
     """The likeliest token, or one drawn with the probability that the scores give it."""
 
-    drops_rows = True
+    drops_rows = may_compile = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.execute = forward.executor(run.model, run.config, run.model_kwargs)
         self.buffer = TokenBuffer(
             run.ids, run.config.max_length, is_contiguous=_has_functions_of_the_caller(run)
         )
@@ -46,7 +46,7 @@ class Sample(NextToken):
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
         self.active.widen(run, model_outputs)
-        logits = forward.last_logits(model_outputs, run.ids.device)
+        logits = last_logits(model_outputs, run.ids.device)
         scores = run.processors(run.ids, self.adjust(logits, model_outputs))
         if run.scores is not None:
             run.scores += (scores,)

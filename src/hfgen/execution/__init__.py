@@ -1,0 +1,10 @@
+"""Running the model. Nothing outside of this package calls it.
+
+A strategy has an ``Executor``; the hooks that models override are in ``step_inputs``, ``prefill`` and
+``compiled``.
+"""
+
+from .executor import Executor, continued, last_logits, next_token, prefill
+from .step_inputs import resized
+
+__all__ = ["Executor", "continued", "last_logits", "next_token", "prefill", "resized"]

@@ -1,0 +1,94 @@
+"""When forward is compiled, and which kernels decoding uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import DynamicCache, GenerationConfig
+from transformers.utils.generic import is_flash_attention_requested
+
+from ..caches.rows import decoder_cache
+from ..caches.static import Compiled
+from ..call import ModelKwargs
+from ..logs import logger
+
+
+def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:
+    """The model's forward, compiled where cache and device allow it."""
+    if model._valid_auto_compile_criteria(model_kwargs, config):
+        cache = model_kwargs.get("past_key_values")
+        compiled = getattr(vars(model).get("_compiled_call"), "_torchdynamo_orig_callable", None)
+        if getattr(compiled, "__self__", model) is not model:
+            del model._compiled_call  # a copied model has that of the one that it is a copy of
+        return Compiled(model.get_compiled_call(config.compile_config), cache)
+    return model.__call__
+
+
+def valid_auto_compile_criteria(
+    self: Any, model_kwargs: ModelKwargs, generation_config: GenerationConfig
+) -> bool:
+    """Whether to compile forward: a cache of fixed shape, and nothing offloaded.
+
+    Accelerators compile by themselves, a CPU if there is a ``compile_config``.
+    """
+    compile_config = generation_config.compile_config
+    if generation_config.disable_compile:
+        return False
+    cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
+    # A dynamic cache with linear attention alone has fixed shapes too, but was not asked for.
+    has_fixed_shapes = (
+        cache is not None
+        and cache.is_compileable
+        and type(decoder_cache(cache)) is not DynamicCache
+    )
+    can_compile = has_fixed_shapes and (
+        self.device.type in ("cuda", "xpu", "neuron", "tpu")
+        or bool(compile_config is not None and compile_config._compile_all_devices)
+        or (compile_config is not None and self.device.type == "cpu")
+    )
+    if (quantizer := getattr(self, "hf_quantizer", None)) is not None:
+        can_compile = can_compile and quantizer.is_compileable
+    devices = set(getattr(self, "hf_device_map", {}).values())
+    if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+        can_compile = False
+    if compile_config is not None and not can_compile:
+        logger.warning_once(
+            "`compile_config` is set, but forward is not compiled: that takes a static cache, no "
+            "offloading, and an accelerator or a CPU."
+        )
+    if can_compile:
+        os.environ["TOKENIZERS_PARALLELISM"] = "0"  # its threads do not survive the forks
+        is_flash = is_flash_attention_requested(self.config)
+        if is_flash and compile_config is not None and compile_config.fullgraph:
+            logger.warning_once(
+                "`compile_config.fullgraph` is set to False: flash attention breaks the graph."
+            )
+            compile_config.fullgraph = False
+    return bool(can_compile)
+
+
+@contextmanager
+def optimize_model_for_decode(self: Any) -> Iterator[None]:
+    """Within, mixture-of-experts layers use the kernel that is faster for few tokens.
+
+    On accelerators, that is ``batched_mm`` in place of ``grouped_mm``. Experts may sit in a
+    sub-model, so the implementation of every part is read, and put back.
+    """
+    implementations = self.get_experts_implementation()
+    if self.device.type == "cpu" or "grouped_mm" not in implementations.values():
+        yield
+        return
+    logger.info_once("Decoding with the `batched_mm` experts instead of `grouped_mm`.")
+    self.set_experts_implementation(
+        {
+            part: "batched_mm" if name == "grouped_mm" else name
+            for part, name in implementations.items()
+        }
+    )
+    try:
+        yield
+    finally:
+        self.set_experts_implementation(implementations)

@@ -1,0 +1,111 @@
+"""``Executor``: how a strategy runs the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import ModelOutput
+
+from .. import fanout
+from ..call import ModelKwargs, Run
+from .compiled import fastest_forward
+from .prefill import uncached_length
+from .step_inputs import resized
+
+
+class Executor:
+    """Runs the model of one call, always through the hooks of its class.
+
+    A decoding step is compiled where cache and device allow it, if it ``may_compile``.
+    """
+
+    def __init__(self, run: Run, may_compile: bool = False) -> None:
+        self.call: Callable[..., ModelOutput] = run.model.__call__
+        if may_compile:
+            self.call = fastest_forward(run.model, run.config, run.model_kwargs)
+
+    def prefill(self, run: Run, is_first_iteration: bool = True) -> ModelOutput:
+        """Forward the prompt of each row, once where rows have the same one."""
+        return fanout.prefill(run, is_first_iteration)
+
+    def forward(self, run: Run, ids: torch.Tensor | None = None) -> ModelOutput:
+        """Forward what the cache does not hold: the newest token, or all without a cache.
+
+        ``ids (rows, length)`` stand for ``run.ids``, if they are not those of all rows.
+        """
+        return next_token(run, self.call, ids)
+
+    def verify(
+        self, run: Run, ids: torch.Tensor, n_new: int, *, is_first: bool, **overrides: Any
+    ) -> ModelOutput:
+        """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
+
+        Logits are those of the last known token and of the ``n_new`` ones. The first forward takes what
+        the cache does not hold of the prompt, too. ``run.model_kwargs`` are left as they are: what of
+        them grows with the ids is grown for this forward alone. ``overrides``: other arguments.
+        """
+        model_kwargs = resized(run, n_new)
+        n_fed: int | None = n_new + 1
+        if is_first:
+            n_fed = uncached_length(run.model, run.ids, run.config, run.model_kwargs)
+            n_fed = None if n_fed in (None, run.ids.shape[1]) else n_fed + n_new
+        model_inputs = run.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=n_fed, is_first_iteration=is_first, **model_kwargs
+        )
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = n_new + 1
+        outputs: ModelOutput = run.model(**model_inputs | overrides)
+        return outputs
+
+
+def next_token(run: Run, execute: Callable, ids: torch.Tensor | None = None) -> ModelOutput:
+    """Forward what the cache does not hold yet: the newest token, or all without a cache.
+
+    ``ids`` stand for ``run.ids``, if they are not those of all rows.
+    """
+    model_inputs = run.model.prepare_inputs_for_generation(
+        run.ids if ids is None else ids,
+        next_sequence_length=1 if run.model_kwargs["use_cache"] else None,
+        **run.model_kwargs,
+    )
+    return execute(**model_inputs, return_dict=True)
+
+
+def prefill(
+    model: Any,
+    ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    is_first_iteration: bool = True,
+) -> ModelOutput:
+    """Forward ``ids (rows, length)`` by the model's hook, as far as the cache does not hold them."""
+    outputs: ModelOutput = model._prefill(
+        ids, config, model_kwargs, is_first_iteration=is_first_iteration
+    )
+    return outputs
+
+
+def continued(run: Run, n_new: int) -> ModelOutput:
+    """Forward the last ``n_new`` tokens of ``run.ids``, which are all that the cache lacks."""
+    model_inputs = run.model.prepare_inputs_for_generation(
+        run.ids, next_sequence_length=n_new, **run.model_kwargs
+    )
+    outputs: ModelOutput = run.model(**model_inputs, return_dict=True)
+    return outputs
+
+
+def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
+    """Logits ``(rows, vocab)`` of the last position, float32.
+
+    A copy, since a view would keep the logits of the whole prompt alive.
+    """
+    return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
+
+
+def supports_logits_to_keep(self: Any) -> bool:
+    """Whether forward can leave out the logits of all but the last positions."""
+    return "logits_to_keep" in inspect.signature(self.forward).parameters

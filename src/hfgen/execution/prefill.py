@@ -1,0 +1,171 @@
+"""The forward of a prompt: whole or in chunks, or what the cache lacks of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.utils import ModelOutput
+
+from ..call import ModelKwargs
+from .compiled import fastest_forward
+from .step_inputs import TOKEN_TYPES
+
+
+def prefill(
+    self: Any,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    is_first_iteration: bool = True,
+) -> ModelOutput:
+    """Forward the prompt, or as much of it as the cache does not hold; returns the last outputs.
+
+    A continued prompt comes in full, or only its new tokens with a mask over all of it. An
+    assistant is called again and again with a growing prompt: not its first iteration.
+    """
+    embeds = None
+    if is_first_iteration and not self.config.is_encoder_decoder:
+        embeds = model_kwargs.get("inputs_embeds")
+    new_length = uncached_length(self, input_ids, generation_config, model_kwargs, embeds)
+    if generation_config.prefill_chunk_size is not None:
+        return _prefill_in_chunks(
+            self, input_ids, embeds, generation_config, model_kwargs, new_length, is_first_iteration
+        )
+    model_inputs = self.prepare_inputs_for_generation(
+        input_ids,
+        next_sequence_length=new_length,
+        is_first_iteration=is_first_iteration,
+        **model_kwargs,
+    )
+    return self(**model_inputs, return_dict=True)
+
+
+def uncached_length(
+    self: Any,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    embeds: torch.Tensor | None = None,
+) -> int | None:
+    """How many tokens of the prompt the cache does not hold; ``None`` for all that is given."""
+    if (cache := model_kwargs.get("past_key_values")) is None:
+        return None
+    mask = model_kwargs.get(
+        "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
+    )
+    whole_length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    if embeds is not None:
+        return int(embeds.shape[1] - cache.get_seq_length())
+    if whole_length == input_ids.shape[1]:
+        return int(input_ids.shape[1] - cache.get_seq_length())
+    return None
+
+
+def _prefill_in_chunks(
+    self: Any,
+    input_ids: torch.Tensor,
+    embeds: torch.Tensor | None,
+    config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    new_length: int | None,
+    is_first_iteration: bool,
+) -> ModelOutput:
+    """Forward ``config.prefill_chunk_size`` tokens of the prompt at a time.
+
+    Activations then take the memory of a chunk, not of the prompt. Raises ``ValueError`` without
+    a cache, or if raw images would have to be cut.
+    """
+    cache = model_kwargs.get("past_key_values")
+    if cache is None:
+        raise ValueError(
+            f"`prefill_chunk_size`={config.prefill_chunk_size} needs a cache to put the chunks "
+            "into, and `use_cache` is False or the model has none."
+        )
+    prompt = input_ids if embeds is None else embeds
+    prompt = prompt[:, -(new_length or 0) :]
+    chunks = torch.split(prompt, int(config.prefill_chunk_size), dim=1)
+    raw_media = [
+        name
+        for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+        if name != "mm_encoder_outputs" and model_kwargs.get(name) is not None
+    ]
+    if is_first_iteration and len(chunks) > 1 and raw_media:
+        raise ValueError(
+            f"`prefill_chunk_size` cannot cut {raw_media}, which {type(self).__name__} encodes in "
+            "its forward. Leave it out."
+        )
+    execute = fastest_forward(self, config, model_kwargs)
+    # Forward sees the part of these that belongs to the chunk; they are put back at the end.
+    whole = {
+        name: value
+        for name in ("attention_mask", "position_ids", *TOKEN_TYPES, "mm_encoder_outputs")
+        if (value := model_kwargs.pop(name, None)) is not None
+    }
+    media = _media_by_chunk(self, prompt, chunks, whole) if is_first_iteration else {}
+    if embeds is not None:
+        model_kwargs.pop("inputs_embeds")
+    past = cache.get_seq_length()
+    for index, chunk in enumerate(chunks):
+        end = past + chunk.shape[1]
+        for name, tensor in whole.items():
+            if name == "position_ids":
+                model_kwargs[name] = tensor[..., past:end]
+            elif name != "mm_encoder_outputs":
+                model_kwargs[name] = tensor[..., :end]
+        if embeds is not None:
+            model_kwargs["inputs_embeds"] = chunk
+        model_inputs = self.prepare_inputs_for_generation(
+            input_ids if embeds is not None else chunk,
+            is_first_iteration=is_first_iteration,
+            **model_kwargs,
+        )
+        if index in media:
+            model_inputs["mm_encoder_outputs"] = media[index]
+        outputs = execute(**model_inputs, return_dict=True)
+        model_kwargs["past_key_values"] = outputs.past_key_values
+        past = end
+    if embeds is not None:
+        model_kwargs["inputs_embeds"] = embeds
+    model_kwargs.update({"attention_mask": None, "position_ids": None} | whole)
+    return outputs
+
+
+def _media_by_chunk(
+    self: Any, prompt: torch.Tensor, chunks: tuple[torch.Tensor, ...], whole: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """Which encoded images and videos go with which chunk.
+
+    Feature row ``i`` of a modality fills its ``i``-th placeholder, counted row by row through the
+    whole batch, so a chunk gets the features of the placeholders that it has.
+    """
+    media: dict[int, dict[str, Any]] = {}
+    for modality, outputs in (whole.get("mm_encoder_outputs") or {}).items():
+        if outputs is None:
+            continue
+        is_placeholder = prompt == getattr(self.config, f"{modality}_token_id")
+        feature_rows = is_placeholder.flatten().cumsum(0).view_as(is_placeholder) - 1
+        start = 0
+        for index, chunk in enumerate(chunks):
+            part = slice(start, start + chunk.shape[1])
+            start = part.stop
+            if (filled := is_placeholder[:, part]).any():
+                rows = feature_rows[:, part][filled]
+                media.setdefault(index, {})[modality] = _take_features(outputs, rows)
+    return media
+
+
+def _take_features(outputs: ModelOutput, rows: torch.Tensor) -> ModelOutput:
+    """The given rows of encoded features, in the container that the model reads them from."""
+
+    def take(features: Any) -> Any:
+        flat = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])[rows]
+        return flat.unsqueeze(0) if isinstance(features, torch.Tensor) else [flat]
+
+    taken = {"pooler_output": take(outputs["pooler_output"])}
+    if (layers := outputs.get("deepstack_features")) is not None:
+        is_per_layer = isinstance(layers[0][0], torch.Tensor)
+        taken["deepstack_features"] = [take(layer) for layer in layers] if is_per_layer else layers
+    return type(outputs)(**taken)
