@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -247,8 +249,9 @@ def test_greedy_tokens_of_models_that_disagree(name: str, texts: list[str]) -> N
 def test_the_end_is_translated() -> None:
     other = sentence_piece()
     plain, drafted = both(
-        Reader(byte_level()), prompts([TEXT[:-12]]), Reader(other), other, num_assistant_tokens=20
-    )
+        Reader(byte_level()), prompts([TEXT[:-12]]), Reader(other), other,
+        num_assistant_tokens=20, num_assistant_tokens_schedule="constant",
+    )  # fmt: skip
     assert torch.equal(plain.sequences, drafted.sequences)
     assert drafted.sequences[0, -1] == byte_level().eos_token_id
     assert drafted.speculation.forwards == 1
@@ -511,6 +514,24 @@ def test_samples_are_distributed_as_the_models() -> None:
     assert freedom > 8
     bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3
     assert chi_square < bound
+
+
+@pytest.mark.parametrize("texts", BATCHES, ids=["row", "batch"])
+def test_a_seed_fixes_the_samples(texts: list[str]) -> None:
+    """However long the forwards take: draft lengths do not follow a clock."""
+    target, other = byte_level(), sentence_piece()
+    model, assistant = untrained(target), untrained(other)
+    delays, drawn = random.Random(0), set()
+    with model.model.register_forward_hook(lambda *_: time.sleep(delays.choice((0.0, 0.003)))):
+        for _ in range(5):
+            torch.manual_seed(5)
+            tokens = model.generate(
+                **prompts(texts), do_sample=True, temperature=0.5, max_new_tokens=20,
+                eos_token_id=None, tokenizer=target, assistant_model=assistant,
+                assistant_tokenizer=other,
+            )  # fmt: skip
+            drawn.add(str(tokens.tolist()))
+    assert len(drawn) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "repetition_penalty": 1.5}])

@@ -1,7 +1,7 @@
 """Ways to guess the next tokens, for ``strategies/assisted.py`` to verify, one file per way.
 
-``DRAFTERS`` says which call drafts how. To add one, write a class with the two methods of ``Drafter``
-and add a row; a caller passes an object of their own as ``assistant_model``.
+``DRAFTERS`` says which call drafts how. To add one, write a subclass of ``Drafter`` and add a row; a
+caller passes an object of their own as ``assistant_model``.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from .assistant import Assistant
-from .base import Draft, DraftContext, Drafter, DraftVerdict, Setup
+from .base import Adapted, Draft, DraftContext, Drafter, DraftVerdict, Setup
 from .early_exit import EarlyExit
 from .lookup import AllowedPrefix, PromptLookup
 from .schedule import SCHEDULES, Adaptive, Constant, Heuristic, Schedule
@@ -35,7 +33,6 @@ __all__ = [
     "PromptLookup",
     "Schedule",
     "Setup",
-    "checked",
     "make_drafter",
     "make_schedule",
 ]
@@ -65,7 +62,10 @@ def prompt_lookup(setup: Setup) -> Drafter | None:
 
 def own(setup: Setup) -> Drafter | None:
     """The caller's own object."""
-    return setup.assistant_model if isinstance(setup.assistant_model, Drafter) else None
+    drafter = setup.assistant_model
+    if isinstance(drafter, Drafter):
+        return drafter
+    return Adapted(drafter) if hasattr(drafter, "draft") else None
 
 
 def translated(setup: Setup) -> Drafter | None:
@@ -107,12 +107,12 @@ def make_drafter(setup: Setup) -> Drafter:
 def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
     """How many tokens to draft.
 
-    The length adapts to what is measured, unless upstream's way is asked for; or has to be taken
+    The length adapts to what is accepted, unless upstream's way is asked for; or has to be taken
     since it shows: in the draws of a sampled row, and in the chunks that a streamer gets of one row.
-    Prompt lookup for one row costs next to nothing, and drafts as much as it is told to. Upstream's
-    own objects decide by themselves.
+    Prompt lookup for one row costs next to nothing, and drafts as much as it is told to. A
+    drafter may have a schedule of its own. No draft is longer than what is left of the sequence.
     """
-    if isinstance(drafter, FromGenerators):
+    if drafter.schedule is not None:
         return drafter.schedule
     config = setup.run.config
     is_lookup = isinstance(drafter, PromptLookup)
@@ -129,7 +129,9 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
             f"`num_assistant_tokens_schedule` has to be one of {sorted(SCHEDULES)}, but is {name!r}."
         )
     make = SCHEDULES[name or ("constant" if is_fixed else "adaptive")]
-    schedule = make(int(n_tokens), len(setup.run.ids))
+    # Prompt lookup may overshoot, by no more than it knows.
+    longest = setup.max_length if is_lookup else setup.max_length - setup.run.ids.shape[1]
+    schedule = make(max(min(int(n_tokens), longest), 1), len(setup.run.ids), drafter.cost)
     if name == "heuristic" and isinstance(schedule, Heuristic) and isinstance(drafter, Assistant):
         schedule.kept_in = drafter.model.generation_config
     return schedule
@@ -149,22 +151,3 @@ def _setting(setup: Setup, name: str, always: bool = False) -> Any:
     if value is None and name == "assistant_confidence_threshold":
         return DEFAULT_THRESHOLD
     return value
-
-
-def checked(drafter: Drafter, draft: Draft | None, context: DraftContext) -> Draft | None:
-    """``draft``, if it is one. Raises ``ValueError`` for tokens of a wrong shape or type."""
-    if draft is None or draft.tokens.shape[1] == 0:
-        return None
-    rows, n = context.ids.shape[0], context.n_tokens
-    tokens = draft.tokens
-    if (
-        tokens.ndim != 2
-        or tokens.shape[0] != rows
-        or tokens.shape[1] > n
-        or tokens.dtype != torch.long
-    ):
-        raise ValueError(
-            f"{type(drafter).__name__}.draft() has to return int64 tokens of shape ({rows}, at most "
-            f"{n}), but returned {tokens.dtype} of shape {tuple(tokens.shape)}."
-        )
-    return draft

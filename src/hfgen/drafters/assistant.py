@@ -16,10 +16,11 @@ from ..call import ModelKwargs, Run
 from ..loop import commit
 from ..processors import is_row_wise
 from ..validate import accepted_names
-from .base import Draft, DraftContext, DraftVerdict, Setup
+from .base import Draft, DraftContext, Drafter, Setup
+from .schedule import relative_cost
 
 
-class Assistant:
+class Assistant(Drafter):
     """Decodes with the assistant, on a cache of its own that keeps what was accepted.
 
     All rows step together: where a row is known further than another, its known token is fed in
@@ -33,6 +34,7 @@ class Assistant:
         self.setup = setup
         self.model = mixed_view(setup.assistant_model if model is None else model)
         self.threshold = threshold or 0.0
+        self.cost = relative_cost(self.model, setup.run.model)
         #: Made with the first draft, when the prompt is known.
         self.run: Run | None = None
         #: Positions that the assistant's cache holds, and ids that its masks are made for.
@@ -52,9 +54,11 @@ class Assistant:
 
     def write(self, run: Run, ids: torch.Tensor, first: int, context: DraftContext) -> Draft:
         """Fill ``ids (rows, end)`` from ``first`` on, as far as the assistant is confident."""
-        device = ids.device
-        known = torch.tensor(context.known, device=device)
-        is_open = ~torch.tensor(context.is_done, device=device)
+        known: Any = context.device_known
+        known = torch.tensor(context.known) if known is None else known
+        known = known.to(ids.device)
+        is_open = known < context.end
+        lengths = [context.n_tokens] * len(ids)  # as far as nothing ends a draft
         tokens = ids[:, context.start :].clone()
         tokens[:, first - context.start :] = -1
         processors = run.processors
@@ -69,13 +73,21 @@ class Assistant:
             is_known = position < known
             chosen = torch.where(is_known, ids[:, position], chosen)
             ids[:, position] = chosen
-            tokens[:, position - context.start] = torch.where(is_known | is_open, chosen, -1)
+            column = position - context.start
+            tokens[:, column] = torch.where(is_known | is_open, chosen, -1)
             if self.setup.needs_logits:
                 kept.append(scores)
-            is_open = is_open & (is_known | ~self.ends(run, chosen, scores))
-            if not is_open.any():
+            if (ends := self.ends(run, chosen, scores)) is None:
+                continue
+            was_open, is_open = is_open, is_open & (is_known | ~ends)
+            for row in (was_open & ~is_open).nonzero().flatten().tolist():
+                lengths[row] = column + 1
+            if not any(length == context.n_tokens for length in lengths):
                 break
-        return Draft(tokens, self.with_known(kept, first - context.start, len(tokens)))
+        n = max(lengths)
+        return Draft(
+            tokens[:, :n], self.with_known(kept, first - context.start, len(tokens)), tuple(lengths)
+        )
 
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
         """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
@@ -83,9 +95,11 @@ class Assistant:
             return scores.argmax(dim=-1)
         return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
 
-    def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Which rows' drafts end with ``tokens (rows,)``."""
+    def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor | None:
+        """Which rows' drafts end with ``tokens (rows,)``; ``None`` if nothing ever ends one."""
         eos = run.config._eos_token_tensor
+        if eos is None and self.threshold <= 0:
+            return None
         ends = torch.zeros_like(tokens, dtype=torch.bool)
         if eos is not None:
             ends = torch.isin(tokens, eos.to(tokens.device))
@@ -126,9 +140,6 @@ class Assistant:
         kept = min(self.cached, n_valid)
         roll_back(cache, self.cached - kept)
         self.cached = kept
-
-    def observe(self, verdict: DraftVerdict) -> None:
-        """Nothing to learn: the next ``draft`` takes back what was not accepted."""
 
     def prepare(self, ids: torch.Tensor) -> Run:
         """The assistant's own run on ``ids (rows, length)``, made by its own ``generate``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
     from ..call import Run
+    from .schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,9 @@ class DraftContext:
 
     ``ids (rows, length)``: row ``r`` is known up to ``known[r]``, what follows in it means nothing.
     All rows are known up to ``start``, some further. ``n_tokens``: how many positions after
-    ``start`` may be filled. ``is_done[r]``: row ``r`` has ended and needs no draft.
+    ``start`` may be filled. ``is_done[r]``: row ``r`` has ended and needs no draft; it counts as
+    known up to ``end``. ``host_ids``: ``ids`` on the CPU, if they are there anyway. ``device_known
+    (rows,)``: ``known`` on the device of ``ids``, if it is there anyway.
     """
 
     ids: torch.Tensor
@@ -27,6 +30,8 @@ class DraftContext:
     is_done: tuple[bool, ...]
     start: int
     n_tokens: int
+    host_ids: torch.Tensor | None = None
+    device_known: torch.Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -41,11 +46,14 @@ class Draft:
     ``tokens (rows, n)``, ``n <= DraftContext.n_tokens``: column ``j`` is for position ``start + j``. Where
     a row is known, its entries are ignored; -1 ends the draft of a row. ``logits (rows, n, vocab)``:
     the scores that the tokens were drawn from, if the drafter has any. Sampling then accepts more;
-    without them every token counts as drafted with certainty. Either is exact.
+    without them every token counts as drafted with certainty. Either is exact. ``lengths``: the
+    number of filled columns of each row, known ones included, if the host knows it; ``tokens`` are
+    then not read off the device, and not checked.
     """
 
     tokens: torch.Tensor
     logits: torch.Tensor | None = None
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +69,30 @@ class DraftVerdict:
         return self.accepted == self.drafted
 
 
-@runtime_checkable
-class Drafter(Protocol):
+class Drafter:
     """Guesses tokens; a wrong guess costs time, never a token.
 
-    Pass one of your own to ``generate`` as ``assistant_model``.
+    Pass one of your own to ``generate`` as ``assistant_model``. It may inherit from this class, or
+    just have ``draft`` and ``observe``. The attributes say what it needs and costs.
     """
+
+    #: Further arguments of the target model's forward: ``{"output_hidden_states": True}``.
+    forward_arguments: dict[str, Any] = {}  # noqa: RUF012
+    #: Time that drafting one token takes, in forwards of the target model.
+    cost: float = 0.0
+    #: Whether drafts may go beyond the last token of the call, as some of upstream's do.
+    overshoots: bool = False
+    #: Whether ``draft`` is also called for the last token, for which no draft is needed.
+    is_always_asked: bool = False
+    #: Decides how many tokens to draft; ``None`` for the schedule that the call asks for.
+    schedule: Schedule | None = None
 
     def draft(self, context: DraftContext) -> Draft | None:
         """Guess how the rows go on; ``None`` if there is no guess."""
+        raise NotImplementedError(f"{type(self).__name__} has no `draft()`.")
 
     def observe(self, verdict: DraftVerdict) -> None:
         """Learn what became of the last draft; called after every round that had one."""
-
-
-class Seeing(Protocol):
-    """What a drafter may have besides, if it drafts from what the target model said."""
-
-    #: Other arguments of the target model's forward: ``{"output_hidden_states": True}``.
-    forward_arguments: dict[str, Any]
 
     def see(
         self,
@@ -88,7 +101,7 @@ class Seeing(Protocol):
         scores: tuple[torch.Tensor, ...],
         n_advanced: int,
     ) -> None:
-        """Called after every round, last of all.
+        """Learn what the target model said; called after every round, last of all.
 
         ``run.ids`` are ``n_advanced`` tokens longer than before the round. The forward fed the last
         token that they had then, or all of the prompt, and drafts after it: in ``model_outputs`` the
@@ -96,6 +109,75 @@ class Seeing(Protocol):
         every row. ``scores``, one ``(rows, vocab)`` for each of these positions and of the other
         drafts; those that verification did not come to are the model's logits.
         """
+
+
+class Adapted(Drafter):
+    """A caller's object that has ``draft`` and ``observe`` alone."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.own = drafter
+        self.draft, self.observe = drafter.draft, drafter.observe  # type: ignore[method-assign]
+
+
+def name_of(drafter: Drafter) -> str:
+    """What errors call it."""
+    return type(drafter.own if isinstance(drafter, Adapted) else drafter).__name__
+
+
+def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
+    """``draft``, if it is one that has tokens.
+
+    Raises ``TypeError`` for something else, ``ValueError`` for tokens of a wrong shape or type.
+    """
+    wrong = f"{name}.draft() has to return "
+    if draft is None:
+        return None
+    if not isinstance(draft, Draft):
+        raise TypeError(f"{wrong}a hfgen.Draft or None, but returned {type(draft).__name__}.")
+    rows, tokens = len(context.known), draft.tokens
+    expected = f"int64 tokens of shape ({rows}, at most {context.n_tokens})"
+    if not isinstance(tokens, torch.Tensor):
+        raise TypeError(f"{wrong}{expected}, but returned {type(tokens).__name__}.")
+    shape = tuple(tokens.shape)
+    if (
+        len(shape) != 2
+        or shape[0] != rows
+        or shape[1] > context.n_tokens
+        or tokens.dtype != torch.long
+    ):
+        raise ValueError(f"{wrong}{expected}, but returned {tokens.dtype} of shape {shape}.")
+    return draft if shape[1] else None
+
+
+def filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: float) -> list[int]:
+    """The number of columns that each row of drafted ``tokens`` fills, known ones included.
+
+    Raises ``ValueError`` for tokens that are outside of the vocabulary.
+    """
+    lengths = []
+    for row, (drafted, known) in enumerate(zip(tokens, context.known, strict=True)):
+        lead = min(known - context.start, len(drafted))
+        new = drafted[lead:]
+        new = new[: new.index(-1)] if -1 in new else new
+        if new and not (min(new) >= 0 and max(new) < vocab):
+            token = next(token for token in new if not 0 <= token < vocab)
+            raise ValueError(
+                f"{name}.draft() has to return tokens from 0 to {vocab - 1:.0f}, or -1 where a draft "
+                f"ends, but returned {token} for row {row}."
+            )
+        lengths.append(lead + len(new))
+    return lengths
+
+
+def check_logits(name: str, draft: Draft, vocab: int) -> None:
+    """Raise if ``draft.logits`` are not scores of ``draft.tokens`` over the target's vocabulary."""
+    if draft.logits is None:
+        return
+    wrong = f"{name}.draft() has to return logits of shape {(*draft.tokens.shape, vocab)}, but returned "
+    if not isinstance(draft.logits, torch.Tensor):
+        raise TypeError(f"{wrong}{type(draft.logits).__name__}.")
+    if draft.logits.shape != (*draft.tokens.shape, vocab):
+        raise ValueError(f"{wrong}{tuple(draft.logits.shape)}.")
 
 
 @dataclass(frozen=True, slots=True)

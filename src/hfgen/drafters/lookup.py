@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
 
-from .base import Draft, DraftContext, DraftVerdict
+from .base import Draft, DraftContext, Drafter
 
 #: Scores ``(rows, vocab)`` after processing, for ids ``(rows, length)``.
 Processors: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts the continuation of an earlier occurrence of the newest n-gram of each row.
 
-    The longest n-gram that occurred goes first, and of its occurrences the earliest. All rows are
-    searched at once, without waiting for the device. Upstream's ``prompt_lookup_num_tokens`` and
-    ``max_matching_ngram_size``.
+    The longest n-gram that occurred goes first, and of its occurrences the earliest. The search is
+    done on the host. Upstream's ``prompt_lookup_num_tokens`` and ``max_matching_ngram_size``.
     """
 
     def __init__(
@@ -35,66 +34,54 @@ class PromptLookup:
         """
         self.overshoots = overshoots
         self.max_ngram = max_ngram
-        self.eos = eos
+        self.eos = [] if eos is None else eos.flatten().tolist()
         self.allowed = allowed
 
     def draft(self, context: DraftContext) -> Draft | None:
-        if self.allowed is not None:
-            return self._draft_allowed(context, self.allowed)
-        ids = context.ids
-        rows, device = ids.shape[0], ids.device
-        known = torch.tensor(context.known, device=device).clamp(max=context.end)
-        ids = ids[:, : max(int(k) for k in context.known)]
-        shift = torch.zeros(rows, dtype=torch.long, device=device)
-        for size in range(1, self.max_ngram + 1):  # a longer n-gram replaces a shorter one's match
-            starts = self._matches(ids, known, size)
-            found = starts.any(dim=1)
-            shift = torch.where(found, known - starts.int().argmax(dim=1) - size, shift)
-        # Position p is drafted as what stands `shift` before it, as far as that is known.
-        positions = torch.arange(context.start, context.end, device=device).expand(rows, -1)
-        source = positions - shift[:, None]
-        is_drafted = (shift[:, None] > 0) & (source < known[:, None])
-        tokens = ids.gather(1, source.clamp(0, ids.shape[1] - 1))
-        tokens = torch.where(is_drafted, tokens, -1)
-        return Draft(self._before_eos(tokens, positions >= known[:, None]))
+        host_ids = context.ids.cpu() if context.host_ids is None else context.host_ids
+        tokens = context.ids.new_full((len(host_ids), context.n_tokens), -1)
+        lengths = []
+        for row, known in enumerate(context.known):
+            n, lead = max(context.end - known, 0), min(known - context.start, context.n_tokens)
+            begin = length = 0
+            if n:
+                begin, length = self._found(host_ids[row, :known], context.ids[row, :known], n)
+            tokens[row, lead : lead + length] = context.ids[row, begin : begin + length]
+            lengths.append(lead + length)
+        return Draft(tokens[:, : max(lengths)], lengths=tuple(lengths))
 
-    def _matches(self, ids: torch.Tensor, known: torch.Tensor, size: int) -> torch.Tensor:
-        """Where the last ``size`` tokens of a row occur before: ``(rows, starts)`` bools."""
-        if ids.shape[1] < size:
-            return ids.new_zeros((len(ids), 1), dtype=torch.bool)
-        grams = ids.unfold(1, size, 1)  # (rows, starts, size)
-        starts = torch.arange(grams.shape[1], device=ids.device)
-        ends = known[:, None]
-        newest = ids.gather(1, (ends - size + torch.arange(size, device=ids.device)).clamp_(min=0))
-        # Something has to follow the occurrence, and the n-gram has to fit before itself.
-        is_before = (starts + size < ends) & (ends > size)
-        return (grams == newest[:, None]).all(dim=2) & is_before
+    def _found(self, ids: torch.Tensor, device_ids: torch.Tensor, n: int) -> tuple[int, int]:
+        """Where in ``ids (known,)`` the next ``n`` tokens may be found, and how many of them.
 
-    def _before_eos(self, tokens: torch.Tensor, is_new: torch.Tensor) -> torch.Tensor:
-        """``tokens (rows, n)`` with -1 from the first EOS token on, which is not worth drafting."""
-        if self.eos is None:
-            return tokens
-        is_eos = torch.isin(tokens, self.eos.to(tokens.device)) & is_new
-        return tokens.masked_fill(is_eos.cumsum(dim=1) > 0, -1)
+        ``device_ids``: the same ids on their device, for the processors.
+        """
+        for begin in self._begins(ids):
+            drafted = ids[begin : begin + n].tolist()
+            if self.allowed is not None:
+                n_allowed = self.allowed(device_ids[None], device_ids[begin : begin + n])
+                if not n_allowed:
+                    continue
+                drafted = drafted[:n_allowed]
+            is_eos = (index for index, token in enumerate(drafted) if token in self.eos)
+            return begin, next(is_eos, len(drafted))
+        return 0, 0
 
-    def _draft_allowed(
-        self, context: DraftContext, allowed: Callable[[torch.Tensor, torch.Tensor], int]
-    ) -> Draft | None:
-        """One row, its occurrences tried in turn until one has a first token that is allowed."""
-        ids = context.ids[:, : context.start]
-        length = torch.tensor([context.start], device=ids.device)
-        for size in range(min(self.max_ngram, context.start - 1), 0, -1):
-            for start in self._matches(ids, length, size)[0].nonzero().flatten().tolist():
-                tokens = ids[:, start + size : start + size + context.n_tokens]
-                if n_allowed := allowed(ids, tokens[0]):
-                    tokens = tokens[:, :n_allowed]
-                    return Draft(
-                        self._before_eos(tokens, torch.ones_like(tokens, dtype=torch.bool))
-                    )
-        return None
+    def _begins(self, ids: torch.Tensor) -> Iterator[int]:
+        """Where the text goes on after the newest n-gram occurred: the longest first, then the earliest.
 
-    def observe(self, verdict: DraftVerdict) -> None:
-        """Nothing to learn: the known tokens are all there is."""
+        An n-gram may overlap with itself. Its occurrences are among those of the shorter ones, so
+        the search ends with the first size that did not occur.
+        """
+        last = len(ids) - 1
+        found = [(ids[:last] == ids[last]).nonzero().flatten() + 1]  # by size, from 1 on
+        for size in range(2, min(self.max_ngram, last) + 1):
+            before = found[-1][found[-1] >= size]
+            longer = before[ids[before - size] == ids[last + 1 - size]]
+            if not len(longer):
+                break
+            found.append(longer)
+        for begins in reversed(found):
+            yield from begins.tolist()
 
 
 class AllowedPrefix:

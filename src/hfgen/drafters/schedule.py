@@ -1,4 +1,4 @@
-"""How many tokens to draft in a round."""
+"""How many tokens to draft in a round: a function of what was accepted, so that a seed fixes a call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Schedule(Protocol):
     #: Tokens to draft in the next round; 0 to decode without a draft.
     n_tokens: int
 
-    def observe(self, verdict: DraftVerdict, n_advanced: int, seconds: float) -> None:
-        """Learn from a round: how many tokens all rows advanced by, in how much time."""
+    def observe(self, verdict: DraftVerdict, n_advanced: int) -> None:
+        """Learn from a round, in which all rows advanced by ``n_advanced`` tokens."""
 
     def finish(self) -> None:
         """The call is over."""
@@ -24,10 +24,10 @@ class Schedule(Protocol):
 class Constant:
     """Always the same. Upstream's ``num_assistant_tokens_schedule="constant"``."""
 
-    def __init__(self, n_tokens: int, rows: int = 1) -> None:
+    def __init__(self, n_tokens: int, rows: int = 1, cost: float = 0.0) -> None:
         self.n_tokens = n_tokens
 
-    def observe(self, verdict: DraftVerdict, n_advanced: int, seconds: float) -> None:
+    def observe(self, verdict: DraftVerdict, n_advanced: int) -> None:
         pass
 
     def finish(self) -> None:
@@ -47,7 +47,7 @@ class Heuristic(Constant):
         if self.kept_in is not None:
             self.kept_in.num_assistant_tokens = self.n_tokens
 
-    def observe(self, verdict: DraftVerdict, n_advanced: int, seconds: float) -> None:
+    def observe(self, verdict: DraftVerdict, n_advanced: int) -> None:
         self.n_tokens = self.n_tokens + 2 if verdict.is_all_accepted else max(1, self.n_tokens - 1)
 
 
@@ -71,20 +71,38 @@ class Rate:
         return rate * (1 - rate**limit) / (1 - rate)
 
 
-class Adaptive:
-    """The length that made tokens fastest so far, by what was measured: hfgen's default.
+#: The time of a forward of several tokens, in forwards of one: 1 + FIRST + NEXT * rows * tokens after
+#: the first. Fitted to 1 to 16 tokens of 1 and 8 rows ("Floors" in benchmarks/results/speculation.md).
+FIRST, NEXT = 0.4, 0.013
+
+#: The parameters that take as long as what a layer does besides: fitted to the cost ratios of the
+#: built-in draft (0.38) and of 1 to 15 layers of a 135M model (0.20 to 0.56), same page.
+LAYER = 2e6
+
+
+def relative_cost(draft: Any, target: Any) -> float:
+    """The time of a forward of the model ``draft``, in forwards of ``target``."""
+
+    def size(model: Any) -> float:
+        config = model.config.get_text_config(decoder=True)
+        return float(model.num_parameters() + LAYER * getattr(config, "num_hidden_layers", 0))
+
+    return size(draft) / size(target)
+
+
+class Adaptive(Constant):
+    """The length that should make tokens fastest, by what was accepted so far: hfgen's default.
 
     Of a draft of ``n`` tokens, as many are accepted as ``accepted`` says, and one more is gained
     (Leviathan et al. 2023, equation 1); as many are drafted as ``drafted`` says, since a drafter
-    may stop early. A round takes ``base`` seconds and ``slope`` for each drafted token. All of this
-    is fitted to the rounds, the newer ones counting more, and ``n`` maximises tokens per second.
-    Where nothing gains ``MARGIN`` over decoding without a draft, none is made, and at longer and
-    longer intervals one is tried again. With several rows, tokens count that all rows advance by.
+    may stop early. What a round costs follows from these numbers and from constants, so lengths do
+    not depend on a clock. Where nothing gains ``MARGIN`` over decoding without a draft, none is
+    made, and at longer and longer intervals one is tried again. With several rows, tokens count
+    that all rows advance by.
     """
 
-    #: Rounds to learn from before anything is adapted: of one row, and of several. One row starts as
-    #: upstream does, with the longest draft; several with a short one, which costs all of them.
-    WARM_UP, BATCH_WARM_UP, BATCH_START = 8, 3, 4
+    #: Rounds to learn from before anything is adapted, and the length of their drafts.
+    WARM_UP, START = 3, 4
     #: How much a round weighs one round later.
     DECAY = 0.95
     #: By how much faster drafting has to be expected to be.
@@ -94,45 +112,28 @@ class Adaptive:
     #: The draft tried after a pause.
     PROBE = 3
 
-    def __init__(self, max_tokens: int, rows: int = 1) -> None:
-        self.max_tokens = max_tokens
-        self.n_tokens = max_tokens if rows == 1 else min(max_tokens, self.BATCH_START)
-        self.warm_up = self.WARM_UP if rows == 1 else self.BATCH_WARM_UP
+    def __init__(self, n_tokens: int, rows: int = 1, cost: float = 0.0) -> None:
+        super().__init__(min(n_tokens, self.START))
+        self.max_tokens, self.rows, self.cost = n_tokens, rows, cost
         self.rounds = 0
         self.pause, self.paused = self.FIRST_PAUSE, 0
         self.accepted, self.drafted = Rate(), Rate()
-        self.slope = 0.0
-        # Decayed sums over rounds: weight, n, seconds, n * n, n * seconds.
-        self.sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def observe(self, verdict: DraftVerdict, n_advanced: int, seconds: float) -> None:
+    def observe(self, verdict: DraftVerdict, n_advanced: int) -> None:
         self.rounds += 1
-        if self.rounds == 1:
-            return  # the prompt was forwarded with it
-        n = max(verdict.drafted, default=0)
         if self.n_tokens:
             self.accepted.observe(n_advanced - 1, self.n_tokens, self.DECAY)
-            self.drafted.observe(n, self.n_tokens, self.DECAY)
-        added = (1.0, n, seconds, n * n, n * seconds)
-        self.sums = tuple(self.DECAY * old + new for old, new in zip(self.sums, added, strict=True))  # type: ignore[assignment]
-        if self.rounds < self.warm_up:
-            return
-        if self.rounds == self.warm_up:
-            self.n_tokens = 0  # once, to learn what a round without a draft costs
-            return
-        self._choose()
-
-    def finish(self) -> None:
-        pass
+            self.drafted.observe(max(verdict.drafted, default=0), self.n_tokens, self.DECAY)
+        if self.rounds >= self.WARM_UP:
+            self._choose()
 
     def _choose(self) -> None:
-        base, slope = self._cost()
-        speeds = [
-            (1 + self.accepted.expected(n)) / (base + slope * self.drafted.expected(n))
-            for n in range(self.max_tokens + 1)
-        ]
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        if speeds[best] > self.MARGIN * speeds[0]:
+        best, speed = 0, 0.0
+        for n in range(1, self.max_tokens + 1):  # as long as one more makes it faster
+            if self._speed(n) <= speed:
+                break
+            best, speed = n, self._speed(n)
+        if speed > self.MARGIN:
             self.n_tokens, self.paused, self.pause = best, 0, self.FIRST_PAUSE
             return
         self.paused += 1
@@ -141,17 +142,15 @@ class Adaptive:
             self.n_tokens = min(self.PROBE, self.max_tokens)
             self.paused, self.pause = 0, min(2 * self.pause, self.LONGEST_PAUSE)
 
-    def _cost(self) -> tuple[float, float]:
-        """Seconds of a round without a draft, and of each drafted token: a least-squares line."""
-        weight, n, seconds, nn, ns = self.sums
-        variance = nn * weight - n * n
-        if variance > 1e-3:  # else all recent rounds had the same length: the slope stays
-            self.slope = max((ns * weight - n * seconds) / variance, 0.0)
-        return max((seconds - self.slope * n) / weight, 1e-6), self.slope
+    def _speed(self, n: int) -> float:
+        """Tokens in the time of a plain forward, with drafts of ``n``."""
+        width = self.drafted.expected(n)
+        forward = 1 + FIRST * min(width, 1.0) + NEXT * self.rows * max(width - 1.0, 0.0)
+        return (1 + self.accepted.expected(n)) / (forward + self.cost * width)
 
 
-#: By ``num_assistant_tokens_schedule``; made from the number of tokens and of rows.
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+#: By ``num_assistant_tokens_schedule``; made from the numbers of tokens and rows, and the drafter's cost.
+SCHEDULES: dict[str, Callable[[int, int, float], Schedule]] = {
     "adaptive": Adaptive,
     "constant": Constant,
     "heuristic": Heuristic,

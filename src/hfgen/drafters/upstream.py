@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 from ..call import ModelKwargs, Run
 from ..processors import is_row_wise
 from ..validate.speculation import has_foreign_generator
-from .base import Draft, DraftContext, DraftVerdict, Setup
+from .base import Draft, DraftContext, Drafter, Setup
 from .schedule import Constant
 
 #: More than a generator drafts at once, unless the call has room for still more.
@@ -43,7 +43,7 @@ DFLASH = _kind("DFlashTokenCandidateGenerator")
 SINGLE_POSITION = _kind("SinglePositionMultiTokenCandidateGenerator")
 
 
-class FromGenerators:
+class FromGenerators(Drafter):
     """Drafts what upstream's ``CandidateGenerator`` objects draft, one of them for each row.
 
     Each is asked about its row up to the length that all rows have reached; what the row knows after
@@ -150,9 +150,6 @@ class FromGenerators:
             _strip(outputs, n_pads, self.is_prompt)
         return outputs
 
-    def observe(self, verdict: DraftVerdict) -> None:
-        """Nothing to learn: ``see`` tells the generators all of it."""
-
     def see(
         self,
         run: Run,
@@ -160,7 +157,7 @@ class FromGenerators:
         scores: tuple[torch.Tensor, ...],
         n_advanced: int,
     ) -> None:
-        """Keep what the generators are told about the round with the next call; see ``Seeing``."""
+        """Keep what the generators are told about the round with the next call."""
         self.is_prompt = self.outputs is None
         self.outputs, self.n_matches = model_outputs, n_advanced - 1
         idle: Any = CandidateGenerator.update_candidate_strategy

@@ -10,9 +10,7 @@ be rolled back will do. What all rows know leaves the round as a ``Step``.
 from __future__ import annotations
 
 import math
-import time
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -31,10 +29,10 @@ from ..drafters import (
     DraftVerdict,
     Schedule,
     Setup,
-    checked,
     make_drafter,
     make_schedule,
 )
+from ..drafters.base import check, check_logits, filled, name_of
 from ..execution import Executor, prefill
 from ..loop import commit
 from ..processors import is_row_wise
@@ -59,12 +57,13 @@ class Assisted:
     ) -> None:
         self.drafter, self.schedule, self.verification = drafter, schedule, verification
         #: Arguments of the model's forward that the drafter asks for.
-        self.overrides: dict[str, Any] = getattr(drafter, "forward_arguments", {})
+        self.overrides = drafter.forward_arguments
         self.executor = Executor(run)
         self.cache: Any = run.model_kwargs.get("past_key_values")
         _check_cache(run, self.cache)
         record_past(self.cache)
         rows, length = run.ids.shape
+        device = run.ids.device
         self.max_length = int(run.criteria.max_length or run.config.max_length)
         self.prompt_length = length
         self.has_padding = rows == 1 or stopping.has_eos_criterion(run.criteria)
@@ -72,21 +71,31 @@ class Assisted:
         self.is_row_wise = all(map(is_row_wise, (*run.processors, *run.criteria)))
         #: Rows advance together if functions count on it, or if rows that have ended run on.
         self.is_in_step = not self.is_row_wise or not (self.has_padding or _length_ends(run))
+        #: Whether a look at a tensor after every position is free, or is asked for anyway.
+        self.may_look = device.type == "cpu" or self.is_in_step
         self.is_at_once = _is_plain(run, verification)
         self.eos = _eos_tokens(run)
-        #: ``(rows, …)``: known tokens of each row, then drafted ones.
+        embedding = quirks.token_embedding(run.model)
+        self.vocab = math.inf if embedding is None else embedding.num_embeddings
+
+        # What rows are, on the device: known tokens, then drafted ones ``(rows, …)``; the length
+        # known of each; the length at which it has ended, or -1; whether it met a criterion.
         self.tokens = run.ids.to(torch.long, copy=True)
+        self.device_known = torch.full((rows,), length, device=device)
+        self.device_ends = torch.full((rows,), -1, device=device)
+        self.is_hit = torch.zeros(rows, dtype=torch.bool, device=device)
+        #: ``(rows, n_new)``: drafted tokens of the round, -1 where there is none.
+        self.guesses = self.tokens[:, :0]
+        # The same on the host, written by the one read of a round.
+        self.host_tokens = self.tokens.cpu()
         self.known = [length] * rows
-        #: Length at which a row has ended.
         self.ends: list[int | None] = [None] * rows
-        self.is_hit = torch.zeros(rows, dtype=torch.bool, device=run.ids.device)
         self.drafted = [0] * rows
         self.draft: Draft | None = None
         self.n_new = 0
         self.is_first = True
         self.placeholders = quirks.placeholder_tokens(run.model)
         self.stats = run.speculation = Speculation()
-        self.started = time.perf_counter()
 
     def prefill(self, run: Run) -> ModelOutput | None:
         """Nothing, since the first round takes the prompt; but some prompts go alone.
@@ -111,7 +120,6 @@ class Assisted:
     # --- one round ------------------------------------------------------------------------------
 
     def forward(self, run: Run) -> ModelOutput:
-        self.started = time.perf_counter()
         start = run.ids.shape[1]
         self.make_draft(run, start)
         candidates = self.tokens[:, : start + self.n_new]
@@ -127,58 +135,81 @@ class Assisted:
         self.draft, self.drafted = None, [0] * len(self.known)
         if all(end is not None for end in self.ends):  # known to the end, not yet in the cache
             self.n_new = 0 if run.finished else self.final_length() - 1 - start
+            self.place(self.tokens[:, :0], start)
             return
         room = self.max_length - 1 - start  # the last token is not forwarded
         n = self.schedule.n_tokens
-        is_always_asked = getattr(self.drafter, "is_always_asked", False)
-        overshoots = getattr(self.drafter, "overshoots", False) and room > 0
-        if not (overshoots or is_always_asked):
+        if not self.drafter.is_always_asked and not (self.drafter.overshoots and room > 0):
             n = min(n, room)
         n = int(min(n, _room_in_cache(self.cache, start)))
+        tokens = self.tokens[:, :0]
         if n > 0:
-            known = tuple(
-                k if end is None else start + n
-                for k, end in zip(self.known, self.ends, strict=True)
-            )
-            is_done = tuple(end is not None for end in self.ends)
-            self.reserve(start + n)
-            context = DraftContext(self.tokens, known, is_done, start, n)
-            self.draft = checked(self.drafter, self.drafter.draft(context), context)
-        if self.draft is not None:
-            tokens = self.draft.tokens.to(self.tokens.device)
-            if self.placeholders and self.is_first:  # it would look for their features
-                is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
-                tokens = tokens.masked_fill(is_media, -1)
-            self.place(tokens, start)
+            tokens = self.ask(start, n)
         reached = (
             k + d
             for k, d, end in zip(self.known, self.drafted, self.ends, strict=True)
             if end is None
         )
         self.n_new = max(0, min(max(reached) - start, max(n, 0)))
+        self.place(tokens, start)
+
+    def ask(self, start: int, n: int) -> torch.Tensor:
+        """Up to ``n`` tokens a row from ``start`` on, ``(rows, …)``; sets ``draft`` and ``drafted``."""
+        is_done = tuple(end is not None for end in self.ends)
+        known = tuple(start + n if done else k for k, done in zip(self.known, is_done, strict=True))
+        self.reserve(start + n)
+        device_known = torch.where(self.device_ends < 0, self.device_known, start + n)
+        context = DraftContext(
+            self.tokens, known, is_done, start, n, self.host_tokens, device_known
+        )
+        self.draft = check(name_of(self.drafter), self.drafter.draft(context), context)
+        if self.draft is None:
+            return self.tokens[:, :0]
+        tokens, lengths = self.draft.tokens, self.draft.lengths
+        if self.placeholders and self.is_first:  # the model would look for their features
+            is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
+            tokens, lengths = tokens.masked_fill(is_media, -1), None
+        if lengths is None:
+            lengths = tuple(filled(name_of(self.drafter), tokens.tolist(), context, self.vocab))
+        self.drafted = [
+            max(start + length - k, 0) for length, k in zip(lengths, known, strict=True)
+        ]
+        return tokens.to(self.tokens.device)
 
     def place(self, tokens: torch.Tensor, start: int) -> None:
-        """Write ``tokens (rows, n)`` from ``start`` on, where rows know nothing better."""
-        for row, drafted in enumerate(tokens.tolist()):
-            if self.ends[row] is not None:
-                continue
-            lead = self.known[row] - start
-            n_drafted = len(list(takewhile(lambda token: token >= 0, drafted[lead:])))
-            self.drafted[row] = n_drafted
-            span = slice(lead, lead + n_drafted)
-            self.tokens[row, start:][span] = tokens[row, span]
+        """Write drafted ``tokens (rows, n)`` from ``start`` on: padding where a row has ended, and
+        nothing where it knows better. Sets ``guesses``.
+        """
+        self.reserve(start + self.n_new)
+        positions = torch.arange(start, start + self.n_new, device=self.tokens.device)
+        window = self.tokens[:, start : start + self.n_new]
+        has_ended = (self.device_ends >= 0)[:, None]
+        tokens = tokens[:, : self.n_new]
+        tokens = torch.nn.functional.pad(tokens, (0, self.n_new - tokens.shape[1]), value=-1)
+        is_new = (positions >= self.device_known[:, None]) & ~has_ended
+        is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0
+        self.guesses = tokens.masked_fill(~is_new | is_over, -1)
+        window.copy_(torch.where(self.guesses >= 0, self.guesses, window))
+        self.write_padding(start, self.n_new)
+
+    def write_padding(self, start: int, width: int) -> None:
+        """Pad rows behind their end, in ``width`` columns from ``start`` on."""
+        if self.pad is None:
+            return
+        window, ends = self.tokens[:, start : start + width], self.device_ends[:, None]
+        positions = torch.arange(start, start + width, device=window.device)
+        window.copy_(torch.where((ends >= 0) & (positions >= ends), self.pad, window))
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` tokens a row."""
-        rows, capacity = self.tokens.shape
+        capacity = self.tokens.shape[1]
         if length > capacity:
-            more = self.tokens.new_zeros(
-                rows, max(length, min(2 * capacity, self.max_length)) - capacity
+            more = max(length, min(2 * capacity, self.max_length)) - capacity
+            is_shared = self.host_tokens is self.tokens
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
+            self.host_tokens = (
+                self.tokens if is_shared else torch.nn.functional.pad(self.host_tokens, (0, more))
             )
-            for row, end in enumerate(self.ends):
-                if end is not None and self.pad is not None:
-                    more[row] = self.pad
-            self.tokens = torch.cat([self.tokens, more], dim=1)
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         start = run.ids.shape[1]
@@ -186,9 +217,12 @@ class Assisted:
         self.reserve(start + width)
         logits = model_outputs.logits[:, -width:]
         logits = logits.to(copy=True, dtype=torch.float32, device=run.ids.device)
+        if self.draft is not None:
+            check_logits(name_of(self.drafter), self.draft, logits.shape[-1])
         before, had_ended = list(self.known), [end is not None for end in self.ends]
         verify = self.verify_at_once if self.is_at_once else self.verify
-        verified = verify(run, logits)
+        verified, invalid_at = verify(run, logits)
+        self.read(start, width, invalid_at)
         n_advanced = self.advanced(start, had_ended, width)
         roll_back(self.cache, width - n_advanced)
         self.observe(run, before, n_advanced)
@@ -198,9 +232,8 @@ class Assisted:
         scores = verified[:n_advanced]
         if run.scores is not None:
             run.scores += scores
-        if (see := getattr(self.drafter, "see", None)) is not None:
-            unverified = logits[:, len(verified) :].unbind(dim=1)
-            see(run, model_outputs, (*verified, *unverified), n_advanced)
+        unverified = logits[:, len(verified) :].unbind(dim=1)
+        self.drafter.see(run, model_outputs, (*verified, *unverified), n_advanced)
         return Step(
             tokens=new,
             scores=scores,
@@ -234,56 +267,63 @@ class Assisted:
         if self.draft is not None:
             self.drafter.observe(verdict)
             self.stats.rounds += 1
-        self.schedule.observe(verdict, n_advanced, time.perf_counter() - self.started)
+        self.schedule.observe(verdict, n_advanced)
         self.stats.drafted += sum(self.drafted)
         self.stats.accepted += sum(accepted)
         self.stats.generated += sum(gained)
 
     # --- verification ---------------------------------------------------------------------------
 
-    def verify(self, run: Run, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Take ``logits (rows, width, vocab)`` position by position; returns the processed scores.
+    def verify(
+        self, run: Run, logits: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Take ``logits (rows, width, vocab)`` position by position.
+
+        Returns the processed scores, and the lengths at which those of a row were invalid.
 
         Processors and criteria are asked as in plain decoding: once for each length, before and
         after its token. Those that look at each row by itself are also asked about rows that are
         further ahead or behind; these answers are left aside.
         """
         start, width = run.ids.shape[1], logits.shape[1]
-        rows = _Rows(self, start, logits.device)
-        has_ended = ~rows.is_open
+        had_ended = self.device_ends >= 0
+        is_open = ~had_ended
+        invalid_at = torch.full_like(self.device_ends, -1)
         draft_logits = None if self.draft is None else self.draft.logits
+        if draft_logits is not None:
+            draft_logits = draft_logits.to(logits.device)
         self.verification.begin(logits, width - 1, draft_logits is not None)
         all_scores: list[torch.Tensor] = []
         for position in range(width):
-            raw = logits[:, position]
-            is_active = rows.is_open & (rows.n_known == position)
-            if not is_active.any():
+            raw, length = logits[:, position], start + position
+            is_active = is_open & (self.device_known == length)
+            if self.may_look and not is_active.any():
                 # Scores of known tokens are wanted if all rows have got here, and so will return them.
-                is_behind = ~has_ended & (rows.n_known <= position)
-                if run.scores is None or is_behind.any():
-                    all_scores.append(raw)
-                else:
-                    all_scores.append(self.processed(run, raw, start + position))
+                is_behind = ~had_ended & (self.device_known <= length)
+                is_wanted = run.scores is not None and not is_behind.any()
+                all_scores.append(self.processed(run, raw, length) if is_wanted else raw)
                 continue
-            scores = self.processed(run, raw, start + position)
+            scores = self.processed(run, raw, length)
             all_scores.append(scores)
-            column = self.tokens[:, start + position]
-            guess = Guess(column, is_active & (position < rows.limit), _at(draft_logits, position))
+            column = self.tokens[:, length]
+            is_drafted = torch.zeros_like(is_active)
+            if position < self.n_new:
+                is_drafted = is_active & (self.guesses[:, position] >= 0)
+            guess = Guess(column, is_drafted, _at(draft_logits, position))
             tokens, is_accepted = self.verification.choose(position, scores, guess)
-            self.check(tokens, scores, is_active, start + position)
+            is_invalid = is_active & scores.gather(1, tokens[:, None]).isnan().squeeze(1)
+            invalid_at = torch.where(is_invalid & (invalid_at < 0), length, invalid_at)
             column.copy_(torch.where(is_active, tokens, column))
-            rows.n_known += is_active
+            self.device_known = self.device_known + is_active
             so_far = None if run.scores is None else (*run.scores, *all_scores)
-            ends = is_active & run.criteria(self.ids(start + position + 1), so_far)
-            self.end(ends, start + position + 1)
-            rows.is_open &= is_accepted | ~is_active
-            rows.is_open &= torch.tensor([end is None for end in self.ends], device=ends.device)
-            if not rows.is_open.any():
+            ends = is_active & run.criteria(self.ids(length + 1), so_far)
+            self.end(ends, length + 1)
+            is_open = is_open & (is_accepted | ~is_active) & (self.device_ends < 0)
+            if self.may_look and not is_open.any():
                 break
             if self.is_in_step and (ends.any() or not is_accepted[is_active].all()):
                 break
-        self.known = (start + rows.n_known).tolist()
-        return tuple(all_scores)
+        return tuple(all_scores), invalid_at
 
     def processed(self, run: Run, logits: torch.Tensor, length: int) -> torch.Tensor:
         """Scores ``(rows, vocab)`` of the position after ``length`` tokens."""
@@ -292,38 +332,51 @@ class Assisted:
         logits = logits.clone() if run.config.output_logits else logits
         return run.processors(self.ids(length), logits)
 
-    def verify_at_once(self, run: Run, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def verify_at_once(
+        self, run: Run, logits: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """``verify`` for greedy decoding that only an EOS or the length ends: all positions together."""
         start, width = run.ids.shape[1], logits.shape[1]
+        lengths = torch.arange(start, start + width, device=logits.device)
         window = self.tokens[:, start : start + width]
+        is_new = lengths >= self.device_known[:, None]
+        guesses = torch.nn.functional.pad(self.guesses, (0, 1), value=-1)
         choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
-        is_invalid = logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
-        chosen, guessed, invalid = torch.stack([choice, window, is_invalid.long()]).tolist()
         longest = min(c.max_length for c in run.criteria if isinstance(c, MaxLengthCriteria))
-        bad = []
-        for row, end in enumerate(self.ends):
-            position = self.known[row] - start
-            if end is not None or position >= width:
-                continue
-            limit, is_accepted = position + self.drafted[row], True
-            while is_accepted and position < width and self.ends[row] is None:
-                if invalid[row][position]:
-                    bad.append(row)
-                    break
-                token = chosen[row][position]
-                is_accepted = position < limit and token == guessed[row][position]
-                guessed[row][position] = token
-                position += 1
-                if token in self.eos or start + position >= longest:
-                    self.ends[row] = start + position
-            self.known[row] = start + position
-        if bad:
-            raise InvalidScoresError(bad, start - self.prompt_length)
-        window.copy_(torch.tensor(guessed))
-        for row, end in enumerate(self.ends):
-            if end is not None and end > start:
-                self.end_row(row, end)
-        return tuple(logits.unbind(dim=1))
+        is_end = lengths + 1 >= longest
+        if self.eos is not None:
+            is_end = is_end | torch.isin(choice, self.eos)
+        goes_on = ~is_new | ((choice == guesses) & ~is_end)
+        # A row knows what it went on through, and the choice after that.
+        n_known = (goes_on.cumprod(dim=1).sum(dim=1) + 1).clamp(max=width)
+        has_ended = self.device_ends >= 0
+        is_chosen = is_new & (lengths < start + n_known[:, None]) & ~has_ended[:, None]
+        is_invalid = is_chosen & logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
+        window.copy_(torch.where(is_chosen, choice, window))
+        known = torch.maximum(self.device_known, start + n_known)
+        self.device_known = torch.where(has_ended, self.device_known, known)
+        self.device_ends = torch.where(
+            (is_chosen & is_end).any(dim=1), self.device_known, self.device_ends
+        )
+        first = torch.where(is_invalid, lengths, -1).amax(dim=1)
+        return tuple(logits.unbind(dim=1)), first
+
+    def read(self, start: int, width: int, invalid_at: torch.Tensor) -> None:
+        """Take what the device has found out to the host: the one wait for it in a round.
+
+        Raises ``InvalidScoresError`` if a row's choice rests on scores that are NaN.
+        """
+        self.write_padding(start, width)
+        state = torch.stack([self.device_known, self.device_ends, invalid_at], dim=1)
+        window = self.tokens[:, start : start + width]
+        found = torch.cat([state, window], dim=1).cpu()
+        if self.host_tokens is not self.tokens:
+            self.host_tokens[:, start : start + width] = found[:, 3:]
+        self.known, ends, invalid = found[:, :3].T.tolist()
+        self.ends = [None if end < 0 else end for end in ends]
+        if (first := min((length for length in invalid if length >= 0), default=-1)) >= 0:
+            rows = [row for row, length in enumerate(invalid) if length == first]
+            raise InvalidScoresError(rows, first - self.prompt_length)
 
     def ids(self, length: int) -> torch.Tensor:
         """All rows up to ``length``; functions of the caller's may count on ids that are contiguous."""
@@ -336,26 +389,9 @@ class Assisted:
         Without an EOS token there is no padding either: rows run on until all are to end.
         """
         if not self.has_padding:
-            self.is_hit |= ends
-            if self.is_hit.all():
-                self.ends = [length] * len(self.ends)
-            return
-        for row in ends.nonzero().flatten().tolist():
-            self.end_row(row, length)
-
-    def end_row(self, row: int, length: int) -> None:
-        self.ends[row] = length
-        if self.pad is not None:
-            self.tokens[row, length:] = self.pad
-
-    def check(
-        self, tokens: torch.Tensor, scores: torch.Tensor, is_active: torch.Tensor, length: int
-    ) -> None:
-        """Raise ``InvalidScoresError`` if a row's choice rests on scores that are NaN."""
-        is_invalid = is_active & scores.gather(1, tokens[:, None]).isnan().squeeze(1)
-        if is_invalid.any():
-            rows = is_invalid.nonzero().flatten().tolist()
-            raise InvalidScoresError(rows, length - self.prompt_length)
+            self.is_hit = self.is_hit | ends
+            ends = self.is_hit.all()
+        self.device_ends = torch.where(ends & (self.device_ends < 0), length, self.device_ends)
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.schedule.finish()
@@ -364,19 +400,6 @@ class Assisted:
     def stop(self, run: Run) -> None:
         has_ended = all(end is not None for end in self.ends)
         run.finished = has_ended and run.ids.shape[1] == self.final_length()
-
-
-class _Rows:
-    """Where each row is in a round: ``(rows,)`` tensors, counted from the common length on.
-
-    ``n_known``: tokens known; ``limit``: the first position without a draft; ``is_open``: still
-    being verified.
-    """
-
-    def __init__(self, state: Assisted, start: int, device: torch.device) -> None:
-        self.n_known = torch.tensor(state.known, device=device) - start
-        self.limit = self.n_known + torch.tensor(state.drafted, device=device)
-        self.is_open = torch.tensor([end is None for end in state.ends], device=device)
 
 
 def _at(logits: torch.Tensor | None, position: int) -> torch.Tensor | None:
@@ -389,10 +412,12 @@ def _length_ends(run: Run) -> bool:
     return all(isinstance(criterion, MaxLengthCriteria) for criterion in run.criteria)
 
 
-def _eos_tokens(run: Run) -> set[int]:
-    """The tokens that end a row."""
-    ends = (c.eos_token_id.tolist() for c in run.criteria if isinstance(c, EosTokenCriteria))
-    return set(chain.from_iterable(ends))
+def _eos_tokens(run: Run) -> torch.Tensor | None:
+    """The tokens ``(n,)`` that end a row."""
+    ends = [
+        c.eos_token_id.to(run.ids.device) for c in run.criteria if isinstance(c, EosTokenCriteria)
+    ]
+    return torch.cat([end.flatten() for end in ends]) if ends else None
 
 
 def _is_plain(run: Run, verification: Verification) -> bool:
@@ -425,12 +450,6 @@ def _check_cache(run: Run, cache: Any) -> None:
                 f"{type(run.model).__name__} has a static cache of its own kind "
                 f"({type(layer).__name__}), out of which drafted tokens cannot be taken back. Use a "
                 "dynamic cache."
-            )
-    room = _room_in_cache(cache, 0)
-    for name in ("prompt_lookup_num_tokens", "num_assistant_tokens"):
-        if (n := getattr(run.config, name)) is not None and n > room:
-            raise ValueError(
-                f"`{name}`={n} does not fit into the static cache, which holds {room:.0f} tokens."
             )
 
 
