@@ -156,6 +156,12 @@ def test_kinds_agree_with_the_defaults() -> None:
         (["generate", "x", "--dtype", "int3"], ["int3", "bfloat16"]),
         (["generate", "x", "--device", "tpu9"], ["tpu9", "cpu"]),
         (["generate", "x", "--model", "/no/such"], ["/no/such", "save_pretrained"]),
+        (["generate", "x", "--compile-config", '{"foo": 1}'], ["CompileConfig", "foo"]),
+        (
+            ["generate", "x", "--stream", "--do-sample", "--num-return-sequences", "2"],
+            ["one sequence", "--num-return-sequences"],
+        ),
+        (["generate", "x\udcff"], ["UTF-8"]),
         (["compare", "x", "--repeat", "0"], ["--repeat"]),
         (["compare", "x", "--repetition-penalty", "-1"], ["transformers:", "penalty", "-1"]),
         (["chat", "--foo"], ["--foo"]),
@@ -515,6 +521,19 @@ def test_an_error_undoes_the_turn(chat_folder: str, monkeypatch: pytest.MonkeyPa
     spoken = chat.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
     chat.turn(spoken, "hi", None)
     assert spoken.messages == []
+
+
+def test_a_template_that_refuses_undoes_the_turn(
+    chat_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoken = chat.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
+    template = "{{ raise_exception('no such role') }}"
+    monkeypatch.setattr(spoken.loaded.tokenizer, "chat_template", template)
+    lines: list[str] = []
+    monkeypatch.setattr(chat, "say", lines.append)
+    chat.turn(spoken, "hi", None)
+    assert spoken.messages == []
+    assert "the chat template fails: no such role" in lines[0]
 
 
 def test_chat_answers_are_real(chat_folder: str) -> None:

@@ -9,19 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from hfgen.cli import measure
+from hfgen.cli import measure, options
 from hfgen.cli.generate import text_streamer
 from hfgen.cli.loading import Loaded, load, quiet
-from hfgen.cli.options import (
-    FIELDS,
-    AssistantOption,
-    DebugOption,
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    TrustOption,
-    generation_config,
-)
 from hfgen.cli.report import CliError, one_line, say
 
 NEW_TOKENS = 256
@@ -40,12 +30,6 @@ class Conversation:
     def has_template(self) -> bool:
         return bool(getattr(self.loaded.tokenizer, "chat_template", None))
 
-    def reset(self) -> None:
-        self.messages.clear()
-
-    def add(self, role: str, content: str) -> None:
-        self.messages.append({"role": role, "content": content})
-
     def inputs(self) -> dict[str, Any]:
         """Model inputs ``(1, length)`` for the next answer.
 
@@ -56,29 +40,32 @@ class Conversation:
             lines += [message["content"] for message in self.messages]
             return measure.encode(self.loaded, ["\n".join([*lines, ""])])
         opening = [{"role": "system", "content": self.system}] if self.system else []
-        encoded = self.loaded.tokenizer.apply_chat_template(
-            opening + self.messages,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        ).to(self.loaded.model.device)
+        try:
+            encoded = self.loaded.tokenizer.apply_chat_template(
+                opening + self.messages,
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+            ).to(self.loaded.model.device)
+        except Exception as error:  # of the template's own: no system message, roles out of turn
+            raise CliError(f"the chat template fails: {error}") from error
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
 def chat(
     context: typer.Context,
-    model: ModelOption = "builtin",
-    assistant: AssistantOption = None,
+    model: options.ModelOption = "builtin",
+    assistant: options.AssistantOption = None,
     system: Annotated[
         str | None, typer.Option("--system", help="What the model is told before everything else.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed of the random generator.")
     ] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    debug: DebugOption = False,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Talk with a model, turn by turn, in its chat template where its tokenizer has one.
 
@@ -89,7 +76,7 @@ def chat(
         import torch
 
         loaded = load(model, assistant, dtype, device, trust_remote_code)
-        config = generation_config(context.meta[FIELDS], loaded.model, NEW_TOKENS)
+        config = options.generation_config(context.meta[options.FIELDS], loaded.model, NEW_TOKENS)
         if seed is not None:
             torch.manual_seed(seed)
         conversation = Conversation(loaded, system)
@@ -104,7 +91,7 @@ def chat(
             if line == "/exit":
                 break
             if line == "/reset":
-                conversation.reset()
+                conversation.messages.clear()
                 say("[dim]forgotten[/]")
             elif line.startswith("/"):
                 say(HELP)
@@ -132,7 +119,7 @@ def read_line() -> str | None:
 
 def turn(conversation: Conversation, line: str, config: Any) -> None:
     """Stream the answer to ``line``; Ctrl-C keeps what was said so far, an error undoes the turn."""
-    conversation.add("user", line)
+    conversation.messages.append({"role": "user", "content": line})
     clock = measure.Clock(text_streamer(conversation.loaded))
     try:
         measure.generate(conversation.loaded, conversation.inputs(), config, streamer=clock)
@@ -144,4 +131,4 @@ def turn(conversation: Conversation, line: str, config: Any) -> None:
         say(f"[red]hfgen:[/] {one_line(str(error))} (/reset starts again)")
         return
     answer = conversation.loaded.tokenizer.decode(clock.tokens, skip_special_tokens=True)
-    conversation.add("assistant", answer)
+    conversation.messages.append({"role": "assistant", "content": answer})

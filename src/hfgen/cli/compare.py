@@ -7,24 +7,13 @@ import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
 
-from hfgen.cli import measure
+from hfgen.cli import measure, options
 from hfgen.cli.loading import Loaded, load, quiet, upstream
-from hfgen.cli.options import (
-    FIELDS,
-    AssistantOption,
-    DebugOption,
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    TrustOption,
-    generation_config,
-    read_prompt,
-    without_effect,
-)
 from hfgen.cli.report import CliError, comparison_table, difference_line, out, print_json, say
 
 NEW_TOKENS = 64
@@ -78,30 +67,30 @@ def compare(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Prompts; - or a pipe: one from standard input.")
     ] = None,
-    model: ModelOption = "builtin",
-    assistant: AssistantOption = None,
+    model: options.ModelOption = "builtin",
+    assistant: options.AssistantOption = None,
     batch: Annotated[
         bool, typer.Option("--batch", help="All prompts in one call, padded on the left.")
     ] = False,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 3,
     seed: Annotated[int, typer.Option("--seed", help="Seed of each call.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    debug: DebugOption = False,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Run transformers and hfgen side by side: tokens, first difference, times.
 
     Takes the options of generate. The times are medians of interleaved runs after one warm-up.
     Exit code 0: same tokens; 1: they differ.
     """
-    fields: dict[str, Any] = context.meta[FIELDS]
-    texts = [read_prompt(prompt) for prompt in prompts] if prompts else [read_prompt(None)]
+    fields: dict[str, Any] = context.meta[options.FIELDS]
+    texts = [options.read_prompt(each) for each in prompts or []] or [options.read_prompt(None)]
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
-        config = generation_config(fields, loaded.model, NEW_TOKENS)
-        for note in without_effect(fields, config, loaded.model):
+        config = options.generation_config(fields, loaded.model, NEW_TOKENS)
+        for note in options.without_effect(fields, config, loaded.model):
             say(f"[yellow]note:[/] {note}")
         groups = [texts] if batch else [[text] for text in texts]
         results = [
@@ -166,15 +155,9 @@ def find_difference(
     """
     if theirs == ours:
         return None
-    longest = max(len(theirs), len(ours))
-    both = {
-        "transformers": theirs + [None] * (longest - len(theirs)),
-        "hfgen": ours + [None] * (longest - len(ours)),
-    }
-    position = next(
-        i for i, pair in enumerate(zip(*both.values(), strict=True)) if len({*pair}) > 1
-    )
-    tokens = {library: tokens[position] for library, tokens in both.items()}
+    pairs = enumerate(zip_longest(theirs, ours))
+    position, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    tokens = dict(zip(LIBRARIES, pair, strict=True))
     texts = {
         library: "" if token is None else loaded.tokenizer.decode([token])
         for library, token in tokens.items()

@@ -7,20 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hfgen.cli import measure
+from hfgen.cli import measure, options
 from hfgen.cli.loading import Loaded, load, quiet
-from hfgen.cli.options import (
-    FIELDS,
-    AssistantOption,
-    DebugOption,
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    TrustOption,
-    generation_config,
-    read_prompt,
-    without_effect,
-)
 from hfgen.cli.report import CliError, TerminalText, err, print_json, say, summary
 
 NEW_TOKENS = 64
@@ -31,8 +19,8 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The text to complete; - or a pipe: standard input.")
     ] = None,
-    model: ModelOption = "builtin",
-    assistant: AssistantOption = None,
+    model: options.ModelOption = "builtin",
+    assistant: options.AssistantOption = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, times, memory.")
@@ -40,10 +28,10 @@ def generate(
     seed: Annotated[
         int | None, typer.Option("--seed", help="Seed of the random generator.")
     ] = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = None,
-    trust_remote_code: TrustOption = False,
-    debug: DebugOption = False,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Complete a prompt; the prompt itself is not printed.
 
@@ -51,27 +39,45 @@ def generate(
     --max-new-tokens 64 --do-sample --temperature 0.7 --eos-token-id '\\[1, 2]' --no-use-cache.
     Without a length it stops after 64 new tokens.
     """
-    fields: dict[str, Any] = context.meta[FIELDS]
+    fields: dict[str, Any] = context.meta[options.FIELDS]
     if stream and as_json:
         raise CliError("--stream and --json exclude each other: leave one out")
-    text = read_prompt(prompt)
+    text = options.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
-        config = generation_config(fields, loaded.model, NEW_TOKENS)
-        for note in without_effect(fields, config, loaded.model):
+        config = options.generation_config(fields, loaded.model, NEW_TOKENS)
+        for note in options.without_effect(fields, config, loaded.model):
             say(f"[yellow]note:[/] {note}")
         inputs = measure.encode(loaded, [text])
         streamer = text_streamer(loaded) if stream else None
         result = measure.generate(loaded, inputs, config, seed, streamer)
         rows = [measure.until_end(row, config, loaded) for row in result.rows]
         texts = [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        if as_json:
-            report = as_object(loaded, text, inputs, fields, seed, rows, texts, result.timings)
-            print_json(report)
+        timings, peak = result.timings, measure.peak_memory()
+        if as_json:  # times in seconds, memory in bytes
+            sequences = [{"text": t, "tokens": row} for t, row in zip(texts, rows, strict=True)]
+            print_json(
+                {
+                    "model": loaded.name,
+                    "prompt": text,
+                    "prompt_tokens": inputs["input_ids"][0].tolist(),
+                    "options": fields,
+                    "seed": seed,
+                    **sequences[0],
+                    "sequences": sequences,
+                    "timings": {
+                        "total": timings.seconds,
+                        "time_to_first_token": timings.first,
+                        "time_per_output_token": timings.per_token,
+                        "tokens_per_second": timings.per_second,
+                    },
+                    "peak_memory": peak,
+                }
+            )
         elif not stream:
             print_texts(texts)
         if err.is_terminal and not as_json:
-            say(f"[dim]{summary(result.timings, measure.peak_memory())}[/]")
+            say(f"[dim]{summary(timings, peak)}[/]")
 
 
 def text_streamer(loaded: Loaded) -> Any:
@@ -91,33 +97,3 @@ def print_texts(texts: list[str]) -> None:
             print(f"--- {number} of {len(texts)} ---")
         text = TerminalText().add(text)
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
-
-
-def as_object(
-    loaded: Loaded,
-    prompt: str,
-    inputs: dict[str, Any],
-    fields: dict[str, Any],
-    seed: int | None,
-    rows: list[list[int]],
-    texts: list[str],
-    timings: measure.Timings,
-) -> dict[str, Any]:
-    """The object that ``--json`` prints; times in seconds, memory in bytes."""
-    return {
-        "model": loaded.name,
-        "prompt": prompt,
-        "prompt_tokens": inputs["input_ids"][0].tolist(),
-        "options": fields,
-        "seed": seed,
-        "text": texts[0],
-        "tokens": rows[0],
-        "sequences": [{"text": text, "tokens": row} for text, row in zip(texts, rows, strict=True)],
-        "timings": {
-            "total": timings.seconds,
-            "time_to_first_token": timings.first,
-            "time_per_output_token": timings.per_token,
-            "tokens_per_second": timings.per_second,
-        },
-        "peak_memory": measure.peak_memory(),
-    }

@@ -113,6 +113,8 @@ def generate(
         torch.manual_seed(seed)
     clock = Clock(streamer)
     beams = config.num_beams or loaded.model.generation_config.num_beams or 1
+    if streamer is not None and (config.num_return_sequences or 1) > 1:
+        raise CliError("only one sequence can be streamed: leave --num-return-sequences out")
     stream = {} if streamer is None and beams > 1 else {"streamer": clock}
     try:
         output = loaded.model.generate(

@@ -231,17 +231,17 @@ def generation_config(
     ``default_new_tokens``. ``overrides`` win over ``fields``.
     Raises ``CliError`` for a value that the config refuses.
     """
+    import transformers
+
     import hfgen
 
     values = {**fields, **overrides}
     limits = ("max_new_tokens", "max_length")
     if all(values.get(n) is None and getattr(model.generation_config, n) is None for n in limits):
         values["max_new_tokens"] = default_new_tokens
-    if isinstance(values.get("compile_config"), dict):
-        from transformers import CompileConfig
-
-        values["compile_config"] = CompileConfig(**values["compile_config"])
     try:
+        if isinstance(values.get("compile_config"), dict):
+            values["compile_config"] = transformers.CompileConfig(**values["compile_config"])
         return hfgen.GenerationConfig(**values)
     except (AttributeError, TypeError, ValueError) as error:
         raise CliError(str(error)) from error
@@ -268,12 +268,16 @@ def read_prompt(prompt: str | None) -> str:
     """The prompt from the command line, or from standard input when it is piped or ``-``.
 
     One line end at the end of standard input, which ``echo`` adds, is removed.
-    Raises ``CliError`` for a missing or an empty prompt.
+    Raises ``CliError`` for a prompt that is missing, empty or not UTF-8.
     """
     if prompt is None and sys.stdin.isatty():
         raise CliError("no prompt: write one after the command, or pipe one in")
-    if prompt is None or prompt == "-":
-        prompt = sys.stdin.read().removesuffix("\n")
+    try:
+        if prompt is None or prompt == "-":
+            prompt = sys.stdin.read().removesuffix("\n")
+        prompt.encode()  # what cannot be decoded comes as lone surrogates
+    except UnicodeError as error:
+        raise CliError("the prompt is not UTF-8 text") from error
     if not prompt:
         raise CliError("the prompt is empty: give at least one character")
     return prompt

@@ -21,20 +21,15 @@ if TYPE_CHECKING:
 
 NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
 
-#: What a terminal would obey in place of showing it (ECMA-48): CSI sequences; OSC, DCS, SOS, PM and
-#: APC strings; other escape sequences, whole or broken off; C0 and C1 controls but tab and line feed.
+# What a terminal obeys in place of showing it (ECMA-48), each without what ends it.
+_CSI = r"(?:\x1b\[|\x9b)[0-?]*[ -/]*"
+_STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*"  # OSC, DCS, SOS, PM, APC
+_ESCAPE = r"\x1b[ -/]*"
+#: All of these, whole or broken off, and C0 and C1 controls but tab and line feed.
 CONTROL_CODES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"
-    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)?"
-    r"|\x1b[ -/]*[0-~]?"
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+    rf"{_CSI}[@-~]?|{_STRING}(?:\x07|\x1b\\|\x9c)?|{_ESCAPE}[0-~]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 )
-#: The beginning of a sequence, at the end of a text.
-UNFINISHED = re.compile(
-    r"(?:(?:\x1b\[|\x9b)[0-?]*[ -/]*"
-    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*\x1b?"
-    r"|\x1b[ -/]*)\Z"
-)
+UNFINISHED = re.compile(rf"(?:{_CSI}|{_STRING}\x1b?|{_ESCAPE})\Z")
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -99,14 +94,10 @@ def mebibytes(size: int | None) -> str:
 
 def summary(timings: Timings, peak_memory: int | None) -> str:
     """The four numbers of a run on one line."""
-    return " · ".join(
-        [
-            f"{timings.tokens} tokens",
-            f"first after {duration(timings.first)}",
-            f"{duration(timings.per_token)} per token",
-            f"{timings.per_second:,.0f} tokens/s",
-            f"peak {mebibytes(peak_memory)}",
-        ]
+    return (
+        f"{timings.tokens} tokens · first after {duration(timings.first)} · "
+        f"{duration(timings.per_token)} per token · {timings.per_second:,.0f} tokens/s · "
+        f"peak {mebibytes(peak_memory)}"
     )
 
 
