@@ -82,7 +82,7 @@ NOT_FIELDS = [
     (TypeError, {"top_p": "0.9", "do_sample": True}, "`top_p` has to be a number, but is '0.9'"),
     (TypeError, {"do_sample": "False"}, "`do_sample` has to be True or False, but is 'False'"),
     (TypeError, {"eos_token_id": "</s>"}, "`eos_token_id` has to be a token id or a list of them"),
-    (ValueError, {"max_new_tokens": -1}, "`max_new_tokens` must be greater than 0, but is -1"),
+    (ValueError, {"max_new_tokens": -1}, "`max_new_tokens` has to be at least 0, but is -1"),
     (ValueError, {"min_new_tokens": -1}, "`min_new_tokens` has to be at least 0, but is -1"),
     (ValueError, {"num_beams": 0}, "`num_beams` has to be at least 1, but is 0"),
     (ValueError, {"num_return_sequences": 0}, "`num_return_sequences` has to be at least 1"),
@@ -100,7 +100,7 @@ NOT_FIELDS = [
     (
         ValueError,
         {"early_stopping": "soon", "num_beams": 2},
-        "`early_stopping` must be a boolean or",
+        "`early_stopping` has to be True, False or 'never', but is 'soon'",
     ),
     (ValueError, {"cache_implementation": "fast"}, "`cache_implementation` has to be one of"),
 ]

@@ -17,7 +17,6 @@ import torch
 import transformers
 from transformers import (
     AutoTokenizer,
-    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -28,6 +27,7 @@ from typer.testing import CliRunner
 import hfgen
 from hfgen.cli import app, chat, compare, demo, loading, main, measure, options, report
 from hfgen.cli.report import CliError
+from hfgen.fields import FIELDS
 from tests.tiny import byte_tokenizer as tokenizer
 
 TEMPLATE = (
@@ -120,17 +120,14 @@ def test_own_options_and_what_follows_two_dashes_are_left_alone() -> None:
     assert options.split_fields(arguments, ["--model"]) == (arguments, {})
 
 
-def test_kinds_name_existing_fields() -> None:
-    fields = set(GenerationConfig().to_dict())
-    assert fields >= options.FLAGS | options.INTEGERS | options.NUMBERS
-    assert not options.FLAGS & options.INTEGERS
-    assert not options.NUMBERS & (options.FLAGS | options.INTEGERS)
-
-
-def test_kinds_agree_with_the_defaults() -> None:
-    kinds = {bool: options.FLAGS, int: options.INTEGERS, float: options.NUMBERS}
-    defaults = GenerationConfig._get_default_generation_params().items()
-    assert {k for k, v in defaults if type(v) in kinds and k not in kinds[type(v)]} == set()
+def test_an_option_per_field_of_the_table() -> None:
+    """Except for objects, which cannot be written as text."""
+    objects = {"constraints", "continuous_batching_config", "transformers_version"}
+    assert set(options.known_fields()) == set(FIELDS) - objects
+    assert options.split_fields(["--drop-finished", "--output-speculation=false"], []) == (
+        [],
+        {"drop_finished": True, "output_speculation": False},
+    )
 
 
 # --- wrong input -----------------------------------------------------------------------------

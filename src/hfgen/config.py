@@ -16,14 +16,12 @@ import transformers
 
 from . import quirks, validate
 from .call import Call, ModelKwargs, Prompt, Request
+from .fields import FIELDS, OWN_FIELDS, is_zero
 from .logs import logger
 from .modes import MODES
 
 #: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
 NOT_THE_MODELS = ("prefix_cache", "trust_remote_code")
-
-#: Fields of hfgen's own, and their defaults.
-OWN_FIELDS: dict[str, Any] = {"output_speculation": False, "drop_finished": False}
 
 #: Fields that stay ``None`` unless somebody sets them: an assistant's own config comes first.
 NO_DEFAULT = (
@@ -52,14 +50,19 @@ class GenerationConfig(transformers.GenerationConfig):
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
         """Upstream's checks; ``max_new_tokens=0`` is allowed and returns the prompt."""
         validate.check_cache_implementation(self.cache_implementation)
+        FIELDS["max_new_tokens"].check("max_new_tokens", self.max_new_tokens)
         with _without_zero_new_tokens(self):
             super().validate(strict=strict, **kwargs)
+
+
+for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays upstream's
+    setattr(GenerationConfig, _name, _default)
 
 
 @contextmanager
 def _without_zero_new_tokens(config: transformers.GenerationConfig) -> Iterator[None]:
     """Hide ``max_new_tokens=0`` from upstream's validation, which demands at least one token."""
-    if not validate.is_zero(getattr(config, "max_new_tokens", None)):
+    if not is_zero(getattr(config, "max_new_tokens", None)):
         yield
         return
     config.max_new_tokens = None
@@ -110,10 +113,18 @@ def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
         inputs_tensor=prompt.main_input,
         input_ids_length=length,
     )
+    clamp_to_length(config)
     call.adopt(config)
     if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:
         prompt.model_kwargs["logits_to_keep"] = 1  # the logits of a whole prompt are huge
     model._validate_generated_length(config, length, call.has_default_max_length)
+
+
+def clamp_to_length(config: transformers.GenerationConfig) -> None:
+    """Lower the counts of tokens that no sequence of ``max_length`` can use; they cost time."""
+    for name, row in FIELDS.items():
+        if row.within_sequence and (count := getattr(config, name, None)) is not None:
+            setattr(config, name, min(count, config.max_length))
 
 
 def extract_generation_mode_kwargs(
@@ -161,11 +172,16 @@ def prepare_generation_config(
             )
         generation_config = transformers.GenerationConfig()
     config = copy.deepcopy(generation_config)
-    validate.check_field_types(kwargs)
-    implementation = kwargs.get("cache_implementation", config.cache_implementation)
-    validate.check_cache_implementation(implementation)
+    own = self.generation_config
+    known = {
+        name: value
+        for source in (own, config)
+        for name, value in vars(source).items()
+        if value is not None
+    }
+    validate.check_fields(known | kwargs)
 
-    zero_new_tokens = validate.is_zero(kwargs.get("max_new_tokens", config.max_new_tokens))
+    zero_new_tokens = is_zero(kwargs.get("max_new_tokens", config.max_new_tokens))
     if zero_new_tokens:
         config.max_new_tokens = None
     fields = {
@@ -173,7 +189,6 @@ def prepare_generation_config(
         for name, value in kwargs.items()
         if not (zero_new_tokens and name == "max_new_tokens")
     }
-    own = self.generation_config
     config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
     defaults = own._get_default_generation_params()
     config.update(
@@ -181,12 +196,13 @@ def prepare_generation_config(
         defaults_only=True,
     )
     for name, value in OWN_FIELDS.items():
-        setattr(config, name, getattr(config, name, value))
+        setattr(config, name, known.get(name, value))
     model_kwargs = config.update(**fields)
     if zero_new_tokens:
         config.max_new_tokens = 0
     _normalise(config)
-    validate.check_config(config)
+    if kwargs.get("cache_config") is None:
+        _drop_path_of_checkpoint(config, own)
 
     # Old checkpoints ask for this static cache by name; the dynamic one does the same work.
     if config.cache_implementation == "hybrid":
@@ -203,15 +219,32 @@ def prepare_generation_config(
 
 
 def _normalise(config: transformers.GenerationConfig) -> None:
-    """Read whole floats as integers, and the values by which other libraries switch a sampler off."""
-    for name in validate.INTEGERS:
-        value = getattr(config, name)
-        if isinstance(value, float) and value.is_integer():
-            setattr(config, name, int(value))
-    if config.do_sample and validate.is_zero(config.temperature):
+    """Make plain numbers of others; read the values by which other libraries switch a sampler off."""
+    for name, row in FIELDS.items():
+        if (value := getattr(config, name, None)) is not None:
+            setattr(config, name, row.kind.plain(value))
+    if config.do_sample and is_zero(config.temperature):
         config.do_sample, config.temperature = False, 1.0
     if config.top_k == -1:
         config.top_k = 0
+
+
+def _drop_path_of_checkpoint(
+    config: transformers.GenerationConfig, own: transformers.GenerationConfig
+) -> None:
+    """Leave out ``cache_config["path"]`` if it is the model's own: who calls says where files go.
+
+    A ``generation_config.json`` may have been written by anybody, and pipelines pass it on.
+    """
+    settings, owns = config.cache_config, own.cache_config
+    if not isinstance(settings, dict) or not isinstance(owns, dict) or "path" not in settings:
+        return
+    if settings["path"] == owns.get("path"):
+        config.cache_config = {k: v for k, v in settings.items() if k != "path"}
+        logger.warning_once(
+            f"`path`={settings['path']!r} in the `cache_config` of the model's generation config is "
+            "not used. To keep the cache there, pass `cache_config` to generate()."
+        )
 
 
 def prepare_special_tokens(

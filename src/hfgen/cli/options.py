@@ -16,31 +16,6 @@ from typer.core import TyperCommand
 
 from hfgen.cli.report import CliError, out
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-FLAGS = _names("""
-    disable_compile do_sample early_stopping is_assistant low_memory output_attentions
-    output_hidden_states output_logits output_scores remove_invalid_values renormalize_logits
-    return_dict_in_generate token_healing use_cache use_mtp
-    """)
-INTEGERS = _names("""
-    assistant_early_exit assistant_lookbehind bos_token_id encoder_no_repeat_ngram_size
-    forced_bos_token_id max_cache_len max_length max_matching_ngram_size max_new_tokens min_length
-    min_new_tokens no_repeat_ngram_size num_assistant_tokens num_beam_groups num_beams
-    num_return_sequences pad_token_id prefill_chunk_size prompt_lookup_num_tokens target_lookbehind
-    top_k
-    """)
-NUMBERS = _names("""
-    assistant_confidence_threshold assistant_ensemble_weight diversity_penalty
-    encoder_repetition_penalty epsilon_cutoff eta_cutoff guidance_scale length_penalty max_time
-    min_p penalty_alpha repetition_penalty temperature top_h top_p typical_p
-    """)
-NOT_FROM_TEXT = frozenset({"constraints", "continuous_batching_config", "transformers_version"})
-NEEDS_SAMPLING = _names("epsilon_cutoff eta_cutoff min_p temperature top_h top_k top_p typical_p")
-NEEDS_BEAMS = frozenset({"early_stopping", "length_penalty"})
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 FIELDS = "hfgen.fields"  # where the parsed fields travel, in the context's `meta`
 
@@ -122,7 +97,7 @@ def split_fields(args: list[str], own: Iterable[str]) -> tuple[list[str], dict[s
             fields[name] = False
         elif equals:
             fields[name] = parse_value(name, text)
-        elif name in FLAGS and not (pending and is_switch(name, pending[0])):
+        elif is_flag(name) and not (pending and is_switch(name, pending[0])):
             fields[name] = True
         elif pending:
             fields[name] = parse_value(name, pending.pop(0))
@@ -137,8 +112,8 @@ def field_name(option: str, own: Iterable[str] = ()) -> tuple[str, bool]:
     known = known_fields()
     if name in known:
         return name, False
-    if name.removeprefix("no_") in FLAGS.intersection(known):
-        return name.removeprefix("no_"), True
+    if (flag := name.removeprefix("no_")) in known and is_flag(flag):
+        return flag, True
     names = [option_name(field) for field in known] + list(own)
     nearest = difflib.get_close_matches(option_name(name), names, n=1, cutoff=0.0)
     raise CliError(f"no option {option}; the nearest is {nearest[0]}, and --help lists all of them")
@@ -147,13 +122,26 @@ def field_name(option: str, own: Iterable[str] = ()) -> tuple[str, bool]:
 def known_fields() -> list[str]:
     """Names of the fields that can be given as text, sorted."""
     import hfgen
+    from hfgen.fields import OWN_FIELDS
 
-    fields = hfgen.GenerationConfig().to_dict()
-    return sorted(name for name in fields if not name.startswith("_") and name not in NOT_FROM_TEXT)
+    names = {name for name in hfgen.GenerationConfig().to_dict() if not name.startswith("_")}
+    return sorted(name for name in names.union(OWN_FIELDS) if kind_of(name).option is not None)
+
+
+def kind_of(name: str) -> Any:
+    """What the field ``name`` takes; anything, if it is newer than the table."""
+    from hfgen.fields import ANY, FIELDS
+
+    return FIELDS[name].kind if name in FIELDS else ANY
 
 
 def option_name(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def is_flag(name: str) -> bool:
+    """Whether the field ``name`` may stand without a value."""
+    return kind_of(name).option == "true or false"
 
 
 def is_switch(name: str, text: str) -> bool:
@@ -163,15 +151,7 @@ def is_switch(name: str, text: str) -> bool:
 
 def expected(name: str) -> str:
     """What the field ``name`` takes, in words."""
-    if name == "early_stopping":
-        return "true, false or never"
-    if name in FLAGS:
-        return "true or false"
-    if name in INTEGERS:
-        return "an integer"
-    if name in NUMBERS:
-        return "a number"
-    return "text or JSON"
+    return "true, false or never" if name == "early_stopping" else kind_of(name).option
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -183,20 +163,14 @@ def parse_value(name: str, text: str) -> Any:
         value = WORDS[text.lower()] if text.lower() in WORDS else json.loads(text)
     except json.JSONDecodeError:
         value = text
-    if name in NUMBERS and isinstance(value, str):
+    kind = kind_of(name)
+    if kind.option == "a number" and isinstance(value, str):
         with suppress(ValueError):
             value = float(text)  # '.5' is no JSON
     if value is None:
         return None
-    if name in FLAGS:
-        fits = isinstance(value, bool) or is_switch(name, text)
-    elif name in INTEGERS:
-        fits = isinstance(value, int) and not isinstance(value, bool)
-    elif name in NUMBERS:
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-    else:
-        fits = True
-    if not fits:
+    fits = kind.accepts(value) and isinstance(value, bool) == is_flag(name)
+    if kind.option != "text or JSON" and not fits and not (is_flag(name) and is_switch(name, text)):
         raise CliError(f"{option_name(name)} takes {expected(name)}, but {text!r} was given")
     if name == "stop_strings" and not isinstance(value, list):
         return value if isinstance(value, str) else text  # '--stop-strings 1' stops at the text "1"
@@ -207,8 +181,7 @@ def fields_panel() -> Panel:
     """The help on the fields, grouped by what they take."""
     groups: dict[str, list[str]] = {}
     for name in known_fields():
-        kind = "true or false" if name in FLAGS else expected(name)
-        groups.setdefault(kind, []).append(option_name(name))
+        groups.setdefault(kind_of(name).option, []).append(option_name(name))
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="cyan")
@@ -249,18 +222,21 @@ def generation_config(
 
 def without_effect(fields: dict[str, Any], config: Any, model: Any) -> list[str]:
     """One sentence per given field that does nothing in the mode that is chosen."""
+    from hfgen.fields import FIELDS as table
+    from hfgen.fields import is_on
 
     def chosen(name: str) -> Any:
         value = getattr(config, name)
         return getattr(model.generation_config, name) if value is None else value
 
-    idle = []
-    if not chosen("do_sample"):
-        # Contrastive search reads top_k without sampling.
-        sampling = NEEDS_SAMPLING - ({"top_k"} if chosen("penalty_alpha") else set())
-        idle += [(name, "--do-sample") for name in fields if name in sampling]
-    if (chosen("num_beams") or 1) == 1:
-        idle += [(name, "--num-beams") for name in fields if name in NEEDS_BEAMS]
+    needs = {name: row.needs for name, row in table.items() if name in fields}
+    if chosen("penalty_alpha"):
+        needs.pop("top_k", None)  # contrastive search reads it without sampling
+    idle = [
+        (name, option_name(needed))
+        for name, needed in needs.items()
+        if needed is not None and not is_on(needed, chosen(needed))
+    ]
     return [f"{option_name(name)} does nothing without {needed}" for name, needed in idle]
 
 

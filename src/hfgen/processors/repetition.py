@@ -113,7 +113,10 @@ def encoder_no_repeat_ngram(context: Context) -> EncoderNoRepeatNGramLogitsProce
     if size is None or size <= 0:
         return None
     ids = _encoder_ids(context, "encoder_no_repeat_ngram_size")
-    return None if ids is None else EncoderNoRepeatNGramLogitsProcessor(size, ids)
+    if ids is None:
+        return None
+    # Upstream's time grows with the size, also above the length, where no n-gram is left.
+    return EncoderNoRepeatNGramLogitsProcessor(min(size, ids.shape[1] + 1), ids)
 
 
 def _encoder_ids(context: Context, argument: str) -> torch.Tensor | None:

@@ -27,6 +27,7 @@ class _OneCopyBias:
         by_length: dict[int, dict[tuple[int, ...], float]] = defaultdict(dict)
         for sequence, bias in self.sequence_bias.items():
             by_length[len(sequence)][sequence] = bias
+        by_length.pop(0, None)  # no token completes an empty sequence
         by_length.pop(1, None)
         #: For each length above 1: prefixes (n, length - 1), last tokens (n,), biases (n,).
         self.longer = [

@@ -4,15 +4,13 @@ Errors name the argument, what was given and what is allowed, and come before th
 pass. Where upstream fails later and less clearly, the class of its exception is kept.
 """
 
+from ..fields import is_zero
 from .arguments import accepted_names, check_request, validate_model_kwargs
 from .cache import explaining_misfit
 from .fields import (
-    INTEGERS,
     check_cache_implementation,
     check_companions,
-    check_config,
-    check_field_types,
-    is_zero,
+    check_fields,
     require_eos,
     require_tokenizer,
     with_suggestions,
@@ -22,12 +20,10 @@ from .prompt import check_prompt
 from .speculation import decoder_layers
 
 __all__ = [
-    "INTEGERS",
     "accepted_names",
     "check_cache_implementation",
     "check_companions",
-    "check_config",
-    "check_field_types",
+    "check_fields",
     "check_prompt",
     "check_request",
     "decoder_layers",

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
+from ..fields import is_zero
 from . import beams
-from .fields import is_zero
 
 
 def validate_generated_length(

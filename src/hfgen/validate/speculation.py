@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from .. import vocabularies
-from .fields import is_integer
+from ..fields import is_integer
 
 #: Classes of assistants that attend to the target's keys, and of targets that hand them out.
 GEMMA_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
