@@ -84,7 +84,7 @@ NOT_FIELDS = [
     (TypeError, {"eos_token_id": "</s>"}, "`eos_token_id` has to be a token id or a list of them"),
     (ValueError, {"max_new_tokens": -1}, "`max_new_tokens` has to be at least 0, but is -1"),
     (ValueError, {"min_new_tokens": -1}, "`min_new_tokens` has to be at least 0, but is -1"),
-    (ValueError, {"num_beams": 0}, "`num_beams` has to be at least 1, but is 0"),
+    (ValueError, {"num_beams": 0}, "`num_beams` has to be at least 1, and at most"),
     (ValueError, {"num_return_sequences": 0}, "`num_return_sequences` has to be at least 1"),
     (ValueError, {"prefill_chunk_size": 0}, "`prefill_chunk_size` has to be at least 1, but is 0"),
     (ValueError, {"stop_strings": []}, "`stop_strings` has to be a non-empty string or a list"),

@@ -177,6 +177,7 @@ BIASES = Kind(
 )
 WATERMARK = Kind("a WatermarkingConfig or its fields in a dict", _is_watermark)
 DFLASH = Kind("'dflash'", lambda value: isinstance(value, str) and value == "dflash")
+NAME = Kind("a name", lambda value: isinstance(value, str))
 ANY = Kind("text or JSON", lambda value: True)  # checked by the stage that reads it
 OBJECT = Kind("an object", lambda value: True, option=None)
 
@@ -189,7 +190,7 @@ def _at_least(least: int) -> Range:
 
 
 FINITE = Range("finite", lambda value: math.isfinite(value))
-SEQUENCES = Range(f"at least 1 and at most {MAX_ROWS}", lambda n: 1 <= n <= MAX_ROWS)
+SEQUENCES = Range(f"at least 1, and at most {MAX_ROWS:,}", lambda n: 1 <= n <= MAX_ROWS)
 CUTOFF = Range("at least 0 and below 1; 0 is off", lambda x: 0 <= x < 1)
 PENALTY = Range("a float above 0; 1 is off", lambda x: _is_positive_float(x) and x < math.inf)
 
@@ -244,7 +245,7 @@ FIELDS: dict[str, Field] = {
     "cache_implementation": Field(ANY),
     "cache_config": Field(ANY),
     "max_cache_len": Field(INTEGER),
-    "prefill_chunk_size": Field(SIZE, _at_least(1)),
+    "prefill_chunk_size": Field(SIZE, Range("at least 1", lambda n: 1 <= n < 2**63)),
     # Sampling
     "temperature": Field(
         NUMBER,
@@ -272,7 +273,9 @@ FIELDS: dict[str, Field] = {
     "sequence_bias": Field(BIASES, outside=ValueError),
     "renormalize_logits": Field(FLAG),
     "remove_invalid_values": Field(FLAG),
-    "forced_bos_token_id": Field(TOKENS, outside=IndexError),
+    "forced_bos_token_id": Field(
+        TOKENS, Range("one id at least", lambda value: any(True for _ in tokens_in(value)))
+    ),
     "forced_eos_token_id": Field(
         TOKENS,
         Range("ids from 0", lambda value: min(tokens_in(value), default=-1) >= 0),
@@ -298,7 +301,7 @@ FIELDS: dict[str, Field] = {
     # Drafting
     "is_assistant": Field(FLAG),
     "num_assistant_tokens": Field(INTEGER, _at_least(1), within_sequence=True),
-    "num_assistant_tokens_schedule": Field(ANY),
+    "num_assistant_tokens_schedule": Field(NAME),
     "assistant_confidence_threshold": Field(NUMBER),
     "prompt_lookup_num_tokens": Field(INTEGER, _at_least(1), within_sequence=True),
     "max_matching_ngram_size": Field(
