@@ -74,7 +74,7 @@ def _is_flag_or_layers(value: Any) -> bool:
 
 def _is_token(value: Any) -> bool:
     """Whether ``value`` is an id that fits into a tensor."""
-    return not isinstance(value, bool) and is_integer(value) and abs(value) < 2**63
+    return not isinstance(value, bool) and is_integer(value) and abs(int(value)) < 2**63
 
 
 def _is_token_list(value: Any) -> bool:

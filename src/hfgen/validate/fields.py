@@ -9,6 +9,7 @@ from typing import Any
 from transformers.generation.configuration_utils import (
     ALL_CACHE_IMPLEMENTATIONS,
     DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
+    GenerationConfig,
 )
 
 from ..fields import FIELDS, is_on

@@ -1,0 +1,144 @@
+"""Which values hold for a call: precedence, plain numbers, defaults, lengths; computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hfgen
+from hfgen import config as stage
+from hfgen.fields import FIELDS
+from tests import tiny
+
+
+def resolved(given: GenerationConfig | None = None, own: Any = None, **kwargs: Any) -> Any:
+    """The private config of a call of a tiny model whose own config has the fields ``own``."""
+    model = hfgen.mix_into(tiny.llama())
+    model.generation_config.update(**(own or {}))
+    return model._prepare_generation_config(given, **kwargs)[0]
+
+
+def test_every_field_of_upstream_has_a_row():
+    upstream = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+    assert upstream <= FIELDS.keys()
+
+
+def test_own_fields_have_a_default_and_are_not_saved(tmp_path: Path):
+    config = hfgen.GenerationConfig(num_beams=3)
+    assert (config.drop_finished, config.output_speculation) == (False, False)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved.keys() & {"drop_finished", "output_speculation"} == set()
+    assert hfgen.GenerationConfig(drop_finished=True).drop_finished
+
+
+def test_kwargs_win_over_the_config_over_the_models_over_the_default():
+    own = {"top_k": 1, "num_beams": 2, "length_penalty": 3.0}
+    config = resolved(GenerationConfig(top_k=4, num_beams=5), own, top_k=6)
+    found = (config.top_k, config.num_beams, config.length_penalty, config.typical_p)
+    assert found == (6, 5, 3.0, 1.0)
+
+
+@pytest.mark.parametrize("make", [GenerationConfig, hfgen.GenerationConfig])
+def test_own_fields_of_the_model_hold_where_the_call_says_nothing(make: type):
+    model = hfgen.mix_into(tiny.llama())
+    model.generation_config.drop_finished = True
+    assert model._prepare_generation_config(make())[0].drop_finished is True
+    assert model._prepare_generation_config(make(drop_finished=False))[0].drop_finished is False
+    assert resolved(make()).drop_finished is False
+
+
+def test_numbers_of_other_types_become_plain():
+    config = resolved(
+        max_new_tokens=8.0,
+        num_beams=torch.tensor(2),
+        top_k=numpy.int64(5),
+        typical_p=numpy.float32(0.5),
+        eos_token_id=torch.tensor([3, 4]),
+    )
+    found = (config.max_new_tokens, config.num_beams, config.top_k, config.typical_p)
+    assert found == (8, 2, 5, 0.5)
+    assert [type(value) for value in found] == [int, int, int, float]
+    assert config.eos_token_id == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"do_sample": True, "temperature": 0}, {"do_sample": False, "temperature": 1.0}),
+        ({"do_sample": True, "temperature": 0.5}, {"do_sample": True, "temperature": 0.5}),
+        ({"top_k": -1}, {"top_k": 0}),
+    ],
+    ids=str,
+)
+def test_what_switches_a_sampler_off_elsewhere(options: dict, expected: dict):
+    config = resolved(**options)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt", "expected"),
+    [
+        ({"max_new_tokens": 3}, 7, (10, 0)),
+        ({"max_length": 12}, 7, (12, 0)),
+        ({}, 7, (27, 0)),  # the default of 20 means new tokens
+        ({}, 250, (256, 0)),  # but ends with the model's positions
+        ({"max_new_tokens": 3, "min_new_tokens": 2}, 7, (10, 9)),
+        ({"max_length": 12, "min_length": 9}, 7, (12, 9)),
+    ],
+    ids=str,
+)
+def test_lengths_include_the_prompt(options: dict, prompt: int, expected: tuple):
+    model = hfgen.mix_into(tiny.llama())
+    config, _ = model._prepare_generation_config(None, **options)
+    model._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length="max_length" not in options,
+        has_default_min_length="min_length" not in options,
+        model_input_name="input_ids",
+        inputs_tensor=tiny.prompt(1, prompt),
+        input_ids_length=prompt,
+    )
+    assert (config.max_length, config.min_length) == expected
+
+
+def test_counts_that_no_sequence_can_use_are_lowered():
+    config = SimpleNamespace(
+        max_length=30,
+        prompt_lookup_num_tokens=10**9,
+        max_matching_ngram_size=3,
+        num_assistant_tokens=None,
+    )
+    stage.clamp_to_length(config)
+    found = config.prompt_lookup_num_tokens, config.max_matching_ngram_size
+    assert (*found, config.num_assistant_tokens) == (30, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "kwargs", "expected"),
+    [
+        (None, {}, {"bits": 4}),
+        ({"path": "/own", "bits": 2}, {}, {"bits": 2}),  # as a pipeline hands it on
+        ({"path": "/mine"}, {}, {"path": "/mine"}),
+        (None, {"cache_config": {"path": "/own"}}, {"path": "/own"}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_does_not_say_where_files_go(given: Any, kwargs: Any, expected: Any):
+    own = {"cache_config": {"path": "/own", "bits": 4}}
+    assert resolved(GenerationConfig(cache_config=given), own, **kwargs).cache_config == expected
+    assert own == {"cache_config": {"path": "/own", "bits": 4}}
+
+
+def test_nothing_of_the_callers_is_written_to():
+    given = hfgen.GenerationConfig(max_new_tokens=0, top_k=-1, temperature=0.0, do_sample=True)
+    before = given.to_dict()
+    assert resolved(given).max_new_tokens == 0
+    assert given.to_dict() == before
