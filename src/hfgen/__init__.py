@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .drafters import Draft, DraftContext, Drafter, DraftVerdict
     from .mixin import GenerationMixin
-    from .mixing import (
+    from .patching import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForSeq2SeqLM,
@@ -57,7 +57,7 @@ __all__ = [
     "unpatch",
 ]
 
-_HOMES = {  # names that live elsewhere than in `mixing`
+_HOMES = {  # names that live elsewhere than in `patching`
     "Constraint": "constraints",
     "DisjunctiveConstraint": "constraints",
     "Draft": "drafters",
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that ``hfgen --help`` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = import_module(f".{_HOMES.get(name, 'mixing')}", __name__)
+    home = import_module(f".{_HOMES.get(name, 'patching')}", __name__)
     globals()[name] = value = getattr(home, name)
     return value
 

@@ -22,8 +22,8 @@ from transformers.generation.streamers import BaseStreamer
 from . import (
     caches,
     config,
+    delegate,
     encode,
-    hub,
     inputs,
     loop,
     modes,
@@ -114,8 +114,8 @@ class GenerationMixin(transformers.GenerationMixin):
             kwargs,
         )
         with _ending(streamer):
-            if hub.runs_elsewhere(request):
-                return hub.generate(self, request)
+            if delegate.runs_elsewhere(request):
+                return delegate.generate(self, request)
             call = prepare(self, request)
             with validate.explaining_misfit(self, call.cache):
                 return call.decode(self)
@@ -125,7 +125,7 @@ class GenerationMixin(transformers.GenerationMixin):
     _prepare_generation_config = config.prepare_generation_config
     _prepare_special_tokens = config.prepare_special_tokens
     _prepare_generated_length = config.prepare_generated_length
-    _get_deprecated_gen_repo = hub.get_deprecated_gen_repo
+    _get_deprecated_gen_repo = delegate.get_deprecated_gen_repo
     _validate_model_kwargs = validate.validate_model_kwargs
     _validate_generation_mode = modes.validate_generation_mode
     _validate_generated_length = validate.validate_generated_length

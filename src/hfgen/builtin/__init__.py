@@ -11,7 +11,7 @@ from importlib import resources
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from ..mixing import mix_into
+from ..patching import mix_into
 
 __all__ = ["builtin_model"]
 

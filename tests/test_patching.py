@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hfgen
-from hfgen import mixing
+from hfgen import patching
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 
@@ -546,8 +546,8 @@ def test_an_exception_while_patching_leaves_nothing_replaced(
             raise KeyboardInterrupt
         setattr(*arguments)
 
-    with monkeypatch.context() as patching:
-        patching.setattr(mixing, "setattr", interrupted, raising=False)
+    with monkeypatch.context() as context:
+        context.setattr(patching, "setattr", interrupted, raising=False)
         with pytest.raises(KeyboardInterrupt):
             hfgen.patch()
     assert attributes() == UPSTREAM

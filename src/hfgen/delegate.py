@@ -33,12 +33,10 @@ def generate_from_repository(model: Any, request: Request) -> Any:
     with ``trust_remote_code=True``.
     """
     kwargs = dict(request.kwargs)
-    trust_remote_code = bool(kwargs.pop("trust_remote_code", False))
+    # Never None, for which transformers asks on standard input.
+    is_trusted = bool(kwargs.pop("trust_remote_code", False))
     function = model.load_custom_generate(
-        # Never None, for which transformers asks on standard input.
-        request.custom_generate,
-        trust_remote_code=trust_remote_code,
-        **kwargs,
+        request.custom_generate, trust_remote_code=is_trusted, **kwargs
     )
     names = (name for name in request.__slots__ if name not in ("kwargs", "custom_generate"))
     return function(model=model, **{name: getattr(request, name) for name in names}, **kwargs)
