@@ -164,7 +164,7 @@ def text(
     itself; ``margin`` is the deviation of the logits; ``overrides`` go into the config.
     """
     unsupported = unsupported or {}
-    modes = MODES if "assisted" not in unsupported else MODES[:4]
+    modes = MODES
     if "beams" in unsupported:
         modes = tuple(mode for mode in modes if "beam" not in mode)
     build = Build(stem + config, stem + head, overrides, seed, margin)

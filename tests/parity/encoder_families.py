@@ -279,7 +279,7 @@ NO_EMBEDS = {"embeds": "prompts are ids"}
 NO_PLACES = {"continuation": "the ids left after the cache hold no places for the media"}
 UNSPLIT = {"chunked": "media are not split into chunks"}
 TWO_POSITIONS = {"chunked": "the decoder is given its positions twice"}
-BLIND = {"assisted": "the assistant is not given the media"}
+BLIND = {"assistant": "the assistant is not given the media"}
 TOKENS_ONLY = {"assisted": "more than one token is written at a time"}
 UNCACHED = {"no_cache": "the mask grows, the inputs do not"}
 NOT_RETURNED = {"attentions": "only ids are returned", "hidden_states": "only ids are returned"}
@@ -319,10 +319,7 @@ def family(
 ) -> Family:
     """The family of class ``{prefix}{head}`` and config ``{prefix}Config``; ``weights`` go to ``tiny``."""
     build = tiny(prefix + head, config(config_class or f"{prefix}Config", **sizes), **weights)
-    unsupported = unsupported or {}
-    if "assisted" in unsupported:
-        modes = tuple(mode for mode in modes if mode != "assisted_generation")
-    return Family(name, kind, build, inputs, modes, unsupported)
+    return Family(name, kind, build, inputs, modes, unsupported or {})
 
 
 def seq2seq(name: str, prefix: str, sizes: Sizes, **more: Any) -> Family:
@@ -985,7 +982,7 @@ AUDIO: list[Family] = [
         "attentions": LOST_ENCODER, "hidden_states": LOST_ENCODER,
         "num_return_sequences": LOST_ENCODER}),
     audio("bark_semantic", "BarkSemantic", bark, BARK, head="Model", unsupported=NOT_RETURNED |
-        NO_EMBEDS | {"assisted": "the assistant is not told how to read",
+        NO_EMBEDS | {"assistant": "the assistant is not told how to read",
         "chunked": "the prompt is passed as embeddings, next to longer ids",
         "continuation": "returns new ids alone"}),
     audio("moshi_speech", "Moshi", conversation, LLAMA | {"ffn_dim": 32, "num_codebooks": 3,

@@ -7,8 +7,9 @@ downloaded. Random weights give nearly flat logits, where a rounding error decid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,26 @@ Inputs = dict[str, Any]
 
 #: Decoding modes a family can be tested in; the names are those of ``GenerationMode`` values.
 MODES = ("greedy_search", "sample", "beam_search", "beam_sample", "assisted_generation")
+
+
+class Limit(str, Enum):
+    """What upstream itself rejects or breaks on for a family: option, or kind of call."""
+
+    #: Drafted tokens: the model answers otherwise if it gets several at once, or keeps too much.
+    ASSISTED = "assisted"
+    #: Drafts of an assistant alone: nobody gives it what it needs beside ids.
+    ASSISTANT = "assistant"
+    ATTENTIONS = "attentions"
+    BEAMS = "beams"
+    CHUNKED = "chunked"
+    CONTINUATION = "continuation"
+    DECODER_INPUT_IDS = "decoder_input_ids"
+    EMBEDS = "embeds"
+    HIDDEN_STATES = "hidden_states"
+    NO_CACHE = "no_cache"
+    NUM_RETURN_SEQUENCES = "num_return_sequences"
+    PADDING = "padding"
+    STATIC = "static"
 
 
 @dataclass(frozen=True)
@@ -37,8 +58,15 @@ class Family:
     build: Callable[[], nn.Module]
     inputs: Callable[[nn.Module, int, bool, int], Inputs]
     modes: tuple[str, ...] = MODES[:4]
-    #: Options that upstream itself rejects or breaks on for this family, each with the reason.
-    unsupported: dict[str, str] = field(default_factory=dict)
+    #: What is not compared for this family, each with the reason, which is for readers alone.
+    unsupported: Mapping[Limit, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limits = {Limit(name): reason for name, reason in self.unsupported.items()}
+        object.__setattr__(self, "unsupported", limits)
+        if {Limit.ASSISTED, Limit.ASSISTANT} & limits.keys():
+            modes = tuple(mode for mode in self.modes if mode != MODES[-1])
+            object.__setattr__(self, "modes", modes)
 
     def __str__(self) -> str:
         return self.name

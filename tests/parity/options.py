@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from tests.parity.family import MODES, Family
+from tests.parity.family import MODES, Family, Limit
 from tests.versions import IS_5_23
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ OTHER_KINDS = {"rag_token": "documents"}
 
 def usable_modes(family: Family) -> tuple[str, ...]:
     """The modes in which a family is compared."""
-    without = {ASSISTED: "assisted", BEAM: "beams", BEAM_SAMPLE: "beams"}
+    without = {BEAM: Limit.BEAMS, BEAM_SAMPLE: Limit.BEAMS}
     return tuple(mode for mode in family.modes if without.get(mode) not in family.unsupported)
 
 
@@ -603,32 +603,32 @@ def _assisted(**values: Any) -> Callable[[Family, Case], bool]:
 #: Options that each replace the prompt; the first one present stays.
 _PROMPTS = ("embeds", "encoder_embeds", "encoder_outputs", "no_prompt", "positional")
 _BOTH_SAME = "both set the same argument"
-_INTENDED = "documented difference: "
+INTENDED = "documented difference: "
 
 #: Families whose own ``generate`` puts a pad token of 0 in the place of ``None``.
 _PADS_WITH_ZERO = ("janus", "moshi_speech")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # intended differences (docs/differences.md)
-    Exclusion("pad_token_id", _INTENDED + "beam search pads with the pad token even if its id is 0", lambda f, c: c.mode in BEAMS and (c.options["pad_token_id"] == 0 or (c.options["pad_token_id"] is None and ("config_object" in c.options or f.name in _PADS_WITH_ZERO)))),
-    Exclusion("exponential_decay_length_penalty", _INTENDED + "without EOS a clear error", lambda f, c: "eos_token_id" not in c.options or c.options["eos_token_id"] is None),
-    Exclusion("user_cache", _INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
-    Exclusion("continue", _INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
-    Exclusion("prefill_chunk_size", _INTENDED + "inputs_embeds with prefill_chunk_size work", _with("embeds")),
-    Exclusion("stop_strings", _INTENDED + "generated text only, and the prompt's end is not known to be special", _with("embeds", "decoder_ids", "start_per_row")),
+    Exclusion("pad_token_id", INTENDED + "beam search pads with the pad token even if its id is 0", lambda f, c: c.mode in BEAMS and (c.options["pad_token_id"] == 0 or (c.options["pad_token_id"] is None and ("config_object" in c.options or f.name in _PADS_WITH_ZERO)))),
+    Exclusion("exponential_decay_length_penalty", INTENDED + "without EOS a clear error", lambda f, c: "eos_token_id" not in c.options or c.options["eos_token_id"] is None),
+    Exclusion("user_cache", INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
+    Exclusion("continue", INTENDED + "a user's cache is expanded", lambda f, c: _expands(c)),
+    Exclusion("prefill_chunk_size", INTENDED + "inputs_embeds with prefill_chunk_size work", _with("embeds")),
+    Exclusion("stop_strings", INTENDED + "generated text only, and the prompt's end is not known to be special", _with("embeds", "decoder_ids", "start_per_row")),
     Exclusion("user_criteria", "beyond max_length: upstream's beams raise, its drafting never ends", lambda f, c: c.options["user_criteria"] == ["length"] and c.mode in (*BEAMS, ASSISTED) and 1 in (c.options.get("max_new_tokens"), c.options.get("max_length"))),
     Exclusion("prefill_chunk_size", "before 5.23 upstream's chunks do not get their part of the images", lambda f, c: not IS_5_23 and f.kind == "vision"),
-    Exclusion("cache_implementation", _INTENDED + "drafting works with a static cache, and with an assistant", _assisted()),
-    Exclusion("user_cache", _INTENDED + "drafting works with a static cache", _assisted(user_cache="static")),
-    Exclusion("prefill_chunk_size", _INTENDED + "upstream's drafting takes no notice", _assisted()),
-    Exclusion("embeds", _INTENDED + "upstream's drafting loses drafted tokens, or the embeddings", _assisted()),
-    Exclusion("continue", _INTENDED + "upstream's drafting forwards again what the cache holds", _assisted()),
-    Exclusion("stop_strings", _INTENDED + "upstream's drafting overshoots, or asks for a tokenizer", _assisted()),
-    Exclusion("user_criteria", _INTENDED + "upstream's drafting overshoots", _assisted()),
-    Exclusion("watermark", _INTENDED + "upstream's SynthID remembers rejected tokens", _assisted(watermark="synthid")),
-    Exclusion("guidance_scale", _INTENDED + "upstream's guidance remembers rejected tokens", _assisted()),
-    Exclusion("hidden_states", _INTENDED + "upstream's first round gives those of the prompt", _assisted()),
-    Exclusion("attentions", _INTENDED + "upstream's first round gives those of the prompt", _assisted()),
+    Exclusion("cache_implementation", INTENDED + "drafting works with a static cache, and with an assistant", _assisted()),
+    Exclusion("user_cache", INTENDED + "drafting works with a static cache", _assisted(user_cache="static")),
+    Exclusion("prefill_chunk_size", INTENDED + "upstream's drafting takes no notice", _assisted()),
+    Exclusion("embeds", INTENDED + "upstream's drafting loses drafted tokens, or the embeddings", _assisted()),
+    Exclusion("continue", INTENDED + "upstream's drafting forwards again what the cache holds", _assisted()),
+    Exclusion("stop_strings", INTENDED + "upstream's drafting overshoots, or asks for a tokenizer", _assisted()),
+    Exclusion("user_criteria", INTENDED + "upstream's drafting overshoots", _assisted()),
+    Exclusion("watermark", INTENDED + "upstream's SynthID remembers rejected tokens", _assisted(watermark="synthid")),
+    Exclusion("guidance_scale", INTENDED + "upstream's guidance remembers rejected tokens", _assisted()),
+    Exclusion("hidden_states", INTENDED + "upstream's first round gives those of the prompt", _assisted()),
+    Exclusion("attentions", INTENDED + "upstream's first round gives those of the prompt", _assisted()),
     # one argument, two writers
     *(Exclusion(name, _BOTH_SAME, _with(*_PROMPTS[:i])) for i, name in enumerate(_PROMPTS) if i),
     Exclusion("mask", _BOTH_SAME, _with("no_prompt", "continue", "embeds", "encoder_embeds", "encoder_outputs", "token_healing")),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hfgen.drafters import Draft, DraftContext, DraftVerdict
-from tests.parity.family import Family
+from tests.parity.family import Family, Limit
 from tests.parity.harness import (
     FAMILIES,
     Case,
@@ -134,10 +134,9 @@ def fits(family: Family, drafter: str, model: nn.Module) -> bool:
     unsupported = family.unsupported
     if model._is_stateful or "no_cache" in unsupported or GREEDY not in family.modes:
         return False
-    reason = unsupported.get("assisted", "")
-    if not model._supports_default_dynamic_cache() or "cache" in reason or "changes" in reason:
+    if not model._supports_default_dynamic_cache() or Limit.ASSISTED in unsupported:
         return False
-    return not reason or (drafter == "oracle" and "assistant" in reason)
+    return Limit.ASSISTANT not in unsupported or drafter == "oracle"
 
 
 def draw(seed: int, count: int, families: Sequence[str] = ()) -> list[Speculated]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.family import MODES
+from tests.parity.family import MODES, Limit
 from tests.parity.harness import (
     FAMILIES,
     Case,
@@ -109,6 +109,26 @@ def test_a_different_token_is_explained(monkeypatch: pytest.MonkeyPatch) -> None
     last = int(sequences(report.theirs).shape[1]) - 2
     assert f"row 1, position {last}, step 4; gap" in str(report)
     assert CASE.command in str(report)
+
+
+def test_what_excuses_upstream_demands_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"eos_token_id": None, "max_new_tokens": 9}
+    case = Case("mllama", "assisted_generation", 1, False, 0, options)
+    report = check(case)
+    assert (report.excused, report.differences) == ("upstream raises while it drafts", [])
+    generate = type(ours("mllama")).generate
+    monkeypatch.setattr(
+        type(ours("mllama")), "generate", lambda self, **kwargs: generate(self, **kwargs) + 1
+    )
+    assert check(case).differences[0].startswith("greedy tokens: ")
+
+
+def test_limits_are_known() -> None:
+    with pytest.raises(ValueError, match="beam"):
+        replace(FAMILIES["llama"], unsupported={"beam": "a typing error"})
+    blind = replace(FAMILIES["llama"], unsupported={"assistant": "not given the media"})
+    assert blind.modes == MODES[:4]
+    assert Limit.ASSISTANT in blind.unsupported
 
 
 @since_5_23
