@@ -15,7 +15,7 @@ from . import eligibility
 from .cache import PrefixCache, PrefixStats
 from .eligibility import Reason
 from .padding import Layout
-from .session import PrefixSession
+from .session import TOO_LARGE, PrefixSession
 
 __all__ = ["PrefixCache", "PrefixStats", "begin", "check", "take_argument"]
 
@@ -83,11 +83,18 @@ def begin(asked: Asked | None, model: Any, call: Call, prompt: Prompt) -> None:
     layout = Layout.of(rows.ids, rows.model_kwargs)
     if isinstance(layout, Reason):
         return asked.refuse(layout)
-    inputs = rows.ids, rows.model_kwargs, layout
-    session = PrefixSession(asked.prefixes, model, call.config, cache, *inputs, asked.by_name)
-    per_token = asked.prefixes._bytes_per_token(session.keys[0])
-    if per_token is not None and (too_large := session.too_large(per_token)):
-        return asked.prefixes._bypass(too_large)
+    session = PrefixSession(
+        asked.prefixes, model, call.config, cache, rows.ids, rows.model_kwargs, layout
+    )
+    per_token, limit = session.bytes_per_token(), asked.prefixes.max_bytes
+    if per_token is not None and (needed := session.needed(per_token)) > limit:
+        if asked.by_name:
+            raise ValueError(
+                f"`prefix_cache` may hold {limit} bytes (`max_bytes`), but the keys and values of a "
+                f"prompt of {rows.ids.shape[1]} tokens take {needed}, {per_token} for each. Raise "
+                "`max_bytes`, or leave `prefix_cache` out."
+            )
+        return asked.prefixes._bypass(TOO_LARGE)
     session.fill(call.config)
     call.prefix_session = session
     return None

@@ -76,14 +76,13 @@ class PrefixCache:
     def stats(self) -> PrefixStats:
         """Counts so far; a snapshot."""
         with self._lock:
-            nodes = [n for root in self._forest.roots.values() for n in self._forest.nodes(root)]
             return PrefixStats(
                 lookups=self._counts["lookups"],
                 hits=self._counts["hits"],
                 tokens=self._counts["tokens"],
                 tokens_saved=self._counts["tokens_saved"],
                 bytes=self._forest.n_bytes,
-                sequences=sum(not node.children for node in nodes),
+                sequences=sum(not node.children for node in self._forest.nodes),
                 evictions=self._forest.n_evicted,
                 bypassed=MappingProxyType(dict(self._bypassed)),
             )
@@ -97,17 +96,17 @@ class PrefixCache:
     def save(self, path: str | os.PathLike[str], model: Any) -> None:
         """Write the prefixes of ``model``, as it is now, to a safetensors file.
 
-        An existing file is replaced when the new one is complete. Raises ``ValueError`` if the model
-        has forward hooks, whose effect no file can tell.
+        An existing file is replaced when the new one is complete; only this user may read it. Raises
+        ``ValueError`` if the model has forward hooks or offloaded weights, which no file can tell.
         """
-        identity = fingerprint.identity(model)
-        with self._lock:
-            trees = [
-                (key[1], list(self._forest.nodes(root)))
-                for key, root in self._forest.roots.items()
-                if isinstance(key, tuple) and key[0] == identity
+        content, identity = fingerprint.content(model), fingerprint.identity(model)
+        with self._lock:  # splitting a node changes the parents of others
+            nodes = [
+                (node, node.parent, key[1])
+                for node, key in reversed(self._forest.nodes.items())
+                if key[0] == identity
             ]
-        files.save(trees, path, model)
+        files.save(nodes, path, content)
 
     @classmethod
     def load(
@@ -134,15 +133,16 @@ class PrefixCache:
         tokens: Tensor,
         states: Callable[[int, int], KeyValues],
         bytes_per_token: int,
+        n_states: int,
     ) -> None:
         with self._lock:
-            self._forest.insert(key, tokens, states, bytes_per_token)
+            self._forest.insert(key, tokens, states, bytes_per_token, n_states)
 
     def _bytes_per_token(self, key: Hashable) -> int | None:
         with self._lock:
             root = self._forest.roots.get(key)
             nodes = root.children.values() if root is not None else ()
-            return next((node.bytes_per_token() for node in nodes), None)
+            return next((node.bytes_per_token for node in nodes), None)
 
     def _count(self, rows: Sequence[Tensor], saved: Sequence[int]) -> None:
         """Count the prompts of a call, and how many tokens of each are not forwarded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,9 @@ UNSTEADY = {
     "kosmos-2": "it counts positions from the tokens that are forwarded",
     "imagegpt": "its own mask is cut from the end of a static cache",
 }
+
+#: Arguments of PEFT's ``generate`` that become hooks which treat each row in its own way.
+PER_ROW = ("adapter_names", "alora_offsets")
 
 #: Layers whose first ``m`` tokens are what they hold after a prompt of ``m`` tokens.
 CUTTABLE = (
@@ -106,8 +110,13 @@ def _reads_prompt(model: Any, call: Call) -> bool:
 
 
 def _of_model(model: Any, call: Call) -> Reason | None:
-    if model.training:
-        return Reason("the model is in training mode", is_choice=False)
+    if any(module.training for module in model.modules()):
+        return Reason("the model, or a part of it, is in training mode", is_choice=False)
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return Reason("weights are offloaded: whether they change is not seen", is_choice=False)
+    for name in PER_ROW:
+        if any(name in getattr(hook, "keywords", ()) for hook in _pre_hooks(model)):
+            return Reason(f"`{name}` changes rows by themselves")
     if call.mode_kwargs.get("synced_gpus"):
         return Reason("devices have to forward in step", is_choice=False)
     if quirks.keeps_other_state(model):
@@ -118,6 +127,11 @@ def _of_model(model: Any, call: Call) -> Reason | None:
     if (kind := model.config.model_type) in UNSTEADY:
         return Reason(f"{type(model).__name__}: {UNSTEADY[kind]}", is_choice=False)
     return None
+
+
+def _pre_hooks(model: Any) -> Iterator[Any]:
+    for module in model.modules():
+        yield from vars(module)["_forward_pre_hooks"].values()
 
 
 def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:

@@ -1,8 +1,8 @@
 """Stored prefixes as a safetensors file, and back.
 
-One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata says
-which model they are of (``fingerprint.content``), and of each node: its parent, where the first token
-sits, when it was used, and a checksum of its tensors.
+One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata says which
+model they are of (``fingerprint.content``) and how nodes hang together. It has a checksum, as has each
+node; and nothing is believed of a file that could be of somebody who computes checksums, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Hashable
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,29 +23,40 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..caches.dynamic import GrowingCache
 from . import fingerprint
-from .radix import Forest, Node, new_root
+from .padding import Offset
+from .radix import Forest, Node
+from .windows import attention_layers
 
-#: For each position of the first token: the nodes of its tree, parents before their children.
-Trees = list[tuple[Hashable, list[Node]]]
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed process leaves behind stays
+    fcntl = None  # type: ignore[assignment]
 
 #: Of files of this kind.
-FORMAT = "hfgen prefixes 1"
+FORMAT = "hfgen prefixes 2"
+
+#: A node, its parent, and where the first token of its tree is (``padding.Offset``).
+Placed = tuple[Node, Node | None, Offset]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the metadata says of a node. ``parent``: its index, -1 for none.
+    """What the metadata says of a node.
 
-    ``offset``: position of the first token, ``["column", n]`` where a model counts none.
+    ``parent``: its index, -1 for none. ``offset``: where the first token is of a node without a parent.
     """
 
     parent: int
-    offset: int | list
-    used: int
-    n_states: int
-    n_bytes: int
+    offset: list | None
     checksum: str
+
+    def is_valid(self, index: int) -> bool:
+        """Whether fields are of their types, and the parent comes before the node ``index``."""
+        types = [type(part) for part in self.offset] if isinstance(self.offset, list) else None
+        is_placed = types == [str, int] if self.parent == -1 else self.offset is None
+        return type(self.parent) is int and -1 <= self.parent < index and is_placed
 
 
 class NotAPrefixFile(ValueError):
@@ -52,35 +66,83 @@ class NotAPrefixFile(ValueError):
         super().__init__(f"{os.fspath(path)!r} cannot be loaded as stored prefixes: {reason}.")
 
 
+# ---------------------------------------------------------------- writing
+
+
 @torch.no_grad()
-def save(trees: Trees, path: str | os.PathLike[str], model: Any) -> None:
-    """Write the trees of ``model``, as it is now."""
-    content = fingerprint.content(model)
+def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[str, str]) -> None:
+    """Write nodes of the model of ``content``: the most recently used first, parents before children."""
     entries: list[Entry] = []
     tensors: dict[str, Tensor] = {}
-    for offset, nodes in trees:
-        indices: dict[Node, int] = {}
-        for node in nodes:
-            indices[node] = index = len(entries)
-            parent = indices.get(node.parent, -1) if node.parent is not None else -1
-            own = {f"{index}.tokens": node.tokens}
-            own |= {f"{index}.{i}": states for i, states in enumerate(node.states)}
-            place: Any = list(offset) if isinstance(offset, tuple) else offset
-            sizes = len(node.states), node.n_bytes
-            entries.append(Entry(parent, place, node.used, *sizes, _checksum(own.values())))
-            tensors |= own
-    metadata = {
+    indices: dict[Node | None, int] = {}
+    for index, (node, parent, offset) in enumerate(nodes):
+        indices[node] = index
+        above = indices.get(parent, -1)
+        own = {"tokens": node.tokens} | {str(i): states for i, states in enumerate(node.states)}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+        place = list(offset) if above == -1 else None
+        entries.append(Entry(above, place, _checksum(own.values())))
+    texts = {
         "format": FORMAT,
         "content": json.dumps(content),
         "nodes": json.dumps([asdict(entry) for entry in entries]),
     }
     target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        save_file(tensors, partial, metadata)
+    with _private_folder(target) as folder:
+        partial = folder / "file"
+        save_file(tensors, partial, texts | {"checksum": _checksum_of_texts(texts)})
+        with partial.open("rb+") as file:
+            os.chmod(partial, 0o600)
+            os.fsync(file.fileno())
         os.replace(partial, target)
+
+
+@contextmanager
+def _private_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside ``target`` that only this user may enter; gone at the end.
+
+    Its writer holds its lock. Folders without one were left by processes that were killed, and go.
+    """
+    prefix, suffix = f".{target.name}.", ".partial"
+    while True:
+        folder = Path(tempfile.mkdtemp(suffix, prefix, target.parent))
+        with suppress(FileNotFoundError, BlockingIOError):
+            lock = _lock(folder)  # unless another writer, who takes it for a dead one's, was faster
+            break
+    try:
+        for name in os.listdir(target.parent):
+            if name.startswith(prefix) and name.endswith(suffix) and name != folder.name:
+                with suppress(OSError):
+                    if (other := _lock(target.parent / name)) is not None:
+                        shutil.rmtree(target.parent / name, ignore_errors=True)
+                        os.close(other)
+        yield folder
     finally:
-        partial.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that locks ``folder`` until it is closed; ``None`` where folders have no locks.
+
+    Raises ``BlockingIOError`` if it is locked, ``FileNotFoundError`` if it is gone.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(folder)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError | FileNotFoundError):
+            raise
+        return None
+    return descriptor
+
+
+# ---------------------------------------------------------------- reading
 
 
 @torch.no_grad()
@@ -97,67 +159,72 @@ def load(forest: Forest, path: str | os.PathLike[str], model: Any) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             entries = _read_metadata(path, file.metadata() or {}, model)
-            identity = fingerprint.identity(model)
-            nodes: dict[int, Node] = {}
-            for index in _kept(entries, forest.max_bytes):
-                entry = entries[index]
-                node = _read_node(path, file, index, entry, model.device)
-                parent = nodes.get(entry.parent)
-                if parent is None:
-                    place = tuple(entry.offset) if isinstance(entry.offset, list) else entry.offset
-                    parent = forest.roots.setdefault((identity, place), new_root())
-                nodes[index] = node
-                forest.attach(parent, node)
-            forest.clock = max((entry.used for entry in entries), default=0)
-    except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+            _read_nodes(forest, path, file, entries, model)
+    except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
         raise NotAPrefixFile(path, f"it is damaged, or no safetensors file ({error})") from error
+    for node in list(forest.nodes):  # came with the most recently used first
+        forest.nodes.move_to_end(node, last=False)
 
 
-def _read_metadata(path: Any, metadata: dict[str, str], model: Any) -> list[Entry]:
-    if metadata.get("format") != FORMAT:
+def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[Entry]:
+    if texts.get("format") != FORMAT:
         raise NotAPrefixFile(
-            path, f"its format is {metadata.get('format')!r}, not {FORMAT!r} of PrefixCache.save()"
+            path, f"its format is {texts.get('format')!r}, not {FORMAT!r} of PrefixCache.save()"
         )
-    theirs, ours = json.loads(metadata["content"]), fingerprint.content(model)
+    if texts.pop("checksum", None) != _checksum_of_texts(texts):
+        raise NotAPrefixFile(path, "its metadata are not those that were saved")
+    theirs, ours = dict(json.loads(texts["content"])), fingerprint.content(model)
     other = [name for name, value in ours.items() if theirs.get(name) != value]
     if other:
         pairs = ", ".join(f"{name} {theirs.get(name)!r}, not {ours[name]!r}" for name in other)
         raise ValueError(
             f"{os.fspath(path)!r} has prefixes of another model, or of this one as it was: {pairs}."
         )
-    entries = [Entry(**entry) for entry in json.loads(metadata["nodes"])]
-    if any(not -1 <= entry.parent < index for index, entry in enumerate(entries)):
-        raise NotAPrefixFile(path, "its nodes are in no order")
+    entries = [Entry(**entry) for entry in json.loads(texts["nodes"])]
+    for index, entry in enumerate(entries):
+        if not entry.is_valid(index):
+            raise NotAPrefixFile(path, f"node {index} cannot be placed in a tree ({entry})")
     return entries
 
 
-def _kept(entries: list[Entry], max_bytes: int) -> list[int]:
-    """The most recently used nodes that fit, each behind its parent."""
-    kept: set[int] = set()
-    n_bytes = 0
-    for index in sorted(range(len(entries)), key=lambda i: (-entries[i].used, i)):
-        entry = entries[index]
-        has_parent = entry.parent == -1 or entry.parent in kept
-        if has_parent and n_bytes + entry.n_bytes <= max_bytes:
-            kept.add(index)
-            n_bytes += entry.n_bytes
-    return sorted(kept)
+def _read_nodes(forest: Forest, path: Any, file: Any, entries: list[Entry], model: Any) -> None:
+    """Attach the nodes that fit, each after its parent; all are checked."""
+    cache = GrowingCache(config=model.config.get_text_config(decoder=True))
+    names = ["tokens", *range(2 * len(attention_layers(cache)))]
+    if sorted(file.keys()) != sorted(f"{i}.{name}" for i in range(len(entries)) for name in names):
+        raise NotAPrefixFile(path, "its tensors are not those of its nodes and the model's layers")
+    identity = fingerprint.identity(model)
+    nodes: dict[int, Node] = {}
+    expected = None
+    for index, entry in enumerate(entries):
+        tokens, *states = own = [file.get_tensor(f"{index}.{name}") for name in names]
+        if _checksum(own) != entry.checksum:
+            raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
+        n = len(tokens) if tokens.ndim == 1 and tokens.dtype == torch.long else 0
+        layout = [(s.dtype, s.shape[::2]) for s in states]
+        expected = expected or layout
+        is_sound = all(s.ndim == 3 and s.shape[1] == n and s.is_floating_point() for s in states)
+        if not n or not is_sound or layout != expected:
+            raise NotAPrefixFile(path, f"node {index} does not have one state per token and layer")
+        node = Node(tokens, tuple(s.to(model.device) for s in states))
+        if (parent := nodes.get(entry.parent)) is None and entry.parent != -1:
+            continue  # its parent did not fit
+        key = (identity, tuple(entry.offset)) if entry.offset else forest.nodes[parent]  # type: ignore[index]
+        siblings = parent or forest.roots.get(key)
+        if siblings is not None and int(tokens[0]) in siblings.children:
+            raise NotAPrefixFile(path, f"node {index} begins as another one does")
+        if forest.n_bytes + node.n_bytes <= forest.max_bytes:
+            nodes[index] = node
+            forest.attach(key, parent, node)
 
 
-def _read_node(path: Any, file: Any, index: int, entry: Entry, device: torch.device) -> Node:
-    own = [file.get_tensor(f"{index}.{name}") for name in ("tokens", *range(entry.n_states))]
-    if _checksum(own) != entry.checksum:
-        raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
-    tokens, *states = own
-    node = Node(tokens, tuple(s.to(device) for s in states), used=entry.used)
-    if node.n_bytes != entry.n_bytes:
-        raise NotAPrefixFile(path, f"node {index} does not have the size that was saved")
-    return node
-
-
-def _checksum(tensors: Any) -> str:
+def _checksum(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(fingerprint.bytes_of(tensor))
     return digest.hexdigest()
+
+
+def _checksum_of_texts(texts: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Which model computed some keys and values, and how: the key under which they are stored.
+"""Which model computed some keys and values, and how: what they are stored under.
 
 ``identity`` is for one process, and cheap enough for every call. ``content`` is the same between
 processes, and reads all weights.
@@ -8,46 +8,69 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 #: Numbers of each tensor that are looked at in every call.
 N_SAMPLES = 8
 
-#: What PEFT's layers keep about which adapters are in use.
-ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+#: Names that begin with an underscore are left out, but for those by which PEFT chooses adapters.
+ADAPTERS = ("_active_adapter", "_disable_adapters")
+
+#: Fields that say where a model came from.
+ORIGIN = ("name_or_path", "transformers_version")
+
+#: Values that are compared as they are.
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _next_number = itertools.count()
 
 
-def identity(model: Any) -> tuple[Hashable, ...]:
-    """What keys and values of ``model`` depend on besides the tokens, as it is now.
+class Identity:
+    """What keys and values of a model depend on besides the tokens; equal ones are one object."""
+
+    def __init__(self, state: tuple[Hashable, ...]) -> None:
+        self.state = state
+
+
+_identities: WeakValueDictionary[tuple[Hashable, ...], Identity] = WeakValueDictionary()
+_lock = Lock()
+
+
+def identity(model: Any) -> Identity:
+    """The identity of ``model`` as it is now.
 
     Weights that are replaced or written to show by address, version and a few sampled values: an
-    edit through ``.data`` leaves the version as it is. Hooks show by their handles, which are never
-    given twice. What a hook or a module reads elsewhere does not show.
+    edit through ``.data`` leaves the version as it is. Config and attributes of modules show by their
+    values, functions and classes by which objects they are, hooks by their handles, which are never
+    given twice. What a hook or a function reads elsewhere does not show, nor tensors in attributes.
     """
     tensors, state = _look(model)
-    return (*state, _samples(tensors))
+    state = (*state, tuple(settings(model).items()), _samples(tensors))
+    with _lock:
+        return _identities.setdefault(state, Identity(state))
 
 
-def is_unchanged(model: Any, known: tuple[Hashable, ...]) -> bool:
-    """Whether ``identity(model)`` is still what is ``known``, but for edits through ``.data``."""
-    return _look(model)[1] == known[:-1]
+def is_unchanged(model: Any, known: Identity) -> bool:
+    """Whether ``identity(model)`` is still what is ``known``, but for edits through ``.data``.
+
+    Kernels may be other ones while decoding than they were for the prompt.
+    """
+    return _look(model)[1] == known.state[:-2]
 
 
 def _look(model: Any) -> tuple[list[Tensor], tuple[Hashable, ...]]:
-    """The parameters and buffers of a model, and all of its identity but their values."""
+    """The parameters and buffers of a model, and all of its identity but settings and values."""
     hooks: list[tuple[int, int]] = []
     weights: list[Tensor] = []
     passing: list[Tensor] = []  # rotary frequencies, which some models write anew in each forward
-    adapted: list[Hashable] = []
     for index, module in enumerate(model.modules()):
         state = vars(module)
         weights += [t for t in state["_parameters"].values() if t is not None]
@@ -57,13 +80,44 @@ def _look(model: Any) -> tuple[list[Tensor], tuple[Hashable, ...]]:
                 (passing if is_passing else weights).append(buffer)
         if state["_forward_pre_hooks"] or state["_forward_hooks"]:
             hooks += [(index, handle) for handle in _hooks(state)]
-        if "forward" in state:  # a method of one object alone
-            hooks.append((index, id(state["forward"])))
-        if "_disable_adapters" in state:
-            adapted += _adapters(index, state)
     place = tuple(map(_place, weights))
-    numbers = (_number(model), tuple(settings(model).items()))
-    return weights + passing, (*numbers, tuple(adapted), tuple(hooks), place)
+    return weights + passing, (_number(model), *_held(model, _number), tuple(hooks), place)
+
+
+def _held(model: Any, name: Callable[[Any], Hashable]) -> tuple[Hashable, Hashable]:
+    """What the configs of a model say; what each of its modules is and holds in plain attributes.
+
+    ``name`` makes functions and classes comparable.
+    """
+    configs: list[Any] = [model.config]
+
+    def attributes(state: dict[str, Any]) -> tuple[Hashable, ...]:
+        held: list[Hashable] = []
+        for key, value in state.items():
+            if (key[0] == "_" and key not in ADAPTERS) or key in ORIGIN or value is None:
+                continue
+            part = value if type(value) in PLAIN else plain(value)
+            if part is not None:
+                held += (key, part)
+        return tuple(held)
+
+    def plain(value: Any) -> Hashable:
+        if isinstance(value, PreTrainedConfig):
+            if not any(value is config for config in configs):
+                configs.append(value)
+            return next(i for i, config in enumerate(configs) if value is config)
+        if isinstance(value, dict):
+            return tuple((str(key), plain(part)) for key, part in value.items())
+        if isinstance(value, list | tuple):
+            return tuple(map(plain, value))
+        if isinstance(value, set | frozenset):
+            return tuple(sorted(map(repr, value)))
+        if isinstance(value, PLAIN):
+            return value
+        return name(value) if callable(value) else None
+
+    modules = tuple((name(type(m)), attributes(vars(m))) for m in model.modules())
+    return tuple(attributes(vars(config)) for config in configs), modules
 
 
 def settings(model: Any) -> dict[str, str]:
@@ -82,37 +136,40 @@ def settings(model: Any) -> dict[str, str]:
     }
 
 
-def _adapters(index: int, state: dict[str, Any]) -> list[Hashable]:
-    """Which adapters the module ``index`` uses, if it has any."""
-    if "_disable_adapters" not in state:
-        return []
-    return [(index, *(repr(state.get(name)) for name in ADAPTER_STATE))]
-
-
 def content(model: Any) -> dict[str, str]:
     """What ``identity`` says, by name, so that another process computes the same.
 
-    Raises ``ValueError`` if hooks change the forward pass, which have no content.
+    Raises ``ValueError`` if hooks change the forward pass, which have no content, or if weights are
+    offloaded.
     """
-    states = [vars(module) for module in model.modules()]
-    if any(True for state in states for _ in _hooks(state)):
+    if any(True for module in model.modules() for _ in _hooks(vars(module))):
         raise ValueError(
             "Prefixes of a model with forward hooks cannot be saved or loaded: what the hooks do is "
             "not known. Remove the hooks first."
         )
-    adapted = [use for index, state in enumerate(states) for use in _adapters(index, state)]
+    if any(tensor.is_meta for tensor in model.parameters()):
+        raise ValueError(
+            "Prefixes of a model with offloaded weights cannot be saved or loaded: the weights are "
+            "not there to be compared."
+        )
+    configs, modules = _held(model, lambda value: getattr(value, "__qualname__", str(type(value))))
     return {
         "model": type(model).__name__,
-        "config": _digest([json.dumps(_lasting(model.config.to_dict()), default=str).encode()]),
+        "config": _digest([repr(configs).encode()]),
         **settings(model),
-        "adapters": _digest([repr(adapted).encode()]),
+        "modules": _digest([repr(modules).encode()]),
         "weights": _digest(_bytes_of_weights(model)),
     }
 
 
-def _number(model: Any) -> int:
-    """A number that no other object has, be it one at the same address later on."""
-    return _numbers.setdefault(model, next(_next_number))
+def _number(value: Any) -> Hashable:
+    """A number that no other object has, be it one at the same address later on; a class itself."""
+    if isinstance(value, type):
+        return value
+    try:
+        return _numbers.setdefault(value, next(_next_number))
+    except TypeError:  # no weak references: methods of C types, which stay
+        return id(value)
 
 
 def _hooks(state: dict[str, Any]) -> Iterator[int]:
@@ -181,14 +238,3 @@ def _digest(parts: Any) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
-
-
-def _lasting(value: Any) -> Any:
-    """A config without what says where it came from."""
-    if isinstance(value, dict):
-        return {
-            str(name): _lasting(v)
-            for name, v in sorted(value.items(), key=lambda item: str(item[0]))
-            if not str(name).startswith("_") and name != "transformers_version"
-        }
-    return [_lasting(v) for v in value] if isinstance(value, list | tuple) else value

@@ -6,7 +6,7 @@ states of those before column ``starts[i]`` are known.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,18 +18,21 @@ from .eligibility import Reason
 #: What a forward pass costs besides its tokens, in tokens.
 FORWARD = 64
 
+#: Where a first token is: ``("position", n)``; of models that take no positions, and so may count
+#: columns, ``("column", n)``.
+Offset = tuple[str, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where the tokens of a batch are: row ``i`` has ``ids[i, pads[i]:]``, at ``offsets[i]`` and on.
 
-    ``ids (rows, length)`` on the CPU. An offset is the position of the first token; of models that
-    take no positions, its column, since they may count those.
+    ``ids (rows, length)`` on the CPU.
     """
 
     ids: Tensor
     pads: list[int]
-    offsets: list[Hashable]
+    offsets: list[Offset]
 
     @classmethod
     def of(cls, ids: Tensor, model_kwargs: ModelKwargs) -> Layout | Reason:
@@ -50,9 +53,10 @@ class Layout:
             positions = positions[0]  # multimodal rotary positions, of text alone
         if positions.ndim != 2 or positions.shape[1] != length:
             return Reason("`position_ids` is not one position per token")
-        offsets: list[Hashable] = []
+        offsets: list[Offset] = []
         for own, pad in zip(positions.cpu().expand(rows, -1), pads, strict=True):
-            offsets.append(first := int(own[pad]))
+            first = int(own[pad])
+            offsets.append(("position", first))
             if not torch.equal(own[pad:], torch.arange(first, first + length - pad)):
                 return Reason("`position_ids` does not count on from token to token")
         return cls(ids.cpu(), pads, offsets)

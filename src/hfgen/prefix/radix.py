@@ -1,21 +1,30 @@
-"""Radix trees of token sequences with their keys and values: what ``prefix.PrefixCache`` stores in.
+"""Radix trees of token sequences with their keys and values: what ``PrefixCache`` stores in.
 
-There is one tree per key. A node holds a run of tokens, and in each layer their states; sequences
-that begin alike share the nodes of what they share. Nodes are never written to: whoever has looked
-one up may read it without a lock, also after it has been split or evicted.
+There is one tree per key. A node holds a run of tokens, and in each layer their keys and values;
+sequences that begin alike share the nodes of what they share. Nodes are never written to: whoever has
+looked one up may read it without a lock, also after it has been split or evicted.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 #: Keys and values of a run of tokens, one layer after the other: each ``(heads, n, size)``.
 KeyValues = tuple[Tensor, ...]
+
+#: What a node, and a tensor besides its numbers, take in memory: resident size of 100,000 of them.
+NODE_BYTES, TENSOR_BYTES = 512, 512
+
+
+def size(n_tokens: int, bytes_per_token: int, n_states: int) -> int:
+    """Bytes of a node with ``n_tokens``, and with ``n_states`` tensors of keys and values."""
+    return n_tokens * bytes_per_token + NODE_BYTES + (1 + n_states) * TENSOR_BYTES
 
 
 @dataclass(eq=False, slots=True)
@@ -29,15 +38,15 @@ class Node:
     states: KeyValues
     parent: Node | None = None
     children: dict[int, Node] = field(default_factory=dict)
-    #: When it was last used, in operations of its forest. Never before one of its children.
-    used: int = 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        whole = self.tokens.nbytes + sum(states.nbytes for states in self.states)
+        return whole // len(self.tokens)
 
     @property
     def n_bytes(self) -> int:
-        return self.tokens.nbytes + sum(states.nbytes for states in self.states)
-
-    def bytes_per_token(self) -> int:
-        return self.n_bytes // len(self.tokens)
+        return size(len(self.tokens), self.bytes_per_token, len(self.states))
 
     def add(self, child: Node) -> None:
         child.parent = self
@@ -85,33 +94,27 @@ class Forest:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.roots: dict[Hashable, Node] = {}
+        self.roots: dict[Any, Node] = {}
+        #: The key of each node. The least recently used node comes first, and each node before its
+        #: parent, since using a node uses its parent. So the first node is always a leaf.
+        self.nodes: OrderedDict[Node, Any] = OrderedDict()
         self.n_bytes = 0
         self.n_evicted = 0
-        self.clock = 0
-
-    def nodes(self, root: Node) -> Iterator[Node]:
-        """All nodes of a tree but its root, parents before their children."""
-        waiting = list(root.children.values())
-        while waiting:
-            node = waiting.pop()
-            yield node
-            waiting.extend(node.children.values())
 
     def match(self, key: Hashable, tokens: Tensor) -> Match:
         """The longest prefix of ``tokens (n,)`` in the tree of ``key``; it counts as used now."""
-        self.clock += 1
         node, length, path = self.roots.get(key), 0, []
         while node is not None and length < len(tokens):
             node = node.children.get(int(tokens[length]))
             if node is None:
                 break
             n = n_common(node.tokens, tokens[length:])
-            node.used = self.clock
             path.append(node)
             length += n
             if n < len(node.tokens):
                 break
+        for node in reversed(path):
+            self.nodes.move_to_end(node)
         return Match(length, tuple(path))
 
     def insert(
@@ -120,27 +123,31 @@ class Forest:
         tokens: Tensor,
         states: Callable[[int, int], KeyValues],
         bytes_per_token: int,
+        n_states: int,
     ) -> None:
         """Store ``tokens (n,)``, or as many of the first of them as fit into ``max_bytes``.
 
         ``states(start, end)`` copies those of ``tokens[start:end]``; it is asked for what is missing.
         """
         match = self.match(key, tokens)
-        if match.length == len(tokens):
-            return
-        parent = match.nodes[-1] if match.nodes else None
-        end = min(len(tokens), self.max_bytes // bytes_per_token)
+        path = list(match.nodes)
+        taken = match.length * bytes_per_token + (len(path) + 1) * size(0, 0, n_states)
+        end = min(len(tokens), match.length + (self.max_bytes - taken) // bytes_per_token)
         if end <= match.length:
             return
-        if parent is not None and (within := _within(match)) < len(parent.tokens):
-            parent = self._split(parent, within)
-        self._make_room((end - match.length) * bytes_per_token)
-        node = Node(tokens[match.length : end].clone(), states(match.length, end), used=self.clock)
-        # The tree may have gone to make room, if nothing of it is a prefix of these tokens.
-        self.attach(self.roots.setdefault(key, new_root()) if parent is None else parent, node)
+        within = match.length - sum(len(node.tokens) for node in path[:-1])
+        if path and within < len(path[-1].tokens):
+            path[-1] = self._split(path[-1], within)
+        self._make_room(size(end - match.length, bytes_per_token, n_states))
+        node = Node(tokens[match.length : end].clone(), states(match.length, end))
+        self.attach(key, path[-1] if path else None, node)
+        for used in reversed(path):
+            self.nodes.move_to_end(used)
 
-    def attach(self, parent: Node, node: Node) -> None:
-        parent.add(node)
+    def attach(self, key: Hashable, parent: Node | None, node: Node) -> None:
+        """Put ``node`` below ``parent``, or first into the tree of ``key``; it counts as used now."""
+        (parent or self.roots.setdefault(key, new_root())).add(node)
+        self.nodes[node] = key
         self.n_bytes += node.n_bytes
 
     def _split(self, node: Node, n: int) -> Node:
@@ -150,42 +157,24 @@ class Forest:
         """
         parent: Node = node.parent  # type: ignore[assignment]
         upper, lower = (
-            Node(
-                node.tokens[a:b].clone(), tuple(s.clone() for s in node.part(a, b)), used=node.used
-            )
+            Node(node.tokens[a:b].clone(), tuple(s.clone() for s in node.part(a, b)))
             for a, b in ((0, n), (n, len(node.tokens)))
         )
         for child in node.children.values():
             lower.add(child)
         upper.add(lower)
         parent.add(upper)
+        self.nodes[lower] = self.nodes[upper] = self.nodes.pop(node)
+        self.n_bytes += upper.n_bytes + lower.n_bytes - node.n_bytes
         return upper
 
     def _make_room(self, n_bytes: int) -> None:
         """Evict leaves until ``n_bytes`` more are allowed."""
-        if self.n_bytes + n_bytes <= self.max_bytes:
-            return
-        leaves = [
-            (node.used, id(node), node, key)
-            for key, root in self.roots.items()
-            for node in self.nodes(root)
-            if not node.children
-        ]
-        heapq.heapify(leaves)
-        while leaves and self.n_bytes + n_bytes > self.max_bytes:
-            _, _, leaf, key = heapq.heappop(leaves)
+        while self.nodes and self.n_bytes + n_bytes > self.max_bytes:
+            leaf, key = self.nodes.popitem(last=False)
             parent: Node = leaf.parent  # type: ignore[assignment]
             del parent.children[int(leaf.tokens[0])]
             self.n_bytes -= leaf.n_bytes
             self.n_evicted += 1
-            if parent.children:
-                continue
-            if parent.parent is None:
+            if parent is self.roots[key] and not parent.children:
                 del self.roots[key]
-            else:
-                heapq.heappush(leaves, (parent.used, id(parent), parent, key))
-
-
-def _within(match: Match) -> int:
-    """How many tokens of its last node a match covers."""
-    return match.length - sum(len(node.tokens) for node in match.nodes[:-1])

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import execution, quirks
+from .. import execution
 from ..caches.dynamic import GrowingCache
 from ..call import ModelKwargs, Run, Step
 from . import fingerprint, windows
 from .cache import PrefixCache
 from .padding import Group, Layout, best_end, lagging
-from .radix import KeyValues, Match
+from .radix import KeyValues, Match, size
+from .windows import attention_layers
+
+TOO_LARGE = "the prompt is larger than `max_bytes`"
 
 
 class PrefixSession:
@@ -35,14 +38,11 @@ class PrefixSession:
         ids: Tensor,
         model_kwargs: ModelKwargs,
         layout: Layout,
-        is_strict: bool,
     ) -> None:
         self.prefixes, self.model, self.cache = prefixes, model, cache
         # Not the config, which holds this call: the cache would outlive it by a cycle.
         self.eos, self.pad = config._eos_token_tensor, config._pad_token_tensor
         self.ids, self.model_kwargs, self.layout = ids, model_kwargs, layout
-        #: Whether a prompt that is too large is an error; else it is not stored.
-        self.is_strict = is_strict
         self.identity = fingerprint.identity(model)
         self.keys = [(self.identity, offset) for offset in layout.offsets]
         self.is_prompt_stored = False
@@ -52,6 +52,31 @@ class PrefixSession:
         """Nothing: a copy of this call's config is for another call."""
 
     # ------------------------------------------------------------ looking up
+
+    def bytes_per_token(self) -> int | None:
+        """What a token takes, as far as that is known before the first forward.
+
+        From what is stored, or from the config where a static cache is allocated by it.
+        """
+        if (stored := self.prefixes._bytes_per_token(self.keys[0])) is not None:
+            return stored
+        text = self.model.config.get_text_config(decoder=True)
+        shape = self.model._get_static_cache_init_shape()
+        # Falcon, which has another name for its heads, gets a shape that is too large.
+        has_heads = shape is not None and getattr(text, "num_key_value_heads", None)
+        if not has_heads or torch.is_autocast_enabled(self.model.device.type):
+            return None
+        n_layers = len(attention_layers(self.cache))
+        heads, sizes = (n if isinstance(n, list) else n_layers * [n] for n in shape)
+        if len(heads) != len(sizes):  # layers that share others' keys are among them
+            return None
+        numbers = sum(n * size for n, size in zip(heads, sizes, strict=True))
+        return torch.long.itemsize + 2 * self.model.dtype.itemsize * numbers
+
+    def needed(self, per_token: int) -> int:
+        """Bytes that the longest of the prompts takes in store."""
+        n_tokens = self.ids.shape[1] - min(self.layout.pads)
+        return size(n_tokens, per_token, 2 * len(attention_layers(self.cache)))
 
     def fill(self, config: Any) -> None:
         """Put into the call's empty cache what is stored of the rows' prompts.
@@ -123,10 +148,7 @@ class PrefixSession:
     # ------------------------------------------------------------ storing
 
     def add(self, run: Run, strategy: Any, step: Step) -> None:
-        """Store the prompts after the first step; later steps do nothing.
-
-        Raises ``ValueError`` if one is larger than the memory limit.
-        """
+        """Store the prompts after the first step; later steps do nothing."""
         if self.is_prompt_stored or self.is_given_up:
             return
         self.is_prompt_stored = True
@@ -140,8 +162,8 @@ class PrefixSession:
         if not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
             self.give_up(f"{type(self.model).__name__} does not cache one state per token")
             return
-        if too_large := self.too_large(bytes_per_token(layers)):
-            self.give_up(too_large)
+        if self.needed(bytes_per_token(layers)) > self.prefixes.max_bytes:
+            self.give_up(TOO_LARGE)
             return
         if self._has_changed():
             return
@@ -150,20 +172,6 @@ class PrefixSession:
             row, is_repeated = divmod(run_row, repeats)
             if not is_repeated:
                 self._store(layers, row, cache_row, self.layout.tokens(row))
-
-    def too_large(self, per_token: int) -> str | None:
-        """What to say of a prompt that does not fit at all; raises ``ValueError`` if that is strict."""
-        n_tokens = self.ids.shape[1] - min(self.layout.pads)
-        needed, limit = n_tokens * per_token, self.prefixes.max_bytes
-        if needed <= limit:
-            return None
-        if self.is_strict:
-            raise ValueError(
-                f"`prefix_cache` may hold {limit} bytes (`max_bytes`), but the states of a prompt of "
-                f"{n_tokens} tokens take {needed}, {per_token} for each. Raise `max_bytes`, or "
-                "leave `prefix_cache` out."
-            )
-        return "the prompt is larger than `max_bytes`"
 
     def _has_changed(self) -> bool:
         """Whether the model is another than when the call began: somebody switched an adapter."""
@@ -224,7 +232,8 @@ class PrefixSession:
                 for both in (layer.keys, layer.values)
             )
 
-        self.prefixes._insert(self.keys[row], tokens, states, bytes_per_token(layers))
+        sizes = bytes_per_token(layers), 2 * len(layers)
+        self.prefixes._insert(self.keys[row], tokens, states, *sizes)
 
 
 def bytes_per_token(layers: list[Any]) -> int:
@@ -240,8 +249,3 @@ def cached_rows(run: Run, strategy: Any, layers: list[Any]) -> list[int]:
     rows = list(range(len(run.ids))) if active is None else active.tolist()
     is_known = layers and layers[0].is_initialized and len(layers[0].keys) == len(rows)
     return rows if is_known else []
-
-
-def attention_layers(cache: Any) -> list[Any]:
-    """The layers that hold keys and values; those that share others' hold none."""
-    return [layer for layer in cache.layers if not isinstance(layer, quirks.EMPTY_LAYERS)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from .. import quirks
 from ..caches.dynamic import GrowingSlidingWindowLayer, grows_in_place
 from ..caches.growing import Growing
 
@@ -34,6 +35,11 @@ class RecordingWindow(GrowingSlidingWindowLayer):
     def crop(self, tokens_to_remove: int) -> None:
         DynamicLayer.crop(self, tokens_to_remove)
         self.cumulative_length = self.keys.shape[-2] if self.is_initialized else 0
+
+
+def attention_layers(cache: Any) -> list[Any]:
+    """The layers that hold keys and values; those that share others' hold none."""
+    return [layer for layer in cache.layers if not isinstance(layer, quirks.EMPTY_LAYERS)]
 
 
 def start(cache: Any) -> None:
