@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 
 import hfgen
 from benchmarks.live_bytes import LiveBytes
-from hfgen.caches import CACHES, growing
+from hfgen.caches import CACHES, CacheKind, CacheRequest, growing
 from hfgen.caches.dynamic import KINDS, GrowingCache, GrowingLayer, as_growing, upstream_kind
 from hfgen.caches.growing import SMALLEST_BLOCK, Growing, Room
 from tests import tiny
@@ -123,6 +123,14 @@ class Pair:
         equal(getattr(self.theirs, "conv_states", None), getattr(self.ours, "conv_states", None))
         for view, copied in self.kept:
             assert torch.equal(view, copied), "a tensor that was handed out has changed"
+
+
+def upstreams_cache(request: CacheRequest) -> DynamicCache:
+    """A plain factory in place of the default cache."""
+    return DynamicCache(config=request.decoder_config)
+
+
+UPSTREAMS = CacheKind("dynamic", upstreams_cache, loses_rows=True, rolls_back=True)
 
 
 def equal(a: Any, b: Any) -> None:
@@ -668,7 +676,7 @@ def test_scores_and_states_are_bit_identical_in_generate(
     case = harness.settle(harness.Case(family, mode, 3, True, 5, options))
     monkeypatch.setattr(Room, "spare", lambda self, length: 2)
     ours = harness.run(harness.ours(family), case)
-    monkeypatch.setitem(CACHES, None, lambda request: DynamicCache(config=request.decoder_config))
+    monkeypatch.setitem(CACHES, "dynamic", UPSTREAMS)
     theirs = harness.run(harness.ours(family), case)
     assert ours.error is None, ours.message
     assert harness.compare(theirs, ours, tolerance=0.0) == []
@@ -702,7 +710,7 @@ def test_modes_that_change_the_cache(
         return tokens
 
     ours = run()
-    monkeypatch.setitem(CACHES, None, lambda request: DynamicCache(config=request.decoder_config))
+    monkeypatch.setitem(CACHES, "dynamic", UPSTREAMS)
     assert torch.equal(ours, run())
 
 

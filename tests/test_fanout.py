@@ -145,7 +145,7 @@ def test_beams_move_only_what_they_do_not_share(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reordering in place gives what reordering all of the cache gives."""
-    from hfgen.caches import rows
+    from hfgen.caches import layers as rows
 
     in_place = rows.reorder_beams
     n_moved: list[int] = []
@@ -171,7 +171,7 @@ def test_beams_move_only_what_they_do_not_share(
 
 
 def test_a_kept_view_of_the_cache_is_not_reordered_in_place() -> None:
-    from hfgen.caches import rows
+    from hfgen.caches import layers as rows
 
     model = hfgen.mix_into(tiny.llama())
     cache = hfgen.caches.dynamic.GrowingCache(config=model.config)

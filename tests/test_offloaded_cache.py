@@ -444,12 +444,14 @@ def test_upstreams_cache_is_taken_where_it_works(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(offloaded, "DynamicCache", Upstreams)
-    cache = caches.CACHES["offloaded"](request(device, **attributes))
+    cache = caches.cache_kind("offloaded").factory(request(device, **attributes))
     assert isinstance(cache, Upstreams if is_upstreams else OffloadedCache)
     made.clear()
     offloaded.make_cross_attention(request(device, **attributes))
     assert made == ([True] if is_upstreams else [])
-    in_files = caches.CACHES["offloaded"](request(device, {"path": tmp_path}, **attributes))
+    in_files = caches.cache_kind("offloaded").factory(
+        request(device, {"path": tmp_path}, **attributes)
+    )
     assert isinstance(in_files, OffloadedCache)
 
 

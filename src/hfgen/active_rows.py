@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
 from . import fanout, outputs, quirks
-from .caches import rows as cache_rows
+from .caches import layers
+from .caches.table import is_upstreams
 from .call import Run
 
 #: Rows leave when the batch can become smaller by that share; each time, the cache is copied.
@@ -70,7 +71,7 @@ class ActiveRows:
             for name, value in run.model_kwargs.items()
         }
         if cache is not None:
-            cache_rows.take(cache, chosen)
+            layers.take(cache, chosen)
         run.rows_have_left = True
         self.index, self.n_active = index, n_open
 
@@ -90,11 +91,11 @@ class ActiveRows:
             return False
         if cache is None:
             return True
-        if not isinstance(cache, Cache) or fanout.is_foreign(cache):
+        if not isinstance(cache, Cache) or layers.count(cache) not in (None, self.n_rows):
             return False
-        layers = cache_rows.decoder_cache(cache).layers
-        is_static = any(isinstance(layer, StaticLayer) for layer in layers)
-        return not is_static and cache_rows.count(cache) in (None, self.n_rows)
+        # The word of a kind that somebody registered is taken for its layers.
+        is_registered = not is_upstreams(run.config.cache_implementation)
+        return is_registered or not (layers.is_static(cache) or layers.is_foreign(cache))
 
     def local(self, rows: Tensor) -> Tensor:
         """``rows (rows,)``, a row of all for each, as numbers of active rows for the active ones."""

@@ -283,6 +283,7 @@ class Strategy(Protocol):
     * ``continues_cache = True``: its prefill forwards only what the cache lacks of the prompt, so
       that a ``PrefixCache`` may fill the cache beforehand.
     * ``drops_rows = True``: rows that have finished may leave the batch (``drop_finished``).
+    * ``rolls_back = True``: it takes tokens back out of the cache, which has to be of a kind that can.
     * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.
     * ``tokens_ahead = n``: it forwards ``n`` tokens after the last one that is fed otherwise; a
       cache of fixed length gets room for them. Default: 0.

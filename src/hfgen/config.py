@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from . import quirks, validate
+from .caches import table
 from .call import Call, ModelKwargs, Prompt, Request
 from .fields import FIELDS, OWN_FIELDS, is_zero
 from .logs import logger
@@ -51,7 +52,7 @@ class GenerationConfig(transformers.GenerationConfig):
         """Upstream's checks; ``max_new_tokens=0`` is allowed and returns the prompt."""
         validate.check_cache_implementation(self.cache_implementation)
         FIELDS["max_new_tokens"].check("max_new_tokens", self.max_new_tokens)
-        with _without_zero_new_tokens(self):
+        with _hiding_own_values(self):
             super().validate(strict=strict, **kwargs)
 
 
@@ -60,16 +61,25 @@ for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays 
 
 
 @contextmanager
-def _without_zero_new_tokens(config: transformers.GenerationConfig) -> Iterator[None]:
-    """Hide ``max_new_tokens=0`` from upstream's validation, which demands at least one token."""
-    if not is_zero(getattr(config, "max_new_tokens", None)):
-        yield
-        return
-    config.max_new_tokens = None
+def _hiding_own_values(config: transformers.GenerationConfig) -> Iterator[None]:
+    """Hide from upstream's validation what only hfgen takes: no new tokens, registered caches."""
+    hidden: dict[str, Any] = {}
+    if is_zero(getattr(config, "max_new_tokens", None)):
+        hidden["max_new_tokens"] = None
+    shown = _shown_to_upstream(getattr(config, "cache_implementation", None))
+    if shown != getattr(config, "cache_implementation", None):
+        hidden["cache_implementation"] = shown
+    values = {name: getattr(config, name) for name in hidden}
+    vars(config).update(hidden)
     try:
         yield
     finally:
-        config.max_new_tokens = 0
+        vars(config).update(values)
+
+
+def _shown_to_upstream(implementation: str | None) -> str | None:
+    """``implementation``, or a name that upstream knows in place of one that it does not."""
+    return implementation if table.is_upstreams(implementation) else "dynamic"
 
 
 def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
@@ -180,6 +190,9 @@ def prepare_generation_config(
         if value is not None
     }
     validate.check_fields(known | kwargs)
+    implementation = (known | kwargs).get("cache_implementation")
+    shown = {"cache_implementation": _shown_to_upstream(implementation)}
+    vars(config).update(shown)
 
     zero_new_tokens = is_zero(kwargs.get("max_new_tokens", config.max_new_tokens))
     if zero_new_tokens:
@@ -189,7 +202,8 @@ def prepare_generation_config(
         for name, value in kwargs.items()
         if not (zero_new_tokens and name == "max_new_tokens")
     }
-    config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+    fields |= shown if "cache_implementation" in fields else {}
+    config.update(**own.to_dict() | shown, defaults_only=True, allow_custom_entries=True)
     defaults = own._get_default_generation_params()
     config.update(
         **{name: value for name, value in defaults.items() if name not in NO_DEFAULT},
@@ -200,6 +214,7 @@ def prepare_generation_config(
     model_kwargs = config.update(**fields)
     if zero_new_tokens:
         config.max_new_tokens = 0
+    config.cache_implementation = implementation
     _normalise(config)
     if kwargs.get("cache_config") is None:
         _drop_path_of_checkpoint(config, own)

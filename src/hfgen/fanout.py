@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from . import buffers, quirks
-from .caches import rows
+from .caches import layers
 from .call import Call, ModelKwargs, Prompt, Run, SharedPrompt
 from .outputs import map_rows
 
@@ -49,7 +49,7 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
         _NOT_SHARED.add(type(run.model))
         vars(cache).clear()
         vars(cache).update(vars(spare))
-        if rows.count(cache) is not None:
+        if layers.count(cache) is not None:
             rows.take(cache, _prompts_of_rows(run, shared))
     return _prefill(run, run.ids, run.model_kwargs, is_first_iteration)
 
@@ -67,7 +67,7 @@ def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -
 def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
     """Repeat the prompts' rows in ``outputs``, and in the cache among them, in place."""
     if (cache := outputs.get("past_key_values")) is not None:
-        rows.repeat(cache, _prompts_of_rows(run, shared))
+        layers.repeat(cache, _prompts_of_rows(run, shared))
         run.shares_prompts = True
     # Without a cache, the model forwards all ids again at the next step.
     n, rows_of_states = shared.n, quirks.rows_of_states(run.model)
@@ -117,12 +117,12 @@ def _can_fan_out(
     if shared is None or not isinstance(cache, Cache):
         return False
     is_shared = len(ids) == len(shared.ids) * shared.n and ids.shape[1] == shared.ids.shape[1]
-    is_expanded = rows.count(cache) not in (None, len(shared.ids))
-    if not is_shared or is_expanded or is_foreign(cache):
+    is_expanded = layers.count(cache) not in (None, len(shared.ids))
+    if not is_shared or is_expanded or layers.is_foreign(cache):
         return False
-    if isinstance(rows.decoder_cache(cache), StaticCache) and not quirks.masks_filled_static_cache(
-        model
-    ):
+    if isinstance(
+        layers.decoder_cache(cache), StaticCache
+    ) and not quirks.masks_filled_static_cache(model):
         return False  # NLLB-MoE's router reads another row's mask if there are fewer rows
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
     others = (value for name, value in shared.model_kwargs.items() if name != "past_key_values")
@@ -192,15 +192,3 @@ def _is_librarys(model: Any, hook: str) -> bool:
     """Whether a hook is not the caller's own, which may do more than repeat rows."""
     owner = next(cls for cls in type(model).__mro__ if hook in vars(cls))
     return owner.__module__.partition(".")[0] in LIBRARIES
-
-
-def is_foreign(cache: Any) -> bool:
-    """Whether a model brings a cache or layers of its own, with rows in more than is reordered."""
-    own = rows.decoder_cache(cache)
-    return any(is_foreign_part(part) for part in (own, *own.layers))
-
-
-def is_foreign_part(part: Any) -> bool:
-    """Whether a cache, or a layer of one, is neither of transformers' own kinds nor of hfgen's."""
-    module = type(part).__module__
-    return module != Cache.__module__ and not module.startswith(f"{__package__}.")

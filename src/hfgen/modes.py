@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from .caches import cache_kind
 from .call import Call, Run
 from .drafters import Setup
 from .loop import finish
@@ -239,9 +240,9 @@ def check_call(call: Call) -> None:
             f"`drop_finished=True` works with {names}, and with strategies that declare "
             f"`drops_rows`, but the arguments ask for {call.who}. Leave it out."
         )
-    if "static" in (config.cache_implementation or ""):
+    if not cache_kind(config.cache_implementation).loses_rows:
         raise ValueError(
             "`drop_finished=True` takes rows out of the cache, and "
-            f"`cache_implementation={config.cache_implementation!r}` has a fixed number of them. "
-            "Leave one of the two out."
+            f"`cache_implementation={config.cache_implementation!r}` has a fixed number of them, or "
+            "does not declare `loses_rows`. Leave one of the two out."
         )

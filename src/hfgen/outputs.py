@@ -17,7 +17,7 @@ from transformers.generation.utils import (
 from transformers.utils import ModelOutput
 
 from . import quirks
-from .caches import rollback
+from .caches import layers as cache_layers
 from .call import Run, Step, Strategy
 
 #: What ``generate`` returns if not a tensor of ids.
@@ -47,7 +47,7 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
     first has what was fed before, too.
     """
     observed = observe(run, outputs)
-    windows = rollback.windows(run.model_kwargs.get("past_key_values"))
+    windows = cache_layers.windows(run.model_kwargs.get("past_key_values"))
     for name, (layers,) in observed.items():
         if not layers or layers[0] is None:
             observed[name] = ()

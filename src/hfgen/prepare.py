@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from . import caches, config, fanout, inputs, modes, prefix, stopping, validate
+from . import caches, config, fanout, inputs, modes, prefix, validate
 from .call import Call, ModelKwargs, Prompt, Request
 
 
@@ -26,11 +26,11 @@ def prepare(model: Any, request: Request) -> Call:
         if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
             request.streamer.put(prompt.ids[:: call.config.num_beams].cpu())
         config.set_lengths(model, call, prompt)
-        may_end_early = stopping.may_end_early(call.config) or bool(request.stopping_criteria)
         will_fan_out = fanout.is_ahead(model, call, prompt)
-        caches.prepare(model, call, prompt, may_end_early, will_fan_out)
+        caches.prepare(model, call, prompt, will_fan_out)
         inputs.warn_of_foreign_device(model, prompt.ids)
         prepare_functions(model, call, prompt)
+        caches.check_room(model, call, prompt)
         prefix.begin(prefixes, model, call, prompt)
         prompt.model_kwargs["use_cache"] = call.config.use_cache
     except BaseException:

@@ -147,12 +147,6 @@ def get_stopping_criteria(
     return self._merge_criteria_processor_list(criteria, stopping_criteria)
 
 
-def may_end_early(config: transformers.GenerationConfig) -> bool:
-    """Whether the config has anything but the length end a call."""
-    ends = (config.eos_token_id, config.max_time, config.stop_strings)
-    return any(end is not None for end in ends)
-
-
 def has_eos_criterion(criteria: Iterable[Any]) -> bool:
     """Whether a row may end before the others do, so that it has to be padded from there on."""
     return any(hasattr(criterion, "eos_token_id") for criterion in criteria)

@@ -1,136 +1,93 @@
 """Stage 4: the KV cache that a call decodes with.
 
-``CACHES`` says which implementation stands behind which ``cache_implementation``. To add one, write
-a factory and add a row.
+``CACHES`` (``table.py``) says which kind stands behind which ``cache_implementation``. To add one,
+assign to it: see ``CacheKind``.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
-from transformers import QuantizedCache as UpstreamQuantizedCache
+from transformers import EncoderDecoderCache, GenerationConfig, MaxLengthCriteria
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import get_head_shapes
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
-from transformers.generation.configuration_utils import (
-    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
-    GenerationMode,
-)
+from transformers.generation.configuration_utils import GenerationMode
 
 from .. import quirks
 from ..call import Call, ModelKwargs, Prompt
 from ..logs import logger
-from . import offloaded, rows
-from .dynamic import GrowingCache
-from .quantized import QuantizedCache, left_padding
-from .quantized_settings import Settings, upstream_backend
-from .static import (
-    check_room,
-    fit_to_call,
-    make_deprecated_static,
-    make_static,
-)
+from . import given, layers
+from .static import fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
+from .table import CACHES as CACHES
+from .table import CacheKind as CacheKind
+from .table import CacheRequest as CacheRequest
+from .table import cache_kind as cache_kind
 
 
-@dataclass(frozen=True, slots=True)
-class CacheRequest:
-    """What a factory has to go by."""
+def check_config(model: Any, call: Call) -> None:
+    """Raise ``ValueError`` for a ``cache_config`` or a kind of cache that the call cannot use.
 
-    model: Any
-    config: GenerationConfig
-    model_kwargs: ModelKwargs
-    #: Sequences that the cache will hold.
-    rows: int
-    #: Tokens per sequence, at most.
-    max_length: int
-
-    @property
-    def decoder_config(self) -> Any:
-        return self.model.config.get_text_config(decoder=True)
-
-
-def make_dynamic(request: CacheRequest) -> Cache:
-    """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
-    return GrowingCache(config=request.decoder_config, max_length=request.max_length)
-
-
-def cross_attention(request: CacheRequest) -> Cache:
-    """The encoder's keys and values, which come once and do not grow."""
-    return DynamicCache(config=request.decoder_config)
-
-
-def make_quantized(request: CacheRequest) -> Cache:
-    """Keys and values in few bits: hfgen's own, or the backend that ``cache_config`` names."""
-    options = request.config.cache_config
-    backend = upstream_backend(options)
-    if backend is None:
-        settings = Settings.of(options, request.decoder_config)
-        is_encoder_decoder = request.model.config.is_encoder_decoder
-        mask = request.model_kwargs.get(
-            "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
-        )
-        return QuantizedCache(request.decoder_config, settings, left_padding(mask))
-    if request.model.config.is_encoder_decoder:
+    Nothing is allocated.
+    """
+    config = call.config
+    kind = cache_kind(config.cache_implementation)
+    if kind.settings is not None:
+        kind.settings(config.cache_config, model.config.get_text_config(decoder=True))
+    if getattr(call.strategy, "rolls_back", False) and not kind.rolls_back:
         raise ValueError(
-            f"The backend {backend!r} of `cache_implementation='quantized'` does not work with "
-            f"encoder-decoder models such as {type(request.model).__name__}. Leave `backend` out."
+            f"{call.mode.name.capitalize()} takes tokens back out of the cache, and "
+            f"`cache_implementation={kind.name!r}` does not declare `rolls_back`. Use another cache, "
+            "or register it as a CacheKind with `rolls_back=True`."
         )
-    options = copy.deepcopy(options)
-    options.setdefault("config", request.decoder_config)
-    return UpstreamQuantizedCache(**options)
 
 
-CACHES: dict[str | None, Callable[[CacheRequest], Cache]] = {
-    None: make_dynamic,
-    "dynamic": make_dynamic,
-    "offloaded": offloaded.make_offloaded,
-    "static": make_static,
-    "offloaded_static": make_static,
-    "quantized": make_quantized,
-    "paged": make_dynamic,  # of a config; as an argument, it means continuous batching
-    **dict.fromkeys(DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS, make_deprecated_static),
-}
-
-
-def check_config(model: Any, config: GenerationConfig) -> None:
-    """Raise ``ValueError`` for a ``cache_config`` that cannot be used; nothing is allocated."""
-    if config.cache_implementation == "quantized" and upstream_backend(config.cache_config) is None:
-        Settings.of(config.cache_config, model.config.get_text_config(decoder=True))
-    if config.cache_implementation in offloaded.IMPLEMENTATIONS:
-        offloaded.check_settings(config.cache_config, config.cache_implementation)
-
-
-def prepare(
-    model: Any, call: Call, prompt: Prompt, may_end_early: bool, will_fan_out: bool
-) -> None:
+def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it.
 
-    Raises ``ValueError`` for a cache of the caller's that holds other rows, or that is too short:
-    for the prompt, or for the whole call unless that ``may_end_early``.
+    Raises ``ValueError`` for a cache of the caller's that holds other rows, or whose layers cannot do
+    what the mode asks of them.
     """
     config, model_kwargs = call.config, prompt.model_kwargs
-    # The last token is not forwarded, unless candidates for it are tried.
-    max_length = config.max_length - 1 + getattr(call.strategy, "tokens_ahead", 0)
-    embeds_length = prompt.main_input.shape[1] if prompt.main_input_name == "inputs_embeds" else 0
-    if not model.config.is_encoder_decoder and embeds_length != prompt.ids.shape[1]:
-        max_length += embeds_length
+    max_length = _max_length(model, call, prompt)
     name = quirks.cache_argument(model)
-    given = model_kwargs.get(name)
-    if isinstance(given, Cache) and config.cache_implementation is None:
-        given = rows.fit(given, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
-        _expect(given, max_length)
-        check_room(given, max_length, prompt.ids.shape[1], may_end_early)
-        fit_to_call(given, config)
-        model_kwargs[name] = given
-    config = offloaded.without_cuda(model, config)
+    cache = model_kwargs.get(name)
+    if isinstance(cache, Cache) and config.cache_implementation is None:
+        if getattr(call.strategy, "rolls_back", False):
+            layers.check_known(cache, "take tokens back out of")
+        cache = given.fit_rows(cache, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
+        given.expect(cache, max_length)
+        fit_to_call(cache, config)
+        model_kwargs[name] = cache
     model._prepare_cache_for_generation(
         config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )
+
+
+def check_room(model: Any, call: Call, prompt: Prompt) -> None:
+    """Raise ``ValueError`` if a static cache of the caller's is certainly too short for the call.
+
+    It has to hold the prompt, and all that the call can reach if nothing but its length, among the
+    stopping criteria, can end it.
+    """
+    cache = prompt.model_kwargs.get(quirks.cache_argument(model))
+    if isinstance(cache, Cache) and call.config.cache_implementation is None:
+        criteria: Any = call.criteria
+        only_length = all(type(criterion) is MaxLengthCriteria for criterion in criteria)
+        may_end_early = not only_length or criteria.max_length < call.config.max_length
+        max_length = _max_length(model, call, prompt)
+        given.check_room(cache, max_length, prompt.ids.shape[1], may_end_early)
+
+
+def _max_length(model: Any, call: Call, prompt: Prompt) -> int:
+    """Tokens per row that the cache may have to hold."""
+    # The last token is not forwarded, unless candidates for it are tried.
+    max_length = call.config.max_length - 1 + getattr(call.strategy, "tokens_ahead", 0)
+    embeds_length = prompt.main_input.shape[1] if prompt.main_input_name == "inputs_embeds" else 0
+    if not model.config.is_encoder_decoder and embeds_length != prompt.ids.shape[1]:
+        max_length += embeds_length
+    return int(max_length)
 
 
 def prepare_cache_for_generation(
@@ -146,19 +103,19 @@ def prepare_cache_for_generation(
     Raises ``ValueError`` if both a cache and an implementation are given, or a tuple as a cache.
     """
     name = quirks.cache_argument(self)
-    given = model_kwargs.get(name)
-    if given is not None:
+    given_cache = model_kwargs.get(name)
+    if given_cache is not None:
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"`{name}` is a cache already, and `cache_implementation`="
                 f"{generation_config.cache_implementation!r} asks for another. Pass one of them."
             )
-        if isinstance(given, tuple):
+        if isinstance(given_cache, tuple):
             raise ValueError(
                 f"`{name}` has to be a Cache, but is a tuple. Pass the Cache that generate() or "
                 "forward() returned."
             )
-        given._is_user_defined = True  # outlives the call: read by the loops
+        given_cache._is_user_defined = True  # outlives the call: read by the loops
         return
     if generation_config.use_cache is False:
         return
@@ -173,11 +130,15 @@ def prepare_cache_for_generation(
     request = CacheRequest(
         self, generation_config, model_kwargs, batch_size * expand_size, max_cache_length
     )
-    cache = CACHES[generation_config.cache_implementation](request)
+    kind = cache_kind(generation_config.cache_implementation)
+    cache = kind.factory(request)
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"The factory of `cache_implementation={kind.name!r}` has to return a transformers.Cache, "
+            f"but returned {cache!r}."
+        )
     if self.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
-        is_offloaded = generation_config.cache_implementation == "offloaded"
-        make_cross = offloaded.make_cross_attention if is_offloaded else cross_attention
-        cache = EncoderDecoderCache(cache, make_cross(request))
+        cache = EncoderDecoderCache(cache, kind.make_cross_attention(request))
     if generation_config.is_assistant:
         cache.activate_past_recording()  # what an assistant drafted may be rolled back
     model_kwargs[name] = cache
@@ -204,10 +165,3 @@ def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[
 def supports_default_dynamic_cache(cls: type) -> bool:
     """Whether forward takes a ``Cache``."""
     return not quirks.makes_its_own_cache(cls.__name__)
-
-
-def _expect(cache: Cache, max_length: int) -> None:
-    """Tell a cache that grows in place how far this call may go."""
-    cache = rows.decoder_cache(cache)
-    if isinstance(cache, GrowingCache):
-        cache.expect(max_length)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from .dynamic import GrowingCache, GrowingLayer
@@ -24,10 +24,7 @@ from .folder import Folder
 from .growing import Growing, Room, Spare
 
 if TYPE_CHECKING:
-    from . import CacheRequest
-
-#: The names of offloaded caches, and what ``cache_config`` may say about each.
-IMPLEMENTATIONS = {"offloaded": ["path"], "offloaded_static": []}
+    from .table import CacheRequest
 
 HOST = torch.device("cpu")
 
@@ -52,32 +49,40 @@ class Settings:
             )
 
     @classmethod
-    def of(cls, options: Any, implementation: str = "offloaded") -> Settings:
+    def of(cls, options: Any) -> Settings:
         """Those of a ``cache_config``; ``ValueError`` for what it may not say."""
-        if not isinstance(options, Mapping | None):
-            raise ValueError(f"`cache_config` has to be a dict, but is {options!r}.")
-        options = dict(options or {})
-        known = IMPLEMENTATIONS[implementation]
-        for key in options:
-            if key not in known:
-                nearest = difflib.get_close_matches(str(key), known, n=1)
-                raise ValueError(
-                    f"`cache_config` has an unknown key `{key}`"
-                    + (f" (did you mean `{nearest[0]}`?)" if nearest else "")
-                    + f": `cache_implementation={implementation!r}` knows {known or 'none'}."
-                )
-        return cls(**options)
+        return cls(**_checked_keys(options, "offloaded", ["path"]))
 
     @property
     def folder(self) -> Folder | None:
         return None if self.path is None else Folder(self.path)
 
 
-def check_settings(options: Any, implementation: str) -> None:
+def check_settings(options: Any, config: Any = None) -> None:
     """Raise ``ValueError`` for a ``cache_config`` that cannot be used, or a folder that cannot."""
-    folder = Settings.of(options, implementation).folder
+    folder = Settings.of(options).folder
     if folder is not None:
         folder.check()
+
+
+def check_no_settings(options: Any, config: Any = None) -> None:
+    """Raise ``ValueError`` for any key in the ``cache_config`` of ``offloaded_static``."""
+    _checked_keys(options, "offloaded_static", [])
+
+
+def _checked_keys(options: Any, implementation: str, known: list[str]) -> dict[str, Any]:
+    if not isinstance(options, Mapping | None):
+        raise ValueError(f"`cache_config` has to be a dict, but is {options!r}.")
+    options = dict(options or {})
+    for key in options:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            raise ValueError(
+                f"`cache_config` has an unknown key `{key}`"
+                + (f" (did you mean `{nearest[0]}`?)" if nearest else "")
+                + f": `cache_implementation={implementation!r}` knows {known or 'none'}."
+            )
+    return options
 
 
 # ---------------------------------------------------------------- the cache
@@ -203,15 +208,6 @@ def make_cross_attention(request: CacheRequest) -> Cache:
     if is_upstreams and is_on_cuda(request.model):
         return DynamicCache(config=config, offloading=True)
     return CrossAttention(config)
-
-
-def without_cuda(model: Any, config: GenerationConfig) -> GenerationConfig:
-    """The config of a call, with the static cache that ``offloaded_static`` is without CUDA."""
-    if config.cache_implementation != "offloaded_static" or is_on_cuda(model):
-        return config
-    config = copy.copy(config)
-    config.cache_implementation = "static"
-    return config
 
 
 def is_on_cuda(model: Any) -> bool:

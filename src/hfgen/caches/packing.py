@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .growing import use_count
+
 #: Dimensions of grouped states ``(rows, heads, groups, tokens, parts, channels)``.
 GROUPS, TOKENS, CHANNELS = 2, 3, 5
 
@@ -190,8 +192,7 @@ class Scratch:
 
     @staticmethod
     def _has_room(buffer: torch.Tensor, n_numbers: int, dtype: torch.dtype) -> bool:
-        storage = buffer.untyped_storage()
-        is_seen = torch._C._storage_Use_Count(storage._cdata) > 2  # by more than these two
+        is_seen = use_count(buffer.untyped_storage()._cdata) > 2  # by more than these two
         may_be_written = buffer.is_inference() == torch.is_inference_mode_enabled()
         is_fitting = buffer.dtype == dtype and n_numbers <= buffer.numel() <= 4 * n_numbers
         return is_fitting and may_be_written and not is_seen

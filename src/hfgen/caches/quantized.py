@@ -13,9 +13,10 @@ packed states there is one layer in full precision at most, unless the model kee
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -25,7 +26,10 @@ from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kw
 from ..logs import logger
 from .dynamic import GrowingCache
 from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
-from .quantized_settings import Settings
+from .quantized_settings import Settings, upstream_backend
+
+if TYPE_CHECKING:
+    from .table import CacheRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,3 +289,28 @@ def left_padding(mask: torch.Tensor | None) -> Padding | None:
         return None
     lengths = (mask.cumsum(dim=-1) == 0).sum(dim=-1)
     return Padding(lengths, int(mask.shape[1])) if bool(lengths.any()) else None
+
+
+def check_settings(options: Any, config: Any) -> None:
+    """Raise ``ValueError`` for a ``cache_config`` that cannot be used with a decoder's ``config``."""
+    if upstream_backend(options) is None:
+        Settings.of(options, config)
+
+
+def make_quantized(request: CacheRequest) -> Cache:
+    """Keys and values in few bits: hfgen's own, or the backend that ``cache_config`` names."""
+    options, model = request.config.cache_config, request.model
+    backend = upstream_backend(options)
+    if backend is None:
+        name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+        settings = Settings.of(options, request.decoder_config)
+        padding = left_padding(request.model_kwargs.get(name))
+        return QuantizedCache(request.decoder_config, settings, padding)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"The backend {backend!r} of `cache_implementation='quantized'` does not work with "
+            f"encoder-decoder models such as {type(model).__name__}. Leave `backend` out."
+        )
+    options = copy.deepcopy(options)
+    options.setdefault("config", request.decoder_config)
+    return transformers.QuantizedCache(**options)

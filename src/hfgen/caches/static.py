@@ -22,12 +22,12 @@ from .. import quirks
 from ..call import ModelKwargs
 from ..logs import logger
 from . import offloaded
+from .layers import layers_of
 from .pool import Lease, Size, pool_of
-from .rows import decoder_cache
 from .static_layers import Extent, FilledLayer, PooledLayer, PooledSlidingWindowLayer
 
 if TYPE_CHECKING:
-    from . import CacheRequest
+    from .table import CacheRequest
 
 #: What forward may take tokens as.
 IDS = ("decoder_input_ids", "input_ids", "inputs_embeds")
@@ -45,8 +45,11 @@ def make_static(request: CacheRequest) -> Cache:
                 "this call may reach: its cache is made that long."
             )
         max_length = max(max_length, int(config.max_cache_len))
+    name = config.cache_implementation
+    if name == "offloaded_static" and not offloaded.is_on_cuda(request.model):
+        name = "static"
     cache: Cache = request.model._prepare_static_cache(
-        cache_implementation=config.cache_implementation,
+        cache_implementation=name,
         batch_size=request.rows,
         max_cache_len=max_length,
         prefill_chunk_size=config.prefill_chunk_size,
@@ -142,8 +145,7 @@ def _fill_cross(cache: Cache | None, lease: Lease) -> None:
 
 def filled_layers(cache: Any) -> list[FilledLayer]:
     """The layers of ``cache`` that show attention what is filled."""
-    cache = decoder_cache(cache)
-    return [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, FilledLayer)]
+    return [layer for layer in layers_of(cache) if isinstance(layer, FilledLayer)]
 
 
 def fit_to_call(cache: Any, config: GenerationConfig) -> None:
@@ -154,33 +156,6 @@ def fit_to_call(cache: Any, config: GenerationConfig) -> None:
     for layer in filled_layers(cache):
         layer._extent.is_whole_to_prompts |= bool(config.return_dict_in_generate)
         layer._extent.is_whole |= bool(config.output_attentions)
-
-
-def check_room(cache: Any, max_length: int, ids_length: int, may_end_early: bool) -> None:
-    """Raise ``ValueError`` if the caller's static cache is certainly shorter than the call gets.
-
-    ``max_length`` counts the ``ids_length`` tokens that were passed, which may be new ones only. A
-    call that ``may_end_early`` has to fit with its prompt alone.
-    """
-    cache = decoder_cache(cache)
-    lengths = [
-        layer.max_cache_len
-        for layer in getattr(cache, "layers", ())
-        if isinstance(layer, StaticLayer) and not layer.is_sliding
-    ]
-    if not lengths:
-        return
-    past = int(cache.get_seq_length())
-    before = past if ids_length <= past else 0
-    longest, shortest = before + max_length, before + (ids_length if may_end_early else max_length)
-    if min(lengths) < shortest:
-        raise ValueError(
-            f"`past_key_values` is a static cache of {min(lengths)} tokens, but the call needs "
-            f"{shortest}"
-            + (f", and may reach {longest}" if longest > shortest else "")
-            + ". Make it "
-            f"with `max_cache_len={longest}`, or lower `max_new_tokens`."
-        )
 
 
 class Compiled:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from .. import execution
-from ..caches.rollback import record_past, roll_back
+from ..caches.layers import record_past, roll_back
 from ..call import ModelKwargs, Run
 from ..loop import commit
 from ..processors import is_row_wise

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.cache_utils import DynamicLayer
 
-from ..caches.dynamic import upstream_kind
-from ..caches.rows import decoder_cache
+from ..caches.layers import keeps_all_tokens
 from ..call import ModelKwargs, Run
 from ..processors import LogitsProcessorList, is_row_wise
 from ..vocabularies import Spelling, n_scores, shared_tokens
@@ -307,5 +305,4 @@ def _prompts(run: Run) -> list[list[int]]:
 def _can_forget_all(run: Run | None) -> bool:
     """Whether the run's cache can be taken back as far as one likes, and not only the last draft."""
     cache = None if run is None else run.model_kwargs["past_key_values"]
-    cache = decoder_cache(cache)
-    return all(upstream_kind(layer) is DynamicLayer for layer in getattr(cache, "layers", [None]))
+    return keeps_all_tokens(cache)

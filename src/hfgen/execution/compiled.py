@@ -10,7 +10,7 @@ from typing import Any
 from transformers import DynamicCache, GenerationConfig
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..caches.rows import decoder_cache
+from ..caches.layers import decoder_cache
 from ..caches.static import Compiled
 from ..call import ModelKwargs
 from ..logs import logger

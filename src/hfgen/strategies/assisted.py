@@ -10,17 +10,16 @@ be rolled back will do. What all rows know leaves the round as a ``Step``.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria
-from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
 from .. import fanout, outputs, quirks, stopping
-from ..caches.rollback import record_past, roll_back
-from ..caches.rows import decoder_cache
+from ..caches import layers
+from ..caches.layers import roll_back
 from ..call import Run, Speculation, Step
 from ..drafters import (
     Draft,
@@ -49,7 +48,7 @@ from .verification import (
 class Assisted:
     """Verify what ``drafter`` guesses, as many tokens a round as ``schedule`` says."""
 
-    continues_cache = True
+    continues_cache = rolls_back = True
     shares_prefill = False  # the prompt may be forwarded with a draft
 
     def __init__(
@@ -61,7 +60,6 @@ class Assisted:
         self.executor = Executor(run)
         self.cache: Any = run.model_kwargs.get("past_key_values")
         _check_cache(run, self.cache)
-        record_past(self.cache)
         rows, length = run.ids.shape
         device = run.ids.device
         self.max_length = int(run.criteria.max_length or run.config.max_length)
@@ -115,7 +113,7 @@ class Assisted:
         return prefill(run.model, run.ids, run.config, model_kwargs)
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
-        return nullcontext()
+        return layers.recording(self.cache)
 
     # --- one round ------------------------------------------------------------------------------
 
@@ -141,7 +139,7 @@ class Assisted:
         n = self.schedule.n_tokens
         if not self.drafter.is_always_asked and not (self.drafter.overshoots and room > 0):
             n = min(n, room)
-        n = int(min(n, _room_in_cache(self.cache, start)))
+        n = int(min(n, layers.capacity(self.cache) - start))
         tokens = self.tokens[:, :0]
         if n > 0:
             tokens = self.ask(start, n)
@@ -444,23 +442,13 @@ def _check_cache(run: Run, cache: Any) -> None:
             f"Drafted tokens cannot be taken back out of a {type(cache).__name__}: assisted decoding "
             "does not work with it."
         )
-    for layer in getattr(decoder_cache(cache), "layers", ()):
-        if isinstance(layer, StaticLayer) and fanout.is_foreign_part(layer):
+    for layer in layers.layers_of(cache):
+        if layers.is_static_layer(layer) and layers.is_foreign_part(layer):
             raise ValueError(
                 f"{type(run.model).__name__} has a static cache of its own kind "
                 f"({type(layer).__name__}), out of which drafted tokens cannot be taken back. Use a "
                 "dynamic cache."
             )
-
-
-def _room_in_cache(cache: Any, start: int) -> float:
-    """How many more tokens than ``start`` a cache of fixed length holds."""
-    lengths = [
-        layer.max_cache_len
-        for layer in getattr(decoder_cache(cache), "layers", ())
-        if isinstance(layer, StaticLayer) and not layer.is_sliding
-    ]
-    return min(lengths, default=math.inf) - start
 
 
 def assisted(run: Run, setup: Setup) -> Assisted:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from .. import outputs, quirks
-from ..caches import rows as cache_rows
+from ..caches import layers
 from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
@@ -233,7 +233,7 @@ class Beam(NextToken):
             if rows.is_cpu and rows.tolist() == self.unmoved[: len(rows)]:
                 return
             if run.shares_prompts:
-                cache_rows.reorder_beams(cache, rows, run.is_encoder_decoder)
+                layers.reorder_beams(cache, rows, run.is_encoder_decoder)
             else:
                 cache.reorder_cache(rows)
         else:

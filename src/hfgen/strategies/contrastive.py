@@ -5,17 +5,17 @@ Symbols: ``rows`` sequences, ``k`` candidates for the next token of each, ``trie
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from .. import quirks
-from ..caches.dynamic import upstream_kind
-from ..caches.rollback import record_past, roll_back
-from ..caches.rows import decoder_cache
+from ..caches.layers import layers_of, newest_column, recording, roll_back
 from ..call import Run, Step
 from .sample import Sample
 
@@ -31,7 +31,7 @@ class Contrastive(Sample):
     """
 
     continues_cache = drops_rows = False
-    shares_prefill = True
+    shares_prefill = rolls_back = True
     tokens_ahead = 1  # candidates for the last token are forwarded too
 
     def __init__(self, run: Run) -> None:
@@ -46,8 +46,7 @@ class Contrastive(Sample):
         # A cache that the caller gets to see holds all tokens but the last, as after greedy decoding.
         is_seen = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         self.returns_cache = bool(is_seen)
-        if self.is_sequential or self.returns_cache:
-            record_past(cache)
+        self.is_recording = self.is_sequential or self.returns_cache
         run.model_kwargs["output_hidden_states"] = True
         #: How many rows of the cache belong to one sequence.
         self.n_expanded = 1
@@ -62,6 +61,13 @@ class Contrastive(Sample):
         is_padding = None if mask is None or mask.ndim != 2 else mask[:, -hidden.shape[1] :] == 0
         self.context = Context(hidden, is_padding)
         return outputs
+
+    @contextmanager
+    def decoding(self, run: Run) -> Iterator[None]:
+        cache = run.model_kwargs[self.cache_name]
+        with super().decoding(run), recording(cache) if self.is_recording else nullcontext():
+            yield
+            self.leave_cache(run)
 
     def forward(self, run: Run) -> ModelOutput:
         if run.finished:  # other devices still decode: forward as often as they do
@@ -142,19 +148,18 @@ class Contrastive(Sample):
         self.n_expanded = k
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
-        if self.is_sequential or self.returns_cache:
+        if self.is_recording:
             roll_back(run.model_kwargs[self.cache_name], 0)  # forget what no one takes back now
         return super().step(run, model_outputs)
 
-    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
-        result = super().result(run)
+    def leave_cache(self, run: Run) -> None:
+        """Leave the cache as greedy decoding does: one row per sequence, all tokens but the last."""
         if self.returns_cache and self.chosen is not None:
             cache = run.model_kwargs[self.cache_name]
             roll_back(cache, 1)
             if self.n_expanded > 1:
                 rows = torch.arange(run.ids.shape[0], device=run.ids.device)
                 cache.reorder_cache(rows * self.n_expanded)
-        return result
 
 
 class Context:
@@ -233,9 +238,8 @@ def _let_rows_agree(cache: Any, rows: torch.Tensor) -> None:
     The rows of a sequence differ in their newest token only, so copying its column will do, where
     a layer keeps it in a known place; other layers are copied whole. An encoder's are all the same.
     """
-    cache = decoder_cache(cache)
-    for layer in cache.layers:
-        newest = _newest_column(layer)
+    for layer in layers_of(cache):
+        newest = newest_column(layer)
         if newest is None:
             layer.reorder_cache(rows)
             continue
@@ -243,13 +247,3 @@ def _let_rows_agree(cache: Any, rows: torch.Tensor) -> None:
             at = newest.to(states.device)
             column = states.index_select(-2, at).index_select(0, rows.to(states.device))
             states.index_copy_(-2, at, column)
-
-
-def _newest_column(layer: Any) -> torch.Tensor | None:
-    """Where a layer has the token that was forwarded last ``(1,)``; ``None`` if that is not known."""
-    kind = upstream_kind(layer)
-    if kind in (DynamicLayer, DynamicSlidingWindowLayer) and layer.get_seq_length() > 0:
-        return torch.tensor([layer.keys.shape[-2] - 1])
-    if kind is StaticLayer and layer.is_initialized:
-        return layer.cumulative_length.view(1) - 1
-    return None

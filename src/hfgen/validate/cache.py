@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache, StaticLayer
 
 from .. import quirks
-from ..caches import rows
+from ..caches import layers as cache_layers
 from ..call import Call, Prompt
 
 
@@ -57,8 +57,8 @@ def _check_kind(model: Any, name: str, cache: Cache) -> None:
 
 def _check_layers(model: Any, name: str, cache: Cache) -> None:
     """Compare the number of layers: of a cache that has states, or was made for a config."""
-    layers = rows.decoder_cache(cache).layers
-    if not layers or type(rows.decoder_cache(cache)).__module__ != DynamicCache.__module__:
+    layers = cache_layers.decoder_cache(cache).layers
+    if not layers or type(cache_layers.decoder_cache(cache)).__module__ != DynamicCache.__module__:
         return  # models' own caches know best
     expected = len(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
     if expected and len(layers) != expected:
@@ -91,7 +91,7 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
     Configs do not tell reliably how many heads of which size a model caches, so the first layer's
     update is the check. It comes before anything is written.
     """
-    layers: Any = getattr(rows.decoder_cache(cache), "layers", ())
+    layers: Any = getattr(cache_layers.decoder_cache(cache), "layers", ())
     shape = _shape_of_keys(layers)
     try:
         yield

@@ -6,12 +6,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from transformers.generation.configuration_utils import (
-    ALL_CACHE_IMPLEMENTATIONS,
-    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
-    GenerationConfig,
-)
+from transformers.generation.configuration_utils import GenerationConfig
 
+from ..caches import table
 from ..fields import FIELDS, is_on
 
 
@@ -27,12 +24,12 @@ def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
 
 def check_cache_implementation(name: Any) -> None:
     """Raise ``ValueError`` for a ``cache_implementation`` that there is none of."""
-    if name is None or name in (*ALL_CACHE_IMPLEMENTATIONS, "paged"):
+    if table.is_upstreams(name) or (isinstance(name, str) and name in table.CACHES):
         return
-    names = set(ALL_CACHE_IMPLEMENTATIONS) - set(DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS)
-    nearest = difflib.get_close_matches(str(name), sorted(names), n=1)
+    names = table.names()
+    nearest = difflib.get_close_matches(str(name), names, n=1)
     raise ValueError(
-        f"`cache_implementation` has to be one of {sorted(names)}, but is {name!r}"
+        f"`cache_implementation` has to be one of {names}, but is {name!r}"
         + (f" (did you mean {nearest[0]!r}?)." if nearest else ".")
     )
 

@@ -19,7 +19,7 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     the rotary positions that the model was made for. ``IndexError``, as in upstream's forward: ids
     outside of the vocabulary, prompt longer than the table of learned positions.
     """
-    caches.check_config(model, call.config)
+    caches.check_config(model, call)
     if prompt.batch_size == 0:
         raise ValueError(
             f"`{prompt.main_input_name}` has to hold at least one row, but has shape "

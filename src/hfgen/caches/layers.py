@@ -1,0 +1,399 @@
+"""Operations on the layers of a cache: one function per operation, for every kind of layer.
+
+Other modules name no layer class. A cache is any ``Cache``; of an encoder-decoder's, the functions
+act on the decoder's part unless they say otherwise. Layers of transformers' own kinds are known, and
+so are layers that a model's code derives from them. What a layer of another kind does to its rows or
+tokens is not known, and is not guessed: see ``check_known``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticIndexedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from .. import quirks
+from .dynamic import GrowingLayer, upstream_kind
+from .static_layers import FilledLayer
+
+PACKAGE = __name__.partition(".")[0]
+
+#: The base classes of layers whose operations are known.
+KNOWN = (DynamicLayer, StaticLayer, LinearAttentionCacheLayerMixin, *quirks.EMPTY_LAYERS)
+
+#: The kinds of layers to which rows can be appended: exactly these, since a subclass may have more states.
+APPENDABLE = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    *quirks.EMPTY_LAYERS,
+)
+
+
+def decoder_cache(cache: Any) -> Any:
+    """The part that grows: of an encoder-decoder's cache, that of self-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def layers_of(cache: Any) -> list[Any]:
+    """The decoder's layers; none for ``None`` and for caches that are no ``Cache``."""
+    return getattr(decoder_cache(cache), "layers", [])
+
+
+# ---------------------------------------------------------------- which layers
+
+
+def is_foreign(cache: Any) -> bool:
+    """Whether the cache, or a layer of it, is of a class outside of transformers' caches and hfgen."""
+    own = decoder_cache(cache)
+    return any(is_foreign_part(part) for part in (own, *own.layers))
+
+
+def is_foreign_part(part: Any) -> bool:
+    """``is_foreign`` of a cache by itself, or of one layer."""
+    module = type(part).__module__
+    return module != Cache.__module__ and not module.startswith(f"{PACKAGE}.")
+
+
+def is_static_layer(layer: Any) -> bool:
+    """Whether a layer has a fixed number of rows and tokens."""
+    return isinstance(layer, StaticLayer)
+
+
+def is_static(cache: Any) -> bool:
+    """Whether some layers have a fixed number of rows and tokens."""
+    return any(map(is_static_layer, layers_of(cache)))
+
+
+def check_known(cache: Any, operation: str) -> None:
+    """Raise ``ValueError``, naming the class, if ``cache`` has layers of a kind that is not known.
+
+    ``operation``: what is asked of them, for the message.
+    """
+    for layer in layers_of(cache):
+        if not isinstance(layer, KNOWN):
+            raise ValueError(
+                f"It is not known how to {operation} a {type(layer).__name__}, a layer of "
+                f"{type(decoder_cache(cache)).__name__}. Derive it from transformers' DynamicLayer or "
+                "StaticLayer, or register the cache in `hfgen.caches.CACHES` as a CacheKind that "
+                "declares what it can."
+            )
+
+
+# ---------------------------------------------------------------- lengths
+
+
+def capacity(cache: Any) -> float:
+    """How many tokens a row of a static cache holds; infinity for caches that grow."""
+    lengths = [
+        layer.max_cache_len
+        for layer in layers_of(cache)
+        if isinstance(layer, StaticLayer) and not layer.is_sliding
+    ]
+    return min(lengths, default=math.inf)
+
+
+def windows(cache: Any) -> list[float] | None:
+    """How many keys each layer lets a position attend to, itself included; ``None`` if static."""
+    if is_static(cache):
+        return None
+    return [getattr(layer, "sliding_window", None) or math.inf for layer in layers_of(cache)]
+
+
+def keeps_all_tokens(cache: Any) -> bool:
+    """Whether any number of tokens can be taken back: layers of full attention only."""
+    layers = getattr(decoder_cache(cache), "layers", [None])
+    return all(upstream_kind(layer) is DynamicLayer for layer in layers)
+
+
+def newest_column(layer: Any) -> Tensor | None:
+    """Where in its keys a layer has the token that was forwarded last ``(1,)``; ``None`` if not known."""
+    kind = upstream_kind(layer)
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer) and layer.get_seq_length() > 0:
+        return torch.tensor([layer.keys.shape[-2] - 1])
+    if kind is StaticLayer and layer.is_initialized:
+        return layer.cumulative_length.view(1) - 1
+    return None
+
+
+# ---------------------------------------------------------------- rows
+
+
+def count(cache: Any) -> int | None:
+    """How many sequences a cache holds; ``None`` if it is empty or does not say."""
+    for layer in layers_of(cache):
+        keys = getattr(layer, "keys", None)
+        if keys is not None and keys.ndim == 4 and keys.numel() > 0:
+            return int(keys.shape[0])
+    return None
+
+
+def take(cache: Any, rows: Tensor) -> None:
+    """Let row ``i`` become what row ``rows[i]`` was: ``rows (wanted,)``, more or fewer than before.
+
+    Also in the encoder's part.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        take(cache.self_attention_cache, rows)
+        take(cache.cross_attention_cache, rows)
+        return
+    for layer in cache.layers:
+        if getattr(layer, "is_initialized", True):
+            layer.reorder_cache(rows)
+        if isinstance(layer, StaticLayer) and layer.is_initialized:
+            layer.batch_size = len(rows)
+
+
+def repeat(cache: Any, rows: Tensor) -> None:
+    """``take`` for ``rows`` that repeat each prompt, which their rows then share."""
+    take(cache, rows)
+    for layer in layers_of(cache):
+        if isinstance(layer, GrowingLayer):
+            layer.share_prompt()
+
+
+def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
+    """Let row ``i`` of a repeated cache go on as row ``rows[i]``, which is of the same prompt.
+
+    What its rows share stays where it is: the prompt's part, and what comes from an encoder. (A
+    decoder-only model may have cross-attention too, BLT's grows.)
+    """
+    layers = list(layers_of(cache))
+    if isinstance(cache, EncoderDecoderCache) and not is_encoder_decoder:
+        layers += cache.cross_attention_cache.layers
+    for layer in layers:
+        if isinstance(layer, GrowingLayer):
+            layer.reorder_beams(rows)
+        else:
+            layer.reorder_cache(rows)
+
+
+def empty_rows(cache: Any) -> None:
+    """Let a static cache that was emptied by ``reset()`` take any number of rows again."""
+    for layer in layers_of(cache):
+        layer.is_initialized = False  # allocated anew by the next update
+
+
+# ---------------------------------------------------------------- appending rows
+
+
+def append(cache: Any, other: Any) -> tuple[int, int]:
+    """Put the rows of ``other`` behind those of ``cache``, in place; ``other`` stays as it is.
+
+    The newest tokens of all rows end up in the same column: the shorter cache is padded with zeros
+    on the left, which attention masks have to hide. Returns how many columns the rows of ``cache``
+    and those of ``other`` were padded by. Both parts of an encoder-decoder's cache are joined, each
+    padded on the left by itself; the numbers are those of the decoder's part.
+
+    Raises ``ValueError``, before anything is changed, for layers of a kind that is not ``APPENDABLE``,
+    and for caches whose layers differ in number, kind, heads, size, window or dtype.
+    """
+    parts = [(decoder_cache(cache), decoder_cache(other))]
+    if isinstance(cache, EncoderDecoderCache) and isinstance(other, EncoderDecoderCache):
+        parts.append((cache.cross_attention_cache, other.cross_attention_cache))
+    pairs = [pair for one, two in parts for pair in _pairs(one, two)]
+    for layer, added in pairs:
+        _check_appendable(layer, added)
+    lengths = [int(part.get_seq_length()) for part in parts[0]]
+    for layer, added in pairs:
+        _append_layer(layer, added)
+    longest = max(lengths)
+    return longest - lengths[0], longest - lengths[1]
+
+
+def _pairs(cache: Any, other: Any) -> list[tuple[Any, Any]]:
+    if len(cache.layers) != len(other.layers):
+        raise ValueError(
+            f"Rows of a cache of {len(other.layers)} layers cannot be put into one of "
+            f"{len(cache.layers)} layers."
+        )
+    return list(zip(cache.layers, other.layers, strict=True))
+
+
+def _check_appendable(layer: Any, added: Any) -> None:
+    kinds = upstream_kind(layer), upstream_kind(added)
+    for kind in kinds:
+        if kind not in APPENDABLE:
+            raise ValueError(f"Rows cannot be appended to layers of kind {kind.__name__}.")
+    forms = _form(layer), _form(added)
+    if kinds[0] is not kinds[1] or forms[0] != forms[1]:
+        raise ValueError(
+            f"Rows of a {kinds[1].__name__} with {forms[1]} cannot be put into a "
+            f"{kinds[0].__name__} with {forms[0]}."
+        )
+
+
+def _form(layer: Any) -> dict[str, Any]:
+    """What two layers have to have in common: sizes that are neither rows nor tokens."""
+    form: dict[str, Any] = {"window": getattr(layer, "sliding_window", None)}
+    for name in ("keys", "values", "indexer_keys"):
+        states = getattr(layer, name, None)
+        if states is not None:
+            form[name] = (*states.shape[1:-2], states.shape[-1], states.dtype)
+    for name in ("conv_states", "recurrent_states"):
+        for index, states in getattr(layer, name, {}).items():
+            end = -1 if name == "conv_states" else None
+            if states is not None:
+                form[f"{name}[{index}]"] = (*states.shape[1:end], states.dtype)
+    return form
+
+
+def _append_layer(layer: Any, added: Any) -> None:
+    if isinstance(layer, LinearAttentionLayer):
+        for states, others in (
+            (layer.conv_states, added.conv_states),
+            (layer.recurrent_states, added.recurrent_states),
+        ):
+            for index, own in states.items():
+                if own is not None:  # an earlier token of a convolution is zero where there is none
+                    width = -1 if states is layer.conv_states else None
+                    states[index] = _joined(own, others[index], width)
+    if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
+        return
+    lengths = [layer.get_seq_length(), added.get_seq_length()]
+    longest = max(lengths)
+    kept = min(longest, getattr(layer, "sliding_window", longest + 1) - 1) or longest
+    for name in ("keys", "values", "indexer_keys"):
+        if (own := getattr(layer, name, None)) is not None:
+            # A window that records what leaves it holds more than it shows.
+            rows = [s[..., -kept:, :] for s in (own, getattr(added, name))]
+            setattr(layer, name, _joined(rows[0], rows[1], -2))
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = longest
+
+
+def _joined(states: Tensor, others: Tensor, dim: int | None) -> Tensor:
+    """The rows of both, the shorter along ``dim`` (-1 or -2) with zeros before it."""
+    others = others.to(states.device)
+    if dim is not None:
+        longest = max(states.shape[dim], others.shape[dim])
+        before = [0, 0] * (-dim - 1)
+        states, others = (
+            F.pad(s, [*before, longest - s.shape[dim], 0]) if s.shape[dim] < longest else s
+            for s in (states, others)
+        )
+    return torch.cat([states, others])
+
+
+# ---------------------------------------------------------------- taking tokens back
+
+
+def record_past(cache: Any) -> None:
+    """Let ``cache`` keep what ``roll_back`` needs, from now on.
+
+    Sliding windows forget what leaves them, and convolutions what they have mixed in, unless told
+    to keep it until they are rolled back.
+    """
+    cache.activate_past_recording()
+    for layer in layers_of(cache):
+        if isinstance(layer, StaticSlidingWindowLayer) and _recorder(layer) is None:
+            layer.update = _Recorder(layer)
+
+
+def forget_past(cache: Any) -> None:
+    """Let static windows be as they were before ``record_past``."""
+    for layer in layers_of(cache):
+        if _recorder(layer) is not None:
+            del layer.update
+
+
+@contextmanager
+def recording(cache: Any) -> Iterator[None]:
+    """Within, what ``roll_back`` needs is kept; static windows are left as they were."""
+    record_past(cache)
+    try:
+        yield
+    finally:
+        forget_past(cache)
+
+
+def roll_back(cache: Any, n_tokens: int) -> None:
+    """Take the last ``n_tokens`` of every row out, and forget what was recorded before them."""
+    cache = decoder_cache(cache)
+    if not hasattr(cache, "layers"):
+        cache.crop(-n_tokens)
+        return
+    lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer):
+            _roll_back_static(layer, n_tokens)
+        elif not isinstance(layer, DynamicLayer) or layer.get_seq_length() == lengths[0]:
+            layer.crop(-n_tokens)  # other lengths: keys of an image, which does not grow
+
+
+def _roll_back_static(layer: StaticLayer, n_tokens: int) -> None:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.crop(-n_tokens)
+    if not n_tokens or not layer.is_initialized:
+        return
+    if (recorder := _recorder(layer)) is not None:
+        recorder.take_back(n_tokens)
+    elif isinstance(layer, FilledLayer):
+        layer.take_back(n_tokens)
+    else:  # what lies behind the length is overwritten
+        layer.cumulative_length.sub_(n_tokens)
+        if isinstance(layer, StaticIndexedLayer) and layer.is_indexer_initialized:
+            layer.indexer_cumulative_length.sub_(n_tokens)
+
+
+def _recorder(layer: Any) -> _Recorder | None:
+    update = vars(layer).get("update")
+    return update if isinstance(update, _Recorder) else None
+
+
+class _Recorder:
+    """Stands for ``update`` of one static sliding window, whose last update it can take back.
+
+    ``before``: the window ``(keys, values)`` or ``None``, its lengths, and what the update added;
+    ``None`` if there was no update since the last ``take_back``.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.before: Any = None
+
+    def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layer
+        window = None
+        if layer.is_initialized and layer.cumulative_length_int:
+            window = (layer.keys.clone(), layer.values.clone())
+        lengths = (layer.cumulative_length.clone(), layer.cumulative_length_int)
+        self.before = (window, lengths, key_states, value_states)
+        return type(layer).update(layer, key_states, value_states, *args, **kwargs)
+
+    def take_back(self, n_tokens: int) -> None:
+        if self.before is None:
+            return
+        layer = self.layer
+        window, (length, length_int), key_states, value_states = self.before
+        if window is not None:
+            layer.keys.copy_(window[0])
+            layer.values.copy_(window[1])
+        layer.cumulative_length.copy_(length)
+        layer.cumulative_length_int = length_int
+        kept = key_states.shape[-2] - n_tokens
+        if kept > 0:
+            type(layer).update(layer, key_states[:, :, :kept], value_states[:, :, :kept])
+        self.before = None
