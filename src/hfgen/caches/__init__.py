@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from .. import quirks
 from ..call import Call, ModelKwargs, Prompt
 from ..logs import logger
-from . import given, layers
+from . import given, layers, offloaded
 from .static import fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
 from .table import CACHES as CACHES
@@ -60,6 +60,7 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
         given.expect(cache, max_length)
         fit_to_call(cache, config)
         model_kwargs[name] = cache
+    config = offloaded.without_cuda(model, config)
     model._prepare_cache_for_generation(
         config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from .dynamic import GrowingCache, GrowingLayer
@@ -208,6 +208,18 @@ def make_cross_attention(request: CacheRequest) -> Cache:
     if is_upstreams and is_on_cuda(request.model):
         return DynamicCache(config=config, offloading=True)
     return CrossAttention(config)
+
+
+def without_cuda(model: Any, config: GenerationConfig) -> GenerationConfig:
+    """The config of a call, with the static cache that ``offloaded_static`` is without CUDA.
+
+    Some models read the name, and make offloaded caches of their own.
+    """
+    if config.cache_implementation != "offloaded_static" or is_on_cuda(model):
+        return config
+    config = copy.copy(config)
+    config.cache_implementation = "static"
+    return config
 
 
 def is_on_cuda(model: Any) -> bool:

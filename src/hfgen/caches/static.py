@@ -45,11 +45,8 @@ def make_static(request: CacheRequest) -> Cache:
                 "this call may reach: its cache is made that long."
             )
         max_length = max(max_length, int(config.max_cache_len))
-    name = config.cache_implementation
-    if name == "offloaded_static" and not offloaded.is_on_cuda(request.model):
-        name = "static"
     cache: Cache = request.model._prepare_static_cache(
-        cache_implementation=name,
+        cache_implementation=config.cache_implementation,
         batch_size=request.rows,
         max_cache_len=max_length,
         prefill_chunk_size=config.prefill_chunk_size,
