@@ -50,7 +50,7 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
         vars(cache).clear()
         vars(cache).update(vars(spare))
         if layers.count(cache) is not None:
-            rows.take(cache, _prompts_of_rows(run, shared))
+            layers.take(cache, _prompts_of_rows(run, shared))
     return _prefill(run, run.ids, run.model_kwargs, is_first_iteration)
 
 
