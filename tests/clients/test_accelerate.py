@@ -34,11 +34,11 @@ def test_offloaded_weights(offloaded: Any, both: Callable, mode: dict[str, Any])
     assert torch.equal(ours, tiny.llama().generate(IDS, max_new_tokens=8, **mode))
 
 
-@pytest.mark.xfail(reason="its prefixes are not stored yet")
-def test_prefixes_of_offloaded_weights(offloaded: Any) -> None:
+def test_offloaded_weights_go_by_without_a_prefix_cache(offloaded: Any) -> None:
     model = hfgen.mix_into(offloaded)
     prefixes = hfgen.PrefixCache()
     first = model.generate(IDS, max_new_tokens=8, prefix_cache=prefixes)
     again = model.generate(first, max_new_tokens=8, prefix_cache=prefixes)
     assert torch.equal(again, tiny.llama().generate(first, max_new_tokens=8))
-    assert prefixes.stats.reused_tokens > 0, prefixes.stats
+    assert prefixes.stats.hits == 0
+    assert any("offloaded" in reason for reason in prefixes.stats.bypassed)

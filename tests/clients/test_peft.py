@@ -52,7 +52,6 @@ def test_each_row_has_its_adapter(adapted: Any, both: Callable, mode: dict[str, 
     assert len({tuple(row.tolist()) for row in theirs}) >= len(NAMES), "an adapter does nothing"
 
 
-@SHARED
 def test_rows_that_have_ended_take_their_adapters_with_them(adapted: Any) -> None:
     plain = generate(adapted)
     ends = [int(row[9]) for row in plain[:1]]  # ends the first row early, and it alone
