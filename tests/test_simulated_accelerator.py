@@ -199,29 +199,22 @@ class Mode:
         return pytest.param(self.kwargs, id=self.name, marks=marks)
 
 
-BEAMS_READ = "beams read the device three times per step"
-
 MODES = [
     Mode("greedy"),
     Mode("sampling", {"do_sample": True, "top_k": 10, "top_p": 0.9, "temperature": 0.8}),
     Mode("several sequences", {"do_sample": True, "num_return_sequences": 3}),
-    Mode("beams", {"num_beams": 3}, BEAMS_READ),
-    Mode("beam sampling", {"num_beams": 3, "do_sample": True}, BEAMS_READ),
+    Mode("beams", {"num_beams": 3}),
+    Mode("beam sampling", {"num_beams": 3, "do_sample": True}),
     Mode(
         "group beams",
         {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-        "group beams read the device five times per step",
     ),
     Mode(
         "constrained beams",
         {"num_beams": 3, "force_words_ids": [[7, 8]]},
         "constrained beams keep their progress on the host",
     ),
-    Mode(
-        "contrastive",
-        {"penalty_alpha": 0.5, "top_k": 4},
-        "contrastive search copies row numbers to the device",
-    ),
+    Mode("contrastive", {"penalty_alpha": 0.5, "top_k": 4}),
     Mode("DoLa", {"dola_layers": "high"}),
     Mode("drop_finished", {"drop_finished": True}),
     Mode(

@@ -268,7 +268,7 @@ def test_without_a_streamer_nothing_is_compared(monkeypatch):
     def fail(self: Any, run: Any) -> Tensor:
         raise AssertionError("nobody streams")
 
-    monkeypatch.setattr(Beam, "newly_settled", fail)
+    monkeypatch.setattr(Beam, "settled", fail)
     hfgen.mix_into(tiny.llama()).generate(tiny.prompt(1), num_beams=2, max_new_tokens=4)
     with pytest.raises(AssertionError, match="nobody streams"):
         hfgen.mix_into(tiny.llama()).generate(

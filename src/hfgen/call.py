@@ -260,7 +260,7 @@ class Step:
     them, one entry per new token. A step never holds whole model outputs: the logits of a long
     prompt must not outlive the step that read them.
 
-    A streamer gets ``tokens``. A strategy that may revise them says with ``streamed`` what it gets
+    A streamer gets ``tokens``. A strategy that may revise them says with ``settled`` what it gets
     in their place: tokens ``(batch, n)`` that no later step changes, in the order of the result.
     It is called only if there is a streamer, after the strategy's ``stop``.
     """
@@ -271,7 +271,7 @@ class Step:
     attentions: tuple | None = None
     cross_attentions: tuple | None = None
     hidden_states: tuple | None = None
-    streamed: Callable[[], torch.Tensor] | None = None
+    settled: Callable[[], torch.Tensor] | None = None
 
 
 class Strategy(Protocol):

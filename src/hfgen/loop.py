@@ -75,7 +75,7 @@ class Streaming:
         self.streamer = streamer
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
-        tokens = step.tokens.squeeze(1) if step.streamed is None else step.streamed()
+        tokens = step.tokens.squeeze(1) if step.settled is None else step.settled()
         if tokens.numel() > 0:
             self.streamer.put(tokens.cpu())
 

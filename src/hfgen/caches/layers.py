@@ -132,7 +132,7 @@ def newest_column(layer: Any) -> Tensor | None:
     """Where in its keys a layer has the token that was forwarded last ``(1,)``; ``None`` if not known."""
     kind = upstream_kind(layer)
     if kind in (DynamicLayer, DynamicSlidingWindowLayer) and layer.get_seq_length() > 0:
-        return torch.tensor([layer.keys.shape[-2] - 1])
+        return torch.full((1,), layer.keys.shape[-2] - 1, device=layer.keys.device)
     if kind is StaticLayer and layer.is_initialized:
         return layer.cumulative_length.view(1) - 1
     return None

@@ -236,7 +236,7 @@ class Assisted:
             tokens=new,
             scores=scores,
             logits=tuple(logits[:, i] for i in range(n_advanced)),
-            streamed=lambda: new,
+            settled=lambda: new,
             **outputs.observe_each(run, model_outputs, width, n_advanced),
         )
 

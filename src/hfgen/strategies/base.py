@@ -35,6 +35,8 @@ class NextToken:
     def __init__(self, run: Run) -> None:
         self.executor = Executor(run, self.may_compile)
         self.active = ActiveRows(run)
+        self.invalid = InvalidScores()
+        self.stops_by_length_only = getattr(run.criteria, "length_only", False)
 
     def prefill(self, run: Run) -> ModelOutput:
         return self.executor.prefill(run, is_first_iteration=not run.config.is_assistant)
@@ -70,3 +72,44 @@ class InvalidScoresError(ValueError, RuntimeError):
             "token can be chosen. Check the attention mask and the dtype (float16 overflows), or "
             "set `remove_invalid_values=True`."
         )
+
+
+class InvalidScores:
+    """At which step the scores of a row were first invalid.
+
+    On the CPU that raises at once. To look at an accelerator is to wait for it, so there it is noted
+    and comes with the next ``read`` of something else.
+    """
+
+    def __init__(self) -> None:
+        self.since: torch.Tensor | None = None
+
+    def note(self, is_invalid: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
+        """Of the rows ``among (rows,)``, or of all, those that ``is_invalid (rows,)`` tells."""
+        if is_invalid.is_cpu and not is_invalid.any():
+            return
+        if self.since is None:
+            self.since = torch.full_like(is_invalid, -1, dtype=torch.long)
+        is_first = is_invalid & (self.since < 0)
+        is_first = is_first if among is None else is_first & among
+        self.since = self.since.masked_fill(is_first, step)
+        if is_invalid.is_cpu:
+            self.raise_any()
+
+    def read(self, *facts: torch.Tensor) -> list[int]:
+        """The values of ``facts``, scalars, in one read of the device.
+
+        Raises ``InvalidScoresError`` if scores have been invalid.
+        """
+        noted = [] if self.since is None else [(self.since >= 0).any()]
+        values: list[int] = torch.stack([*facts, *noted]).tolist()
+        if noted and values.pop():
+            self.raise_any()
+        return values
+
+    def raise_any(self) -> None:
+        """Raise ``InvalidScoresError`` if scores have been invalid."""
+        since = [] if self.since is None else self.since.tolist()
+        if steps := [step for step in since if step >= 0]:
+            first = min(steps)
+            raise InvalidScoresError([i for i, step in enumerate(since) if step == first], first)

@@ -1,13 +1,12 @@
 """Beam search and beam sampling.
 
 Symbols: ``batch`` prompts, ``beams`` hypotheses per prompt, ``rows = batch * beams`` as the model
-sees them, ``kept`` candidates per prompt and step, ``length`` tokens so far, ``prompt`` tokens at
+sees them, ``n_candidates`` candidates per prompt and step, ``length`` tokens so far, ``prompt`` tokens at
 the start.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,43 +18,8 @@ from ..caches import layers
 from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
-from .base import InvalidScoresError, NextToken
-
-#: Stands for minus infinity where a difference between two of them must not be NaN.
-UNREACHABLE = -1.0e9
-
-
-@dataclass(slots=True)
-class Hypotheses:
-    """Scored sequences of each prompt.
-
-    ``ids (batch, n, length)``; ``parents (batch, n, steps)``: in which row each generated token
-    was scored, -1 where there is none; ``scores (batch, n)``; ``is_done (batch, n)``.
-    """
-
-    ids: torch.Tensor
-    parents: torch.Tensor
-    scores: torch.Tensor
-    is_done: torch.Tensor
-
-    def best(self, n: int) -> Hypotheses:
-        """The ``n`` of each prompt with the best scores, in descending order."""
-        return self.at(torch.topk(self.scores, k=n).indices)
-
-    def at(self, index: torch.Tensor) -> Hypotheses:
-        """Those at ``index (batch, m)`` of each prompt."""
-        return Hypotheses(
-            ids=_take(self.ids, index),
-            parents=_take(self.parents, index),
-            scores=_take(self.scores, index),
-            is_done=_take(self.is_done, index),
-        )
-
-
-def _take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``tensor (batch, n, …)`` at ``index (batch, m)``: ``(batch, m, …)``."""
-    shape = (*index.shape, *tensor.shape[2:])
-    return tensor.gather(1, index.view(*index.shape, *[1] * (tensor.ndim - 2)).expand(shape))
+from .base import NextToken
+from .hypotheses import NEG_INF, Hypotheses, take
 
 
 class Beam(NextToken):
@@ -81,33 +45,29 @@ class Beam(NextToken):
         self.batch = rows // self.beams
         device = run.ids.device
         eos = config._eos_token_tensor
-        self.kept = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.beams
+        self.n_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.beams
         # Only the best may end; the others are there to go on with.
-        self.may_end = torch.arange(self.kept, device=device) < self.beams
+        self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.unmoved = list(range(rows))
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
 
         # Without an EOS nothing ends early, but for a criterion of the caller's.
         pad = config._pad_token_tensor
-        fill = -1 if eos is None else int(eos[0] if pad is None else pad)
-        # A criterion of the caller's may allow more than the config.
-        self.max_length = int(max(config.max_length, run.criteria.max_length or 0))
-        n_steps = self.max_length - self.prompt_length
+        #: What follows the end of a sequence.
+        self.fill = -1 if eos is None else int(eos[0] if pad is None else pad)
         shape = (self.batch, self.beams)
-        ids = torch.full((*shape, self.max_length), fill, dtype=torch.long, device=device)
-        ids[:, :, : self.prompt_length] = run.ids.reshape(*shape, self.prompt_length)
-        parents = torch.full((*shape, n_steps), -1, dtype=torch.int32, device=device)
+        ids = run.ids.reshape(*shape, self.prompt_length).clone()
+        parents = torch.empty((*shape, 0), dtype=torch.int32, device=device)
         is_done = torch.zeros(shape, dtype=torch.bool, device=device)
         # All beams start alike: only the first may be continued, or they would stay alike.
         scores = torch.zeros(shape, device=device)
-        scores[:, 1:] = UNREACHABLE
+        scores[:, 1:] = NEG_INF
         self.running = Hypotheses(ids, parents, scores, is_done)
-        none_yet = torch.full(shape, UNREACHABLE, device=device)
-        self.ended = Hypotheses(ids.clone(), parents.clone(), none_yet, is_done)
+        none_yet = torch.full(shape, NEG_INF, device=device)
+        self.finished = Hypotheses(ids, parents, none_yet, is_done)
         self.can_improve = torch.ones((self.batch, 1), dtype=torch.bool, device=device)
-        self.all_hit = False
         #: So many tokens of each prompt are settled, and a streamer has them.
-        self.settled = self.prompt_length
+        self.n_settled = self.prompt_length
 
     @staticmethod
     def beams_of(config: GenerationConfig) -> int:
@@ -125,27 +85,22 @@ class Beam(NextToken):
         del model_outputs
 
         candidates = self.candidates(run, log_probs)
-        length = candidates.ids.shape[2]
-        self.all_hit = bool(candidates.is_done.all())
-        self.add_ended(run, candidates)
-        candidates.scores = candidates.scores + candidates.is_done.float() * UNREACHABLE
-        write(self.running, candidates.best(self.beams))
-        self.reorder_cache(
-            run, self.running.parents[..., length - 1 - self.prompt_length].flatten()
-        )
-        run.ids = self.running.ids[:, :, :length].flatten(0, 1)
+        self.all_done = candidates.is_done.all()
+        self.add_finished(run, candidates)
+        candidates.scores = candidates.scores + candidates.is_done.float() * NEG_INF
+        self.go_on(run, candidates.best(self.beams))
         return Step(
             tokens=run.ids[:, -1:],
             scores=(log_probs,),
             logits=(logits,),
-            streamed=partial(self.newly_settled, run),
+            settled=partial(self.settled, run),
             **observed,
         )
 
     def candidates(
         self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
     ) -> Hypotheses:
-        """The ``kept`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``.
+        """The ``n_candidates`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``.
 
         Those that a stopping criterion ends are done. ``searches`` are those of the batch to which
         the rows belong.
@@ -154,7 +109,7 @@ class Beam(NextToken):
         if run.config.do_sample:
             index = self.draw(run, totals)
         else:
-            scores, index = torch.topk(totals, k=self.kept)
+            scores, index = torch.topk(totals, k=self.n_candidates)
             self.check(run, scores[:, 0].isnan())  # NaN counts as the largest
         return self.continued(run, totals, index, searches)
 
@@ -167,13 +122,12 @@ class Beam(NextToken):
         self, run: Run, totals: torch.Tensor, index: torch.Tensor, searches: slice = slice(None)
     ) -> Hypotheses:
         """The continuations at ``index (batch, n)`` of ``totals (batch, beams * vocab)``."""
-        vocab, length = totals.shape[1] // self.beams, run.ids.shape[1]
+        vocab = totals.shape[1] // self.beams
         beam, token = index // vocab, index % vocab
-        n_steps = length - self.prompt_length
         parent = (beam + self.row_offsets[searches]).to(torch.int32)
-        ids = _take(self.running.ids[searches, :, :length], beam)
+        ids = take(self.running.ids[searches], beam)
         ids = torch.cat([ids, token[:, :, None]], dim=2)
-        parents = _take(self.running.parents[searches, :, :n_steps], beam)
+        parents = take(self.running.parents[searches], beam)
         hits = run.criteria(ids.flatten(0, 1), run.scores)
         return Hypotheses(
             ids=ids,
@@ -183,41 +137,49 @@ class Beam(NextToken):
         )
 
     def draw(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
-        """Indices ``(batch, kept)`` into ``totals (batch, beams * vocab)``, without replacement."""
+        """Indices ``(batch, n_candidates)`` into ``totals (batch, beams * vocab)``, without replacement."""
         probabilities = totals.softmax(dim=-1)
         if totals.is_cpu:
             try:
-                return torch.multinomial(probabilities, num_samples=self.kept)
+                return torch.multinomial(probabilities, num_samples=self.n_candidates)
             except RuntimeError:  # some prompt is invalid: say which
                 pass
-        self.check(run, probabilities.sum(dim=-1).isnan())
-        return torch.multinomial(probabilities, num_samples=self.kept)
+        is_invalid = probabilities.sum(dim=-1).isnan()
+        self.check(run, is_invalid)
+        probabilities = probabilities.masked_fill(is_invalid[:, None], 1.0)
+        return torch.multinomial(probabilities, num_samples=self.n_candidates)
 
     def check(self, run: Run, is_invalid: torch.Tensor) -> None:
         """Raise if the scores of a prompt cannot be used: ``is_invalid (batch,)``."""
-        if is_invalid.any():
-            step = run.ids.shape[1] - self.prompt_length
-            raise InvalidScoresError(is_invalid.nonzero().flatten().tolist(), step)
+        self.invalid.note(is_invalid, run.ids.shape[1] - self.prompt_length)
 
-    def add_ended(self, run: Run, candidates: Hypotheses) -> None:
-        """Let candidates that ended replace worse ones, by score per length to the penalty's power."""
-        config, length = run.config, candidates.ids.shape[2]
+    def add_finished(self, run: Run, candidates: Hypotheses) -> None:
+        """Let candidates that end replace worse ones, by score per length to the penalty's power."""
+        config = run.config
         ends_now = candidates.is_done & self.may_end
-        scores = candidates.scores / (length - self.prompt_length) ** config.length_penalty
+        scores = self.normalised(run, candidates.scores, candidates.ids.shape[2])
         # Sums and not one mask: so rows that none may enter stay ordered as upstream's are.
         if config.early_stopping is True:
-            is_full = self.ended.is_done.all(dim=-1, keepdim=True)
-            scores = scores + is_full.float() * UNREACHABLE
-        scores = scores + (~self.can_improve).float() * UNREACHABLE
-        scores = scores + (~ends_now) * UNREACHABLE
-        n_steps = length - self.prompt_length
-        merged = Hypotheses(
-            ids=torch.cat([self.ended.ids[:, :, :length], candidates.ids], dim=1),
-            parents=torch.cat([self.ended.parents[:, :, :n_steps], candidates.parents], dim=1),
-            scores=torch.cat([self.ended.scores, scores], dim=1),
-            is_done=torch.cat([self.ended.is_done, ends_now], dim=1),
+            is_full = self.finished.is_done.all(dim=-1, keepdim=True)
+            scores = scores + is_full.float() * NEG_INF
+        scores = scores + (~self.can_improve).float() * NEG_INF
+        scores = scores + (~ends_now) * NEG_INF
+        newcomers = Hypotheses(candidates.ids, candidates.parents, scores, ends_now)
+        self.finished = self.finished.beside(newcomers, self.fill).best(self.beams)
+
+    def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
+        """Scores by generated length to the power of the length penalty."""
+        normalised: torch.Tensor = (
+            scores / (length - self.prompt_length) ** run.config.length_penalty
         )
-        write(self.ended, merged.best(self.beams))
+        return normalised
+
+    def go_on(self, run: Run, chosen: Hypotheses) -> None:
+        """Let ``chosen (batch, beams)`` be the running beams."""
+        self.running = chosen
+        self.reorder_cache(run, chosen.parents[..., -1].flatten())
+        # A copy: processors may write to the ids of the run, which as upstream's changes no beam.
+        run.ids = chosen.ids.flatten(0, 1).clone()
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
         """Let each row of the cache be that of the beam which the row now continues."""
@@ -244,17 +206,25 @@ class Beam(NextToken):
 
     def stop(self, run: Run) -> None:
         self.update_can_improve(run)
-        config = run.config
-        is_full = config.early_stopping is True and bool(self.ended.is_done.all())
-        run.finished = self.all_hit or is_full or not bool(self.can_improve.any())
+        if self.stops_by_length_only and not run.ids.is_cpu:  # nothing to wait for
+            run.finished = run.ids.shape[1] >= run.criteria.max_length
+            return
+        is_open = self.is_open(run)
+        all_done, is_full, can_improve, n_open = self.invalid.read(
+            self.all_done, self.finished.is_done.all(), self.can_improve.any(), is_open.sum()
+        )
+        is_full = run.config.early_stopping is True and is_full
+        run.finished = bool(all_done or is_full or not can_improve)
         if self.active.may_leave and not run.finished:
-            rows = self.is_open(run).expand(-1, self.beams).flatten()
-            self.active.keep(run, rows, int(rows.sum()))
+            rows = is_open.expand(-1, self.beams).flatten()
+            self.active.keep(run, rows, n_open * self.beams)
 
     def is_open(self, run: Run) -> torch.Tensor:
         """``(batch, 1)``: whether anything may still change what is returned for a prompt."""
-        is_full = (run.config.early_stopping is True) & self.ended.is_done.all(dim=1, keepdim=True)
-        return self.can_improve & ~is_full & (not run.finished)
+        is_full = self.finished.is_done.all(dim=1, keepdim=True)
+        return (
+            self.can_improve & ~is_full if run.config.early_stopping is True else self.can_improve
+        )
 
     def update_can_improve(self, run: Run) -> None:
         """Whether the best running beam of a prompt may still beat its worst ended one.
@@ -265,14 +235,12 @@ class Beam(NextToken):
         config = run.config
         is_never = config.early_stopping == "never" and config.length_penalty > 0.0
         length = config.max_length if is_never else run.ids.shape[1]
-        possible = self.running.scores[:, :1] / (
-            (length - self.prompt_length) ** config.length_penalty
-        )
-        worst = self.ended.scores.min(dim=1, keepdim=True)[0]
-        worst = torch.where(self.ended.is_done, worst, UNREACHABLE)
+        possible = self.normalised(run, self.running.scores[:, :1], length)
+        worst = self.finished.scores.min(dim=1, keepdim=True)[0]
+        worst = torch.where(self.finished.is_done, worst, NEG_INF)
         self.can_improve = self.can_improve & (possible > worst).any(dim=-1, keepdim=True)
 
-    def newly_settled(self, run: Run) -> torch.Tensor:
+    def settled(self, run: Run) -> torch.Tensor:
         """Tokens ``(batch, n)`` that have become settled, for a streamer; read after ``stop``.
 
         A token is settled when all that may yet be returned as the best of its prompt have it: the
@@ -280,42 +248,36 @@ class Beam(NextToken):
         slowest prompt decides how far the batch gets; those that are decided do not hold it back.
         (If processors forbid every continuation nothing can end, and what is returned is arbitrary.)
         """
-        start, length = self.settled, run.ids.shape[1]
-        running, ended = self.running, self.ended
-        is_open = self.is_open(run)
-        scores = ended.scores.masked_fill(~ended.is_done, -torch.inf)
-        is_best = ended.is_done & (scores == scores.amax(dim=1, keepdim=True))
+        start, length = self.n_settled, run.ids.shape[1]
+        running, finished = self.running, self.finished
+        is_open = self.is_open(run) & (not run.finished)
+        scores = finished.scores.masked_fill(~finished.is_done, -torch.inf)
+        is_best = finished.is_done & (scores == scores.amax(dim=1, keepdim=True))
         if run.finished:  # among equals, the first is returned
             is_best = torch.arange(self.beams, device=scores.device).expand_as(scores) == 0
         may_win = torch.cat([is_best, is_open & (running.scores > -torch.inf)], dim=1)
 
-        ids = torch.cat([ended.ids, running.ids], dim=1)[:, :, start:length]
-        ends = self.prompt_length + (ended.parents >= 0).sum(dim=-1)
+        ids = torch.cat([finished.ids, running.ids], dim=1)[:, :, start:]
+        ends = self.prompt_length + (finished.parents >= 0).sum(dim=-1)
         ends = torch.cat([ends, torch.full_like(ends, length)], dim=1)
         is_token = torch.arange(start, length, device=ids.device) < ends[:, :, None]
-        example = _take(ids, may_win.int().argmax(dim=1, keepdim=True))
+        example = take(ids, may_win.int().argmax(dim=1, keepdim=True))
         agree = (is_token & (ids == example) | ~may_win[:, :, None]).all(dim=1)
         n_agreed = agree.int().cumprod(dim=1).sum(dim=1)
         waits = is_open.squeeze(1) | (may_win.sum(dim=1) > 1)
-        n = int(n_agreed[waits].min() if waits.any() else n_agreed.max())
-        self.settled += n
+        slowest = torch.where(waits, n_agreed, length).amin()
+        n = int(torch.where(waits.any(), slowest, n_agreed.amax()))
+        self.n_settled += n
         return example[:, 0, :n]
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        self.invalid.raise_any()
         n = run.config.num_return_sequences
-        parents = self.ended.parents[:, :n].flatten(0, 1)
+        found = self.finished
+        parents = found.parents[:, :n].flatten(0, 1)
         n_steps = int((parents >= 0).sum(dim=1).max())
-        ids = self.ended.ids[:, :n].flatten(0, 1)
-        scores = self.ended.scores[:, :n].flatten()
         return {
-            "sequences": ids[:, : self.prompt_length + n_steps],
-            "sequences_scores": scores if run.config.output_scores else None,
+            "sequences": found.ids[:, :n, : self.prompt_length + n_steps].flatten(0, 1),
+            "sequences_scores": found.scores[:, :n].flatten() if run.config.output_scores else None,
             "beam_indices": parents[:, :n_steps],
         }
-
-
-def write(pool: Hypotheses, chosen: Hypotheses) -> None:
-    """Write ``chosen`` into the buffers of ``pool``; what lies after its length stays padding."""
-    pool.ids[:, :, : chosen.ids.shape[2]] = chosen.ids
-    pool.parents[:, :, : chosen.parents.shape[2]] = chosen.parents
-    pool.scores, pool.is_done = chosen.scores, chosen.is_done

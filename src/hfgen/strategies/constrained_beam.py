@@ -24,7 +24,7 @@ from .. import constraints
 from ..call import Run
 from ..constraints import n_tokens, wanted
 from ..logs import logger
-from .beam import UNREACHABLE, Hypotheses
+from .hypotheses import NEG_INF, Hypotheses
 from .nbest import NBestBeam, Selection
 
 #: Stands for the likeliest token that is no EOS, where the token is known only after the forward.
@@ -112,7 +112,7 @@ class Candidate:
     @property
     def is_reachable(self) -> bool:
         """Whether it is a hypothesis, and not an empty beam or a token that a processor rules out."""
-        return self.score > UNREACHABLE / 2
+        return self.score > NEG_INF / 2
 
     @property
     def may_go_on(self) -> bool:
@@ -138,10 +138,10 @@ class ConstrainedBeam(NBestBeam):
     def candidates(
         self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
     ) -> Hypotheses:
-        """The ``kept`` likeliest continuations, then the forced ones, with any in empty places."""
+        """The ``n_candidates`` likeliest continuations, then the forced ones, with any in empty places."""
         vocab, device = log_probs.shape[1], log_probs.device
         totals = self.totals(log_probs)
-        scores, likeliest = torch.topk(totals, k=self.kept)
+        scores, likeliest = torch.topk(totals, k=self.n_candidates)
         self.check(run, scores[:, 0].isnan())
         width = max(map(len, self.forced))
         if width == 0:
@@ -157,19 +157,25 @@ class ConstrainedBeam(NBestBeam):
     def select(self, run: Run, candidates: Hypotheses) -> Selection:
         ends = self.ends(run, candidates)
         beams = candidates.parents[..., -1] - self.row_offsets
-        facts = (beams, candidates.ids[..., -1], candidates.scores, ends)
-        n_ended = self.ended.is_done.sum(dim=1).tolist()
-        is_closed = self.is_closed.tolist()
+        # All in one read: such numbers are exact in the dtype of the scores.
+        scores = candidates.scores
+        read = [fact.to(scores.dtype) for fact in (beams, candidates.ids[..., -1], scores, ends)]
+        searches = torch.stack([self.finished.is_done.sum(dim=1), self.is_closed], dim=1)
+        numbers = torch.cat([*read, searches.to(scores.dtype)], dim=1).tolist()
+        n = scores.shape[1]
         n_left = self.deadline - candidates.ids.shape[2]
         going_on, finished = [], []
-        for prompt, row in enumerate(zip(*(fact.tolist() for fact in facts), strict=True)):
-            n_lacking = 0 if is_closed[prompt] else self.n_returned - n_ended[prompt]
+        for prompt, (*row, n_finished, is_closed) in enumerate(numbers):
+            n_lacking = 0 if is_closed else self.n_returned - int(n_finished)
             before = self.progress[prompt]
+            facts = zip(row[:n], row[n : 2 * n], row[2 * n : 3 * n], row[3 * n :], strict=True)
             found = [
-                Candidate(index, beam, token, score, end, before[beam].after(token))
-                for index, (beam, token, score, end) in enumerate(zip(*row, strict=True))
+                Candidate(
+                    i, int(beam), int(token), score, bool(end), before[int(beam)].after(int(token))
+                )
+                for i, (beam, token, score, end) in enumerate(facts)
             ]
-            likeliest, forced = found[: self.kept], found[self.kept :]
+            likeliest, forced = found[: self.n_candidates], found[self.n_candidates :]
             forced = forced[: len(self.forced[prompt])]  # what follows are empty places
             pairs = zip(forced, self.forced[prompt], strict=True)
             named = [one for one, (_, token) in pairs if token != ANY]
@@ -182,7 +188,7 @@ class ConstrainedBeam(NBestBeam):
             self.forced[prompt] = [
                 (beam, token)
                 for beam, one in enumerate(chosen)
-                if one.may_go_on and not is_closed[prompt]
+                if one.may_go_on and not is_closed
                 for token in (one.progress.wanted or [ANY])
             ]
         return Selection(
@@ -210,7 +216,7 @@ class ConstrainedBeam(NBestBeam):
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         n = self.n_returned
-        for prompt, n_met in enumerate(self.ended.is_done[:, :n].sum(dim=1).tolist()):
+        for prompt, n_met in enumerate(self.finished.is_done[:, :n].sum(dim=1).tolist()):
             if n_met < n:
                 logger.warning(
                     f"{n_met} of the {n} sequences returned for row {prompt} meet the constraints; no "
@@ -233,7 +239,7 @@ def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
     ranks: defaultdict[int, count[int]] = defaultdict(count)
     order = sorted(range(len(banks)), key=lambda index: (-banks[index], -scores[index]))
     rounds = {index: next(ranks[banks[index]]) for index in order}
-    order.sort(key=lambda index: (scores[index] <= UNREACHABLE / 2, rounds[index]))
+    order.sort(key=lambda index: (scores[index] <= NEG_INF / 2, rounds[index]))
     return order[:n]
 
 

@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 
 from ..call import Run
 from ..processors import DiversityPenalty, LogitsProcessorList
-from .beam import Hypotheses
-from .nbest import NBestBeam, ranking, regrouped
+from .hypotheses import Hypotheses, interleaved, ranking, regrouped
+from .nbest import NBestBeam
 
 
 class GroupBeam(NBestBeam):
@@ -53,7 +53,7 @@ class GroupBeam(NBestBeam):
             candidates = self.candidates(run, processed, searches)
             proposals.append(candidates)
             tokens = torch.cat([tokens, self.tokens_of(run, candidates, searches)], dim=1)
-        return _interleaved(proposals), scores
+        return interleaved(proposals), scores
 
     def of_group(self, tensor: torch.Tensor, group: int) -> torch.Tensor:
         """The part of ``tensor (rows, vocab)`` that is a group's: ``(prompts, size, vocab)``."""
@@ -68,15 +68,6 @@ class GroupBeam(NBestBeam):
         return torch.where(self.is_closed[searches, None], pad.to(tokens.device), tokens)
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
-        found = regrouped(self.ended, self.groups)
-        self.ended = found.at(ranking(found)[:, : run.config.num_return_sequences])
+        found = regrouped(self.finished, self.groups)
+        self.finished = found.at(ranking(found)[:, : run.config.num_return_sequences])
         return super().result(run)
-
-
-def _interleaved(proposals: list[Hypotheses]) -> Hypotheses:
-    """The candidates ``(prompts, n)`` of each group, as ``(prompts * groups, n)``."""
-
-    def stacked(name: str) -> torch.Tensor:
-        return torch.stack([getattr(group, name) for group in proposals], dim=1).flatten(0, 1)
-
-    return Hypotheses(stacked("ids"), stacked("parents"), stacked("scores"), stacked("is_done"))

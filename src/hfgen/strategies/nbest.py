@@ -20,7 +20,8 @@ from .. import outputs
 from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
-from .beam import UNREACHABLE, Beam, Hypotheses, write
+from .beam import Beam
+from .hypotheses import NEG_INF, Hypotheses, ranking
 
 #: Stands for minus infinity where an empty place has that score.
 LOWEST = torch.finfo(torch.float32).min
@@ -46,7 +47,7 @@ class NBestBeam(Beam):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.ended.scores = torch.full_like(self.ended.scores, -torch.inf)
+        self.finished.scores = torch.full_like(self.finished.scores, -torch.inf)
         self.is_closed = torch.zeros(self.batch, dtype=torch.bool, device=run.ids.device)
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
@@ -60,25 +61,22 @@ class NBestBeam(Beam):
         is_last = self.is_last(candidates)
         chosen = candidates.at(selection.going_on)
         # A place for which nothing is left holds a hypothesis that ended.
-        chosen.scores = chosen.scores + selection.ends.gather(1, selection.going_on) * UNREACHABLE
+        chosen.scores = chosen.scores + selection.ends.gather(1, selection.going_on) * NEG_INF
 
         is_open = ~self.is_closed[:, None]
         self.add(run, candidates, selection.finished & is_open)
         self.close(run, candidates)
-        if is_last.any():
+        if not is_last.is_cpu or is_last.any():  # to look at an accelerator is to wait for it
             is_cut_off = is_last & ~self.is_closed[:, None]
             chosen.is_done = self.may_be_cut_off(chosen)
             self.add(run, chosen, is_cut_off.expand_as(chosen.is_done))
             self.is_closed = self.is_closed | is_last.squeeze(1)
 
-        write(self.running, chosen)
-        length = chosen.ids.shape[2]
-        self.reorder_cache(run, chosen.parents[..., -1].flatten())
-        run.ids = self.running.ids[:, :, :length].flatten(0, 1)
+        self.go_on(run, chosen)
         return Step(tokens=run.ids[:, -1:], scores=(scores,), logits=(logits,), **observed)
 
     def propose(self, run: Run, log_probs: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
-        """Candidates ``(batch, n)`` of all searches, the likeliest ``kept`` first, and their scores.
+        """Candidates ``(batch, n)`` of all searches, the likeliest ``n_candidates`` first, and their scores.
 
         From ``log_probs (rows, vocab)`` come the processed scores ``(rows, vocab)``, of the same.
         """
@@ -89,7 +87,7 @@ class NBestBeam(Beam):
 
     def is_last(self, candidates: Hypotheses) -> torch.Tensor:
         """``(batch, 1)``: whether criteria leave a search nothing to go on with."""
-        return candidates.is_done[:, : self.kept].all(dim=1, keepdim=True)
+        return candidates.is_done[:, : self.n_candidates].all(dim=1, keepdim=True)
 
     def ends(self, run: Run, candidates: Hypotheses) -> torch.Tensor:
         """``(batch, n)``: candidates that end by themselves; at a last step, those with an EOS."""
@@ -110,31 +108,23 @@ class NBestBeam(Beam):
         """``(batch, beams)``: hypotheses that count although they did not end by themselves."""
         return torch.ones_like(chosen.is_done)
 
-    def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
-        """Scores by generated length to the power of the length penalty."""
-        return scores / (length - self.prompt_length) ** run.config.length_penalty
-
     def add(self, run: Run, newcomers: Hypotheses, is_let_in: torch.Tensor) -> None:
         """Let ``newcomers (batch, n)`` into the lists where they are better than what is there.
 
         Those that are done go before those that are not. ``is_let_in (batch, n)``.
         """
-        if not is_let_in.any():
+        if is_let_in.is_cpu and not is_let_in.any():
             return
-        length = newcomers.ids.shape[2]
-        scores = self.normalised(run, newcomers.scores, length)
+        scores = self.normalised(run, newcomers.scores, newcomers.ids.shape[2])
         scores = scores.clamp(min=LOWEST)  # better than an empty place
-        merged = Hypotheses(
-            ids=torch.cat([self.ended.ids[:, :, :length], newcomers.ids], dim=1),
-            parents=torch.cat(
-                [self.ended.parents[:, :, : length - self.prompt_length], newcomers.parents], dim=1
-            ),
-            scores=torch.cat(
-                [self.ended.scores, scores.masked_fill(~is_let_in, -torch.inf)], dim=1
-            ),
-            is_done=torch.cat([self.ended.is_done, newcomers.is_done & is_let_in], dim=1),
+        let_in = Hypotheses(
+            newcomers.ids,
+            newcomers.parents,
+            scores.masked_fill(~is_let_in, -torch.inf),
+            newcomers.is_done & is_let_in,
         )
-        write(self.ended, merged.at(ranking(merged)[:, : self.beams]))
+        merged = self.finished.beside(let_in, self.fill)
+        self.finished = merged.at(ranking(merged)[:, : self.beams])
 
     def close(self, run: Run, candidates: Hypotheses) -> None:
         """Close full lists whose worst entry is as good as the best candidate may get.
@@ -143,31 +133,21 @@ class NBestBeam(Beam):
         may get is its score at the greatest length; else its score as it is, a heuristic.
         """
         config = run.config
-        is_full = self.ended.is_done.all(dim=1)
+        is_full = self.finished.is_done.all(dim=1)
         if config.early_stopping is not True:
             is_never = config.early_stopping is not False and config.length_penalty > 0.0
             length = config.max_length if is_never else candidates.ids.shape[2]
             best = self.normalised(run, candidates.scores[:, 0], length)
-            is_full = is_full & (self.ended.scores.amin(dim=1) >= best)
+            is_full = is_full & (self.finished.scores.amin(dim=1) >= best)
         self.is_closed = self.is_closed | is_full
 
     def stop(self, run: Run) -> None:
-        run.finished = bool(self.is_closed.all())
+        if self.stops_by_length_only and not run.ids.is_cpu:  # nothing to wait for
+            run.finished = run.ids.shape[1] >= run.criteria.max_length
+        else:
+            run.finished = bool(self.invalid.read(self.is_closed.all())[0])
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
-        scores = self.ended.scores
-        self.ended.scores = scores.masked_fill(scores <= LOWEST, -torch.inf)
+        scores = self.finished.scores
+        self.finished.scores = scores.masked_fill(scores <= LOWEST, -torch.inf)
         return super().result(run)
-
-
-def ranking(hypotheses: Hypotheses) -> torch.Tensor:
-    """Indices ``(batch, n)`` in the order of worth: done before not done, then by score."""
-    index = hypotheses.scores.argsort(dim=1, descending=True, stable=True)
-    is_done = hypotheses.is_done.gather(1, index).to(torch.int8)
-    return index.gather(1, is_done.argsort(dim=1, descending=True, stable=True))
-
-
-def regrouped(hypotheses: Hypotheses, n_groups: int) -> Hypotheses:
-    """``hypotheses (batch * n_groups, n)`` as ``(batch, n_groups * n)``."""
-    fields = (hypotheses.ids, hypotheses.parents, hypotheses.scores, hypotheses.is_done)
-    return Hypotheses(*(field.unflatten(0, (-1, n_groups)).flatten(1, 2) for field in fields))

@@ -14,7 +14,7 @@ from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
 from ..processors.lists import is_librarys
-from .base import InvalidScoresError, NextToken, padding
+from .base import NextToken, padding
 
 
 class Sample(NextToken):
@@ -31,11 +31,8 @@ class Sample(NextToken):
         run.ids = self.buffer.ids
         rows, device = run.ids.shape[0], run.ids.device
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
-        #: At which step a row's scores were first invalid; -1 if they never were.
-        self.invalid_since = torch.full((rows,), -1, device=device)
         self.n_steps = 0
         has_eos = stopping.has_eos_criterion(run.criteria)
-        self.stops_by_length_only = getattr(run.criteria, "length_only", False)
         # An EOS ends a row before the others, and then pads follow; a row alone ends the loop.
         self.is_padded = has_eos and rows > 1
         self.pad: Any = padding(run)
@@ -88,16 +85,7 @@ class Sample(NextToken):
         return torch.multinomial(probabilities, num_samples=1).squeeze(1)
 
     def _note_invalid(self, is_invalid: torch.Tensor) -> None:
-        if is_invalid.is_cpu and not is_invalid.any():
-            return
-        is_first = is_invalid & self.unfinished & (self.invalid_since < 0)
-        self.invalid_since = self.invalid_since.masked_fill(is_first, self.n_steps)
-        if is_invalid.is_cpu and is_first.any():
-            self._raise_invalid()
-
-    def _raise_invalid(self) -> None:
-        step = int(self.invalid_since[self.invalid_since >= 0].min())
-        raise InvalidScoresError((self.invalid_since == step).nonzero().flatten().tolist(), step)
+        self.invalid.note(is_invalid, self.n_steps, among=self.unfinished)
 
     def stop(self, run: Run) -> None:
         done = run.criteria(run.ids, run.scores)
@@ -105,19 +93,12 @@ class Sample(NextToken):
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
         self.unfinished = self.unfinished & ~done
-        if self.unfinished.is_cpu:  # invalid scores have raised already
-            n_unfinished, is_invalid = int(self.unfinished.sum()), False
-        else:  # one read of the device tells both
-            flags = torch.stack([self.unfinished.sum(), (self.invalid_since >= 0).any()])
-            n_unfinished, is_invalid = flags.tolist()
-        if is_invalid:
-            self._raise_invalid()
+        (n_unfinished,) = self.invalid.read(self.unfinished.sum())
         run.finished = n_unfinished == 0
         self.active.keep(run, self.unfinished, n_unfinished)
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
-        if (self.invalid_since >= 0).any():
-            self._raise_invalid()
+        self.invalid.raise_any()
         return {"sequences": run.ids.contiguous()}
 
 

@@ -1,0 +1,70 @@
+"""Scored sequences: what searches with beams choose among."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+#: Stands for minus infinity where a difference between two of them must not be NaN.
+NEG_INF = -1.0e9
+
+
+@dataclass(slots=True)
+class Hypotheses:
+    """Scored sequences of each prompt.
+
+    ``ids (batch, n, length)``; ``parents (batch, n, steps)``: in which row each generated token
+    was scored, -1 where there is none; ``scores (batch, n)``; ``is_done (batch, n)``.
+    """
+
+    ids: torch.Tensor
+    parents: torch.Tensor
+    scores: torch.Tensor
+    is_done: torch.Tensor
+
+    def best(self, n: int) -> Hypotheses:
+        """The ``n`` of each prompt with the best scores, in descending order."""
+        return self.at(torch.topk(self.scores, k=n).indices)
+
+    def at(self, index: torch.Tensor) -> Hypotheses:
+        """Those at ``index (batch, m)`` of each prompt."""
+        return Hypotheses(*(take(field, index) for field in self.fields))
+
+    def beside(self, others: Hypotheses, fill: int) -> Hypotheses:
+        """These and ``others (batch, m)``, which may be longer: the ids of these end in ``fill`` then."""
+        n_missing = others.ids.shape[2] - self.ids.shape[2]
+        ids = pad(self.ids, (0, n_missing), value=fill)
+        parents = pad(self.parents, (0, n_missing), value=-1)
+        pairs = zip((ids, parents, self.scores, self.is_done), others.fields, strict=True)
+        return Hypotheses(*(torch.cat(pair, dim=1) for pair in pairs))
+
+    @property
+    def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.ids, self.parents, self.scores, self.is_done
+
+
+def take(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``tensor (batch, n, …)`` at ``index (batch, m)``: ``(batch, m, …)``."""
+    shape = (*index.shape, *tensor.shape[2:])
+    return tensor.gather(1, index.view(*index.shape, *[1] * (tensor.ndim - 2)).expand(shape))
+
+
+def ranking(hypotheses: Hypotheses) -> torch.Tensor:
+    """Indices ``(batch, n)`` in the order of worth: done before not done, then by score."""
+    index = hypotheses.scores.argsort(dim=1, descending=True, stable=True)
+    is_done = hypotheses.is_done.gather(1, index).to(torch.int8)
+    return index.gather(1, is_done.argsort(dim=1, descending=True, stable=True))
+
+
+def interleaved(groups: list[Hypotheses]) -> Hypotheses:
+    """``(batch, n)`` of each group, as ``(batch * n_groups, n)``."""
+    fields = zip(*(group.fields for group in groups), strict=True)
+    return Hypotheses(*(torch.stack(field, dim=1).flatten(0, 1) for field in fields))
+
+
+def regrouped(hypotheses: Hypotheses, n_groups: int) -> Hypotheses:
+    """``hypotheses (batch * n_groups, n)`` as ``(batch, n_groups * n)``."""
+    fields = (field.unflatten(0, (-1, n_groups)).flatten(1, 2) for field in hypotheses.fields)
+    return Hypotheses(*fields)
