@@ -431,9 +431,9 @@ def test_prompt_lookup_of_rows_of_different_length() -> None:
 
 def test_heuristic_schedule_and_what_it_keeps(model: Any) -> None:
     schedule = Heuristic(5)
-    schedule.observe(DraftVerdict((5,), (5,), 0), 6)
+    schedule.observe(DraftVerdict((5,), (5,), 0), 6, 5)
     assert schedule.n_tokens == 7
-    schedule.observe(DraftVerdict((7,), (2,), 0), 3)
+    schedule.observe(DraftVerdict((7,), (2,), 0), 3, 7)
     assert schedule.n_tokens == 6
     assistant = copy.deepcopy(model)
     assistant.generation_config.num_assistant_tokens = 4
@@ -463,7 +463,7 @@ def test_adaptive_schedule(accepts: float, cost: float, expected: range) -> None
         while accepted < n and torch.rand((), generator=generator) < accepts:
             accepted += 1
         chosen.append(n)
-        schedule.observe(DraftVerdict((n,), (accepted,), 0), accepted + 1)
+        schedule.observe(DraftVerdict((n,), (accepted,), 0), accepted + 1, n)
     settled = chosen[30:]
     assert sum(n in expected for n in settled) > 0.8 * len(settled)
     assert chosen[: schedule.WARM_UP] == [schedule.START] * schedule.WARM_UP

@@ -55,10 +55,12 @@ class Assistant(Drafter):
     def write(self, run: Run, ids: torch.Tensor, first: int, context: DraftContext) -> Draft:
         """Fill ``ids (rows, end)`` from ``first`` on, as far as the assistant is confident."""
         known: Any = context.device_known
-        known = torch.tensor(context.known) if known is None else known
-        known = known.to(ids.device)
+        known = (torch.tensor(context.known) if known is None else known).to(ids.device)
         is_open = known < context.end
         lengths = [context.n_tokens] * len(ids)  # as far as nothing ends a draft
+        # Looking whether all drafts have ended makes an accelerator wait, and makes draws depend on
+        # where they end; without it the schedule finds the length that pays.
+        may_look = self.setup.is_exact or (ids.device.type == "cpu" and not run.config.do_sample)
         tokens = ids[:, context.start :].clone()
         tokens[:, first - context.start :] = -1
         processors = run.processors
@@ -77,16 +79,17 @@ class Assistant(Drafter):
             tokens[:, column] = torch.where(is_known | is_open, chosen, -1)
             if self.setup.needs_logits:
                 kept.append(scores)
-            if (ends := self.ends(run, chosen, scores)) is None:
-                continue
+            ends = self.ends(run, chosen, scores)
             was_open, is_open = is_open, is_open & (is_known | ~ends)
+            if not may_look:
+                continue
             for row in (was_open & ~is_open).nonzero().flatten().tolist():
                 lengths[row] = column + 1
-            if not any(length == context.n_tokens for length in lengths):
+            if not is_open.any():
                 break
-        n = max(lengths)
+        drafted = tokens[:, : position + 1 - context.start]
         return Draft(
-            tokens[:, :n], self.with_known(kept, first - context.start, len(tokens)), tuple(lengths)
+            drafted, self.with_known(kept, first - context.start, len(ids)), tuple(lengths)
         )
 
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
@@ -95,11 +98,9 @@ class Assistant(Drafter):
             return scores.argmax(dim=-1)
         return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
 
-    def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor | None:
-        """Which rows' drafts end with ``tokens (rows,)``; ``None`` if nothing ever ends one."""
+    def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Which rows' drafts end with ``tokens (rows,)``."""
         eos = run.config._eos_token_tensor
-        if eos is None and self.threshold <= 0:
-            return None
         ends = torch.zeros_like(tokens, dtype=torch.bool)
         if eos is not None:
             ends = torch.isin(tokens, eos.to(tokens.device))

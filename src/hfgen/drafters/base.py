@@ -47,8 +47,8 @@ class Draft:
     a row is known, its entries are ignored; -1 ends the draft of a row. ``logits (rows, n, vocab)``:
     the scores that the tokens were drawn from, if the drafter has any. Sampling then accepts more;
     without them every token counts as drafted with certainty. Either is exact. ``lengths``: the
-    number of filled columns of each row, known ones included, if the host knows it; ``tokens`` are
-    then not read off the device, and not checked.
+    number of filled columns of each row, known ones included, or a bound of it, if the host knows
+    one; ``tokens`` are then not read off the device at once, and not checked.
     """
 
     tokens: torch.Tensor
@@ -149,7 +149,7 @@ def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
     return draft if shape[1] else None
 
 
-def filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: float) -> list[int]:
+def n_filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: float) -> list[int]:
     """The number of columns that each row of drafted ``tokens`` fills, known ones included.
 
     Raises ``ValueError`` for tokens that are outside of the vocabulary.

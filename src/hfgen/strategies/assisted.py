@@ -10,6 +10,7 @@ be rolled back will do. What all rows know leaves the round as a ``Step``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..drafters import (
     make_drafter,
     make_schedule,
 )
-from ..drafters.base import check, check_logits, filled, name_of
+from ..drafters.base import check, check_logits, n_filled, name_of
 from ..execution import Executor, prefill
 from ..loop import commit
 from ..processors import is_row_wise
@@ -130,29 +131,28 @@ class Assisted:
 
     def make_draft(self, run: Run, start: int) -> None:
         """Write drafted tokens behind the known ones; set how many tokens are new to the cache."""
-        self.draft, self.drafted = None, [0] * len(self.known)
+        self.draft, self.n_new = None, 0
+        nothing = self.tokens[:, :0]
         if all(end is not None for end in self.ends):  # known to the end, not yet in the cache
             self.n_new = 0 if run.finished else self.final_length() - 1 - start
-            self.place(self.tokens[:, :0], start)
+            self.place(nothing, start)
             return
         room = self.max_length - 1 - start  # the last token is not forwarded
         n = self.schedule.n_tokens
         if not self.drafter.is_always_asked and not (self.drafter.overshoots and room > 0):
             n = min(n, room)
         n = int(min(n, layers.capacity(self.cache) - start))
-        tokens = self.tokens[:, :0]
-        if n > 0:
-            tokens = self.ask(start, n)
-        reached = (
-            k + d
-            for k, d, end in zip(self.known, self.drafted, self.ends, strict=True)
+        tokens, filled = self.ask(start, n) if n > 0 else (nothing, [0] * len(nothing))
+        ahead = (
+            max(known - start, length)
+            for known, length, end in zip(self.known, filled, self.ends, strict=True)
             if end is None
         )
-        self.n_new = max(0, min(max(reached) - start, max(n, 0)))
+        self.n_new = max(0, min(max(ahead), n))
         self.place(tokens, start)
 
-    def ask(self, start: int, n: int) -> torch.Tensor:
-        """Up to ``n`` tokens a row from ``start`` on, ``(rows, …)``; sets ``draft`` and ``drafted``."""
+    def ask(self, start: int, n: int) -> tuple[torch.Tensor, Sequence[int]]:
+        """Up to ``n`` tokens a row from ``start`` on, ``(rows, …)``, and how many columns each fills."""
         is_done = tuple(end is not None for end in self.ends)
         known = tuple(start + n if done else k for k, done in zip(self.known, is_done, strict=True))
         self.reserve(start + n)
@@ -160,19 +160,18 @@ class Assisted:
         context = DraftContext(
             self.tokens, known, is_done, start, n, self.host_tokens, device_known
         )
-        self.draft = check(name_of(self.drafter), self.drafter.draft(context), context)
+        name = name_of(self.drafter)
+        self.draft = check(name, self.drafter.draft(context), context)
         if self.draft is None:
-            return self.tokens[:, :0]
+            return self.tokens[:, :0], [0] * len(known)
         tokens, lengths = self.draft.tokens, self.draft.lengths
         if self.placeholders and self.is_first:  # the model would look for their features
             is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
             tokens, lengths = tokens.masked_fill(is_media, -1), None
-        if lengths is None:
-            lengths = tuple(filled(name_of(self.drafter), tokens.tolist(), context, self.vocab))
-        self.drafted = [
-            max(start + length - k, 0) for length, k in zip(lengths, known, strict=True)
-        ]
-        return tokens.to(self.tokens.device)
+        filled = (
+            n_filled(name, tokens.tolist(), context, self.vocab) if lengths is None else lengths
+        )
+        return tokens.to(self.tokens.device), filled
 
     def place(self, tokens: torch.Tensor, start: int) -> None:
         """Write drafted ``tokens (rows, n)`` from ``start`` on: padding where a row has ended, and
@@ -265,7 +264,7 @@ class Assisted:
         if self.draft is not None:
             self.drafter.observe(verdict)
             self.stats.rounds += 1
-        self.schedule.observe(verdict, n_advanced)
+        self.schedule.observe(verdict, n_advanced, self.n_new)
         self.stats.drafted += sum(self.drafted)
         self.stats.accepted += sum(accepted)
         self.stats.generated += sum(gained)
@@ -365,12 +364,13 @@ class Assisted:
         Raises ``InvalidScoresError`` if a row's choice rests on scores that are NaN.
         """
         self.write_padding(start, width)
-        state = torch.stack([self.device_known, self.device_ends, invalid_at], dim=1)
+        drafted = (self.guesses >= 0).sum(dim=1)
+        state = torch.stack([self.device_known, self.device_ends, invalid_at, drafted], dim=1)
         window = self.tokens[:, start : start + width]
         found = torch.cat([state, window], dim=1).cpu()
         if self.host_tokens is not self.tokens:
-            self.host_tokens[:, start : start + width] = found[:, 3:]
-        self.known, ends, invalid = found[:, :3].T.tolist()
+            self.host_tokens[:, start : start + width] = found[:, 4:]
+        self.known, ends, invalid, self.drafted = found[:, :4].T.tolist()
         self.ends = [None if end < 0 else end for end in ends]
         if (first := min((length for length in invalid if length >= 0), default=-1)) >= 0:
             rows = [row for row, length in enumerate(invalid) if length == first]
