@@ -545,9 +545,10 @@ def test_chat_answers_are_real(chat_folder: str) -> None:
 def test_upstream_switches_the_class_and_back(loaded: loading.Loaded) -> None:
     mixed = type(loaded.model)
     assert issubclass(mixed, hfgen.GenerationMixin)
+    loaded.model.inner = hfgen.mix_into(llama())  # as RAG has its generator
     with loading.upstream(loaded):
-        assert type(loaded.model) is LlamaForCausalLM
-    assert type(loaded.model) is mixed
+        assert type(loaded.model) is type(loaded.model.inner) is LlamaForCausalLM
+    assert type(loaded.model) is type(loaded.model.inner) is mixed
 
 
 @pytest.mark.parametrize("mode", [[], ["--do-sample"], ["--num-beams", "2"], ["--batch"]])

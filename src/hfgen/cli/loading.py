@@ -155,21 +155,19 @@ def _first_sentence(error: Exception) -> str:
 def upstream(loaded: Loaded) -> Iterator[None]:
     """Inside, ``loaded`` generates with transformers' own code: same object, same weights.
 
-    Switches the class of the model, and of its assistant, to the one that hfgen was mixed into.
+    Switches the classes that hfgen was mixed into back: the model's, its assistant's, and those of
+    models inside of these.
     """
-    import hfgen
-
     models = [each.model for each in (loaded, loaded.assistant) if each is not None]
-    mixed = [type(model) for model in models]
-    for model in models:
-        model.__class__ = next(
-            cls for cls in type(model).__mro__ if not issubclass(cls, hfgen.GenerationMixin)
-        )
+    parts = [part for model in models for part in model.modules()]
+    mixed = [(part, type(part)) for part in parts if hasattr(part, "_unmixed_class")]
+    for part, cls in mixed:
+        part.__class__ = cls._unmixed_class
     try:
         yield
     finally:
-        for model, cls in zip(models, mixed, strict=True):
-            model.__class__ = cls
+        for part, cls in mixed:
+            part.__class__ = cls
 
 
 @contextmanager

@@ -195,20 +195,18 @@ def fields_panel() -> Panel:
     )
 
 
-def generation_config(
-    fields: dict[str, Any], model: Any, default_new_tokens: int, **overrides: Any
-) -> Any:
+def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
     """The ``hfgen.GenerationConfig`` of ``fields``; what is not in it is the model's own.
 
     Where neither they nor the model say how long the output may be, it is
-    ``default_new_tokens``. ``overrides`` win over ``fields``.
+    ``default_new_tokens``.
     Raises ``CliError`` for a value that the config refuses.
     """
     import transformers
 
     import hfgen
 
-    values = {**fields, **overrides}
+    values = dict(fields)
     limits = ("max_new_tokens", "max_length")
     if all(values.get(n) is None and getattr(model.generation_config, n) is None for n in limits):
         values["max_new_tokens"] = default_new_tokens
