@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,10 +25,10 @@ from transformers import EncoderDecoderCache, GenerationConfig, LlamaConfig, Log
 
 import hfgen
 from hfgen import caches
-from hfgen.caches import dynamic, folder, growing, offloaded
+from hfgen.caches import dynamic, growing, mapped, offloaded
 from hfgen.caches.dynamic import GrowingCache, GrowingLayer, as_growing
-from hfgen.caches.folder import Folder
 from hfgen.caches.growing import Growing, Room
+from hfgen.caches.mapped import Folder
 from hfgen.caches.offloaded import Offloaded, OffloadedCache
 from tests import tiny
 from tests.parity.harness import FAMILIES
@@ -62,7 +63,7 @@ def config(n_layers: int = 2, **options: Any) -> LlamaConfig:
     )
 
 
-def mapped(path: Path) -> list[str]:
+def mapped_files(path: Path) -> list[str]:
     """Files of the folder ``path`` that are mapped into memory, as the system names them."""
     if not sys.platform.startswith("linux"):
         pytest.skip(reason="only Linux lists what is mapped")
@@ -119,7 +120,7 @@ def test_rows_are_chosen_within_files(
             each.update(*new, 0)
             getattr(each, name)(argument)
         equal(filled(cache), filled(plain))
-        assert len(mapped(tmp_path)) == 2  # keys and values, and no former ones
+        assert len(mapped_files(tmp_path)) == 2  # keys and values, and no former ones
 
 
 def test_what_does_not_grow_without_end_stays_in_memory(tmp_path: Path) -> None:
@@ -137,9 +138,9 @@ def test_what_does_not_grow_without_end_stays_in_memory(tmp_path: Path) -> None:
 def test_few_numbers_are_in_memory(tmp_path: Path) -> None:
     cache = OffloadedCache(config(1), tmp_path)
     cache.update(*states(growing.CONCATENATED // (HEADS * SIZE)), 0)
-    assert not mapped(tmp_path)
+    assert not mapped_files(tmp_path)
     cache.update(*states(1), 0)
-    assert len(mapped(tmp_path)) == 2
+    assert len(mapped_files(tmp_path)) == 2
 
 
 # ---------------------------------------------------------------- files
@@ -159,7 +160,7 @@ def test_a_file_has_room_until_the_end_of_the_call(tmp_path: Path) -> None:
     assert cache.layers[0].keys.untyped_storage().nbytes() == 150 * HEADS * SIZE * 4
     cache.update(*states(1), 0)  # and one of which nothing is known
     assert cache.layers[0].keys.untyped_storage().nbytes() > 180 * HEADS * SIZE * 4
-    assert len(mapped(tmp_path)) == 2
+    assert len(mapped_files(tmp_path)) == 2
 
 
 @pytest.mark.usefixtures("_no_small_tensors")
@@ -168,19 +169,19 @@ def test_files_have_no_name_and_go_with_the_cache(tmp_path: Path) -> None:
     for number, cache in enumerate(several):
         for layer in range(2):
             cache.update(*(torch.full_like(s, number) for s in states(5)), layer)
-    assert len(set(mapped(tmp_path))) == 3 * 2 * 2
+    assert len(set(mapped_files(tmp_path))) == 3 * 2 * 2
     assert not os.listdir(tmp_path)
     for number, cache in enumerate(several):
         assert all((tensor == number).all() for tensor in filled(cache))
     keys = several[0].layers[0].keys
     several[1].reset()
-    assert len(mapped(tmp_path)) == 2 * 2 * 2
+    assert len(mapped_files(tmp_path)) == 2 * 2 * 2
     del several, cache
     gc.collect()
-    assert len(mapped(tmp_path)) == 1  # a tensor that someone kept
+    assert len(mapped_files(tmp_path)) == 1  # a tensor that someone kept
     assert (keys == 0).all()
     del keys
-    assert not mapped(tmp_path)
+    assert not mapped_files(tmp_path)
 
 
 @pytest.mark.usefixtures("_no_small_tensors")
@@ -188,12 +189,12 @@ def test_copies_are_in_files_and_pickles_are_not(tmp_path: Path) -> None:
     cache = OffloadedCache(config(1), tmp_path)
     cache.update(*states(20), 0)
     twin, unpickled = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
-    assert len(mapped(tmp_path)) == 4
+    assert len(mapped_files(tmp_path)) == 4
     new = states(3)
     for each in (cache, twin, unpickled):
         each.update(*new, 0)
         equal(filled(each), filled(cache))
-    assert len(mapped(tmp_path)) == 4
+    assert len(mapped_files(tmp_path)) == 4
     assert len({each.layers[0].keys.data_ptr() for each in (cache, twin, unpickled)}) == 3
     assert twin.layers[0]._room is twin.layers[0]._keys.room
 
@@ -204,7 +205,7 @@ def test_files_go_after_an_exception(tmp_path: Path) -> None:
     seen = []
 
     def fail(ids: Tensor, scores: Tensor) -> Tensor:
-        seen.append(len(mapped(tmp_path)))
+        seen.append(len(mapped_files(tmp_path)))
         if len(seen) == 3:
             raise RuntimeError("enough")
         return scores
@@ -213,7 +214,7 @@ def test_files_go_after_an_exception(tmp_path: Path) -> None:
         generate(model, tmp_path, logits_processor=LogitsProcessorList([fail]))
     gc.collect()
     assert seen == [4, 4, 4]
-    assert not mapped(tmp_path)
+    assert not mapped_files(tmp_path)
     assert not os.listdir(tmp_path)
 
 
@@ -224,13 +225,13 @@ def test_a_full_disk_is_an_error_and_not_a_crash(
     def is_full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(folder, "_reserve", is_full)
+    monkeypatch.setattr(mapped, "_reserve", is_full)
     with pytest.raises(
         OSError, match=r"no place for a file of [\d,]+ bytes: No space left"
     ) as full:
         generate(hfgen.mix_into(tiny.llama()), tmp_path)
     assert full.value.errno == errno.ENOSPC
-    assert not mapped(tmp_path)
+    assert not mapped_files(tmp_path)
     assert not os.listdir(tmp_path)
 
 
@@ -358,7 +359,7 @@ def test_a_returned_cache_goes_on_in_files(tmp_path: Path) -> None:
         second = generate(model, input_ids=turn, past_key_values=copy.deepcopy(cache), **options)
         expected = generate(model, input_ids=turn, **options)
         assert torch.equal(second.sequences, expected.sequences)
-        assert len(mapped(tmp_path)) >= 8
+        assert len(mapped_files(tmp_path)) >= 8
     with torch.inference_mode():
         again = generate(model, input_ids=turn, past_key_values=cache)
     assert torch.equal(again.sequences, generate(model, input_ids=turn).sequences)
@@ -536,3 +537,50 @@ def test_paged_in_a_config_is_the_dynamic_cache_as_upstreams() -> None:
     expected = tiny.llama().generate(ids, generation_config=options)
     ours = hfgen.mix_into(tiny.llama()).generate(ids, generation_config=options)
     assert torch.equal(ours, expected)
+
+
+# ---------------------------------------------------------------- forks
+
+FORKED = """
+import os, sys, torch
+from transformers import LlamaConfig
+from hfgen.caches import growing
+from hfgen.caches.offloaded import OffloadedCache
+
+growing.CONCATENATED = 0
+torch.set_grad_enabled(False)
+config = LlamaConfig(num_hidden_layers=1)
+cache = OffloadedCache(config, sys.argv[1], max_length=16)
+
+def add(*values):
+    states = torch.tensor(values).float().view(1, 1, -1, 1)
+    return cache.update(states, -states, 0)[0].flatten().tolist()
+
+add(1, 2, 3)
+to_child, to_parent = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    assert add(7, 8) == [1, 2, 3, 7, 8]
+    os.write(to_parent[1], b".")
+    os.read(to_child[0], 1)
+    assert cache.layers[0].keys.flatten().tolist() == [1, 2, 3, 7, 8], cache.layers[0].keys
+    assert cache.layers[0].values.flatten().tolist() == [-1, -2, -3, -7, -8]
+    assert add(6) == [1, 2, 3, 7, 8, 6]
+    os._exit(0)
+os.read(to_parent[0], 1)
+assert cache.layers[0].keys.flatten().tolist() == [1, 2, 3]
+cache.crop(-2)
+assert add(9, 9, 9) == [1, 9, 9, 9]  # over what the child began with
+os.write(to_child[1], b".")
+assert os.waitpid(child, 0)[1] == 0
+keys = cache.layers[0].keys.data_ptr()
+assert add(5) == [1, 9, 9, 9, 5]
+assert cache.layers[0].keys.data_ptr() == keys  # in place again
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_forked_processes_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

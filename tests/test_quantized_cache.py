@@ -742,7 +742,7 @@ def test_upstreams_backends_are_still_there(monkeypatch: pytest.MonkeyPatch) -> 
             made.append(options)
             super().__init__()
 
-    monkeypatch.setattr("hfgen.caches.UpstreamQuantizedCache", Upstream)
+    monkeypatch.setattr("hfgen.caches.quantized.UpstreamQuantizedCache", Upstream)
     model = hfgen.mix_into(tiny.llama())
     config = {"backend": "quanto", "nbits": 4, "axis_key": 0}
     options = {"cache_implementation": "quantized", "cache_config": config}

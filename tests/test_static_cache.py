@@ -731,3 +731,28 @@ def test_a_max_cache_len_that_is_too_small_is_told(model, caplog):
         tokens = greedy(model, tiny.prompt(2), max_cache_len=13, **STATIC)
     assert "`max_cache_len`=13 is less than the 14 tokens" in caplog.text
     assert torch.equal(tokens, greedy(model, tiny.prompt(2)))
+
+
+HUGE = 10**15
+
+
+@pytest.mark.parametrize("field", ["max_cache_len", "max_new_tokens"])
+def test_a_length_that_cannot_be_allocated_is_forgotten(model, field):
+    ids = tiny.prompt(2)
+    expected = greedy(model, ids)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="memory"):
+            model.generate(ids, **STATIC, **({"max_new_tokens": 4} | {field: HUGE}))
+        assert torch.equal(greedy(model, ids, **STATIC), expected)
+    (slab,) = pool_of(model).idle
+    assert slab.size == Size(2, ids.shape[1] + 7)
+
+
+def test_a_length_that_was_asked_for_and_not_needed_is_not_asked_for_again(model):
+    ids = tiny.prompt(1)
+    output = greedy(model, ids, max_cache_len=500, return_dict_in_generate=True, **STATIC)
+    assert output.past_key_values.layers[0].max_cache_len == 500
+    again = greedy(model, ids, 4, return_dict_in_generate=True, **STATIC)
+    needed = ids.shape[1] + 7  # by the first of the calls
+    assert again.past_key_values.layers[0].max_cache_len == needed
+    assert again.past_key_values.layers[0].keys.untyped_storage().nbytes() < 10_000

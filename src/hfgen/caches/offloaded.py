@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
+from . import mapped
 from .dynamic import GrowingCache, GrowingLayer
-from .folder import Folder
 from .growing import Growing, Room, Spare
+from .mapped import Folder
 
 if TYPE_CHECKING:
     from .table import CacheRequest
@@ -92,10 +93,11 @@ class Offloaded(Growing):
     """A tensor ``(…, length, size)`` on the host, which goes to where the model computes when it grows.
 
     In files, a buffer has room until the end of the call: what is not written takes no memory.
-    Copies are in files, too; pickles are not.
+    Copies are in files, too; pickles are not. After a fork, both processes copy the tensor to a file
+    of their own before they write, since they share the old one.
     """
 
-    __slots__ = ("folder", "room")
+    __slots__ = ("folder", "n_forks", "room")
 
     def __init__(
         self, room: Room, folder: Folder | None = None, view: Tensor | None = None
@@ -103,6 +105,8 @@ class Offloaded(Growing):
         super().__init__(view)
         self.room = room
         self.folder = folder
+        #: ``mapped.n_forks`` when the buffer was made.
+        self.n_forks = 0
 
     def append(self, new: Tensor, spare: Spare) -> Tensor:
         """The tensor with ``new (…, n, size)`` behind it, on the device of ``new``."""
@@ -115,6 +119,20 @@ class Offloaded(Growing):
             return super()._empty(shape, like)
         *lead, capacity, size = shape
         return self.folder.empty((*lead, self._until_the_end(capacity), size), like.dtype)
+
+    def _adopt(self, buffer: Tensor, start: int, length: int) -> None:
+        if buffer is not self.buffer:
+            self.n_forks = mapped.n_forks
+        super()._adopt(buffer, start, length)
+
+    def _takes(self, new: Tensor) -> bool:
+        return not self._was_forked() and super()._takes(new)
+
+    def _is_shared(self) -> bool:
+        return self._was_forked() or super()._is_shared()
+
+    def _was_forked(self) -> bool:
+        return self.folder is not None and self.n_forks != mapped.n_forks
 
     def _until_the_end(self, length: int) -> int:
         end = self.room.max_length

@@ -101,12 +101,17 @@ class Slab:
         rows, heads, _, size = states.shape
         buffer = self.buffers.get(place)
         if buffer is not None and not _fits(buffer, states, length):
-            buffer = self.buffers[place] = None  # type: ignore[assignment]  # freed first
+            del self.buffers[place]  # freed first
+            buffer = None
         if buffer is None:
-            self.buffers[place] = buffer = states.new_zeros(
-                (max(rows, self.size.rows), heads, max(length, capacity), size)
-            )
             self.written.pop(place, None)
+            shape = (max(rows, self.size.rows), heads, max(length, capacity), size)
+            try:
+                self.buffers[place] = buffer = states.new_zeros(shape)
+            except (RuntimeError, MemoryError):  # whoever asks next gets memory of another size
+                self.buffers.clear()
+                self.written.clear()
+                raise
         self._clear(place)
         self.written[place] = (rows, length)
         return buffer[:rows, :, :length]
@@ -159,6 +164,12 @@ class Lease:
 
     def __init__(self, pool: Pool, slab: Slab) -> None:
         self.pool, self.slab = pool, slab
+        #: Tokens per row that the call can reach; ``max_cache_len`` may have asked for more.
+        self.needed = 0
+
+    def note_allocated(self) -> None:
+        """The memory is there, so later caches may be as long as this call needed."""
+        self.pool.needed = max(self.pool.needed, self.needed)
 
     def __del__(self) -> None:
         self.pool.idle.append(self.slab)
@@ -172,11 +183,13 @@ class Pool:
         self.idle: deque[Slab] = deque(maxlen=1)
         #: How long the worst call is, if the caller said so.
         self.longest: int | None = None
+        #: Tokens per row that the longest call so far needed, and got.
+        self.needed = 0
 
     def lend(self, asked: Size) -> Lease:
         """Memory for a cache of the size ``asked`` or larger, all zeros."""
         slab = self._take_idle()
-        if slab is None or slab.is_seen():
+        if slab is None or not slab.buffers or slab.is_seen():
             slab = Slab(asked)
         elif not slab.size.holds(asked):
             size = slab.size.enlarged(asked, self.longest)
@@ -223,5 +236,5 @@ def free_caches(model: nn.Module) -> int:
     for module in model.modules():
         if (pool := _POOLS.get(module)) is not None:
             n_bytes += pool.free()
-            vars(module).pop("_previous_max_cache_length", None)
+            pool.needed = 0
     return n_bytes

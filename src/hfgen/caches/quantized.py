@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from transformers import DynamicCache
+from transformers import QuantizedCache as UpstreamQuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
 
 from ..logs import logger
@@ -246,7 +246,7 @@ class QuantizedLayer(DynamicLayer):
         return sum(states.n_bytes for states in self.states.values())
 
 
-class QuantizedCache(DynamicCache, transformers.QuantizedCache):
+class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
     """Quantises the layers that attend to everything; layers of another kind keep their own states.
 
     Args:
@@ -313,4 +313,4 @@ def make_quantized(request: CacheRequest) -> Cache:
         )
     options = copy.deepcopy(options)
     options.setdefault("config", request.decoder_config)
-    return transformers.QuantizedCache(**options)
+    return UpstreamQuantizedCache(**options)

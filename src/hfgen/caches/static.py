@@ -52,6 +52,9 @@ def make_static(request: CacheRequest) -> Cache:
         prefill_chunk_size=config.prefill_chunk_size,
         model_kwargs=request.model_kwargs,
     )
+    for layer in layers_of(cache):
+        if (lease := getattr(layer, "_lease", None)) is not None:
+            lease.needed = request.max_length
     fit_to_call(cache, config)
     return cache
 
@@ -80,8 +83,8 @@ def prepare_static_cache(
     prefill_chunk_size: int | None,
     model_kwargs: ModelKwargs,
 ) -> Cache:
-    """A static cache, no shorter than the last one: a new length may mean a new compilation."""
-    length = max(max_cache_len, getattr(self, "_previous_max_cache_length", -1))
+    """A static cache, no shorter than earlier calls needed: a new length may mean a new compilation."""
+    length = max(max_cache_len, pool_of(self).needed)
     config = self.config.get_text_config(decoder=True)
     is_offloaded = "offloaded" in cache_implementation and offloaded.is_on_cuda(self)
     source_length = 0
@@ -107,7 +110,6 @@ def prepare_static_cache(
             dtype=self.dtype,
             device=self.device,
         )
-    self._previous_max_cache_length = length
     return cache
 
 

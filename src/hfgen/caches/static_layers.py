@@ -81,6 +81,7 @@ class Pooled:
         self.values = slab.take((self._kind, self._index, "values"), value_states, length, capacity)
         torch._dynamo.mark_static_address(self.cumulative_length)
         self.is_initialized = True
+        self._lease.note_allocated()
         self._adopt()
 
     def _capacity(self: Any) -> int:

@@ -12,6 +12,19 @@ import tempfile
 import torch
 from torch import Tensor
 
+#: How often this process, or one that it is forked from, was forked. Processes share what was mapped
+#: before a fork: each of them has to write elsewhere after it.
+n_forks = 0
+
+
+def _count_fork() -> None:
+    global n_forks
+    n_forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_count_fork)
+
 
 class Folder:
     """A folder for tensors in files without a name, each of which goes with its last tensor."""
