@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
+from hfgen.logs import logger
 from tests import tiny
 
 
@@ -221,7 +222,6 @@ def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any],
         *((m, ValueError, {"input_ids": IDS, "attention_mask": ones[:1]}, "(2, 7), but has (1, 7)") for m in everyone),
         (tiny.llama, ValueError, {"input_ids": IDS, "attention_mask": ones[:, None]}, "(batch, length), but has shape (2, 1, 7)"),
         *((m, IndexError, {"input_ids": long}, "70 tokens per row") for m in (tiny.gpt2, tiny.bart)),
-        (tiny.llama, ValueError, {"input_ids": tiny.prompt(1, 300)}, "has 300 tokens per row, but LlamaForCausalLM has 256 positions"),
     ]  # fmt: skip
 
 
@@ -242,6 +242,16 @@ def test_no_prompt_and_no_bos():
         untouched.model.generate(generation_config=config)
     untouched.check()
     assert config == GenerationConfig(max_new_tokens=4)
+
+
+def test_rotary_positions_go_beyond_those_of_the_training(monkeypatch):
+    ids, said = tiny.prompt(1, 300), []
+    monkeypatch.setattr(logger, "warning_once", said.append)
+    expected = tiny.llama().generate(ids, max_new_tokens=3, eos_token_id=None)
+    found = hfgen.mix_into(tiny.llama()).generate(ids, max_new_tokens=3, eos_token_id=None)
+    assert torch.equal(found, expected)
+    words = "`input_ids` has 300 tokens per row, but LlamaForCausalLM has 256 positions"
+    assert [message.startswith(words) for message in said] == [True]
 
 
 def test_rotary_scaling_goes_beyond_the_positions():

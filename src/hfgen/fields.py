@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor, WatermarkingConfig
+from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 
 class FieldError(TypeError, ValueError):
@@ -129,18 +130,12 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
 
 
-def _is_watermark(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(name, str) for name in value)
-    return hasattr(value, "validate") and hasattr(value, "construct_processor")
-
-
-def _builds(processor: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Whether upstream's ``processor``, which knows best what it accepts, accepts the value."""
+def _builds(make: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    """Whether upstream's class, which knows best what it accepts, can be made of the value."""
 
     def accepts(value: Any) -> bool:
         try:
-            processor(value)
+            make(value)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False
         return True
@@ -175,7 +170,12 @@ BIASES = Kind(
     "a non-empty dictionary {(id, …): bias} or list [[[id, …], bias], …]",
     _builds(SequenceBiasLogitsProcessor),
 )
-WATERMARK = Kind("a WatermarkingConfig or its fields in a dict", _is_watermark)
+WATERMARK = Kind(
+    "a WatermarkingConfig or its fields in a dict",
+    lambda value: (
+        isinstance(value, BaseWatermarkingConfig) or _builds(WatermarkingConfig.from_dict)(value)
+    ),
+)
 DFLASH = Kind("'dflash'", lambda value: isinstance(value, str) and value == "dflash")
 NAME = Kind("a name", lambda value: isinstance(value, str))
 ANY = Kind("text or JSON", lambda value: True)  # checked by the stage that reads it
@@ -274,7 +274,9 @@ FIELDS: dict[str, Field] = {
     "renormalize_logits": Field(FLAG),
     "remove_invalid_values": Field(FLAG),
     "forced_bos_token_id": Field(
-        TOKENS, Range("one id at least", lambda value: any(True for _ in tokens_in(value)))
+        TOKENS,
+        Range("one id at least", lambda value: any(True for _ in tokens_in(value))),
+        outside=IndexError,
     ),
     "forced_eos_token_id": Field(
         TOKENS,

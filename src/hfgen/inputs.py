@@ -49,13 +49,7 @@ def prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask:
     config, model_kwargs = call.config, prompt.model_kwargs
     accepted = set(inspect.signature(model.forward).parameters)
     is_decoder_only = not model.config.is_encoder_decoder
-    if has_mask:
-        if prompt.main_input_name == "input_ids" and model_kwargs["attention_mask"].ndim > 2:
-            raise ValueError(
-                "`attention_mask` has to be (batch, length), but has shape "
-                f"{tuple(model_kwargs['attention_mask'].shape)}."
-            )
-    elif is_decoder_only and "attention_mask" in accepted:
+    if not has_mask and is_decoder_only and "attention_mask" in accepted:
         model_kwargs["attention_mask"] = model._prepare_attention_mask_for_generation(
             prompt.main_input, config, model_kwargs
         )
@@ -323,8 +317,7 @@ def prepare_decoder_input_ids_for_generation(
         return start, model_kwargs
     if not quirks.keeps_decoder_prompt(self) and (ids[:, 0] != start[:, 0]).all():
         ids = torch.cat([start, ids], dim=-1)
-        if "decoder_attention_mask" in model_kwargs:
-            mask = model_kwargs["decoder_attention_mask"]
+        if (mask := model_kwargs.get("decoder_attention_mask")) is not None:
             mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=-1)
             model_kwargs["decoder_attention_mask"] = mask
     return ids, model_kwargs

@@ -35,11 +35,6 @@ class Beam(NextToken):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         config = run.config
-        if config.low_memory:
-            raise ValueError(
-                "`low_memory=True` is no longer a way to search with beams. Leave it out; "
-                "`cache_implementation='offloaded'` saves memory."
-            )
         rows, self.prompt_length = run.ids.shape
         self.beams = self.beams_of(config)
         self.batch = rows // self.beams

@@ -13,6 +13,12 @@ from transformers.utils import TransformersKwargs
 from ..call import Request
 from .fields import with_suggestions
 
+#: Arguments that are tensors with a row per prompt, if they are given.
+TENSORS = (
+    "inputs input_ids inputs_embeds attention_mask position_ids decoder_input_ids "
+    "decoder_attention_mask negative_prompt_ids negative_prompt_attention_mask"
+).split()
+
 
 def check_request(request: Request) -> None:
     """Raise ``TypeError`` for an argument of ``generate`` that is of the wrong kind."""
@@ -56,14 +62,25 @@ def check_request(request: Request) -> None:
             "`custom_generate` has to be a callable or a repository's name or path, but is "
             f"{_kind(custom)}."
         )
-    for name in ("inputs", "input_ids", "attention_mask", "inputs_embeds"):
-        tensor = request.inputs if name == "inputs" else request.kwargs.get(name)
+    for name in TENSORS:
+        tensor = getattr(request, name, request.kwargs.get(name))
         if tensor is not None and not isinstance(tensor, torch.Tensor):
-            unpack = hasattr(tensor, "input_ids") or isinstance(tensor, dict)
             raise TypeError(
-                f"`{name}` has to be a tensor, but is {_kind(tensor)}. "
-                + ("Unpack it: generate(**inputs)." if unpack else "Use torch.tensor(...).")
+                f"`{name}` has to be a tensor, but is {_kind(tensor)}. {_advice(tensor)}"
             )
+        if tensor is not None and tensor.ndim == 0:
+            raise IndexError(f"`{name}` has to be (batch, …), but is one number, {tensor}.")
+
+
+def _advice(value: Any) -> str:
+    if hasattr(value, "input_ids") or isinstance(value, dict):
+        return "Unpack it: generate(**inputs)."
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list | tuple) and any(isinstance(text, str) for text in texts):
+        return (
+            "Pass what the tokenizer makes of it: generate(**tokenizer(text, return_tensors='pt'))."
+        )
+    return "Use torch.tensor(...)."
 
 
 def _kind(value: Any) -> str:

@@ -9,13 +9,40 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .. import constraints, quirks
 
+#: Room for more tokens than this fits into no memory.
+MAX_LENGTH = 2**31
+
 
 def check_mode(model: Any, mode: GenerationMode, config: GenerationConfig) -> None:
-    """Raise ``ValueError`` for groups or constraints that cannot be searched with."""
+    """Raise ``ValueError`` for numbers, groups or constraints that cannot be searched with."""
+    if "beam" in mode.value:
+        _check_numbers(config)
     if mode == GenerationMode.GROUP_BEAM_SEARCH:
         _check_groups(config)
     elif mode == GenerationMode.CONSTRAINED_BEAM_SEARCH:
         _check_constraints(model, config)
+
+
+def _check_numbers(config: GenerationConfig) -> None:
+    if config.low_memory and not (config.num_beam_groups or 1) > 1:
+        raise ValueError(
+            "`low_memory=True` is no longer a way to search with beams. Leave it out; "
+            "`cache_implementation='offloaded'` saves memory."
+        )
+    name = "max_length" if config.max_new_tokens is None else "max_new_tokens"
+    length = getattr(config, name)
+    if length > MAX_LENGTH:
+        raise ValueError(
+            f"`{name}` has to be at most {MAX_LENGTH:,} with beams, which keep room for all of it, "
+            f"but is {length}."
+        )
+    try:
+        float(max(length, 1)) ** float(config.length_penalty)
+    except OverflowError:
+        raise ValueError(
+            f"`length_penalty` is the power of the length that scores are divided by: {length} to the "
+            f"power of {config.length_penalty} is too large for a float."
+        ) from None
 
 
 def _check_groups(config: GenerationConfig) -> None:

@@ -22,8 +22,10 @@ def _check_contrastive(model: Any, config: GenerationConfig) -> None:
         raise ValueError(
             f"`penalty_alpha` has to be between 0 and 1, but is {config.penalty_alpha!r}."
         )
-    if config.top_k != int(config.top_k):
-        raise ValueError(f"`top_k` has to be an integer, but is {config.top_k!r}.")
+    if config.dola_layers is not None:
+        raise ValueError(
+            f"{name} and `dola_layers`={config.dola_layers!r} each ask for a mode. Leave one out."
+        )
     if model._is_stateful:
         raise ValueError(
             f"{name} tries several tokens from one state and takes them back, but "

@@ -13,11 +13,11 @@ from ..fields import FIELDS, is_on
 
 
 def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """``unknown`` names, each with the nearest known one."""
+    """``unknown`` names, each with the known one that it may be a slip of."""
     known = list(known)
     named = []
     for name in unknown:
-        nearest = difflib.get_close_matches(name, known, n=1)
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         named.append(f"`{name}` (did you mean `{nearest[0]}`?)" if nearest else f"`{name}`")
     return ", ".join(named)
 
@@ -67,7 +67,6 @@ def check_companions(config: GenerationConfig, tokenizer: Any) -> None:
     """Raise ``ValueError`` for a field of the config that lacks what it works with.
 
     The stages that build from these fields check them too, but come after the encoder has run.
-    ``heal_tokens`` alone says what healing needs: a model may override it and do without.
     """
     if config.stop_strings is not None:
         require_tokenizer(tokenizer, "stop_strings", config.stop_strings)

@@ -9,75 +9,229 @@ from torch import nn
 
 from .. import caches, quirks
 from ..call import Call, Prompt
+from ..fields import FIELDS, tokens_in
+from ..logs import logger
 from .cache import check_cache
+from .fields import require_tokenizer
+
+
+class PromptError(ValueError, IndexError, RuntimeError):
+    """A tensor that the model cannot take: upstream raises any of these from within a forward."""
 
 
 def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for a prompt that the model cannot take, or a cache that does not fit it.
 
-    ``ValueError``: empty batch, empty prompt, attention mask of another shape, prompt longer than
-    the rotary positions that the model was made for. ``IndexError``, as in upstream's forward: ids
-    outside of the vocabulary, prompt longer than the table of learned positions.
+    ``ValueError``: empty batch, empty prompt, attention mask of another shape. ``PromptError``: other
+    tensors of a wrong shape or type. ``IndexError``, as in upstream's forward: ids outside of the
+    vocabulary, prompt longer than the table of learned positions.
     """
     caches.check_config(model, call)
+    given, main, name = prompt.model_kwargs, prompt.main_input, prompt.main_input_name
     if prompt.batch_size == 0:
         raise ValueError(
-            f"`{prompt.main_input_name}` has to hold at least one row, but has shape "
-            f"{tuple(prompt.main_input.shape)}."
+            f"`{name}` has to hold at least one row, but has shape {tuple(main.shape)}."
         )
+    is_text, table = quirks.takes_only_text(model), quirks.token_embedding(model)
+    is_read = given.get("encoder_outputs") is None
+    if name == "input_ids" and is_text and is_read:
+        _check_ids("input_ids", main, table)
+    elif name == "inputs_embeds" and is_read:
+        _check_embeddings(main, table)
     _check_mask(model, prompt)
+    _check_decoder_ids(model, prompt)
+    _check_fields_with_tokens(model, call, prompt)
+    if call.config.token_healing and model.heal_tokens.__module__.startswith("hfgen."):
+        require_tokenizer(call.mode_kwargs.get("tokenizer"), "token_healing", True)
+    if is_text:
+        _check_negative_prompt(model, call, prompt)
+        _check_position_ids(model, call, prompt)
     check_cache(model, call, prompt)
-    ids = prompt.main_input
-    if prompt.main_input_name != "input_ids" or ids.ndim != 2 or ids.is_floating_point():
+    if name != "input_ids" or main.ndim != 2 or not is_read:
         return
+    is_continued = quirks.given_cache(model, given) is not None
+    if main.shape[1] == 0 and (model.config.is_encoder_decoder or not is_continued):
+        raise ValueError(
+            f"`input_ids` has to hold at least one token per row, but has shape {tuple(main.shape)}. "
+            f"Pass a prompt, or leave `input_ids` out to start from `bos_token_id` (which is "
+            f"{call.config.bos_token_id})."
+        )
+    if is_text:
+        _check_positions(model, main)
+
+
+def _check_ids(name: str, ids: torch.Tensor, table: nn.Embedding | None) -> None:
+    """Ids ``(batch, length)`` of the ``table``'s vocabulary; without one, anything may be meant."""
+    if table is None:
+        return
+    if ids.ndim != 2:
+        raise PromptError(f"`{name}` has to be (batch, length), but has shape {tuple(ids.shape)}.")
+    if ids.dtype not in (torch.long, torch.int):
+        raise PromptError(
+            f"`{name}` has to hold token ids, int64 or int32, but holds {ids.dtype}. Is it a mask?"
+        )
+    if ids.numel() == 0 or ids.device.type == "meta":
+        return
+    lowest, highest = (int(bound) for bound in ids.aminmax())
+    if lowest < 0 or highest >= table.num_embeddings:
+        row, column = ((ids < 0) | (ids >= table.num_embeddings)).nonzero()[0].tolist()
+        raise IndexError(
+            f"`{name}[{row}, {column}]` is {int(ids[row, column])}, but the model's vocabulary has "
+            f"the ids 0 to {table.num_embeddings - 1}. Is the tokenizer this model's?"
+        )
+
+
+def _check_embeddings(embeds: torch.Tensor, table: nn.Embedding | None) -> None:
+    width = embeds.shape[-1] if table is None else table.embedding_dim
+    if embeds.ndim != 3 or embeds.shape[2] != width:
+        raise PromptError(
+            f"`inputs_embeds` has to be (batch, length, {width}), but has shape "
+            f"{tuple(embeds.shape)}."
+        )
+
+
+def _check_negative_prompt(model: Any, call: Call, prompt: Prompt) -> None:
+    ids, mask = call.request.negative_prompt_ids, call.request.negative_prompt_attention_mask
+    if ids is None or call.config.guidance_scale in (None, 1):
+        return
+    _check_ids("negative_prompt_ids", ids, quirks.token_embedding(model))
+    n_rows = prompt.batch_size * max(call.config.num_beams, call.config.num_return_sequences)
+    if ids.numel() == 0 or n_rows % len(ids) != 0:
+        raise PromptError(
+            f"`negative_prompt_ids` has to hold one row, or one per row of the prompt, but has shape "
+            f"{tuple(ids.shape)} for {prompt.batch_size} rows."
+        )
+    if mask is not None and (mask.ndim != 2 or len(mask) != len(ids)):
+        raise PromptError(
+            "`negative_prompt_attention_mask` has to have the shape of `negative_prompt_ids`, "
+            f"{tuple(ids.shape)}, but has {tuple(mask.shape)}."
+        )
+
+
+def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
+    ids, mask = (prompt.model_kwargs.get(f"decoder_{n}") for n in ("input_ids", "attention_mask"))
+    table = quirks.token_embedding(model.get_decoder()) if model.config.is_encoder_decoder else None
+    if ids is None or table is None:
+        return
+    _check_ids("decoder_input_ids", ids, table)
+    if len(ids) != prompt.batch_size or ids.shape[1] == 0:
+        raise PromptError(
+            f"`decoder_input_ids` has to hold {prompt.batch_size} rows of tokens, one per row of the "
+            f"input, but has shape {tuple(ids.shape)}."
+        )
+    if mask is not None and (mask.ndim != 2 or len(mask) != len(ids)):
+        raise PromptError(
+            f"`decoder_attention_mask` has to have the shape of `decoder_input_ids`, "
+            f"{tuple(ids.shape)}, but has {tuple(mask.shape)}."
+        )
+
+
+def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
+    """Positions ``(1 or batch, at least length)``; with a filled cache they may be fewer."""
+    positions = prompt.model_kwargs.get("position_ids")
+    if positions is None or model.config.is_encoder_decoder:
+        return
+    ids, table = prompt.main_input, _position_table(model)
+    is_flat = positions.ndim == 1 and table is not None  # looked up, one dimension will do
+    is_short = positions.shape[-1:] < ids.shape[1:2]
     is_continued = quirks.given_cache(model, prompt.model_kwargs) is not None
-    if ids.shape[1] == 0:
-        if not model.config.is_encoder_decoder and not is_continued:
-            raise ValueError(
-                f"`input_ids` has to hold at least one token per row, but has shape "
-                f"{tuple(ids.shape)}. Pass a prompt, or leave `input_ids` out to start from "
-                f"`bos_token_id` (which is {call.config.bos_token_id})."
-            )
+    is_repeated = max(call.config.num_beams, call.config.num_return_sequences) > 1
+    n_rows = (prompt.batch_size,) if is_repeated else (1, prompt.batch_size)
+    fits = positions.ndim == 2 and positions.shape[0] in n_rows and positions.dtype != torch.bool
+    if not (fits or is_flat) or (is_short and not is_continued):
+        raise PromptError(
+            f"`position_ids` has to be (batch, length), {tuple(ids.shape[:2])} here, but has shape "
+            f"{tuple(positions.shape)}."
+        )
+    if table is None or positions.device.type == "meta" or positions.numel() == 0:
         return
-    are_read = prompt.model_kwargs.get("encoder_outputs") is None
-    if are_read and quirks.takes_only_text(model):
-        _check_vocabulary(model, ids)
-        _check_positions(model, ids)
+    is_integer = not positions.is_floating_point()
+    if not is_integer or positions.min() < 0 or positions.max() >= _n_positions(table):
+        raise PromptError(
+            f"`position_ids` has to hold integers from 0 to {_n_positions(table) - 1}, but holds "
+            f"{positions.dtype} from {positions.min()} to {positions.max()}."
+        )
+
+
+def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
+    """Raise for a field of the config that names a token which the model does not have."""
+    config, given = call.config, prompt.model_kwargs
+    size = getattr(getattr(model.get_output_embeddings(), "weight", None), "shape", [None])[0]
+    if size is None:
+        return
+    is_encoder_decoder = model.config.is_encoder_decoder
+    first = given.get("decoder_input_ids") if is_encoder_decoder else prompt.main_input
+    starts_with_one = first is None or first.shape[1] == 1  # without ids: the start token
+    for name, row in FIELDS.items():
+        value = getattr(config, name, None)
+        is_idle = (name == "decoder_start_token_id" and not is_encoder_decoder) or (
+            name == "forced_bos_token_id" and not starts_with_one
+        )
+        if row.outside is None or value is None or is_idle:
+            continue
+        # Upstream indexes with a forced BOS, and an index may count from the end.
+        least = -size if name == "forced_bos_token_id" else 0
+        outside = [token for token in tokens_in(value) if not least <= token < size]
+        if outside:
+            raise row.outside(
+                f"`{name}` has the token {outside[0]}, but the model's vocabulary has the ids 0 to "
+                f"{size - 1}."
+            )
+    start = config.decoder_start_token_id
+    if is_encoder_decoder and isinstance(start, list) and len(start) != prompt.batch_size:
+        raise ValueError(
+            f"`decoder_start_token_id` has to be one id or {prompt.batch_size}, one per row, but has "
+            f"{len(start)}."
+        )
 
 
 def _check_mask(model: Any, prompt: Prompt) -> None:
-    mask = prompt.model_kwargs.get("attention_mask")
-    is_text = prompt.main_input_name in ("input_ids", "inputs_embeds")
-    if not is_text or mask is None or mask.ndim != 2 or prompt.main_input.ndim < 2:
+    mask, main, name = (
+        prompt.model_kwargs.get("attention_mask"),
+        prompt.main_input,
+        prompt.main_input_name,
+    )
+    if name not in ("input_ids", "inputs_embeds") or mask is None:
         return
-    expected, given = tuple(prompt.main_input.shape[:2]), tuple(mask.shape)
-    if given == expected:
+    if mask.ndim < 2 or (mask.ndim > 2 and name == "input_ids"):
+        raise PromptError(
+            f"`attention_mask` has to be (batch, length), but has shape {tuple(mask.shape)}."
+        )
+    if mask.ndim != 2 or main.ndim < 2:
         return
+    expected, given = tuple(main.shape[:2]), tuple(mask.shape)
     # With a cache the mask also covers what is in the cache.
     is_continued = quirks.given_cache(model, prompt.model_kwargs) is not None
-    if is_continued and given[0] == expected[0] and given[1] >= expected[1]:
+    covers = is_continued and given[0] == expected[0] and given[1] >= expected[1]
+    if given != expected and not covers:
+        raise ValueError(
+            f"`attention_mask` has to have the shape of `{name}`, {expected}, but has {given}."
+        )
+    if mask.numel() == 0 or mask.device.type == "meta":
         return
-    raise ValueError(
-        f"`attention_mask` has to have the shape of `{prompt.main_input_name}`, {expected}, but has "
-        f"{given}."
-    )
+    lowest, highest = mask.aminmax()
+    is_counted = not model.config.is_encoder_decoder and (lowest < 0 or highest > 1)
+    if lowest != lowest or (is_counted and _position_table(model) is not None):
+        raise PromptError(
+            "`attention_mask` has to hold ones and zeros, since positions are counted by it, but "
+            f"holds {lowest} to {highest}."
+        )
 
 
-def _check_vocabulary(model: Any, ids: torch.Tensor) -> None:
-    embedding = quirks.token_embedding(model)
-    if embedding is None or ids.device.type == "meta":
-        return
-    lowest, highest = (int(bound) for bound in ids.aminmax())
-    if lowest >= 0 and highest < embedding.num_embeddings:
-        return
-    row, column = ((ids < 0) | (ids >= embedding.num_embeddings)).nonzero()[0].tolist()
-    raise IndexError(
-        f"`input_ids[{row}, {column}]` is {int(ids[row, column])}, but the model's vocabulary has "
-        f"the ids 0 to {embedding.num_embeddings - 1}. Is the tokenizer this model's?"
-    )
+def _position_table(model: Any) -> nn.Embedding | None:
+    """The table of learned positions, if the model has one."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and ("pos" in name or name.endswith("wpe")):
+            return module
+    return None
+
+
+def _n_positions(table: nn.Embedding) -> int:
+    return table.num_embeddings - getattr(table, "offset", 0)
 
 
 def _check_positions(model: Any, ids: torch.Tensor) -> None:
+    """Raise for more tokens than there are learned positions; warn beyond those of rotary ones."""
     length = ids.shape[1]
     positions = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(positions, int) or length <= positions:
@@ -86,11 +240,10 @@ def _check_positions(model: Any, ids: torch.Tensor) -> None:
         f"`input_ids` has {length} tokens per row, but {type(model).__name__} has {positions} "
         "positions (`config.max_position_embeddings`). Shorten the prompt"
     )
-    for name, module in model.named_modules():
-        is_table = isinstance(module, nn.Embedding) and ("pos" in name or name.endswith("wpe"))
-        if is_table and module.num_embeddings - getattr(module, "offset", 0) < length:
-            raise IndexError(f"{message}.")
-        if getattr(module, "rope_type", None) == "default":
-            raise ValueError(
-                f"{message}, or raise that field or set its rotary scaling if the model can go on."
-            )
+    table = _position_table(model)
+    if table is not None and _n_positions(table) < length:
+        raise IndexError(f"{message}.")
+    if any(getattr(module, "rope_type", None) == "default" for module in model.modules()):
+        logger.warning_once(
+            f"{message}, or set rotary scaling: quality drops beyond the positions of the training."
+        )

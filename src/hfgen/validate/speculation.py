@@ -53,7 +53,16 @@ def check_mode(
 ) -> None:
     """Raise ``ValueError`` or ``TypeError`` for what cannot draft, or be drafted for."""
     assistant = mode_kwargs.get("assistant_model")
+    from ..drafters import SCHEDULES  # which import this module
+
     if mode == GenerationMode.ASSISTED_GENERATION:
+        name = config.num_assistant_tokens_schedule
+        if name is not None and name not in SCHEDULES:
+            raise ValueError(
+                f"`num_assistant_tokens_schedule` has to be one of {sorted(SCHEDULES)}, but is "
+                f"{name!r}."
+            )
+        _check_one_drafts(config, assistant)
         _check_assisted(model, config)
         check_generator(model, config, assistant)
     if assistant is not None and not is_drafter(assistant) and not is_dflash(config):
@@ -154,6 +163,16 @@ def decoder_layers(model: Any) -> tuple[nn.Module, nn.Module, str]:
             f"{type(model).__name__} has none."
         )
     return decoder, module, name
+
+
+def _check_one_drafts(config: GenerationConfig, assistant: Any) -> None:
+    names = ("prompt_lookup_num_tokens", "assistant_early_exit")
+    given = [f"`{name}`" for name in names if getattr(config, name) is not None]
+    given += [] if assistant is None else ["`assistant_model`"]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are given, but only one of them can draft. Leave the others out."
+        )
 
 
 def _check_assisted(model: Any, config: GenerationConfig) -> None:
