@@ -31,6 +31,9 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
         call.config, has_mask, device=main_input.device, batch_size=prompt.batch_size
     )
     validate.check_prompt(model, call, prompt)
+    # An overridden ``heal_tokens`` may do without a tokenizer.
+    if call.config.token_healing and getattr(model.heal_tokens, "__func__", None) is heal_tokens:
+        validate.require_tokenizer(call.mode_kwargs.get("tokenizer"), "token_healing", True)
     if not model.config.is_encoder_decoder:
         _warn_of_right_padding(call, prompt)
         if name == "inputs_embeds":  # without a cache, the embeddings would be fed at every step

@@ -12,7 +12,6 @@ from ..call import Call, Prompt
 from ..fields import FIELDS, tokens_in
 from ..logs import logger
 from .cache import check_cache
-from .fields import require_tokenizer
 
 
 class PromptError(ValueError, IndexError, RuntimeError):
@@ -41,8 +40,6 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     _check_mask(model, prompt)
     _check_decoder_ids(model, prompt)
     _check_fields_with_tokens(model, call, prompt)
-    if call.config.token_healing and model.heal_tokens.__module__.startswith("hfgen."):
-        require_tokenizer(call.mode_kwargs.get("tokenizer"), "token_healing", True)
     if is_text:
         _check_negative_prompt(model, call, prompt)
         _check_position_ids(model, call, prompt)
