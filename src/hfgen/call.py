@@ -97,8 +97,8 @@ class Call:
     prompt_length: int = 0
     #: Written by ``inputs.prepare_ids``; taken by the prefill.
     shared_prompt: SharedPrompt | None = None
-    processors: LogitsProcessorList | None = None
-    criteria: StoppingCriteriaList | None = None
+    processors: Any = None
+    criteria: Any = None
     #: The call's use of a ``PrefixCache``; written by ``prefix.begin``.
     prefix_session: Any = None
 
@@ -153,6 +153,16 @@ class Call:
             )
         finally:
             self.release()
+
+    def run(self, model: Any) -> Run:
+        """The state of a loop, for callers that drive it themselves; the method does not decode."""
+        prompt = self.prompt
+        assert prompt is not None
+        self.release()
+        kwargs = self.mode_kwargs | prompt.model_kwargs
+        synced_gpus = kwargs.pop("synced_gpus", False)
+        functions = self.processors, self.criteria
+        return Run.of(model, prompt.ids, *functions, self.config, synced_gpus, kwargs)
 
     def release(self) -> None:
         """Let go of the config: a cycle would keep prompt and cache in memory after the call."""

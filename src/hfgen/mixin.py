@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -39,6 +40,69 @@ from .outputs import GenerateOutput
 from .prepare import prepare
 
 T = TypeVar("T")
+
+
+def mixed_view(model: Any) -> Any:
+    """An object that shares everything with ``model`` but generates with hfgen.
+
+    ``model`` itself stays as it is: for models that are a caller's, and only looked at. Of a wrapper
+    (PEFT, ``torch.compile``) it is a view of the model within.
+    """
+    if isinstance(model, nn.Module):
+        parts = (part for part in model.modules() if isinstance(part, transformers.GenerationMixin))
+        model = next(parts, model)
+    if not isinstance(model, transformers.GenerationMixin) or isinstance(model, GenerationMixin):
+        return model
+    view = copy.copy(model)
+    view.__class__ = mixed_class(type(model))  # type: ignore[arg-type]
+    return view
+
+
+def cannot_generate(cls: type) -> str:
+    """The message of the error about a class that cannot generate."""
+    return (
+        f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load the "
+        "model with a class that has a language modelling head, such as AutoModelForCausalLM's."
+    )
+
+
+@functools.cache
+def mixed_class(cls: Any) -> Any:
+    """``cls`` with hfgen's mixin behind it; ``cls`` itself if it has it. The same class each time.
+
+    Raises ``TypeError`` for a class that cannot generate.
+    """
+    if not issubclass(cls, transformers.GenerationMixin):
+        raise TypeError(cannot_generate(cls))
+    if issubclass(cls, GenerationMixin):
+        return cls
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": _reduce,
+        "_unmixed_class": cls,
+    }
+    return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
+
+
+#: Where transformers keeps the compiled forward of a model.
+COMPILED = ("_compiled_call", "_last_compile_config")
+
+
+def _reduce(self: Any, protocol: Any) -> str | tuple:
+    """Pickle by the class that can be imported; mix again on the other side."""
+    if "_unmixed_class" not in vars(type(self)):  # a subclass of a mixed class, importable itself
+        return object.__reduce_ex__(self, protocol)
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    if isinstance(state, dict):  # a compiled forward cannot be pickled, and a copy needs its own
+        state = {name: value for name, value in state.items() if name not in COMPILED}
+    return _new, (type(self)._unmixed_class,), state
+
+
+def _new(cls: Any) -> Any:
+    mixed = mixed_class(cls)
+    return mixed.__new__(mixed)
 
 
 class GenerationMixin(transformers.GenerationMixin):
@@ -173,6 +237,10 @@ class GenerationMixin(transformers.GenerationMixin):
     _has_unfinished_sequences = loop.has_unfinished_sequences
     compute_transition_scores = outputs.compute_transition_scores
 
+    # For drafters, which a model that generates makes: prepare another model, or look at it.
+    _prepare_call = prepare
+    _mixed_view = staticmethod(mixed_view)
+
     # The modes
     _sample = modes.sample
     _beam_search = modes.beam_search
@@ -198,65 +266,3 @@ def _ending(streamer: BaseStreamer | None) -> Iterator[None]:
             with suppress(Exception):  # the first exception is the one to report
                 streamer.end()  # type: ignore[union-attr]
         raise
-
-
-# --- classes ------------------------------------------------------------------------------------
-
-
-def mixed_view(model: T) -> T:
-    """An object that shares everything with ``model`` but generates with hfgen.
-
-    ``model`` itself stays as it is: for models that are a caller's, and only looked at.
-    """
-    if not isinstance(model, transformers.GenerationMixin) or isinstance(model, GenerationMixin):
-        return model
-    view = copy.copy(model)
-    view.__class__ = mixed_class(type(model))  # type: ignore[arg-type]
-    return view
-
-
-def cannot_generate(cls: type) -> str:
-    """The message of the error about a class that cannot generate."""
-    return (
-        f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load the "
-        "model with a class that has a language modelling head, such as AutoModelForCausalLM's."
-    )
-
-
-@functools.cache
-def mixed_class(cls: Any) -> Any:
-    """``cls`` with hfgen's mixin behind it; ``cls`` itself if it has it. The same class each time.
-
-    Raises ``TypeError`` for a class that cannot generate.
-    """
-    if not issubclass(cls, transformers.GenerationMixin):
-        raise TypeError(cannot_generate(cls))
-    if issubclass(cls, GenerationMixin):
-        return cls
-    namespace = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduce,
-        "_unmixed_class": cls,
-    }
-    return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
-
-
-#: Where transformers keeps the compiled forward of a model.
-COMPILED = ("_compiled_call", "_last_compile_config")
-
-
-def _reduce(self: Any, protocol: Any) -> str | tuple:
-    """Pickle by the class that can be imported; mix again on the other side."""
-    if "_unmixed_class" not in vars(type(self)):  # a subclass of a mixed class, importable itself
-        return object.__reduce_ex__(self, protocol)
-    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    if isinstance(state, dict):  # a compiled forward cannot be pickled, and a copy needs its own
-        state = {name: value for name, value in state.items() if name not in COMPILED}
-    return _new, (type(self)._unmixed_class,), state
-
-
-def _new(cls: Any) -> Any:
-    mixed = mixed_class(cls)
-    return mixed.__new__(mixed)

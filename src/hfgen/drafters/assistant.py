@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import ModelOutput
 
 from .. import execution
 from ..caches.layers import record_past, roll_back
-from ..call import ModelKwargs, Run
+from ..call import ModelKwargs, Request, Run
 from ..loop import commit
 from ..processors import is_row_wise
 from ..validate import accepted_names
@@ -29,10 +28,9 @@ class Assistant(Drafter):
     """
 
     def __init__(self, setup: Setup, model: Any = None, threshold: float | None = None) -> None:
-        from ..mixin import mixed_view  # which needs the drafters
-
         self.setup = setup
-        self.model = mixed_view(setup.assistant_model if model is None else model)
+        model = setup.assistant_model if model is None else model
+        self.model = setup.run.model._mixed_view(model)
         self.threshold = threshold or 0.0
         self.cost = relative_cost(self.model, setup.run.model)
         #: Made with the first draft, when the prompt is known.
@@ -143,25 +141,20 @@ class Assistant(Drafter):
         self.cached = kept
 
     def prepare(self, ids: torch.Tensor) -> Run:
-        """The assistant's own run on ``ids (rows, length)``, made by its own ``generate``."""
-        from ..mixin import GenerationMixin  # which needs the drafters
-
+        """The assistant's own run on ``ids (rows, length)``."""
         target, model = self.setup.run, self.model
         config = self.config(target.config)
         config.max_new_tokens = max(self.setup.max_length - ids.shape[1], 1)
         model_kwargs = self.model_kwargs(target, ids)
         if model.config.is_encoder_decoder:
             model_kwargs = self.encoded(model_kwargs, config, ids)
-        # Whisper's own generate, for one, does not return what it is told to decode with.
-        is_mixed = isinstance(model, GenerationMixin)
-        generate: Any = partial(GenerationMixin.generate, model) if is_mixed else model.generate
-        run: Run = generate(
-            **{"decoder_input_ids" if model.config.is_encoder_decoder else "input_ids": ids},
+        name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+        request = Request(
             generation_config=config,
-            logits_processor=self.shared_processors(target),
-            custom_generate=_prepared,
-            **model_kwargs,
+            logits_processor=LogitsProcessorList(self.shared_processors(target)),
+            kwargs={name: ids, **model_kwargs},
         )
+        run = model._prepare_call(request).run(model)
         cache = run.model_kwargs.get("past_key_values")
         if cache is None:
             raise ValueError(
@@ -241,17 +234,3 @@ class Assistant(Drafter):
         )
         kwargs.pop("inputs_embeds", None)
         return kwargs
-
-
-def _prepared(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: GenerationConfig,
-    **model_kwargs: Any,
-) -> Run:
-    """Stands in for decoding: ``generate`` then returns what it has prepared."""
-    return Run(
-        model, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs
-    )

@@ -1,0 +1,200 @@
+"""The rows of a batch: which tensors have them, and how rows are taken, repeated and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from .caches import layers
+from .call import ModelKwargs
+
+#: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.
+Change = Callable[[Tensor, int], Tensor]
+
+#: Arguments of forward with a column per token of the decoder, of the encoder in one case.
+PER_TOKEN = (
+    *("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"),
+    *("decoder_attention_mask", "decoder_position_ids"),
+)
+
+
+def row_dim(name: str, tensor: Tensor, rows_of_states: int = 0) -> int:
+    """Which dimension of an argument or output of forward has the rows.
+
+    The first, as the hook that expands inputs takes for granted. Multimodal rotary positions
+    ``(3, rows, length)`` have them second; ``rows_of_states`` says where four-dimensional hidden
+    states have them.
+    """
+    if name.endswith("position_ids") and tensor.ndim == 3:
+        return 1
+    return rows_of_states if name.endswith("hidden_states") and tensor.ndim == 4 else 0
+
+
+def map_rows(
+    value: Any, change: Change, n_rows: int | None = None, name: str = "", rows_of_states: int = 0
+) -> Any:
+    """``value`` with every tensor in it changed that has ``n_rows`` rows, or any number if ``None``.
+
+    Tensors with another number are shared by all rows, as positions ``(1, length)`` are, and stay.
+    Outputs, dicts, tuples and lists are copied; everything else, caches too, is as it was.
+    """
+    if isinstance(value, Tensor):
+        dim = row_dim(name, value, rows_of_states)
+        has_rows = value.ndim > dim and n_rows in (None, value.shape[dim])
+        return change(value, dim) if has_rows else value
+
+    def inner(item: Any, key: str) -> Any:
+        return map_rows(item, change, n_rows, key, rows_of_states)
+
+    if isinstance(value, Mapping):
+        items = {key: inner(item, key) for key, item in value.items()}
+        return type(value)(**items) if isinstance(value, ModelOutput) else items
+    if type(value) in (tuple, list):
+        return type(value)(inner(item, name) for item in value)
+    return value
+
+
+def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
+    """``value`` for the rows ``index (wanted,)`` of ``n_rows``; see ``map_rows``."""
+
+    def take(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.index_select(dim, index.to(tensor.device))
+
+    return map_rows(value, take, n_rows, name)
+
+
+@dataclass(slots=True)
+class Batch:
+    """All that a decoding step reads and that has a dimension for rows, between two steps.
+
+    ``ids (rows, length)``; ``model_kwargs``, the cache among them, which holds all tokens but the
+    newest.
+    """
+
+    ids: Tensor
+    model_kwargs: ModelKwargs
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        """The caches among the arguments, by name."""
+        return {n: value for n, value in self.model_kwargs.items() if isinstance(value, Cache)}
+
+    def take(self, index: Tensor) -> None:
+        """Let row ``i`` become what row ``index[i]`` was: ``index (wanted,)``.
+
+        The cache is changed in place; tensors of the arguments are copied.
+        """
+        for cache in self.caches.values():
+            layers.take(cache, index.to(self.ids.device))
+        self.model_kwargs = take_rows(self.model_kwargs, index, len(self))
+        self.ids = self.ids[index]
+
+    def repeat(self, n: int) -> None:
+        """Repeat each row ``n`` times in place: ``A B`` becomes ``A A B B``."""
+        self.take(torch.arange(len(self), device=self.ids.device).repeat_interleave(n))
+
+    def append(self, other: Batch, pad_token_id: int = 0) -> None:
+        """Put the rows of ``other`` behind these; it stays as it was.
+
+        The newest tokens of all rows share a column: the shorter batch is padded on the left, with
+        ``pad_token_id`` in the ids, zeros in the cache, and a mask that hides both.
+
+        Raises ``ValueError``, before anything is changed, if the two have different arguments, or
+        caches whose rows cannot be joined.
+        """
+        joined = _joined_kwargs(self, other)
+        if self.caches.keys() != other.caches.keys():
+            raise ValueError(
+                f"A batch with the caches {sorted(other.caches)} cannot join one with "
+                f"{sorted(self.caches)}."
+            )
+        for name, cache in self.caches.items():
+            layers.append(cache, other.caches[name])
+            joined[name] = cache
+        length = max(self.ids.shape[1], other.ids.shape[1])
+        self.ids = torch.cat([_left(ids, length, pad_token_id) for ids in (self.ids, other.ids)])
+        self.model_kwargs = joined
+
+
+def _left(tensor: Tensor, length: int, fill: float = 0) -> Tensor:
+    """``tensor (…, columns)`` with ``fill`` before it, ``(…, length)``."""
+    return F.pad(tensor, (length - tensor.shape[-1], 0), value=fill)
+
+
+def _joined_kwargs(batch: Batch, other: Batch) -> ModelKwargs:
+    """The arguments of both, but for caches."""
+    ours, theirs = ({**b.model_kwargs} for b in (batch, other))
+    lengths = batch.ids.shape[1], other.ids.shape[1]
+    for kwargs, b in ((ours, batch), (theirs, other)):
+        _complete(kwargs, b, needs_mask=lengths[0] != lengths[1] or _has_mask(batch, other))
+    joined: ModelKwargs = {}
+    for name in ours.keys() | theirs.keys():
+        one, two = ours.get(name), theirs.get(name)
+        if isinstance(one, Cache) or isinstance(two, Cache):
+            continue
+        joined[name] = _joined(name, one, two, (len(batch), len(other)))
+    return joined
+
+
+def _has_mask(batch: Batch, other: Batch) -> bool:
+    name = _own_mask(batch.model_kwargs)
+    return any(b.model_kwargs.get(name) is not None for b in (batch, other))
+
+
+def _own_mask(kwargs: ModelKwargs) -> str:
+    """The name of the mask over the ids: with an encoder, ``attention_mask`` is the encoder's."""
+    is_encoder_decoder = kwargs.get("encoder_outputs") is not None
+    return "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
+
+
+def _complete(kwargs: ModelKwargs, batch: Batch, needs_mask: bool) -> None:
+    """Write down a mask that is left out since it hides nothing."""
+    name = _own_mask(kwargs)
+    if needs_mask and kwargs.get(name) is None:
+        kwargs[name] = torch.ones_like(batch.ids)
+    states = kwargs.get("encoder_outputs")
+    if states is not None and kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = batch.ids.new_ones(states[0].shape[:2])
+
+
+def _joined(name: str, one: Any, two: Any, n_rows: tuple[int, int]) -> Any:
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return _joined_tensors(name, one, two, n_rows)
+    if isinstance(one, ModelOutput) and isinstance(two, ModelOutput) and one.keys() == two.keys():
+        return type(one)(**{key: _joined(key, one[key], two[key], n_rows) for key in one})
+    if isinstance(one, Tensor) or isinstance(two, Tensor) or one != two:
+        raise ValueError(f"Rows cannot be joined: `{name}` is {one!r:.60} in one and {two!r:.60}.")
+    return one
+
+
+def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]) -> Tensor:
+    """Both along the rows; what has a column per token is padded on the left to the longer."""
+    dim = row_dim(name, one)
+    parts = []
+    for tensor, n in zip((one, two), n_rows, strict=True):
+        if tensor.ndim > dim and tensor.shape[dim] == 1 != n:  # shared by all rows
+            tensor = tensor.expand(*tensor.shape[:dim], n, *tensor.shape[dim + 1 :])
+        parts.append(tensor)
+    if name in PER_TOKEN:
+        longest = max(tensor.shape[-1] for tensor in parts)
+        parts = [_left(tensor, longest) for tensor in parts]
+    elif name == "last_hidden_state":  # of an encoder: (rows, length, size)
+        longest = max(tensor.shape[1] for tensor in parts)
+        parts = [F.pad(t, (0, 0, longest - t.shape[1], 0)) for t in parts]
+    shapes = [(*t.shape[:dim], *t.shape[dim + 1 :]) for t in parts]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"Rows cannot be joined: `{name}` has the shapes {tuple(one.shape)} and "
+            f"{tuple(two.shape)}."
+        )
+    return torch.cat([parts[0], parts[1].to(parts[0].device)], dim=dim)
