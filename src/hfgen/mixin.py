@@ -36,6 +36,7 @@ from . import (
 from .call import Request
 from .execution import compiled, executor, step_inputs
 from .execution.prefill import prefill
+from .modes import HOOKS
 from .outputs import GenerateOutput
 from .prepare import prepare
 
@@ -242,13 +243,13 @@ class GenerationMixin(transformers.GenerationMixin):
     _mixed_view = staticmethod(mixed_view)
 
     # The modes
-    _sample = modes.sample
-    _beam_search = modes.beam_search
-    _assisted_decoding = modes.assisted_decoding
-    _contrastive_search = modes.contrastive_search
-    _dola_decoding = modes.dola_decoding
-    _group_beam_search = modes.group_beam_search
-    _constrained_beam_search = modes.constrained_beam_search
+    _sample = HOOKS["_sample"]
+    _beam_search = HOOKS["_beam_search"]
+    _assisted_decoding = HOOKS["_assisted_decoding"]
+    _contrastive_search = HOOKS["_contrastive_search"]
+    _dola_decoding = HOOKS["_dola_decoding"]
+    _group_beam_search = HOOKS["_group_beam_search"]
+    _constrained_beam_search = HOOKS["_constrained_beam_search"]
 
 
 for _name, _hook in vars(GenerationMixin).items():

@@ -6,17 +6,19 @@ lets rows leave, continues a filled cache.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from .caches import cache_kind
-from .call import Call, Run
+from .call import Call, Run, Strategy
 from .drafters import Setup
 from .loop import finish
 from .outputs import GenerateOutput
@@ -25,94 +27,61 @@ from .strategies.assisted import Assisted, assisted
 from .validate import beams, contrast, is_zero, speculation
 
 
-def sample(
-    self: Any,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: BaseStreamer | None = None,
-    **model_kwargs: Any,
-) -> GenerateOutput | torch.Tensor:
-    """Decode greedily, or by sampling with ``do_sample``. Returns what ``generate`` returns."""
-    model_kwargs["streamer"] = streamer
-    run = Run.of(
-        self,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        synced_gpus,
-        model_kwargs,
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to decode: the hook of the model's class, and the strategy behind it."""
+
+    kind: GenerationMode
+    hook: str
+    #: Its attributes declare what the mode can do.
+    strategy: type
+    #: Makes the strategy of a run and the arguments of the mode; by default of the run alone.
+    make: Callable[[Run, dict[str, Any]], Strategy] | None = None
+
+    @property
+    def name(self) -> str:
+        """As people say it: "beam search"."""
+        return str(self.kind.value).replace("_", " ")
+
+    @property
+    def decode(self) -> Callable[..., Any]:
+        """hfgen's function behind the hook."""
+        return HOOKS[self.hook]
+
+
+def _assisted(run: Run, arguments: dict[str, Any]) -> Strategy:
+    if is_zero(run.config.max_new_tokens):  # nothing to draft: the prompt as it is
+        return Sample(run)
+    setup = Setup(
+        run,
+        arguments.get("assistant_model"),
+        arguments.get("tokenizer"),
+        arguments.get("assistant_tokenizer"),
+        arguments.get("inputs_tensor"),
+        run.streamer is not None,
     )
-    return finish(run, Sample(run))
+    return assisted(run, setup)
 
 
-def beam_search(
-    self: Any,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    **model_kwargs: Any,
-) -> GenerateOutput | torch.Tensor:
-    """Search with ``num_beams`` beams, or sample them with ``do_sample``.
-
-    Returns what ``generate`` returns. A streamer gets what all beams of a prompt agree on.
-    """
-    run = Run.of(
-        self,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        synced_gpus,
-        model_kwargs,
-    )
-    return finish(run, Beam(run))
+_K = GenerationMode
+_ROWS = (
+    Mode(_K.GREEDY_SEARCH, "_sample", Sample),
+    Mode(_K.SAMPLE, "_sample", Sample),
+    Mode(_K.BEAM_SEARCH, "_beam_search", Beam),
+    Mode(_K.BEAM_SAMPLE, "_beam_search", Beam),
+    Mode(_K.ASSISTED_GENERATION, "_assisted_decoding", Assisted, _assisted),
+    Mode(_K.CONTRASTIVE_SEARCH, "_contrastive_search", Contrastive),
+    Mode(_K.DOLA_GENERATION, "_dola_decoding", Dola),
+    Mode(_K.GROUP_BEAM_SEARCH, "_group_beam_search", GroupBeam),
+    Mode(_K.CONSTRAINED_BEAM_SEARCH, "_constrained_beam_search", ConstrainedBeam),
+)
+MODES: dict[GenerationMode, Mode] = {mode.kind: mode for mode in _ROWS}
 
 
-def assisted_decoding(
-    self: Any,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: BaseStreamer | None = None,
-    inputs_tensor: torch.Tensor | None = None,
-    assistant_model: Any = None,
-    assistant_tokenizer: Any = None,
-    tokenizer: Any = None,
-    **model_kwargs: Any,
-) -> GenerateOutput | torch.Tensor:
-    """Decode speculatively: tokens are drafted, and verified by one forward for several.
+def _hook(mode: Mode) -> Callable[..., Any]:
+    """The decoding method of a mode, with upstream's signature, which models and callers inspect."""
 
-    Returns what ``generate`` returns. ``assistant_model`` is a model or a ``hfgen.Drafter``.
-    """
-    model_kwargs |= {"streamer": streamer, "tokenizer": tokenizer}
-    run = Run.of(
-        self,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        synced_gpus,
-        model_kwargs,
-    )
-    if is_zero(generation_config.max_new_tokens):  # nothing to draft: the prompt as it is
-        return finish(run, Sample(run))
-    has_streamer = streamer is not None
-    setup = Setup(run, assistant_model, tokenizer, assistant_tokenizer, inputs_tensor, has_streamer)
-    return finish(run, assisted(run, setup))
-
-
-def _decoder(name: str, strategy: Callable[[Run], Any], doc: str) -> Callable[..., Any]:
-    """A decoding method with the arguments of ``sample``."""
-
-    def method(
+    def decode(
         self: Any,
         input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
@@ -122,76 +91,20 @@ def _decoder(name: str, strategy: Callable[[Run], Any], doc: str) -> Callable[..
         streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> GenerateOutput | torch.Tensor:
-        model_kwargs["streamer"] = streamer
-        run = Run.of(
-            self,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus,
-            model_kwargs,
-        )
-        return finish(run, strategy(run))
+        functions = logits_processor, stopping_criteria
+        kwargs = model_kwargs | {"streamer": streamer}
+        run = Run.of(self, input_ids, *functions, generation_config, synced_gpus, kwargs)
+        return finish(run, mode.strategy(run) if mode.make is None else mode.make(run, kwargs))
 
-    method.__name__, method.__doc__ = name, doc + " Returns what ``generate`` returns."
-    return method
+    summary = (mode.strategy.__doc__ or "").partition("\n")[0]
+    decode.__name__, decode.__doc__ = mode.hook, f"{summary} Returns what ``generate`` returns."
+    if (upstreams := vars(transformers.GenerationMixin).get(mode.hook)) is not None:
+        decode.__signature__ = inspect.signature(upstreams)  # type: ignore[attr-defined]
+    return decode
 
 
-contrastive_search = _decoder(
-    "contrastive_search", Contrastive, "Contrastive search (Su et al. 2022)."
-)
-dola_decoding = _decoder(
-    "dola_decoding", Dola, "Decoding by contrasting layers (Chuang et al. 2023)."
-)
-group_beam_search = _decoder(
-    "group_beam_search", GroupBeam, "Diverse beam search (Vijayakumar et al. 2016)."
-)
-constrained_beam_search = _decoder(
-    "constrained_beam_search",
-    ConstrainedBeam,
-    "Beam search under constraints (Post and Vilar 2018).",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """One way to decode."""
-
-    kind: GenerationMode
-    #: The hook of the model's class that decodes, and hfgen's function behind it.
-    hook: str
-    decode: Callable[..., Any]
-    #: The class that ``decode`` makes; its attributes declare what it can do.
-    strategy: type
-
-    @property
-    def name(self) -> str:
-        """As people say it: "beam search"."""
-        return str(self.kind.value).replace("_", " ")
-
-
-def _table(*modes: Mode) -> dict[GenerationMode, Mode]:
-    return {mode.kind: mode for mode in modes}
-
-
-_K = GenerationMode
-MODES: dict[GenerationMode, Mode] = _table(
-    Mode(_K.GREEDY_SEARCH, "_sample", sample, Sample),
-    Mode(_K.SAMPLE, "_sample", sample, Sample),
-    Mode(_K.BEAM_SEARCH, "_beam_search", beam_search, Beam),
-    Mode(_K.BEAM_SAMPLE, "_beam_search", beam_search, Beam),
-    Mode(_K.ASSISTED_GENERATION, "_assisted_decoding", assisted_decoding, Assisted),
-    Mode(_K.CONTRASTIVE_SEARCH, "_contrastive_search", contrastive_search, Contrastive),
-    Mode(_K.DOLA_GENERATION, "_dola_decoding", dola_decoding, Dola),
-    Mode(_K.GROUP_BEAM_SEARCH, "_group_beam_search", group_beam_search, GroupBeam),
-    Mode(
-        _K.CONSTRAINED_BEAM_SEARCH,
-        "_constrained_beam_search",
-        constrained_beam_search,
-        ConstrainedBeam,
-    ),
-)
+#: The decoding methods of the mixin, by name.
+HOOKS = {mode.hook: _hook(mode) for mode in _ROWS}
 
 
 def validate_generation_mode(
