@@ -57,14 +57,14 @@ def test_prompts_are_forwarded_once(mode: str, cache: str) -> None:
 
 @pytest.mark.parametrize("mode", ["beams", "samples"])
 def test_tokens_are_those_of_expanded_prompts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfgen import fanout
+    from hfgen.execution import shared_prompt
 
     model = hfgen.mix_into(tiny.llama())
     kwargs = MODES[mode] | {"attention_mask": MASK, "return_dict_in_generate": True}
     outputs = []
     for allowed in (True, False):
         if not allowed:
-            monkeypatch.setattr(fanout, "_can_fan_out", lambda *_: False)
+            monkeypatch.setattr(shared_prompt, "_can_fan_out", lambda *_: False)
         torch.manual_seed(0)
         shapes, output = rows_and_lengths(model, IDS, output_scores=True, **kwargs)
         assert (shapes[0][0] == 2) is allowed

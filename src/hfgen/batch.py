@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,49 +25,47 @@ PER_TOKEN = (
 )
 
 
-def row_dim(name: str, tensor: Tensor, rows_of_states: int = 0) -> int:
-    """Which dimension of an argument or output of forward has the rows.
+def row_dim(name: str, tensor: Tensor) -> int:
+    """Which dimension of an argument of forward has the rows.
 
-    The first, as the hook that expands inputs takes for granted. Multimodal rotary positions
-    ``(3, rows, length)`` have them second; ``rows_of_states`` says where four-dimensional hidden
-    states have them.
+    The first, as the hook that expands inputs takes for granted; of multimodal rotary positions
+    ``(3, rows, length)`` the second.
     """
-    if name.endswith("position_ids") and tensor.ndim == 3:
-        return 1
-    return rows_of_states if name.endswith("hidden_states") and tensor.ndim == 4 else 0
-
-
-def map_rows(
-    value: Any, change: Change, n_rows: int | None = None, name: str = "", rows_of_states: int = 0
-) -> Any:
-    """``value`` with every tensor in it changed that has ``n_rows`` rows, or any number if ``None``.
-
-    Tensors with another number are shared by all rows, as positions ``(1, length)`` are, and stay.
-    Outputs, dicts, tuples and lists are copied; everything else, caches too, is as it was.
-    """
-    if isinstance(value, Tensor):
-        dim = row_dim(name, value, rows_of_states)
-        has_rows = value.ndim > dim and n_rows in (None, value.shape[dim])
-        return change(value, dim) if has_rows else value
-
-    def inner(item: Any, key: str) -> Any:
-        return map_rows(item, change, n_rows, key, rows_of_states)
-
-    if isinstance(value, Mapping):
-        items = {key: inner(item, key) for key, item in value.items()}
-        return type(value)(**items) if isinstance(value, ModelOutput) else items
-    if type(value) in (tuple, list):
-        return type(value)(inner(item, name) for item in value)
-    return value
+    return 1 if name.endswith("position_ids") and tensor.ndim == 3 else 0
 
 
 def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
-    """``value`` for the rows ``index (wanted,)`` of ``n_rows``; see ``map_rows``."""
+    """An argument of forward for the rows ``index (wanted,)`` of ``n_rows``.
 
-    def take(tensor: Tensor, dim: int) -> Tensor:
-        return tensor.index_select(dim, index.to(tensor.device))
+    Tensors with another number of rows are shared by all, as positions ``(1, length)`` are, and stay;
+    so does what only the caller reads of an encoder's outputs, its tuples of states.
+    """
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: take_rows(v, index, n_rows, key) for key, v in value.items()})
+    if not isinstance(value, Tensor):
+        return value
+    dim = row_dim(name, value)
+    if value.ndim <= dim or value.shape[dim] != n_rows:
+        return value
+    return value.index_select(dim, index.to(value.device))
 
-    return map_rows(value, take, n_rows, name)
+
+def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None:
+    """Let ``take(states, dim of the rows)`` replace all that a step reads of a model's outputs.
+
+    ``rows_of_states``: which dimension of four-dimensional hidden states has the rows.
+    """
+    for name, value in outputs.items():
+        if name.startswith("encoder_"):
+            continue
+        if isinstance(value, torch.Tensor) and value.ndim > 1:
+            outputs[name] = take(value, 0)
+        elif isinstance(value, tuple):
+            dim = rows_of_states if name.endswith("hidden_states") else 0
+            outputs[name] = tuple(
+                take(v, dim if v.ndim == 4 else 0) if isinstance(v, torch.Tensor) else v
+                for v in value
+            )
 
 
 @dataclass(slots=True)
@@ -86,8 +84,9 @@ class Batch:
 
     @property
     def caches(self) -> dict[str, Any]:
-        """The caches among the arguments, by name."""
-        return {n: value for n, value in self.model_kwargs.items() if isinstance(value, Cache)}
+        """The caches among the arguments, by name; each once."""
+        named = {id(v): n for n, v in self.model_kwargs.items() if isinstance(v, Cache)}
+        return {name: self.model_kwargs[name] for name in named.values()}
 
     def take(self, index: Tensor) -> None:
         """Let row ``i`` become what row ``index[i]`` was: ``index (wanted,)``.
@@ -96,7 +95,10 @@ class Batch:
         """
         for cache in self.caches.values():
             layers.take(cache, index.to(self.ids.device))
-        self.model_kwargs = take_rows(self.model_kwargs, index, len(self))
+        self.model_kwargs = {
+            name: take_rows(value, index, len(self), name)
+            for name, value in self.model_kwargs.items()
+        }
         self.ids = self.ids[index]
 
     def repeat(self, n: int) -> None:

@@ -65,7 +65,7 @@ class Prompt:
 class SharedPrompt:
     """The inputs of a call before each of its rows was repeated ``n`` times.
 
-    ``ids (batch, length)``, and what forward takes besides. See ``fanout``.
+    ``ids (batch, length)``, and what forward takes besides. See ``execution.shared_prompt``.
     """
 
     ids: torch.Tensor
@@ -216,9 +216,9 @@ class Run:
     scores: tuple[torch.Tensor, ...] | None = None
     #: How well drafting went; written by ``strategies/assisted.py``.
     speculation: Speculation | None = None
-    #: Rows of one prompt share its forward pass and its part of the cache; written by ``fanout``.
+    #: Rows of one prompt share its forward pass and its part of the cache; written by ``execution``.
     shares_prompts: bool = False
-    #: The cache has fewer rows than ``ids``; written by ``active_rows``.
+    #: The cache has fewer rows than ``ids``; written by ``execution.active_rows``.
     rows_have_left: bool = False
     #: The caller's tokenizer, for strategies that work on text.
     tokenizer: Any = None

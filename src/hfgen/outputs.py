@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -70,26 +69,6 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
             entries.append(tuple(entry))
         observed[name] = tuple(entries)
     return observed
-
-
-def map_rows(
-    outputs: ModelOutput, take: Callable[[torch.Tensor, int], torch.Tensor], rows_of_states: int
-) -> None:
-    """Let ``take(states, dim of the rows)`` replace all that a step reads of a model's outputs.
-
-    ``rows_of_states``: which dimension of four-dimensional hidden states has the rows.
-    """
-    for name, value in outputs.items():
-        if name.startswith("encoder_"):
-            continue
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
-            outputs[name] = take(value, 0)
-        elif isinstance(value, tuple):
-            dim = rows_of_states if name.endswith("hidden_states") else 0
-            outputs[name] = tuple(
-                take(v, dim if v.ndim == 4 else 0) if isinstance(v, torch.Tensor) else v
-                for v in value
-            )
 
 
 class Recording:

@@ -6,8 +6,9 @@ from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from . import caches, config, fanout, inputs, modes, prefix, validate
+from . import caches, config, inputs, modes, prefix, validate
 from .call import Call, ModelKwargs, Prompt, Request
+from .execution import shared_prompt
 
 
 def prepare(model: Any, request: Request) -> Call:
@@ -26,7 +27,7 @@ def prepare(model: Any, request: Request) -> Call:
         if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
             request.streamer.put(prompt.ids[:: call.config.num_beams].cpu())
         config.set_lengths(model, call, prompt)
-        will_fan_out = fanout.is_ahead(model, call, prompt)
+        will_fan_out = shared_prompt.is_ahead(model, call, prompt)
         caches.prepare(model, call, prompt, will_fan_out)
         inputs.warn_of_foreign_device(model, prompt.ids)
         prepare_functions(model, call, prompt)

@@ -33,8 +33,8 @@ from transformers.utils import ModelOutput
 from transformers.utils.logging import disable_progress_bar
 
 import hfgen
-from hfgen import fanout
 from hfgen.caches.dynamic import upstream_kind
+from hfgen.execution import shared_prompt
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.parity.family import Family
@@ -459,12 +459,12 @@ def is_expanded(case: Case) -> bool:
 @contextmanager
 def prefill_of_each_row() -> Iterator[None]:
     """Within, beams and samples forward their prompt each for itself, as upstream's do."""
-    can_fan_out = fanout._can_fan_out
-    fanout._can_fan_out = lambda *_: False
+    can_fan_out = shared_prompt._can_fan_out
+    shared_prompt._can_fan_out = lambda *_: False
     try:
         yield
     finally:
-        fanout._can_fan_out = can_fan_out
+        shared_prompt._can_fan_out = can_fan_out
 
 
 def check(case: Case) -> Report:

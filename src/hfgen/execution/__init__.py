@@ -4,7 +4,7 @@ A strategy has an ``Executor``; the hooks that models override are in ``step_inp
 ``compiled``.
 """
 
-from .executor import Executor, continued, last_logits, next_token, prefill
+from .executor import Executor, call, continued, last_logits, next_token, prefill
 from .step_inputs import resized
 
-__all__ = ["Executor", "continued", "last_logits", "next_token", "prefill", "resized"]
+__all__ = ["Executor", "call", "continued", "last_logits", "next_token", "prefill", "resized"]

@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from .. import fanout
 from ..call import ModelKwargs, Run
+from . import shared_prompt
 from .compiled import fastest_forward
 from .prefill import uncached_length
 from .step_inputs import resized
@@ -30,7 +30,7 @@ class Executor:
 
     def prefill(self, run: Run, is_first_iteration: bool = True) -> ModelOutput:
         """Forward the prompt of each row, once where rows have the same one."""
-        return fanout.prefill(run, is_first_iteration)
+        return shared_prompt.prefill(run, is_first_iteration)
 
     def forward(self, run: Run, ids: torch.Tensor | None = None) -> ModelOutput:
         """Forward what the cache does not hold: the newest token, or all without a cache.
@@ -95,6 +95,12 @@ def continued(run: Run, n_new: int) -> ModelOutput:
         run.ids, next_sequence_length=n_new, **run.model_kwargs
     )
     outputs: ModelOutput = run.model(**model_inputs, return_dict=True)
+    return outputs
+
+
+def call(model: Any, **inputs: Any) -> ModelOutput:
+    """Forward ``inputs`` as they are, for what decodes beside the loop: guidance's other branch."""
+    outputs: ModelOutput = model(**inputs, return_dict=True)
     return outputs
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .. import fanout, validate
+from .. import validate
 from ..call import Call, ModelKwargs, Prompt, Request
+from ..execution import shared_prompt
 from . import eligibility
 from .cache import PrefixCache, PrefixStats
 from .eligibility import Reason
@@ -79,7 +80,7 @@ def begin(asked: Asked | None, model: Any, call: Call, prompt: Prompt) -> None:
     if (reason := eligibility.of_prompt(model, call, prompt)) is not None:
         return asked.refuse(reason)
     cache = prompt.model_kwargs["past_key_values"]
-    rows: Any = call.shared_prompt if fanout.is_ahead(model, call, prompt) else prompt
+    rows: Any = call.shared_prompt if shared_prompt.is_ahead(model, call, prompt) else prompt
     layout = Layout.of(rows.ids, rows.model_kwargs)
     if isinstance(layout, Reason):
         return asked.refuse(layout)

@@ -12,6 +12,7 @@ import torch
 from transformers.generation import logits_process as upstream
 from transformers.modeling_outputs import BaseModelOutput
 
+from .. import execution
 from .context import Context
 
 
@@ -133,12 +134,12 @@ class UnconditionalBranch:
             inputs["decoder_attention_mask"] = torch.nn.functional.pad(
                 self.decoder_mask, (0, new), value=1
             )
-        outputs = self.model(
+        outputs = execution.call(
+            self.model,
             encoder_outputs=self.encoder_outputs,
             decoder_input_ids=input_ids[:, self.seen.shape[1] :],
             past_key_values=self.past,
             use_cache=self.use_cache,
-            return_dict=True,
             **inputs,
         )
         self.past = outputs.get("past_key_values")

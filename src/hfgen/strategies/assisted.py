@@ -18,7 +18,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
-from .. import fanout, outputs, quirks, stopping
+from .. import outputs, quirks, stopping
 from ..caches import layers
 from ..caches.layers import roll_back
 from ..call import Run, Speculation, Step
@@ -33,7 +33,7 @@ from ..drafters import (
     make_schedule,
 )
 from ..drafters.base import check, check_logits, n_filled, name_of
-from ..execution import Executor, prefill
+from ..execution import Executor, prefill, shared_prompt
 from ..loop import commit
 from ..processors import is_row_wise
 from .base import InvalidScoresError, padding
@@ -101,7 +101,7 @@ class Assisted:
 
         Those that rows share, those that come in chunks, and embeddings.
         """
-        is_shared = fanout.is_possible(run) and not self.overrides
+        is_shared = shared_prompt.is_possible(run) and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
         if not (is_shared or has_chunks) and (run.is_encoder_decoder or not has_embeds):

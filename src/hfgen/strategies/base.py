@@ -9,9 +9,9 @@ import torch
 from transformers.utils import ModelOutput
 
 from .. import stopping
-from ..active_rows import ActiveRows
 from ..call import Run
 from ..execution import Executor
+from ..execution.active_rows import ActiveRows
 
 
 class NextToken:

@@ -16,15 +16,14 @@ from transformers import StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from . import buffers, quirks
-from .caches import layers
-from .call import Call, ModelKwargs, Prompt, Run, SharedPrompt
-from .outputs import map_rows
+from .. import quirks
+from ..batch import map_outputs
+from ..caches import layers
+from ..call import Call, ModelKwargs, Prompt, Run, SharedPrompt
+from .row_states import LIBRARIES, ModuleStates, counts_rows, has_other_caches
 
 #: The hooks that expand the inputs of a call.
 EXPANDING = ("_expand_inputs_for_generation", "_expand_multimodal_outputs")
-#: Packages whose hooks, of models and of modules, look at each row by itself.
-LIBRARIES = ("accelerate", "torch", "transformers", __name__.partition(".")[0])
 #: Classes of models of which a forward has left states of its rows outside of the cache.
 _NOT_SHARED: WeakSet[type] = WeakSet()
 
@@ -42,7 +41,7 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     if _can_fan_out(shared, run.model, run.ids, cache):
         states, spare = ModuleStates(run.model), copy.deepcopy(cache)
         outputs = _prefill_prompts(run, shared, is_first_iteration)
-        if not (states.have_changed() or _has_other_caches(outputs)):
+        if not (states.have_changed() or has_other_caches(outputs)):
             del spare
             _expand(run, shared, outputs)
             return outputs
@@ -71,7 +70,7 @@ def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
         run.shares_prompts = True
     # Without a cache, the model forwards all ids again at the next step.
     n, rows_of_states = shared.n, quirks.rows_of_states(run.model)
-    map_rows(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
+    map_outputs(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
 
 
 def _prompts_of_rows(run: Run, shared: SharedPrompt) -> torch.Tensor:
@@ -133,59 +132,6 @@ def _can_fan_out(
         and type(model) not in _NOT_SHARED
         and all(isinstance(value, plain) for value in others)
     )
-
-
-def counts_rows(model: Any, model_kwargs: ModelKwargs, n_rows: int) -> bool:
-    """Whether something expects a forward of all rows: a hook on a module, or a list with one entry each.
-
-    Hooks of the libraries do not. One of the caller's may say so by an attribute ``is_row_wise``.
-    """
-    hooks = (
-        hook
-        for module in model.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    )
-    return any(
-        isinstance(value, list | tuple) and len(value) == n_rows for value in model_kwargs.values()
-    ) or not all(map(_is_row_wise, hooks))
-
-
-def _is_row_wise(hook: Any) -> bool:
-    if (said := getattr(hook, "is_row_wise", None)) is not None:
-        return bool(said)
-    hook = getattr(hook, "func", hook)  # of a partial
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in LIBRARIES
-
-
-class ModuleStates:
-    """The tensors that a model's modules hold as plain attributes, as they are now."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.held = model, _held(model)
-
-    def have_changed(self) -> bool:
-        """Whether a module has another one since, or one was written to."""
-        return any(
-            value is not was or version != version_then
-            for key, (value, version) in _held(self.model).items()
-            for was, version_then in [self.held.get(key, (None, None))]
-        )
-
-
-def _held(model: Any) -> dict[tuple[int, str], tuple[torch.Tensor, int | None]]:
-    return {
-        (id(module), name): (value, buffers.n_writes(value))
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _has_other_caches(outputs: ModelOutput) -> bool:
-    """Whether a forward returns states besides those of ``past_key_values``."""
-    known = (torch.Tensor, tuple, ModelOutput, type(None))
-    others = (value for name, value in outputs.items() if name != "past_key_values")
-    return not all(isinstance(value, known) for value in others)
 
 
 def _is_librarys(model: Any, hook: str) -> bool:

@@ -16,10 +16,12 @@ from transformers.cache_utils import Cache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from . import fanout, outputs, quirks
-from .caches import layers
-from .caches.table import is_upstreams
-from .call import Run
+from .. import quirks
+from ..batch import Batch, map_outputs
+from ..caches import layers
+from ..caches.table import is_upstreams
+from ..call import Run
+from .row_states import ModuleStates, counts_rows
 
 #: Rows leave when the batch can become smaller by that share; each time, the cache is copied.
 WORTHWHILE = 1 / 8
@@ -32,7 +34,7 @@ class ActiveRows:
         # A recipe may run on a model that is not mixed, whose config lacks the field.
         self.may_leave = bool(getattr(run.config, "drop_finished", False)) and len(run.ids) > 1
         self.n_rows = self.n_active = len(run.ids)
-        self.states = fanout.ModuleStates(run.model) if self.may_leave else None
+        self.states = ModuleStates(run.model) if self.may_leave else None
         self.index: Tensor | None = None
 
     def ids(self, run: Run) -> Tensor:
@@ -54,7 +56,7 @@ class ActiveRows:
             shape = [*states.shape[:dim], n_rows, *states.shape[dim + 1 :]]
             return states.new_zeros(shape).index_copy_(dim, index.to(states.device), states)
 
-        outputs.map_rows(model_outputs, widen, quirks.rows_of_states(run.model))
+        map_outputs(model_outputs, widen, quirks.rows_of_states(run.model))
 
     def keep(self, run: Run, is_open: Tensor, n_open: int) -> None:
         """Let rows leave: all but ``is_open (rows,)``, which are ``n_open``."""
@@ -66,12 +68,9 @@ class ActiveRows:
             return
         index = is_open.nonzero().flatten()
         chosen = index if self.index is None else torch.searchsorted(self.index, index)
-        run.model_kwargs = {
-            name: _chosen(name, value, chosen, self.n_active)
-            for name, value in run.model_kwargs.items()
-        }
-        if cache is not None:
-            layers.take(cache, chosen)
+        batch = Batch(self.ids(run), run.model_kwargs)
+        batch.take(chosen)
+        run.model_kwargs = batch.model_kwargs
         run.rows_have_left = True
         self.index, self.n_active = index, n_open
 
@@ -87,7 +86,7 @@ class ActiveRows:
         if has_others or hasattr(model, "_reorder_cache"):
             return False
         assert self.states is not None
-        if fanout.counts_rows(model, model_kwargs, self.n_rows) or self.states.have_changed():
+        if counts_rows(model, model_kwargs, self.n_rows) or self.states.have_changed():
             return False
         if cache is None:
             return True
@@ -102,15 +101,3 @@ class ActiveRows:
         if self.index is None:
             return rows
         return torch.searchsorted(self.index, rows[self.index].to(self.index.dtype))
-
-
-def _chosen(name: str, value: Any, index: Tensor, n_rows: int) -> Any:
-    """What is ``value`` of a model's kwargs for the rows ``index`` of ``n_rows``."""
-    if isinstance(value, ModelOutput):  # the encoder's; what only the caller reads stays
-        return type(value)(**{n: _chosen(n, v, index, n_rows) for n, v in value.items()})
-    if not isinstance(value, Tensor):
-        return value
-    dim = 1 if name == "position_ids" and value.ndim == 3 else 0  # multimodal rotary positions
-    if value.ndim <= dim or value.shape[dim] != n_rows:
-        return value
-    return value.index_select(dim, index.to(value.device))
