@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,13 +109,15 @@ def _reads_prompt(model: Any, call: Call) -> bool:
 
 
 def _of_model(model: Any, call: Call) -> Reason | None:
-    if any(module.training for module in model.modules()):
+    modules = list(model.modules())
+    if any(module.training for module in modules):
         return Reason("the model, or a part of it, is in training mode", is_choice=False)
     if any(tensor.is_meta for tensor in model.parameters()):
         return Reason("weights are offloaded: whether they change is not seen", is_choice=False)
+    hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
     for name in PER_ROW:
-        if any(name in getattr(hook, "keywords", ()) for hook in _pre_hooks(model)):
-            return Reason(f"`{name}` changes rows by themselves")
+        if any(name in getattr(hook, "keywords", ()) for hook in hooks):
+            return Reason(f"`{name}` gives rows adapters of their own")
     if call.mode_kwargs.get("synced_gpus"):
         return Reason("devices have to forward in step", is_choice=False)
     if quirks.keeps_other_state(model):
@@ -127,11 +128,6 @@ def _of_model(model: Any, call: Call) -> Reason | None:
     if (kind := model.config.model_type) in UNSTEADY:
         return Reason(f"{type(model).__name__}: {UNSTEADY[kind]}", is_choice=False)
     return None
-
-
-def _pre_hooks(model: Any) -> Iterator[Any]:
-    for module in model.modules():
-        yield from vars(module)["_forward_pre_hooks"].values()
 
 
 def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:

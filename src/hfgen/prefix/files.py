@@ -1,13 +1,12 @@
 """Stored prefixes as a safetensors file, and back.
 
 One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata says which
-model they are of (``fingerprint.content``) and how nodes hang together. It has a checksum, as has each
-node; and nothing is believed of a file that could be of somebody who computes checksums, too.
+model they are of (``fingerprint.content``) and which node is whose parent. It has a checksum, and each
+node has one. ``load`` checks the structure besides: checksums find damage, but can be forged.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -81,7 +80,7 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
         own = {"tokens": node.tokens} | {str(i): states for i, states in enumerate(node.states)}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
         place = list(offset) if above == -1 else None
-        entries.append(Entry(above, place, _checksum(own.values())))
+        entries.append(Entry(above, place, fingerprint.digest(own)))
     texts = {
         "format": FORMAT,
         "content": json.dumps(content),
@@ -90,7 +89,11 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
     target = Path(path)
     with _private_folder(target) as folder:
         partial = folder / "file"
-        save_file(tensors, partial, texts | {"checksum": _checksum_of_texts(texts)})
+        save_file(
+            tensors,
+            partial,
+            texts | {"checksum": fingerprint.digest_of_text(sorted(texts.items()))},
+        )
         with partial.open("rb+") as file:
             os.chmod(partial, 0o600)
             os.fsync(file.fileno())
@@ -171,7 +174,7 @@ def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[Entry]:
         raise NotAPrefixFile(
             path, f"its format is {texts.get('format')!r}, not {FORMAT!r} of PrefixCache.save()"
         )
-    if texts.pop("checksum", None) != _checksum_of_texts(texts):
+    if texts.pop("checksum", None) != fingerprint.digest_of_text(sorted(texts.items())):
         raise NotAPrefixFile(path, "its metadata are not those that were saved")
     theirs, ours = dict(json.loads(texts["content"])), fingerprint.content(model)
     other = [name for name, value in ours.items() if theirs.get(name) != value]
@@ -190,16 +193,17 @@ def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[Entry]:
 def _read_nodes(forest: Forest, path: Any, file: Any, entries: list[Entry], model: Any) -> None:
     """Attach the nodes that fit, each after its parent; all are checked."""
     cache = GrowingCache(config=model.config.get_text_config(decoder=True))
-    names = ["tokens", *range(2 * len(attention_layers(cache)))]
+    names = ["tokens", *map(str, range(2 * len(attention_layers(cache))))]
     if sorted(file.keys()) != sorted(f"{i}.{name}" for i in range(len(entries)) for name in names):
         raise NotAPrefixFile(path, "its tensors are not those of its nodes and the model's layers")
     identity = fingerprint.identity(model)
     nodes: dict[int, Node] = {}
     expected = None
     for index, entry in enumerate(entries):
-        tokens, *states = own = [file.get_tensor(f"{index}.{name}") for name in names]
-        if _checksum(own) != entry.checksum:
+        own = {name: file.get_tensor(f"{index}.{name}") for name in names}
+        if fingerprint.digest(own) != entry.checksum:
             raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
+        tokens, *states = own.values()
         n = len(tokens) if tokens.ndim == 1 and tokens.dtype == torch.long else 0
         layout = [(s.dtype, s.shape[::2]) for s in states]
         expected = expected or layout
@@ -216,15 +220,3 @@ def _read_nodes(forest: Forest, path: Any, file: Any, entries: list[Entry], mode
         if forest.n_bytes + node.n_bytes <= forest.max_bytes:
             nodes[index] = node
             forest.attach(key, parent, node)
-
-
-def _checksum(tensors: Iterable[Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(fingerprint.bytes_of(tensor))
-    return digest.hexdigest()
-
-
-def _checksum_of_texts(texts: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -139,26 +139,25 @@ def settings(model: Any) -> dict[str, str]:
 def content(model: Any) -> dict[str, str]:
     """What ``identity`` says, by name, so that another process computes the same.
 
-    Raises ``ValueError`` if hooks change the forward pass, which have no content, or if weights are
-    offloaded.
+    Raises ``ValueError`` if hooks change the forward pass or weights are offloaded, which have none.
     """
-    if any(True for module in model.modules() for _ in _hooks(vars(module))):
-        raise ValueError(
-            "Prefixes of a model with forward hooks cannot be saved or loaded: what the hooks do is "
-            "not known. Remove the hooks first."
-        )
-    if any(tensor.is_meta for tensor in model.parameters()):
-        raise ValueError(
-            "Prefixes of a model with offloaded weights cannot be saved or loaded: the weights are "
-            "not there to be compared."
-        )
+    unknown = {
+        "forward hooks": any(True for module in model.modules() for _ in _hooks(vars(module))),
+        "offloaded weights": any(tensor.is_meta for tensor in model.parameters()),
+    }
+    for what, is_there in unknown.items():
+        if is_there:
+            raise ValueError(
+                f"Prefixes of a model with {what} cannot be saved or loaded: what these do to its keys "
+                "and values cannot be compared."
+            )
     configs, modules = _held(model, lambda value: getattr(value, "__qualname__", str(type(value))))
     return {
         "model": type(model).__name__,
-        "config": _digest([repr(configs).encode()]),
+        "config": digest_of_text(configs),
         **settings(model),
-        "modules": _digest([repr(modules).encode()]),
-        "weights": _digest(_bytes_of_weights(model)),
+        "modules": digest_of_text(modules),
+        "weights": digest(model.state_dict()),
     }
 
 
@@ -218,23 +217,19 @@ def _joined(group: list[Tensor]) -> Tensor:
     return torch.cat(group).detach()
 
 
-def _bytes_of_weights(model: Any) -> Iterator[bytes | memoryview]:
-    for name, tensor in sorted(model.state_dict().items()):
+def digest(tensors: Mapping[str, Any]) -> str:
+    """A checksum of tensors: their names, shapes and types, and what they hold, row by row."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
         if not isinstance(tensor, Tensor):
-            yield f"{name} {tensor!r}".encode()
+            found.update(f"{name} {tensor!r}".encode())
             continue
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
-        yield bytes_of(tensor)
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat: Any = tensor.detach().cpu().contiguous().flatten()
+        found.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return found.hexdigest()
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """What a tensor holds, row by row."""
-    flat: Any = tensor.detach().cpu().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-
-
-def _digest(parts: Any) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+def digest_of_text(value: Any) -> str:
+    """A checksum of what a value looks like."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()

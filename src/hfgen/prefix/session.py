@@ -8,6 +8,7 @@ catch up first.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,9 +49,6 @@ class PrefixSession:
         self.is_prompt_stored = False
         self.is_given_up = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Nothing: a copy of this call's config is for another call."""
-
     # ------------------------------------------------------------ looking up
 
     def bytes_per_token(self) -> int | None:
@@ -63,14 +61,14 @@ class PrefixSession:
         text = self.model.config.get_text_config(decoder=True)
         shape = self.model._get_static_cache_init_shape()
         # Falcon, which has another name for its heads, gets a shape that is too large.
-        has_heads = shape is not None and getattr(text, "num_key_value_heads", None)
-        if not has_heads or torch.is_autocast_enabled(self.model.device.type):
+        is_told = shape is not None and getattr(text, "num_key_value_heads", None)
+        if not is_told or torch.is_autocast_enabled(self.model.device.type):
             return None
         n_layers = len(attention_layers(self.cache))
         heads, sizes = (n if isinstance(n, list) else n_layers * [n] for n in shape)
         if len(heads) != len(sizes):  # layers that share others' keys are among them
             return None
-        numbers = sum(n * size for n, size in zip(heads, sizes, strict=True))
+        numbers = sum(map(operator.mul, heads, sizes))
         return torch.long.itemsize + 2 * self.model.dtype.itemsize * numbers
 
     def needed(self, per_token: int) -> int:
@@ -111,8 +109,8 @@ class PrefixSession:
         for index, layer in enumerate(attention_layers(cache)):
             both = []
             for which in (2 * index, 2 * index + 1):
-                heads, _, size = sample[which].shape
-                states = sample[which].new_zeros(len(rows), heads, end, size)
+                heads, _, head_size = sample[which].shape
+                states = sample[which].new_zeros(len(rows), heads, end, head_size)
                 for place, row in enumerate(rows):
                     if row not in behind:
                         pad = self.layout.pads[row]
@@ -175,10 +173,10 @@ class PrefixSession:
 
     def _has_changed(self) -> bool:
         """Whether the model is another than when the call began: somebody switched an adapter."""
-        has_changed = not fingerprint.is_unchanged(self.model, self.identity)
-        if has_changed:
-            self.give_up("the model was changed during the call")
-        return has_changed
+        if fingerprint.is_unchanged(self.model, self.identity):
+            return False
+        self.give_up("the model was changed during the call")
+        return True
 
     def give_up(self, reason: str) -> None:
         """Store nothing of this call."""
