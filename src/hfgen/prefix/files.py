@@ -86,14 +86,11 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
         "content": json.dumps(content),
         "nodes": json.dumps([asdict(entry) for entry in entries]),
     }
+    texts["checksum"] = fingerprint.digest_of_text(sorted(texts.items()))
     target = Path(path)
     with _private_folder(target) as folder:
         partial = folder / "file"
-        save_file(
-            tensors,
-            partial,
-            texts | {"checksum": fingerprint.digest_of_text(sorted(texts.items()))},
-        )
+        save_file(tensors, partial, texts)
         with partial.open("rb+") as file:
             os.chmod(partial, 0o600)
             os.fsync(file.fileno())
