@@ -678,6 +678,16 @@ def test_bad_input(model: Any, kwargs: dict[str, Any], message: str) -> None:
     assert not calls
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_assistant_with_an_adapter(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    assistant = peft.get_peft_model(tiny.llama(), config).eval()
+    kwargs = {"attention_mask": MASK, "max_new_tokens": 8}
+    plain = model.generate(IDS, **kwargs)
+    assert torch.equal(model.generate(IDS, assistant_model=assistant, **kwargs), plain)
+
+
 def test_an_assistant_that_is_none(model: Any) -> None:
     with pytest.raises(TypeError, match=r"`assistant_model` has to be a model.* but is str"):
         model.generate(IDS[:1], assistant_model="small")

@@ -30,6 +30,8 @@ class Assistant(Drafter):
     def __init__(self, setup: Setup, model: Any = None, threshold: float | None = None) -> None:
         self.setup = setup
         model = setup.assistant_model if model is None else model
+        # An adapter's layers are in the model that PEFT has wrapped.
+        model = getattr(model, "get_base_model", lambda: model)()
         self.model = setup.run.model._mixed_view(model)
         self.threshold = threshold or 0.0
         self.cost = relative_cost(self.model, setup.run.model)
