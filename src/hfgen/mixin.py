@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -40,8 +40,6 @@ from .modes import HOOKS
 from .outputs import GenerateOutput
 from .prepare import prepare
 
-T = TypeVar("T")
-
 
 def mixed_view(model: Any) -> Any:
     """An object that shares everything with ``model`` but generates with hfgen.
@@ -55,16 +53,8 @@ def mixed_view(model: Any) -> Any:
     if not isinstance(model, transformers.GenerationMixin) or isinstance(model, GenerationMixin):
         return model
     view = copy.copy(model)
-    view.__class__ = mixed_class(type(model))  # type: ignore[arg-type]
+    view.__class__ = mixed_class(model.__class__)
     return view
-
-
-def cannot_generate(cls: type) -> str:
-    """The message of the error about a class that cannot generate."""
-    return (
-        f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load the "
-        "model with a class that has a language modelling head, such as AutoModelForCausalLM's."
-    )
 
 
 @functools.cache
@@ -74,7 +64,11 @@ def mixed_class(cls: Any) -> Any:
     Raises ``TypeError`` for a class that cannot generate.
     """
     if not issubclass(cls, transformers.GenerationMixin):
-        raise TypeError(cannot_generate(cls))
+        raise TypeError(
+            f"{cls.__name__} cannot generate: there is no transformers.GenerationMixin in it. Load "
+            "the model with a class that has a language modelling head, such as "
+            "AutoModelForCausalLM's."
+        )
     if issubclass(cls, GenerationMixin):
         return cls
     namespace = {

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from transformers import GenerationMixin as UpstreamMixin
 
-from .mixin import GenerationMixin, cannot_generate, mixed_class
+from .mixin import GenerationMixin, mixed_class
 
 T = TypeVar("T")
 
@@ -36,9 +36,7 @@ def mix_into(model: T) -> T:
             + (": pass its `.model`." if inner else ".")
         )
     parts = [module for module in model.modules() if isinstance(module, UpstreamMixin)]
-    if not parts:
-        raise TypeError(cannot_generate(type(model)))
-    for part in parts:
+    for part in parts or [model]:  # a model without such parts is refused by its class
         part.__class__ = mixed_class(part.__class__)
     if hasattr(model, "base_model_prepare_inputs_for_generation"):
         # PEFT kept the method that the model had when it was wrapped.

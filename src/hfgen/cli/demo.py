@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import typer
+from rich.text import Text
 
 from hfgen.cli import measure
 from hfgen.cli.compare import compare_call
 from hfgen.cli.generate import text_streamer
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.options import DebugOption, generation_config
-from hfgen.cli.report import comparison_table, duration, mebibytes, out, show
+from hfgen.cli.report import comparison_table, duration, mebibytes, out
 
 PROMPT = '''\
 import os
@@ -51,7 +52,7 @@ def demo(debug: DebugOption = False) -> None:
         )
         inputs = measure.encode(loaded, [PROMPT])
         config = generation_config(MODES["greedy"], loaded.model, NEW_TOKENS)
-        show(PROMPT, "dim")
+        out.print(Text(PROMPT, style="dim"), end="", soft_wrap=True)
         result = measure.generate(loaded, inputs, config, SEED, text_streamer(loaded))
         timings = result.timings
         out.print(

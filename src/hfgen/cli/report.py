@@ -75,11 +75,6 @@ def say(markup: str) -> None:
     err.print(markup, soft_wrap=True)
 
 
-def show(text: str, style: str = "") -> None:
-    """Text on standard output exactly as it is, without a line end."""
-    out.print(Text(text, style=style), end="", soft_wrap=True)
-
-
 def duration(seconds: float | None) -> str:
     """Seconds with a unit that suits them; a dash where there is no measurement."""
     if seconds is None:
