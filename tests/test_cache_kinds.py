@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 import hfgen
 from hfgen import stopping as criteria
 from hfgen.caches import CACHES, CacheKind, CacheRequest
+from hfgen.caches.dynamic import GrowingCache
 from tests import tiny
 
 
@@ -247,3 +248,96 @@ def test_the_default_kind_may_be_replaced(model: Any, monkeypatch: pytest.Monkey
     monkeypatch.setitem(CACHES, "dynamic", lambda request: DynamicCache())
     output = greedy(model, tiny.prompt(1), return_dict_in_generate=True)
     assert type(output.past_key_values) is DynamicCache
+
+
+# ---------------------------------------------------------------- caches that break the protocol
+
+
+def broken(**methods: Any) -> Any:
+    """A factory of caches whose layers have these methods in place of their own."""
+    kind = type("Broken", (Layer,), methods)
+
+    def factory(request: CacheRequest) -> Cache:
+        return Cache(layers=[kind() for _ in range(request.decoder_config.num_hidden_layers)])
+
+    return factory
+
+
+def with_update(change: Any) -> Any:
+    return lambda self, *args, **_: change(*Layer.update(self, *args))
+
+
+@pytest.mark.parametrize(
+    ("methods", "error", "match"),
+    [
+        ({"update": None}, TypeError, "`update`.*Broken has no such method"),
+        ({"get_mask_sizes": None}, TypeError, "`get_mask_sizes`.*Broken has no such method"),
+        (
+            {"update": with_update(lambda keys, values: None)},
+            TypeError,
+            r"Broken\.update\(\) has to return keys and values, but returned None",
+        ),
+        (
+            {"update": with_update(lambda keys, values: (keys[:1], values))},
+            ValueError,
+            r"Broken\.update\(\) got new keys \(2, 2, 7, 8\).*\(2, 2, 7 or more, 8\), but returned \(1, 2, 7, 8\)",
+        ),
+        (
+            {"update": with_update(lambda keys, values: (keys, values[:, :, 1:]))},
+            ValueError,
+            r"new values .* but returned \(2, 2, 6, 8\)",
+        ),
+        (
+            {"update": with_update(lambda keys, values: (keys, "values"))},
+            ValueError,
+            "but returned 'values'",
+        ),
+    ],
+    ids=["no update", "no sizes", "none", "rows", "tokens", "no tensor"],
+)
+def test_a_cache_that_breaks_the_protocol_is_named(
+    model: Any, monkeypatch: pytest.MonkeyPatch, methods: Any, error: Any, match: str
+) -> None:
+    monkeypatch.setitem(CACHES, "mine", broken(**methods))
+    with pytest.raises(error, match=match):
+        greedy(model, tiny.prompt(2), cache_implementation="mine")
+
+
+def test_a_kind_that_declares_what_its_layers_cannot_is_named(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CACHES, "mine", CacheKind("mine", broken(crop=None), rolls_back=True))
+    with pytest.raises(TypeError, match="`crop` of every layer of Cache, and Broken"):
+        greedy(model, tiny.prompt(2), cache_implementation="mine", **LOOKUP)
+
+
+def test_a_cache_is_left_without_the_checks(model: Any) -> None:
+    cache = Mine(2)
+    greedy(model, tiny.prompt(1), past_key_values=cache)
+    assert "update" not in vars(cache)
+
+
+def test_what_is_no_cache_at_all_names_what_it_lacks(model: Any) -> None:
+    class Half:
+        def get_seq_length(self) -> int:
+            return 0
+
+    with pytest.raises(ValueError, match="Half, which has no `get_mask_sizes`"):
+        greedy(model, tiny.prompt(1), past_key_values=Half())
+
+
+def test_a_prefix_is_put_into_it_only_if_that_is_declared(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def growing(request: CacheRequest) -> Cache:
+        return GrowingCache(config=request.decoder_config)
+
+    ids, prefixes = tiny.prompt(1, 20), hfgen.PrefixCache(max_bytes=2**20)
+    options: dict[str, Any] = {"cache_implementation": "mine", "prefix_cache": prefixes}
+    monkeypatch.setitem(CACHES, "mine", growing)
+    with pytest.raises(ValueError, match="'mine'"):
+        greedy(model, ids, **options)
+    monkeypatch.setitem(CACHES, "mine", CacheKind("mine", growing, may_hold_prefix=True))
+    for _ in range(2):
+        assert torch.equal(greedy(model, ids, **options), greedy(model, ids))
+    assert prefixes.stats.hits == 1

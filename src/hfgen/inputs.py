@@ -14,6 +14,7 @@ from transformers.tokenization_python import ExtensionsTrie
 from transformers.utils.generic import is_flash_attention_requested
 
 from . import quirks, validate
+from .caches.table import cache_kind
 from .call import Call, ModelKwargs, Prompt, SharedPrompt
 from .logs import logger
 
@@ -63,7 +64,7 @@ def prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask:
         )
 
     # Kernels are faster without a mask. Flash attention needs one to unpad a static cache.
-    is_static = config.cache_implementation == "static" or isinstance(
+    is_static = cache_kind(config.cache_implementation).compiles or isinstance(
         model_kwargs.get("past_key_values"), StaticCache
     )
     needs_mask = is_flash_attention_requested(model.config) and is_static

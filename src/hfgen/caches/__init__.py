@@ -64,6 +64,8 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     model._prepare_cache_for_generation(
         config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )
+    needed = ("crop",) if getattr(call.strategy, "rolls_back", False) else ()
+    layers.check_methods(model_kwargs.get(name), "update", "get_mask_sizes", *needed)
 
 
 def check_room(model: Any, call: Call, prompt: Prompt) -> None:

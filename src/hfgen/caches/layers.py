@@ -71,6 +71,22 @@ def is_foreign(cache: Any) -> bool:
     return any(is_foreign_part(part) for part in (own, *own.layers))
 
 
+def is_somebodys_own(part: Any) -> bool:
+    """Whether a cache, or a layer, is of a class that neither a model nor a library brings."""
+    return type(part).__module__.partition(".")[0] not in (PACKAGE, "transformers")
+
+
+def check_methods(cache: Any, *names: str) -> None:
+    """Raise ``TypeError`` for a layer of somebody's own that lacks one of the methods ``names``."""
+    for layer in layers_of(cache):
+        for name in names:
+            if not isinstance(layer, KNOWN) and not callable(getattr(layer, name, None)):
+                raise TypeError(
+                    f"The call needs `{name}` of every layer of {type(decoder_cache(cache)).__name__}, "
+                    f"and {type(layer).__name__} has no such method."
+                )
+
+
 def is_foreign_part(part: Any) -> bool:
     """``is_foreign`` of a cache by itself, or of one layer."""
     module = type(part).__module__

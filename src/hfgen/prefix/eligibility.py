@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 )
 
 from .. import quirks
+from ..caches import cache_kind
 from ..caches.dynamic import GrowingCache, upstream_kind
 from ..call import Call, ModelKwargs, Prompt
 from ..strategies.assisted import Assisted
@@ -82,7 +83,7 @@ def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | 
         return Reason(f"what `{unknown[0]}` does to the states of the prompt is not known")
     if config.use_cache is False:
         return Reason("`use_cache` is False")
-    if config.cache_implementation not in (None, "dynamic", "static"):
+    if not cache_kind(config.cache_implementation).may_hold_prefix:
         return Reason(f"`cache_implementation` is {config.cache_implementation!r}")
     if config.token_healing:
         return Reason("`token_healing` changes the prompt")

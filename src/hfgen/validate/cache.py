@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 
 from .. import quirks
 from ..caches import layers as cache_layers
 from ..call import Call, Prompt
+
+#: What models and masks call on any cache.
+PROTOCOL = ("get_seq_length", "get_mask_sizes", "update")
 
 
 def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
@@ -29,10 +33,10 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
             f"`drop_finished=True` takes rows out of the cache, and `{name}` is yours. Leave one of "
             "the two out."
         )
-    if not hasattr(cache, "get_seq_length"):
+    if missing := [method for method in PROTOCOL if not hasattr(cache, method)]:
         raise ValueError(
-            f"`{name}` has to be a Cache, but is a {type(cache).__name__}. Pass the Cache that "
-            "generate() or forward() returned."
+            f"`{name}` has to be a Cache, but is a {type(cache).__name__}, which has no "
+            f"`{missing[0]}`. Pass the Cache that generate() or forward() returned."
         )
     if isinstance(cache, Cache):
         _check_kind(model, name, cache)
@@ -91,15 +95,14 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
     Configs do not tell reliably how many heads of which size a model caches, so the first layer's
     update is the check. It comes before anything is written.
     """
-    layers: Any = getattr(cache_layers.decoder_cache(cache), "layers", ())
+    layers = cache_layers.layers_of(cache)
     shape = _shape_of_keys(layers)
     try:
-        yield
+        with checking_updates(cache_layers.decoder_cache(cache)):
+            yield
     except IndexError as error:
-        if not any(type(layer) is StaticLayer for layer in layers):
-            raise
-        held = min(layer.max_cache_len for layer in layers if type(layer) is StaticLayer)
-        if int(layers[0].get_seq_length()) < held:
+        held = cache_layers.capacity(cache)
+        if held == float("inf") or int(layers[0].get_seq_length()) < held:
             raise
         raise ValueError(
             f"`past_key_values` is a static cache of {held} tokens, all of which are in use now, and "
@@ -114,6 +117,42 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
             f"`past_key_values` holds {n_rows} rows of {heads} heads of size {size}, but the keys of "
             f"{type(model).__name__} have another shape. It was filled by another model."
         ) from error
+
+
+@contextmanager
+def checking_updates(cache: Any) -> Iterator[None]:
+    """Within, what ``update`` of a cache or layer of somebody's own returns is checked.
+
+    It has to be keys and values ``(rows, heads, length, size)``, with the new ones among them.
+    """
+    parts: Any = [cache, *cache_layers.layers_of(cache)] if isinstance(cache, Cache) else []
+    parts = [part for part in parts if cache_layers.is_somebodys_own(part)]
+    for part in parts:
+        part.update = _checked(part.update, f"{type(part).__name__}.update()")
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.update
+
+
+def _checked(update: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def checked(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        returned = update(key_states, value_states, *args, **kwargs)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise TypeError(f"{name} has to return keys and values, but returned {returned!r}.")
+        news = {"keys": key_states, "values": value_states}
+        for (what, new), states in zip(news.items(), returned, strict=True):
+            rows, heads, added, size = new.shape
+            shape = tuple(getattr(states, "shape", ()))
+            if len(shape) != 4 or (*shape[:2], shape[3]) != (rows, heads, size) or shape[2] < added:
+                raise ValueError(
+                    f"{name} got new {what} {tuple(new.shape)} and has to return all of them, "
+                    f"({rows}, {heads}, {added} or more, {size}), but returned {shape or states!r}."
+                )
+        return returned
+
+    return checked
 
 
 def _shape_of_keys(layers: Any) -> Any:
