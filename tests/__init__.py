@@ -1,5 +1,9 @@
-"""Tests. Caches of tiny models grow in place, as those of large ones do."""
+"""Tests. Caches of tiny models grow in place, as those of large ones do.
+
+As shipped, caches of up to ``SHIPPED`` numbers are concatenated: tests that say so do that.
+"""
 
 from hfgen.caches import growing
 
+SHIPPED = growing.CONCATENATED
 growing.CONCATENATED = 0

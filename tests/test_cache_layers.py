@@ -24,7 +24,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 import hfgen
 from hfgen.caches import growing, layers
 from hfgen.caches.dynamic import GrowingCache
-from tests import tiny
+from tests import SHIPPED, tiny
 from tests.parity.family import seeded
 
 WINDOW = 6
@@ -81,7 +81,7 @@ def decode(
     return ids, logits
 
 
-@pytest.mark.parametrize("concatenated", [0, growing.CONCATENATED])
+@pytest.mark.parametrize("concatenated", [0, SHIPPED])
 @pytest.mark.parametrize("lengths", [(4, 13), (13, 4), (9, 9)])
 @pytest.mark.parametrize("family", MODELS)
 @torch.no_grad()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from benchmarks.live_bytes import LiveBytes
 from hfgen.caches import CACHES, CacheKind, CacheRequest, growing
 from hfgen.caches.dynamic import KINDS, GrowingCache, GrowingLayer, as_growing, upstream_kind
 from hfgen.caches.growing import SMALLEST_BLOCK, Growing, Room
-from tests import tiny
+from tests import SHIPPED, tiny
 from tests.parity import harness
 
 HEADS, KEY_SIZE, VALUE_SIZE = 2, 4, 6
@@ -217,11 +218,22 @@ def apply(pair: Pair, name: str, argument: Any) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("records", [False, True], ids=["", "recording"])
 @settings(max_examples=60, deadline=None)
-@given(operations=st.lists(OPERATIONS, min_size=1, max_size=25), block=st.sampled_from([1, 4, 40]))
+@given(
+    operations=st.lists(OPERATIONS, min_size=1, max_size=25),
+    block=st.sampled_from([1, 4, 40]),
+    concatenated=st.sampled_from([0, 100, SHIPPED]),  # 100: some begin so, and go on in place
+)
 def test_a_layer_is_upstreams_after_every_operation(
-    kind: str, records: bool, operations: list[tuple[str, Any]], block: int
+    kind: str, records: bool, operations: list[tuple[str, Any]], block: int, concatenated: int
 ) -> None:
     torch.manual_seed(0)
+    with patch.object(growing, "CONCATENATED", concatenated):
+        check_operations(kind, records, operations, block)
+
+
+def check_operations(
+    kind: str, records: bool, operations: list[tuple[str, Any]], block: int
+) -> None:
     theirs = LAYERS[kind]()
     ours = as_growing(LAYERS[kind](), _Blocks(block))
     assert type(ours) is not type(theirs)
@@ -286,6 +298,39 @@ def test_few_numbers_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
         assert keys.shape[2] == values.shape[2] == n_tokens
         has_room = keys.untyped_storage().nbytes() > keys.nbytes
         assert has_room == (n_tokens > 20)
+
+
+#: What a window of five tokens holds, and what attention gets, after updates of 3, 3, 1 and 7 tokens.
+WINDOWS = [
+    (3, [1, 2, 3], [1, 2, 3]),
+    (3, [3, 4, 5, 6], [1, 2, 3, 4, 5, 6]),
+    (1, [4, 5, 6, 7], [3, 4, 5, 6, 7]),
+    (7, [11, 12, 13, 14], [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]),
+]
+
+
+@pytest.mark.parametrize("concatenated", [0, 6, SHIPPED], ids=["in place", "both", "concatenated"])
+def test_both_ways_of_growing_by_hand(concatenated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "CONCATENATED", concatenated)
+    window = as_growing(DynamicSlidingWindowLayer(sliding_window=WINDOW), Room())
+    full = as_growing(DynamicLayer(), Room())
+    kept, end = [], 0
+    for added, held, seen in WINDOWS:
+        new = torch.arange(end + 1.0, end + added + 1).view(1, 1, added, 1)
+        end += added
+        for layer, expected in ((window, seen), (full, list(range(1, end + 1)))):
+            keys, values = layer.update(new, -new)
+            assert keys.flatten().tolist() == expected
+            assert values.flatten().tolist() == [-key for key in expected]
+            kept.append((keys, expected))
+        assert window.keys.flatten().tolist() == held
+        assert window.get_seq_length() == full.get_seq_length() == end
+    assert all(keys.flatten().tolist() == expected for keys, expected in kept)  # nobody's changed
+    full.crop(-4)
+    full.update(*2 * [torch.full((1, 1, 2, 1), 99.0)])
+    assert full.keys.flatten().tolist() == [*range(1, 11), 99, 99]
+    full.reorder_cache(torch.tensor([0, 0]))
+    assert full.keys[:, 0, :, 0].tolist() == 2 * [[*range(1, 11), 99, 99]]
 
 
 def test_no_room_is_made_beyond_the_end_of_the_call() -> None:
@@ -695,9 +740,14 @@ def test_scores_and_states_are_bit_identical_in_generate(
     ids=lambda options: next(iter(options)) + ("!" if "low_memory" in options else ""),
 )
 @pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("concatenated", [0, SHIPPED])
 def test_modes_that_change_the_cache(
-    options: dict[str, Any], window: int | None, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    window: int | None,
+    concatenated: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(growing, "CONCATENATED", concatenated)
     kinds = ["full_attention"] if window is None else ["sliding_attention"]
     model = hfgen.mix_into(tiny.llama(sliding_window=window, layer_types=2 * kinds))
     arguments: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None} | options

@@ -30,7 +30,7 @@ from hfgen.caches.dynamic import GrowingCache, GrowingLayer, as_growing
 from hfgen.caches.growing import Growing, Room
 from hfgen.caches.mapped import Folder
 from hfgen.caches.offloaded import Offloaded, OffloadedCache
-from tests import tiny
+from tests import SHIPPED, tiny
 from tests.parity.harness import FAMILIES
 from tests.test_dynamic_cache import LAYERS, OPERATIONS, Pair, apply, equal, filled
 
@@ -376,7 +376,7 @@ def test_the_decoders_part_is_offloaded_and_cross_attention_is_not(tmp_path: Pat
 # ---------------------------------------------------------------- accelerators
 
 
-@pytest.mark.parametrize("concatenated", [0, growing.CONCATENATED])
+@pytest.mark.parametrize("concatenated", [0, SHIPPED])
 def test_states_come_to_the_device_of_the_model_and_stay_on_the_host(
     monkeypatch: pytest.MonkeyPatch, concatenated: int
 ) -> None:

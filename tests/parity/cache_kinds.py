@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput
 import hfgen
 from hfgen import quirks
 from hfgen.caches import growing
+from tests import SHIPPED
 from tests.parity.family import Family
 from tests.parity.harness import (
     FAMILIES,
@@ -156,7 +157,7 @@ def tolerance_of(case: Case) -> float:
 def concatenating(cached: Cached) -> Iterator[None]:
     """Within, small tensors are concatenated, as outside of tests, if the case says so."""
     before = growing.CONCATENATED
-    growing.CONCATENATED = 2**15 if cached.settings.get("concatenates") else before
+    growing.CONCATENATED = SHIPPED if cached.settings.get("concatenates") else before
     try:
         yield
     finally:
