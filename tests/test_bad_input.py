@@ -456,3 +456,27 @@ def test_a_cache_of_as_many_tokens_as_the_prompt(n_cached: int) -> None:
 def test_what_is_no_cache(cache: Any) -> None:
     with pytest.raises(ValueError, match=r"past_key_values.*has to be a Cache"):
         hfgen.mix_into(tiny.llama()).generate(tiny.prompt(), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str
+)
+def test_a_cache_that_holds_all_of_a_decoders_prompt(options):
+    """There is no token to forward; upstream forwards all of them again, behind themselves."""
+    model, ids = hfgen.mix_into(tiny.t5()), tiny.prompt(1)
+    first = model.generate(ids, max_new_tokens=4, eos_token_id=None, return_dict_in_generate=True)
+    cache = first.past_key_values
+    if options.get("num_beams"):
+        cache.batch_repeat_interleave(2)
+    kwargs = {"past_key_values": cache, "max_new_tokens": 2, **options}
+    given = first.sequences[:, :4]
+    with pytest.raises(ValueError, match=r"holds 4 tokens and `decoder_input_ids` has 4"):
+        model.generate(
+            ids, decoder_input_ids=given, decoder_attention_mask=torch.ones_like(given), **kwargs
+        )
+    assert cache.get_seq_length() == 4
+    given = first.sequences
+    whole = model.generate(ids, decoder_input_ids=given, max_new_tokens=2, **options)
+    mask = torch.ones_like(given)
+    more = model.generate(ids, decoder_input_ids=given, decoder_attention_mask=mask, **kwargs)
+    assert torch.equal(more, whole)

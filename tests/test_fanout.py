@@ -324,3 +324,13 @@ def test_adapters_per_row(options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         results.append(adapted(model).generate(input_ids=IDS, **kwargs, **asked))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beam_groups": 2, "diversity_penalty": 0.5}], ids=str)
+def test_a_great_length_takes_no_memory(options: dict[str, Any]) -> None:
+    """A beam is as long as its tokens; what may still come is not allocated."""
+    model = hfgen.mix_into(tiny.llama())
+    kwargs = {"num_beams": 2, "attention_mask": MASK, "eos_token_id": None, "pad_token_id": 0}
+    limit = [transformers.MaxLengthCriteria(10)]
+    output = model.generate(IDS, max_length=10**12, stopping_criteria=limit, **kwargs, **options)
+    assert torch.equal(output, model.generate(IDS, max_length=10, **kwargs, **options))

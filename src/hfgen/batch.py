@@ -24,6 +24,12 @@ PER_TOKEN = (
     *("decoder_attention_mask", "decoder_position_ids"),
 )
 
+#: The outputs of forward that have a row for each sequence.
+PER_ROW = (
+    *("logits", "last_hidden_state", "hidden_states", "attentions", "cross_attentions"),
+    *("decoder_hidden_states", "decoder_attentions"),
+)
+
 
 def row_dim(name: str, tensor: Tensor) -> int:
     """Which dimension of an argument of forward has the rows.
@@ -55,10 +61,9 @@ def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None
 
     ``rows_of_states``: which dimension of four-dimensional hidden states has the rows.
     """
-    for name, value in outputs.items():
-        if name.startswith("encoder_"):
-            continue
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
+    for name in PER_ROW:
+        value = outputs.get(name)
+        if isinstance(value, Tensor):
             outputs[name] = take(value, 0)
         elif isinstance(value, tuple):
             dim = rows_of_states if name.endswith("hidden_states") else 0

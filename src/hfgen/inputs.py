@@ -14,6 +14,7 @@ from transformers.tokenization_python import ExtensionsTrie
 from transformers.utils.generic import is_flash_attention_requested
 
 from . import quirks, validate
+from .batch import row_dim
 from .caches.table import cache_kind
 from .call import Call, ModelKwargs, Prompt, SharedPrompt
 from .logs import logger
@@ -350,12 +351,7 @@ def expand_inputs_for_generation(
         )
     if input_ids is not None:
         input_ids = input_ids.repeat_interleave(expand_size, dim=0)
-    positions = model_kwargs.pop("position_ids", None)
     model_kwargs = _expand_tensors(model_kwargs, expand_size)
-    if positions is not None:  # multimodal rotary positions are (3, batch, length)
-        model_kwargs["position_ids"] = positions.repeat_interleave(
-            expand_size, dim=1 if positions.ndim == 3 else 0
-        )
     if is_encoder_decoder:
         if model_kwargs.get("encoder_outputs") is None:
             raise ValueError(
@@ -371,7 +367,8 @@ def expand_inputs_for_generation(
 def _expand_tensors(values: Any, expand_size: int) -> Any:
     for name in values:
         if isinstance(values[name], torch.Tensor):
-            values[name] = values[name].repeat_interleave(expand_size, dim=0)
+            dim = row_dim(name, values[name])
+            values[name] = values[name].repeat_interleave(expand_size, dim=dim)
     return values
 
 

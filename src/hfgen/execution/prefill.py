@@ -50,7 +50,10 @@ def uncached_length(
     model_kwargs: ModelKwargs,
     embeds: torch.Tensor | None = None,
 ) -> int | None:
-    """How many tokens of the prompt the cache does not hold; ``None`` for all that is given."""
+    """How many tokens of the prompt the cache does not hold; ``None`` for all that is given.
+
+    Raises ``ValueError`` if it holds all that a decoder is given, so that nothing has logits.
+    """
     if (cache := model_kwargs.get("past_key_values")) is None:
         return None
     mask = model_kwargs.get(
@@ -59,9 +62,16 @@ def uncached_length(
     whole_length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     if embeds is not None:
         return int(embeds.shape[1] - cache.get_seq_length())
-    if whole_length == input_ids.shape[1]:
-        return int(input_ids.shape[1] - cache.get_seq_length())
-    return None
+    if whole_length != input_ids.shape[1]:
+        return None
+    n_new = int(input_ids.shape[1] - cache.get_seq_length())
+    if n_new < 1 and self.config.is_encoder_decoder and not config.is_assistant:
+        raise ValueError(
+            f"`past_key_values` holds {cache.get_seq_length()} tokens and `decoder_input_ids` has "
+            f"{input_ids.shape[1]}, so that none is new. Pass all tokens from the start; or only the "
+            "new ones, with a `decoder_attention_mask` over all of them."
+        )
+    return n_new
 
 
 def _prefill_in_chunks(

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from .. import quirks
+from ..batch import map_outputs
 from ..caches.layers import layers_of, newest_column, recording, roll_back
 from ..call import Run, Step
 from .sample import Sample
@@ -103,7 +104,11 @@ class Contrastive(Sample):
         best = self.best(probabilities, hidden)
         chosen = best + torch.arange(rows, device=best.device) * k
         _let_rows_agree(cache, chosen.repeat_interleave(k))
-        _keep_rows(outputs, chosen, run.is_encoder_decoder)
+        map_outputs(
+            outputs,
+            lambda states, dim: states.index_select(dim, chosen.to(states.device)),
+            quirks.rows_of_states(run.model),
+        )
         self.chosen = outputs
         return tokens.gather(1, best[:, None]).squeeze(1)
 
@@ -219,17 +224,6 @@ def _last_hidden(run: Run, outputs: Any) -> torch.Tensor:
             f"{type(run.model).__name__} returns {given}. Leave `penalty_alpha` out."
         )
     return hidden
-
-
-def _keep_rows(outputs: Any, rows: torch.Tensor, is_encoder_decoder: bool) -> None:
-    """Cut the model's outputs, in place, to ``rows`` of what a step reads."""
-    prefix = "decoder_" if is_encoder_decoder else ""
-    for name in ("logits", prefix + "hidden_states", prefix + "attentions", "cross_attentions"):
-        value = outputs.get(name)
-        if isinstance(value, torch.Tensor):
-            outputs[name] = value[rows]
-        elif value is not None:
-            outputs[name] = tuple(layer[rows.to(layer.device)] for layer in value)
 
 
 def _let_rows_agree(cache: Any, rows: torch.Tensor) -> None:
