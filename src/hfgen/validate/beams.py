@@ -9,9 +9,6 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .. import constraints, quirks
 
-#: Room for more tokens than this fits into no memory.
-MAX_LENGTH = 2**31
-
 
 def check_mode(model: Any, mode: GenerationMode, config: GenerationConfig) -> None:
     """Raise ``ValueError`` for numbers, groups or constraints that cannot be searched with."""
@@ -29,13 +26,7 @@ def _check_numbers(config: GenerationConfig) -> None:
             "`low_memory=True` is no longer a way to search with beams. Leave it out; "
             "`cache_implementation='offloaded'` saves memory."
         )
-    name = "max_length" if config.max_new_tokens is None else "max_new_tokens"
-    length = getattr(config, name)
-    if length > MAX_LENGTH:
-        raise ValueError(
-            f"`{name}` has to be at most {MAX_LENGTH:,} with beams, which keep room for all of it, "
-            f"but is {length}."
-        )
+    length = config.max_length if config.max_new_tokens is None else config.max_new_tokens
     try:
         float(max(length, 1)) ** float(config.length_penalty)
     except OverflowError:
