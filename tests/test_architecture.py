@@ -84,7 +84,7 @@ def test_imports_within_functions_do_not_hide_circles():
     for name, tree in TREES.items():
         if any(name == allowed or name.startswith(f"{allowed}.cli") for allowed in LATE_IMPORTS):
             continue
-        if name.startswith("hfgen.cli") or name == "hfgen":
+        if name.startswith("hfgen.cli") or name in ("hfgen", "hfgen.validate.speculation"):
             continue
         late = [
             target
@@ -176,7 +176,7 @@ def test_a_greedy_call_enters_few_files_before_its_first_forward():
         model.generate(ids, max_new_tokens=2)
     finally:
         sys.setprofile(previous)
-    assert len(entered) <= 46, sorted(entered)
+    assert len(entered) <= 42, sorted(entered)
 
 
 def test_files_are_short():

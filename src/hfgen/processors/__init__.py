@@ -1,7 +1,7 @@
 """Stage 5a: the logits processors of a call, in one fixed order.
 
-Each row of a table builds one processor from the :class:`Context` of the call, or returns
-``None``.  Adding a processor is one builder beside its family and one row here.
+Each row of a table builds one processor from the ``Context`` of the call, or returns ``None``. Adding a
+processor is one row here, and a builder beside its family if it takes more than the field's value.
 """
 
 from __future__ import annotations
@@ -10,38 +10,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ForcedBOSTokenLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TypicalLogitsWarper,
+)
 
-from .context import Builder, Context
+from . import lengths, repetition, sampling, vocabulary
+from .context import Builder, Context, Row
 from .diversity import DiversityPenalty, diversity_penalty
 from .guidance import guidance
-from .lengths import exponential_decay, forced_bos, forced_eos, min_length, min_new_tokens
 from .lists import LogitsProcessorList, is_row_wise, merge_criteria_processor_list
-from .repetition import (
-    encoder_no_repeat_ngram,
-    encoder_repetition_penalty,
-    no_repeat_ngram,
-    repetition_penalty,
-)
-from .sampling import (
-    epsilon_cutoff,
-    eta_cutoff,
-    min_p,
-    normalize,
-    temperature,
-    top_h,
-    top_k,
-    top_p,
-    typical_p,
-    watermark,
-)
-from .vocabulary import (
-    bad_words,
-    begin_suppress_tokens,
-    prefix_constrained,
-    remove_invalid_values,
-    sequence_bias,
-    suppress_tokens,
-)
 
 __all__ = [
     "FINAL",
@@ -55,41 +40,83 @@ __all__ = [
     "merge_criteria_processor_list",
 ]
 
+
+def _is_one(value: float) -> bool:
+    return value == 1.0
+
+
+def _is_none(value: float) -> bool:
+    return value <= 0
+
+
+def _is_all(mass: float) -> bool:
+    return mass >= 1.0
+
+
+def _is_no_share(value: float) -> bool:
+    return not 0.0 < value < 1.0
+
+
+def _is_not_true(value: Any) -> bool:
+    return value is not True
+
+
+def _warper(kind: Callable[..., Any], name: str) -> Callable[[Any, Context], Any]:
+    """Builds a warper that leaves as many tokens as beams need."""
+    return lambda value, c: kind(**{name: value}, min_tokens_to_keep=c.min_tokens_to_keep)
+
+
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
-    guidance,
-    sequence_bias,
-    diversity_penalty,
-    encoder_repetition_penalty,
-    repetition_penalty,
-    no_repeat_ngram,
-    encoder_no_repeat_ngram,
-    bad_words,
-    min_length,
-    min_new_tokens,
-    prefix_constrained,
-    forced_bos,
-    forced_eos,
-    remove_invalid_values,
-    exponential_decay,
-    suppress_tokens,
-    begin_suppress_tokens,
+    Row("guidance_scale", guidance, _is_one),
+    Row("sequence_bias", lambda bias, c: vocabulary.SequenceBiasLogitsProcessor(bias)),
+    Row("diversity_penalty", diversity_penalty, lambda penalty: not penalty),
+    Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, _is_one),
+    Row("repetition_penalty", repetition.repetition_penalty, _is_one),
+    Row("no_repeat_ngram_size", repetition.no_repeat_ngram, _is_none),
+    Row("encoder_no_repeat_ngram_size", repetition.encoder_no_repeat_ngram, _is_none),
+    Row("bad_words_ids", lambda words, c: vocabulary.NoBadWordsLogitsProcessor(words, c.eos)),
+    Row("min_length", lengths.min_length, _is_none),
+    Row("min_new_tokens", lengths.min_new_tokens, _is_none),
+    vocabulary.prefix_constrained,
+    Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
+    Row("forced_eos_token_id", lengths.forced_eos),
+    Row(
+        "remove_invalid_values",
+        lambda flag, c: vocabulary.InfNanRemoveLogitsProcessor(),
+        _is_not_true,
+    ),
+    Row("exponential_decay_length_penalty", lengths.exponential_decay),
+    Row(
+        "suppress_tokens",
+        lambda tokens, c: vocabulary.SuppressTokensLogitsProcessor(tokens, device=c.device),
+    ),
+    Row("begin_suppress_tokens", vocabulary.begin_suppress_tokens),
 ]
 
 #: Run after the caller's own processors, when sampling.
 WARPERS: list[Builder] = [
-    temperature,
-    top_h,
-    top_k,
-    top_p,
-    min_p,
-    typical_p,
-    epsilon_cutoff,
-    eta_cutoff,
+    Row("temperature", lambda value, c: TemperatureLogitsWarper(value), _is_one),
+    Row("top_h", lambda share, c: TopHLogitsWarper(top_h=share)),
+    Row("top_k", _warper(TopKLogitsWarper, "top_k"), lambda count: count == 0),
+    Row("top_p", _warper(sampling.TopPLogitsWarper, "top_p"), _is_all),
+    Row("min_p", _warper(MinPLogitsWarper, "min_p")),
+    Row("typical_p", _warper(TypicalLogitsWarper, "mass"), _is_all),
+    Row("epsilon_cutoff", _warper(EpsilonLogitsWarper, "epsilon"), _is_no_share),
+    Row(
+        "eta_cutoff",
+        lambda epsilon, c: EtaLogitsWarper(
+            epsilon=epsilon, min_tokens_to_keep=c.min_tokens_to_keep, device=c.device
+        ),
+        _is_no_share,
+    ),
 ]
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
-FINAL: list[Builder] = [watermark, normalize]
+FINAL: list[Builder] = [
+    Row("watermarking_config", sampling.watermark),
+    Row("renormalize_logits", lambda flag, c: LogitNormalization(), _is_not_true),
+]
 
 
 def get_logits_processor(

@@ -33,9 +33,7 @@ class DiversityPenalty(LogitsProcessor):
         return (by_prompt - self.penalty * counts[:, None]).flatten(0, 1)
 
 
-def diversity_penalty(context: Context) -> DiversityPenalty | None:
+def diversity_penalty(penalty: float, context: Context) -> DiversityPenalty | None:
     config = context.config
-    groups, penalty = config.num_beam_groups or 1, config.diversity_penalty
-    if groups < 2 or (config.num_beams or 1) < 2 or not penalty:
-        return None
-    return DiversityPenalty(float(penalty))
+    is_grouped = (config.num_beam_groups or 1) > 1 and (config.num_beams or 1) > 1
+    return DiversityPenalty(float(penalty)) if is_grouped else None

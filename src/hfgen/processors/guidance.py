@@ -154,10 +154,7 @@ class UnconditionalBranch:
         return torch.equal(self.seen, input_ids[:, :length])
 
 
-def guidance(context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor | None:
-    scale = context.config.guidance_scale
-    if scale is None or scale == 1:
-        return None
+def guidance(scale: float, context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor:
     branch = {
         "unconditional_ids": context.negative_prompt_ids,
         "unconditional_attention_mask": context.negative_prompt_attention_mask,

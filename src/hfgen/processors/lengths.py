@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor
+from transformers import ForcedEOSTokenLogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from .. import validate
@@ -65,37 +65,23 @@ class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
         return scores.index_copy(1, self.eos_token_id, eos + gain.masked_fill(~eos.isfinite(), 0.0))
 
 
-def min_length(context: Context) -> MinLengthLogitsProcessor | None:
-    wanted = context.config.min_length
-    if wanted is None or wanted <= 0 or context.eos is None:
-        return None
-    return MinLengthLogitsProcessor(wanted, context.eos, device=context.device)
+def min_length(wanted: int, context: Context) -> MinLengthLogitsProcessor | None:
+    eos = context.eos
+    return None if eos is None else MinLengthLogitsProcessor(wanted, eos, device=context.device)
 
 
-def min_new_tokens(context: Context) -> MinNewTokensLengthLogitsProcessor | None:
-    wanted = context.config.min_new_tokens
-    if wanted is None or wanted <= 0 or context.eos is None:
+def min_new_tokens(wanted: int, context: Context) -> MinNewTokensLengthLogitsProcessor | None:
+    if context.eos is None:
         return None
     return MinNewTokensLengthLogitsProcessor(
         context.prompt_length, wanted, context.eos, device=context.device
     )
 
 
-def forced_bos(context: Context) -> ForcedBOSTokenLogitsProcessor | None:
-    token = context.config.forced_bos_token_id
-    return None if token is None else ForcedBOSTokenLogitsProcessor(token)
-
-
-def forced_eos(context: Context) -> ForcedEOSTokenLogitsProcessor | None:
-    token = context.config.forced_eos_token_id
-    if token is None:
-        return None
+def forced_eos(token: Any, context: Context) -> ForcedEOSTokenLogitsProcessor:
     return ForcedEOSTokenLogitsProcessor(context.config.max_length, token, device=context.device)
 
 
-def exponential_decay(context: Context) -> ExponentialDecayLengthPenalty | None:
-    penalty = context.config.exponential_decay_length_penalty
-    if penalty is None:
-        return None
+def exponential_decay(penalty: Any, context: Context) -> ExponentialDecayLengthPenalty:
     validate.require_eos(context.eos, penalty)
     return ExponentialDecayLengthPenalty(penalty, context.eos, context.prompt_length)

@@ -77,18 +77,14 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
         return scores
 
 
-def encoder_repetition_penalty(context: Context) -> EncoderRepetitionPenaltyLogitsProcessor | None:
-    penalty = context.config.encoder_repetition_penalty
-    if penalty is None or penalty == 1.0:
-        return None
+def encoder_repetition_penalty(
+    penalty: float, context: Context
+) -> EncoderRepetitionPenaltyLogitsProcessor | None:
     ids = _encoder_ids(context, "encoder_repetition_penalty")
     return None if ids is None else EncoderRepetitionPenaltyLogitsProcessor(penalty, ids)
 
 
-def repetition_penalty(context: Context) -> RepetitionPenaltyLogitsProcessor | None:
-    penalty = context.config.repetition_penalty
-    if penalty is None or penalty == 1.0:
-        return None
+def repetition_penalty(penalty: float, context: Context) -> RepetitionPenaltyLogitsProcessor:
     name = "decoder_attention_mask" if context.is_encoder_decoder else "attention_mask"
     mask = context.model_kwargs.get(name)
     pads = None
@@ -99,19 +95,15 @@ def repetition_penalty(context: Context) -> RepetitionPenaltyLogitsProcessor | N
     return processor
 
 
-def no_repeat_ngram(context: Context) -> NoRepeatNGramLogitsProcessor | None:
-    size = context.config.no_repeat_ngram_size
-    if size is None or size <= 0:
-        return None
+def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor:
     processor = NoRepeatNGramLogitsProcessor(size)
     _warn_without_prompt(context, "no_repeat_ngram_size")
     return processor
 
 
-def encoder_no_repeat_ngram(context: Context) -> EncoderNoRepeatNGramLogitsProcessor | None:
-    size = context.config.encoder_no_repeat_ngram_size
-    if size is None or size <= 0:
-        return None
+def encoder_no_repeat_ngram(
+    size: int, context: Context
+) -> EncoderNoRepeatNGramLogitsProcessor | None:
     ids = _encoder_ids(context, "encoder_no_repeat_ngram_size")
     if ids is None:
         return None

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
-    LogitsProcessor,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import LogitsProcessor
 from transformers import TopPLogitsWarper as UpstreamTopP
 
 from .context import Context
@@ -56,67 +47,7 @@ class TopPLogitsWarper(UpstreamTopP):
         return int((scores != -math.inf).sum(dim=-1).max())
 
 
-def temperature(context: Context) -> TemperatureLogitsWarper | None:
-    value = context.config.temperature
-    return None if value is None or value == 1.0 else TemperatureLogitsWarper(value)
-
-
-def top_h(context: Context) -> TopHLogitsWarper | None:
-    share = context.config.top_h
-    return None if share is None else TopHLogitsWarper(top_h=share)
-
-
-def top_k(context: Context) -> TopKLogitsWarper | None:
-    count = context.config.top_k
-    if count is None or count == 0:
-        return None
-    return TopKLogitsWarper(top_k=count, min_tokens_to_keep=context.min_tokens_to_keep)
-
-
-def top_p(context: Context) -> TopPLogitsWarper | None:
-    mass = context.config.top_p
-    if mass is None or mass >= 1.0:
-        return None
-    return TopPLogitsWarper(top_p=mass, min_tokens_to_keep=context.min_tokens_to_keep)
-
-
-def min_p(context: Context) -> MinPLogitsWarper | None:
-    share = context.config.min_p
-    if share is None:
-        return None
-    return MinPLogitsWarper(min_p=share, min_tokens_to_keep=context.min_tokens_to_keep)
-
-
-def typical_p(context: Context) -> TypicalLogitsWarper | None:
-    mass = context.config.typical_p
-    if mass is None or mass >= 1.0:
-        return None
-    return TypicalLogitsWarper(mass=mass, min_tokens_to_keep=context.min_tokens_to_keep)
-
-
-def epsilon_cutoff(context: Context) -> EpsilonLogitsWarper | None:
-    epsilon = context.config.epsilon_cutoff
-    if epsilon is None or not 0.0 < epsilon < 1.0:
-        return None
-    return EpsilonLogitsWarper(epsilon=epsilon, min_tokens_to_keep=context.min_tokens_to_keep)
-
-
-def eta_cutoff(context: Context) -> EtaLogitsWarper | None:
-    epsilon = context.config.eta_cutoff
-    if epsilon is None or not 0.0 < epsilon < 1.0:
-        return None
-    return EtaLogitsWarper(
-        epsilon=epsilon, min_tokens_to_keep=context.min_tokens_to_keep, device=context.device
+def watermark(config: Any, context: Context) -> LogitsProcessor:
+    return config.construct_processor(
+        context.model.config.get_text_config().vocab_size, context.device
     )
-
-
-def watermark(context: Context) -> LogitsProcessor | None:
-    config = context.config.watermarking_config
-    if config is None:
-        return None
-    vocab = context.model.config.get_text_config().vocab_size
-    return config.construct_processor(vocab, context.device)
-
-
-def normalize(context: Context) -> LogitNormalization | None:
-    return LogitNormalization() if context.config.renormalize_logits is True else None

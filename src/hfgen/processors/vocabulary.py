@@ -94,16 +94,6 @@ class InfNanRemoveLogitsProcessor(UpstreamInfNanRemove):
         return scores.nan_to_num(nan=0.0)
 
 
-def sequence_bias(context: Context) -> SequenceBiasLogitsProcessor | None:
-    bias = context.config.sequence_bias
-    return None if bias is None else SequenceBiasLogitsProcessor(sequence_bias=bias)
-
-
-def bad_words(context: Context) -> NoBadWordsLogitsProcessor | None:
-    words = context.config.bad_words_ids
-    return None if words is None else NoBadWordsLogitsProcessor(words, context.eos)
-
-
 def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor | None:
     allowed = context.prefix_allowed_tokens_fn
     if allowed is None:
@@ -111,19 +101,7 @@ def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor | N
     return PrefixConstrainedLogitsProcessor(allowed, context.config.num_beams)
 
 
-def remove_invalid_values(context: Context) -> InfNanRemoveLogitsProcessor | None:
-    return InfNanRemoveLogitsProcessor() if context.config.remove_invalid_values is True else None
-
-
-def suppress_tokens(context: Context) -> SuppressTokensLogitsProcessor | None:
-    tokens = context.config.suppress_tokens
-    return None if tokens is None else SuppressTokensLogitsProcessor(tokens, device=context.device)
-
-
-def begin_suppress_tokens(context: Context) -> SuppressTokensAtBeginLogitsProcessor | None:
-    tokens = context.config.begin_suppress_tokens
-    if tokens is None:
-        return None
+def begin_suppress_tokens(tokens: Any, context: Context) -> SuppressTokensAtBeginLogitsProcessor:
     # A forced BOS takes the first place, so the sequence proper begins one token later.
     forced = context.prompt_length <= 1 and context.config.forced_bos_token_id is not None
     return SuppressTokensAtBeginLogitsProcessor(
