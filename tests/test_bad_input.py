@@ -104,6 +104,70 @@ NOT_FIELDS = [
         "`early_stopping` has to be True, False or 'never', but is 'soon'",
     ),
     (ValueError, {"cache_implementation": "fast"}, "`cache_implementation` has to be one of"),
+    (TypeError, {"top_k": True}, "`top_k` has to be an integer, but is True"),
+    (
+        TypeError,
+        {"assistant_confidence_threshold": "2"},
+        "`assistant_confidence_threshold` has to be a",
+    ),
+    (
+        TypeError,
+        {"exponential_decay_length_penalty": 2.5},
+        "has to be a pair (start, factor), but is",
+    ),
+    (
+        TypeError,
+        {"watermarking_config": 0},
+        "`watermarking_config` has to be a WatermarkingConfig or",
+    ),
+    (
+        TypeError,
+        {"suppress_tokens": 2.5},
+        "`suppress_tokens` has to be a list of token ids, but is 2.5",
+    ),
+    (
+        ValueError,
+        {"speculation_type": "dflsh"},
+        "`speculation_type` has to be 'dflash', but is 'dflsh'",
+    ),
+    (ValueError, {"guidance_scale": float("inf")}, "`guidance_scale` has to be finite, but is inf"),
+    (
+        ValueError,
+        {"length_penalty": 400, "num_beams": 2},
+        "`length_penalty` has to be between -128 and 128",
+    ),
+    (
+        ValueError,
+        {"length_penalty": 10**12, "num_beams": 2},
+        "between -128 and 128, but is 1000",
+    ),
+    (
+        ValueError,
+        {"length_penalty": 100, "num_beams": 2, "max_new_tokens": 3000},
+        "`length_penalty` is the power of the length that scores are divided by: 3000 to the power",
+    ),
+    (ValueError, {"low_memory": True, "num_beams": 2}, "`low_memory=True` is no longer a way"),
+    (ValueError, {"bad_words_ids": [[5, 97]]}, "`bad_words_ids` has the token 97, but the model's"),
+    (
+        ValueError,
+        {"sequence_bias": [[[97], 1.0]]},
+        "`sequence_bias` has the token 97, but the model's",
+    ),
+    (
+        IndexError,
+        {"forced_eos_token_id": 97},
+        "`forced_eos_token_id` has the token 97, but the model's",
+    ),
+    (
+        ValueError,
+        {"num_assistant_tokens_schedule": "fast", "prompt_lookup_num_tokens": 2},
+        "`num_assistant_tokens_schedule` has to be one of",
+    ),
+    (
+        ValueError,
+        {"prompt_lookup_num_tokens": 2, "assistant_early_exit": 1},
+        "`prompt_lookup_num_tokens` and `assistant_early_exit` are given, but only one",
+    ),
 ]
 NOT_SAMPLED = [
     ({"temperature": -1.0}, "`temperature` has to be a float above 0"),
@@ -135,6 +199,16 @@ def test_sampling_fields_out_of_range(options, message):
 
 
 CONTRADICTIONS = [
+    (
+        {"dola_layers": "low", "penalty_alpha": 0.6, "top_k": 3},
+        "`dola_layers`='low' each ask for a mode",
+    ),
+    (
+        {"prompt_lookup_num_tokens": 2, "assistant_model": tiny.llama()},
+        "`assistant_model` are given",
+    ),
+    ({"token_healin": True}, "(did you mean `token_healing`?)"),
+    ({"pixel_values": IDS}, "does not know `pixel_values`: neither the generation"),
     ({"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences` (3) has to be smaller"),
     ({"num_return_sequences": 2}, "Greedy methods"),
     (
@@ -201,6 +275,14 @@ def test_prompts_that_are_no_tensors():
         untouched.model.generate([[5, 6]])
     with pytest.raises(TypeError, match=re.escape("Unpack it: generate(**inputs)")):
         untouched.model.generate(BatchEncoding({"input_ids": IDS}))
+    with pytest.raises(
+        TypeError, match=re.escape("generate(**tokenizer(text, return_tensors='pt'))")
+    ):
+        untouched.model.generate("Hello")
+    with pytest.raises(
+        IndexError, match=re.escape("`inputs` has to be (batch, …), but is one number")
+    ):
+        untouched.model.generate(torch.tensor(3))
     untouched.check()
 
 
@@ -222,6 +304,17 @@ def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any],
         *((m, ValueError, {"input_ids": IDS, "attention_mask": ones[:1]}, "(2, 7), but has (1, 7)") for m in everyone),
         (tiny.llama, ValueError, {"input_ids": IDS, "attention_mask": ones[:, None]}, "(batch, length), but has shape (2, 1, 7)"),
         *((m, IndexError, {"input_ids": long}, "70 tokens per row") for m in (tiny.gpt2, tiny.bart)),
+        *((m, IndexError, {"input_ids": IDS[0]}, "`input_ids` has to be (batch, length), but has shape (7,)") for m in everyone),
+        *((m, RuntimeError, {"input_ids": IDS[None]}, "(batch, length), but has shape (1, 2, 7)") for m in everyone),
+        *((m, RuntimeError, {"input_ids": IDS.float()}, "`input_ids` has to hold token ids, int64 or int32, but holds torch.float32") for m in everyone),
+        *((m, RuntimeError, {"input_ids": IDS > 50}, "but holds torch.bool") for m in everyone),
+        *((m, RuntimeError, {"input_ids": IDS.to(torch.int8)}, "but holds torch.int8") for m in everyone),
+        *((m, IndexError, {"input_ids": IDS, "attention_mask": ones[0]}, "`attention_mask` has to be (batch, length), but has shape (7,)") for m in everyone),
+        *((m, RuntimeError, {"inputs_embeds": torch.rand(2, 7, 31)}, "`inputs_embeds` has to be (batch, length, 32), but has shape (2, 7, 31)") for m in everyone),
+        *((m, RuntimeError, {"input_ids": IDS, "position_ids": torch.arange(6)[None]}, "`position_ids` has to be (batch, length), (2, 7) here, but has shape (1, 6)") for m in decoders),
+        *((m, IndexError, {"input_ids": IDS, "guidance_scale": 2.0, "negative_prompt_ids": outside}, "`negative_prompt_ids[1, 3]` is 97") for m in everyone),
+        *((m, IndexError, {"input_ids": IDS, "decoder_input_ids": outside}, "`decoder_input_ids[1, 3]` is 97") for m in (tiny.t5, tiny.bart)),
+        *((m, RuntimeError, {"input_ids": IDS, "decoder_input_ids": tiny.prompt(3, 4)}, "`decoder_input_ids` has to hold 2 rows of tokens") for m in (tiny.t5, tiny.bart)),
     ]  # fmt: skip
 
 
@@ -231,6 +324,34 @@ def test_prompts_that_the_model_cannot_take(build, error, inputs, message):
     with pytest.raises(error, match=re.escape(message)):
         untouched.model.generate(**inputs, max_new_tokens=4)
     untouched.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"encoder_no_repeat_ngram_size": 10**12}, {}),
+        ({"no_repeat_ngram_size": 10**12}, {}),
+        ({"bad_words_ids": [[]]}, {}),  # as upstream
+        ({"prompt_lookup_num_tokens": 10**9, "max_matching_ngram_size": 10**9}, {}),
+        ({"prefill_chunk_size": 10**12}, {}),
+        ({"top_k": False, "do_sample": True}, {"top_k": 0, "do_sample": True}),
+    ],
+    ids=name,
+)
+@pytest.mark.parametrize("build", [tiny.llama, tiny.t5], ids=["llama", "t5"])
+def test_odd_values_that_work(build, options, same):
+    model = hfgen.mix_into(build())
+    torch.manual_seed(0)
+    found = model.generate(IDS, max_new_tokens=6, **options)
+    torch.manual_seed(0)
+    assert torch.equal(found, model.generate(IDS, max_new_tokens=6, **same))
+
+
+def test_an_assistants_own_number_of_tokens_is_lowered_to_what_is_left():
+    model, assistant = hfgen.mix_into(tiny.llama()), tiny.llama()
+    assistant.generation_config.num_assistant_tokens = 10**9
+    found = model.generate(IDS, max_new_tokens=6, assistant_model=assistant)
+    assert torch.equal(found, model.generate(IDS, max_new_tokens=6))
 
 
 def test_no_prompt_and_no_bos():

@@ -160,6 +160,7 @@ FLAG_OR_LAYERS = Kind(
 INTEGER = Kind("an integer", is_integer, int, "an integer")
 SIZE = Kind("an integer", _is_size, int, "an integer")
 NUMBER = Kind("a number", is_number, plain_number, "a number")
+FLOAT = Kind("a number", is_number, float, "a number")  # integers to a power grow without end
 TOKEN = Kind("a token id", _is_token, int, "an integer")
 TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens)
 TOKEN_LIST = Kind("a list of token ids", _is_token_list, _plain_tokens)
@@ -266,7 +267,10 @@ FIELDS: dict[str, Field] = {
     # Scores
     "repetition_penalty": Field(NUMBER, PENALTY),
     "encoder_repetition_penalty": Field(NUMBER, PENALTY),
-    "length_penalty": Field(NUMBER, needs="num_beams"),
+    # Scores of two tokens and more, divided by a power above, are zeros in float32.
+    "length_penalty": Field(
+        FLOAT, Range("between -128 and 128", lambda x: -128 <= x <= 128), "num_beams"
+    ),
     "no_repeat_ngram_size": Field(SIZE),
     "encoder_no_repeat_ngram_size": Field(INTEGER),
     "bad_words_ids": Field(WORDS, outside=ValueError),
