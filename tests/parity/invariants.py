@@ -259,7 +259,8 @@ def plain(lawful: Lawful, **arguments: Any) -> Outcome:
     outcome = lawful.run(**arguments)
     if outcome.error is not None:
         raise LeftOutError(f"raises {outcome.error} in mode {lawful.mode}")
-    if not isinstance(sequences(outcome), Tensor):
+    ids = sequences(outcome)
+    if not isinstance(ids, Tensor) or ids.is_floating_point():
         raise LeftOutError("returns no ids")
     return outcome
 
