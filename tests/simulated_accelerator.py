@@ -125,6 +125,9 @@ class DeviceTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.value.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.value.untyped_storage()
+
     def __repr__(self, **kwargs: Any) -> str:
         return f"on {DEVICE}: {self.value}"
 

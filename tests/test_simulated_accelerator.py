@@ -59,7 +59,7 @@ def both(
 ) -> tuple[Any, Accelerator]:
     """What a call returns on the device, once it is what it returns on the CPU; and what happened."""
     ids = prompt() if ids is None else ids
-    mask = torch.ones_like(ids)
+    mask = kwargs.pop("attention_mask", torch.ones_like(ids))
     kwargs = {"eos_token_id": None, "pad_token_id": 0} | kwargs
     torch.manual_seed(0)
     expected = model.generate(ids, attention_mask=mask, **to_host(kwargs))
@@ -190,16 +190,24 @@ def test_steps_begin_with_the_embedding(device_model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Mode:
-    """A kind of decoding; ``over`` is why it is over the budget today."""
+    """A kind of decoding: how it is asked for, and what it costs beyond the budget."""
 
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    #: Why it is over the budget today.
     over: str | None = None
+    #: Reads per step that lines of transformers make, whoever generates.
+    theirs: int = 0
+    #: Another model than the Llama.
+    model: str = "llama"
 
     def param(self) -> Any:
         marks = [pytest.mark.xfail(strict=True, reason=self.over)] if self.over else []
-        return pytest.param(self.kwargs, id=self.name, marks=marks)
+        return pytest.param(self, id=self.name, marks=marks)
 
+
+#: For the two rows of ``prompt()``.
+LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
 
 MODES = [
     Mode("greedy"),
@@ -230,10 +238,48 @@ MODES = [
             "suppress_tokens": [17],
         },
     ),
+    Mode("warpers", {"do_sample": True, "epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4}, theirs=1),
+    Mode("typical", {"do_sample": True, "typical_p": 0.9, "min_p": 0.01}),
+    Mode("top-h", {"do_sample": True, "top_h": 0.9}, theirs=1),
+    Mode("guidance", {"guidance_scale": 1.5}, theirs=1),  # a mask is looked at
+    Mode("left padding", {"attention_mask": LEFT_PADDED}, theirs=1),
+    Mode("beams with left padding", {"attention_mask": LEFT_PADDED, "num_beams": 2}, theirs=1),
     Mode(
-        "guidance",
-        {"guidance_scale": 1.5},
-        "guidance forwards with an all-ones mask, which transformers reads to find that out",
+        "lengths",
+        {
+            "min_length": 8,
+            "forced_eos_token_id": EOS,
+            "begin_suppress_tokens": [9],
+        },
+    ),
+    Mode("invalid values", {"remove_invalid_values": True, "renormalize_logits": True}),
+    Mode(
+        "minimum Bayes risk",
+        {
+            "custom_generate": hfgen.minimum_bayes_risk(hfgen.token_f1, on_tokens=True),
+            "do_sample": True,
+            "num_return_sequences": 3,
+        },
+    ),
+    Mode("chunks", {"prefill_chunk_size": 3}),
+    Mode("encoder-decoder", theirs=1, model="t5"),
+    Mode("encoder-decoder beams", {"num_beams": 3}, theirs=1, model="t5"),
+    Mode(
+        "n-grams of the encoder",
+        {"encoder_no_repeat_ngram_size": 3},
+        "they are looked up on the host",
+        theirs=1,
+        model="t5",
+    ),
+    Mode(
+        "static cache, beams",
+        {"cache_implementation": "static", "disable_compile": True, "num_beams": 2},
+        "a static layer reads its length before its rows are reordered",
+    ),
+    Mode("quantised cache, beams", {"cache_implementation": "quantized", "num_beams": 2}),
+    Mode(
+        "quantised cache, contrastive",
+        {"cache_implementation": "quantized", "penalty_alpha": 0.5, "top_k": 4},
     ),
     Mode("static cache", {"cache_implementation": "static", "disable_compile": True}),
     Mode("quantised cache", {"cache_implementation": "quantized"}),
@@ -243,32 +289,39 @@ MODES = [
 ]
 
 
-def calls(model: nn.Module, device_model: nn.Module, **kwargs: Any) -> list[Accelerator]:
+@pytest.fixture(scope="module")
+def models(model: nn.Module, device_model: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]]:
+    t5 = hfgen.mix_into(tiny.t5())
+    return {"llama": (model, device_model), "t5": (t5, on_device(t5))}
+
+
+def calls(models: Any, mode: Mode, **kwargs: Any) -> list[Accelerator]:
     """What happened in a call for few tokens and in one for more, which no EOS ended."""
-    done = []
+    done, started = [], 1 if mode.model == "t5" else prompt().shape[1]
     for n_new in (SHORT, LONG):
-        output, accelerator = both(model, device_model, max_new_tokens=n_new, **kwargs)
-        assert getattr(output, "sequences", output).shape[1] == prompt().shape[1] + n_new
+        output, accelerator = both(
+            *models[mode.model], max_new_tokens=n_new, **kwargs | mode.kwargs
+        )
+        assert getattr(output, "sequences", output).shape[1] == started + n_new
         done.append(accelerator)
     return done
 
 
-@pytest.mark.parametrize("kwargs", [mode.param() for mode in MODES])
-def test_one_read_per_step_if_an_eos_can_end_it(
-    model: nn.Module, device_model: nn.Module, kwargs: dict[str, Any]
-) -> None:
-    short, long = calls(model, device_model, eos_token_id=EOS, **kwargs)
-    n_reads = len(long.of_kind("read")) - len(short.of_kind("read"))
-    assert n_reads <= LONG - SHORT, more(short, long)
+def of_transformers(events: list[Event]) -> int:
+    return sum(event.where.startswith("transformers/") for event in events)
+
+
+@pytest.mark.parametrize("mode", [mode.param() for mode in MODES])
+@pytest.mark.parametrize("eos", [EOS, None], ids=["EOS", "length alone"])
+def test_reads_per_step(models: Any, mode: Mode, eos: int | None) -> None:
+    """One if an EOS can end the call, none if only its length can; nothing is copied there."""
+    short, long = calls(models, mode, eos_token_id=eos)
+    reads, before = long.of_kind("read"), short.of_kind("read")
+    n_theirs = of_transformers(reads) - of_transformers(before)
+    assert n_theirs == mode.theirs * (LONG - SHORT), more(short, long)
+    n_ours = len(reads) - len(before) - n_theirs
+    assert n_ours <= (LONG - SHORT if eos else 0), more(short, long)
     assert len(long.of_kind("copy")) == len(short.of_kind("copy")), more(short, long)
-
-
-@pytest.mark.parametrize("kwargs", [mode.param() for mode in MODES])
-def test_no_read_if_only_length_can_end_it(
-    model: nn.Module, device_model: nn.Module, kwargs: dict[str, Any]
-) -> None:
-    short, long = calls(model, device_model, **kwargs)
-    assert more(short, long) == []
 
 
 def test_rows_that_leave_cost_a_read_each_time(model: nn.Module, device_model: nn.Module) -> None:
