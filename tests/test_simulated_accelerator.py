@@ -274,7 +274,6 @@ MODES = [
     Mode(
         "static cache, beams",
         {"cache_implementation": "static", "disable_compile": True, "num_beams": 2},
-        "a static layer reads its length before its rows are reordered",
     ),
     Mode("quantised cache, beams", {"cache_implementation": "quantized", "num_beams": 2}),
     Mode(

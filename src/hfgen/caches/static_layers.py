@@ -104,7 +104,7 @@ class Pooled:
 
     def reorder_cache(self: Any, beam_idx: Tensor) -> None:
         """Let row ``i`` go on as row ``beam_idx[i]``, in place; there may be more or fewer rows."""
-        if self.get_seq_length() == 0:
+        if not self.is_initialized:  # its length would be a read of the device
             return
         filled, rows = self._filled(), len(beam_idx)
         for name in ("keys", "values"):
