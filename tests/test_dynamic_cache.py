@@ -31,7 +31,7 @@ import hfgen
 from benchmarks.live_bytes import LiveBytes
 from hfgen.caches import CACHES, CacheKind, CacheRequest, growing
 from hfgen.caches.dynamic import KINDS, GrowingCache, GrowingLayer, as_growing, upstream_kind
-from hfgen.caches.growing import SMALLEST_BLOCK, Growing, Room
+from hfgen.caches.growing import SMALLEST_BLOCK, GrowableTensor, GrowthPolicy
 from tests import SHIPPED, tiny
 from tests.parity import harness
 
@@ -246,8 +246,8 @@ def check_operations(
         pair.check()
 
 
-class _Blocks(Room):
-    """Room of one size, so that short sequences fill buffers."""
+class _Blocks(GrowthPolicy):
+    """GrowthPolicy of one size, so that short sequences fill buffers."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def place(tensor: Tensor) -> int:
 
 def layer_with(n_tokens: int, rows: int = 1, **room: Any) -> GrowingLayer:
     """A layer whose buffer has room: the first update makes none."""
-    layer: GrowingLayer = as_growing(DynamicLayer(), Room(**room))
+    layer: GrowingLayer = as_growing(DynamicLayer(), GrowthPolicy(**room))
     layer.update(*states(n_tokens - 1, rows))
     layer.update(*states(1, rows))
     return layer
@@ -292,7 +292,7 @@ def test_a_buffer_is_written_to_until_it_is_full_and_enlarged_by_a_block() -> No
 
 def test_few_numbers_are_concatenated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing, "CONCATENATED", 20 * HEADS * KEY_SIZE)
-    layer = as_growing(DynamicLayer(), Room())
+    layer = as_growing(DynamicLayer(), GrowthPolicy())
     for n_tokens in range(1, 41):
         keys, values = layer.update(*states(1))
         assert keys.shape[2] == values.shape[2] == n_tokens
@@ -312,8 +312,8 @@ WINDOWS = [
 @pytest.mark.parametrize("concatenated", [0, 6, SHIPPED], ids=["in place", "both", "concatenated"])
 def test_both_ways_of_growing_by_hand(concatenated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing, "CONCATENATED", concatenated)
-    window = as_growing(DynamicSlidingWindowLayer(sliding_window=WINDOW), Room())
-    full = as_growing(DynamicLayer(), Room())
+    window = as_growing(DynamicSlidingWindowLayer(sliding_window=WINDOW), GrowthPolicy())
+    full = as_growing(DynamicLayer(), GrowthPolicy())
     kept, end = [], 0
     for added, held, seen in WINDOWS:
         new = torch.arange(end + 1.0, end + added + 1).view(1, 1, added, 1)
@@ -355,7 +355,7 @@ def test_drafting_crops_and_regrows_in_place() -> None:
 
 
 def test_a_window_moves_through_its_buffer() -> None:
-    layer = as_growing(DynamicSlidingWindowLayer(sliding_window=8), Room())
+    layer = as_growing(DynamicSlidingWindowLayer(sliding_window=8), GrowthPolicy())
     layer.update(*states(500))
     assert layer.keys.untyped_storage().nbytes() <= (8 + SMALLEST_BLOCK) * HEADS * KEY_SIZE * 4
     places = []
@@ -384,7 +384,7 @@ def test_views_of_earlier_tokens_do_not_make_a_layer_move() -> None:
 
 
 def test_a_window_that_someone_kept_stays_as_it_was() -> None:
-    layer = as_growing(DynamicSlidingWindowLayer(sliding_window=6), Room(n_tensors=2))
+    layer = as_growing(DynamicSlidingWindowLayer(sliding_window=6), GrowthPolicy(n_tensors=2))
     layer.update(*states(1))
     for _ in range(20):
         layer.update(*states(1))
@@ -457,7 +457,7 @@ def test_gradients_flow_through_what_is_added() -> None:
 
 
 def test_a_buffer_of_inference_mode_is_left_behind_outside_of_it() -> None:
-    layer = as_growing(DynamicLayer(), Room())
+    layer = as_growing(DynamicLayer(), GrowthPolicy())
     with torch.inference_mode():
         layer.update(*states(3))
         layer.update(*states(1))  # with room behind it
@@ -515,7 +515,7 @@ def test_the_cache_is_upstreams(with_config: bool) -> None:
     equal(*map(contents, pair))
     equal(*map(list, pair))
     assert {type(layer) for layer in pair[1].layers} == {GrowingLayer}
-    assert not with_config or pair[1]._room.n_tensors == 2 * 3
+    assert not with_config or pair[1]._growth.n_tensors == 2 * 3
     assert (pair[1].get_seq_length(), len(pair[1])) == (9, 3)
     again = GrowingCache(iter(pair[1]))  # as distributed wrappers gather caches
     equal(contents(again), contents(pair[0]))
@@ -554,8 +554,8 @@ def test_a_copy_holds_what_is_filled_and_nothing_else(how: str) -> None:
     twin.update(*new, 0)
     assert (twin.get_seq_length(), cache.get_seq_length()) == (301, 300)
     twin.expect(310)
-    assert twin.layers[1]._room is twin._room
-    assert cache._room.max_length is None
+    assert twin.layers[1]._growth is twin._growth
+    assert cache._growth.max_length is None
 
 
 def decode(cache: Any, n_layers: int, prompt: int, end: int, rows: int, reorders: bool) -> None:
@@ -616,7 +616,7 @@ def test_generate_decodes_with_it_unless_told_otherwise() -> None:
             ids, max_new_tokens=3, cache_implementation=name, return_dict_in_generate=True
         )
         assert type(result.past_key_values) is GrowingCache
-        assert result.past_key_values._room.max_length == 5
+        assert result.past_key_values._growth.max_length == 5
 
 
 def test_the_cross_attention_of_encoder_decoders_does_not_grow() -> None:
@@ -642,7 +642,7 @@ def test_a_returned_cache_goes_on_twice() -> None:
             answers[-1].sequences, model.generate(turn, max_new_tokens=50, **options).sequences
         )
         assert answers[-1].past_key_values is cache
-        assert cache._room.max_length == turn.shape[1] + 49
+        assert cache._growth.max_length == turn.shape[1] + 49
     cache = first.past_key_values  # and at last itself, cropped to all but the prompt's last
     cache.crop(-6)
     again = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=True, **options)
@@ -655,7 +655,7 @@ def test_fewer_copies_than_tokens() -> None:
     """Of the cache: none while a block lasts."""
     model = hfgen.mix_into(tiny.llama())
     moves = []
-    with patched(Growing, "_move", lambda self, *args: moves.append(len(args))):
+    with patched(GrowableTensor, "_move", lambda self, *args: moves.append(len(args))):
         model.generate(tiny.prompt(), max_new_tokens=3 * SMALLEST_BLOCK, eos_token_id=None)
     assert len(moves) == 2 * 2 * 3 or len(moves) == 2 * 2 * 4  # layers, keys and values, blocks
 
@@ -719,7 +719,7 @@ def test_scores_and_states_are_bit_identical_in_generate(
 ) -> None:
     options = {"outputs": ["scores", "logits"]}
     case = harness.settle(harness.Case(family, mode, 3, True, 5, options))
-    monkeypatch.setattr(Room, "spare", lambda self, length: 2)
+    monkeypatch.setattr(GrowthPolicy, "spare", lambda self, length: 2)
     ours = harness.run(harness.ours(family), case)
     monkeypatch.setitem(CACHES, "dynamic", UPSTREAMS)
     theirs = harness.run(harness.ours(family), case)
@@ -751,7 +751,7 @@ def test_modes_that_change_the_cache(
     kinds = ["full_attention"] if window is None else ["sliding_attention"]
     model = hfgen.mix_into(tiny.llama(sliding_window=window, layer_types=2 * kinds))
     arguments: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None} | options
-    monkeypatch.setattr(Room, "spare", lambda self, length: 3)
+    monkeypatch.setattr(GrowthPolicy, "spare", lambda self, length: 3)
 
     def run() -> Tensor:
         torch.manual_seed(0)

@@ -27,7 +27,7 @@ import hfgen
 from hfgen import caches
 from hfgen.caches import dynamic, growing, mapped, offloaded
 from hfgen.caches.dynamic import GrowingCache, GrowingLayer, as_growing
-from hfgen.caches.growing import Growing, Room
+from hfgen.caches.growing import GrowableTensor, GrowthPolicy
 from hfgen.caches.mapped import Folder
 from hfgen.caches.offloaded import Offloaded, OffloadedCache
 from tests import SHIPPED, tiny
@@ -86,7 +86,7 @@ def test_a_layer_in_files_is_upstreams_after_every_operation(
     kind: str, operations: list[tuple[str, Any]], max_length: int | None, chunk: int
 ) -> None:
     torch.manual_seed(0)
-    room = Room(max_length=max_length)
+    room = GrowthPolicy(max_length=max_length)
     ours = as_growing(LAYERS[kind](), room)
     for name in ours._names:
         setattr(ours, name, Offloaded(room, Folder(tempfile.gettempdir())))
@@ -129,9 +129,9 @@ def test_what_does_not_grow_without_end_stays_in_memory(tmp_path: Path) -> None:
     growing_layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
     assert [type(layer._keys) for layer in growing_layers] == [
         Offloaded,
-        Growing,
+        GrowableTensor,
         Offloaded,
-        Growing,
+        GrowableTensor,
     ]
 
 
@@ -196,7 +196,7 @@ def test_copies_are_in_files_and_pickles_are_not(tmp_path: Path) -> None:
         equal(filled(each), filled(cache))
     assert len(mapped_files(tmp_path)) == 4
     assert len({each.layers[0].keys.data_ptr() for each in (cache, twin, unpickled)}) == 3
-    assert twin.layers[0]._room is twin.layers[0]._keys.room
+    assert twin.layers[0]._growth is twin.layers[0]._keys.growth
 
 
 @pytest.mark.usefixtures("_no_small_tensors")
@@ -353,7 +353,7 @@ def test_a_returned_cache_goes_on_in_files(tmp_path: Path) -> None:
     first = generate(model, tmp_path)
     cache = first.past_key_values
     assert isinstance(cache, OffloadedCache)
-    assert cache._room.max_length == 7 + 12 - 1
+    assert cache._growth.max_length == 7 + 12 - 1
     turn = torch.cat([first.sequences, tiny.prompt(length=3, seed=1)], dim=1)
     for options in ({}, {"num_beams": 2}):  # beams: of a copy
         second = generate(model, input_ids=turn, past_key_values=copy.deepcopy(cache), **options)

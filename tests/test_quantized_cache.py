@@ -805,3 +805,17 @@ def test_the_benchmark_measures_and_writes(tmp_path: Path, monkeypatch: pytest.M
     assert "of the speed of upstream's dynamic cache" in text
     names = {f"quantized_cache.{kind}" for kind in ("md", "json", "png")}
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@torch.no_grad()
+def test_memory_is_not_used_again_where_torch_does_not_count_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count", raising=False)
+    scratch, like = Scratch(), torch.zeros(8)
+    address = scratch.empty((8,), like).data_ptr()
+    assert scratch.empty((8,), like).data_ptr() == address  # it was looked up before
+    monkeypatch.setattr("hfgen.caches.packing.use_count", lambda storage: 4)
+    kept = scratch.buffer
+    assert scratch.empty((8,), like).data_ptr() != address
+    assert kept is not scratch.buffer

@@ -29,8 +29,8 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 import hfgen
 from hfgen.caches import pool, static, static_layers
-from hfgen.caches.pool import Pool, Size, Slab, pool_of
-from hfgen.caches.static_layers import Extent, FilledLayer
+from hfgen.caches.pool import CacheBuffers, Pool, Size, pool_of
+from hfgen.caches.static_layers import SlicedStaticLayer, VisibleLength
 from tests import tiny
 from tests.parity import harness
 from tests.parity.harness import Case
@@ -58,11 +58,11 @@ def greedy(model: Any, ids: Tensor, n: int = 8, **options: Any) -> Any:
 
 def addresses(model: Any) -> list[int]:
     """Where the idle memory of a model's caches is."""
-    (slab,) = pool_of(model).idle
-    return [buffer.data_ptr() for buffer in slab.buffers.values()]
+    (buffers,) = pool_of(model).idle
+    return [buffer.data_ptr() for buffer in buffers.tensors.values()]
 
 
-def filled(cache: Any) -> FilledLayer:
+def filled(cache: Any) -> SlicedStaticLayer:
     return static.filled_layers(cache)[0]
 
 
@@ -90,10 +90,10 @@ def test_nothing_of_the_size_of_a_cache_is_allocated_again(model, monkeypatch):
 
 def test_the_first_memory_is_what_the_call_needs(model):
     greedy(model, tiny.prompt(3, 7), 20, **STATIC)
-    (slab,) = pool_of(model).idle
-    assert slab.size == Size(3, 26)
+    (buffers,) = pool_of(model).idle
+    assert buffers.size == Size(3, 26)
     # Two layers of two heads of eight numbers in four bytes; one token more, for the compiler.
-    assert slab.n_bytes == 3 * 27 * (2 * 2) * (2 * 8) * 4
+    assert buffers.n_bytes == 3 * 27 * (2 * 2) * (2 * 8) * 4
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -110,8 +110,8 @@ def test_beams_and_samples_are_reordered_in_the_same_memory(model, beams):
     assert torch.equal(first, expected)
     assert torch.equal(second, expected)
     assert before == after
-    (slab,) = pool_of(model).idle
-    assert slab.size.rows == 6
+    (buffers,) = pool_of(model).idle
+    assert buffers.size.rows == 6
 
 
 def test_an_encoder_decoder_keeps_both_of_its_caches():
@@ -122,7 +122,7 @@ def test_an_encoder_decoder_keeps_both_of_its_caches():
     before = addresses(model)
     assert torch.equal(greedy(model, short, **STATIC), expected[1])
     assert addresses(model) == before
-    kinds = {kind for (kind, _, _) in pool_of(model).idle[0].buffers}
+    kinds = {kind for (kind, _, _) in pool_of(model).idle[0].tensors}
     assert kinds == {pool.FILLED, pool.CROSS}
 
 
@@ -142,7 +142,7 @@ def test_what_an_earlier_call_left_behind_does_not_matter(model):
     with torch.no_grad():
         embedding[unused] = row
     before = addresses(model)
-    assert any(buffer.isnan().any() for buffer in pool_of(model).idle[0].buffers.values())
+    assert any(buffer.isnan().any() for buffer in pool_of(model).idle[0].tensors.values())
     assert torch.equal(greedy(model, ids, **STATIC), expected)
     assert addresses(model) == before
 
@@ -274,8 +274,8 @@ def test_slowly_growing_calls_are_rarely_given_new_memory(model):
     for length in range(8, 120, 4):
         greedy(model, tiny.prompt(1, length), 2, **STATIC)
         seen.add(tuple(addresses(model)))
-        (slab,) = pool_of(model).idle
-        assert slab.size.length <= 1.5 * (length + 1)
+        (buffers,) = pool_of(model).idle
+        assert buffers.size.length <= 1.5 * (length + 1)
     assert 3 <= len(seen) <= 9
 
 
@@ -291,12 +291,14 @@ def test_memory_is_no_longer_than_max_cache_len(model):
 def test_the_old_memory_goes_before_the_new_one_comes(monkeypatch):
     lender = Pool()
     lease = lender.lend(Size(1, 10))
-    lease.slab.take(("filled", 0, "keys"), torch.ones(1, 2, 1, 4), 10, 11)
-    buffer = weakref.ref(lease.slab.buffers["filled", 0, "keys"])
+    lease.buffers.take(("filled", 0, "keys"), torch.ones(1, 2, 1, 4), 10, 11)
+    buffer = weakref.ref(lease.buffers.tensors["filled", 0, "keys"])
     del lease
     assert buffer() is not None
     alive = []
-    monkeypatch.setattr(pool, "Slab", lambda size: alive.append(buffer()) or Slab(size))
+    monkeypatch.setattr(
+        pool, "CacheBuffers", lambda size: alive.append(buffer()) or CacheBuffers(size)
+    )
     lender.lend(Size(1, 20))
     assert alive == [None]
 
@@ -324,7 +326,7 @@ def test_other_numbers_get_other_memory(model):
     greedy(model, tiny.prompt(2), **STATIC)
     model.double()
     assert torch.equal(greedy(model, tiny.prompt(2), **STATIC), greedy(model, tiny.prompt(2)))
-    assert all(b.dtype is torch.float64 for b in pool_of(model).idle[0].buffers.values())
+    assert all(b.dtype is torch.float64 for b in pool_of(model).idle[0].tensors.values())
 
 
 # ---------------------------------------------------------------- what attention sees
@@ -334,7 +336,7 @@ def test_other_numbers_get_other_memory(model):
 def seen(monkeypatch) -> Iterator[list[tuple[int, int]]]:
     """Queries and keys of each attention of the first layer."""
     lengths = []
-    update = FilledLayer.update
+    update = SlicedStaticLayer.update
 
     def recording(self: Any, key_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         keys, values = update(self, key_states, *args, **kwargs)
@@ -342,7 +344,7 @@ def seen(monkeypatch) -> Iterator[list[tuple[int, int]]]:
             lengths.append((key_states.shape[2], keys.shape[2]))
         return keys, values
 
-    monkeypatch.setattr(FilledLayer, "update", recording)
+    monkeypatch.setattr(SlicedStaticLayer, "update", recording)
     return lengths
 
 
@@ -366,9 +368,9 @@ def test_chunks_of_a_prompt_see_what_is_filled(model, seen, fine_grain):
 
 
 def test_compiled_calls_see_few_lengths():
-    extent = Extent(is_whole=False)
-    extent.is_coarse = True
-    shown = {extent.show(1, total, 10**6) for total in range(1, 8193)}
+    visible = VisibleLength(is_whole=False)
+    visible.is_coarse = True
+    shown = {visible.show(1, total, 10**6) for total in range(1, 8193)}
     assert sorted(shown) == [
         64,
         128,
@@ -386,7 +388,7 @@ def test_compiled_calls_see_few_lengths():
         8192,
     ]
     for total in range(129, 8193):
-        assert total <= extent.show(1, total, 10**6) <= 1.5 * total
+        assert total <= visible.show(1, total, 10**6) <= 1.5 * total
 
 
 def test_attentions_have_upstreams_shapes(model):
@@ -579,9 +581,9 @@ def test_a_forward_that_the_caller_compiled(model, fine_grain):
 def test_free_caches_gives_the_memory_back(model):
     assert hfgen.free_caches(model) == 0
     greedy(model, tiny.prompt(2, 100), 3, **STATIC)
-    slab = pool_of(model).idle[0]
-    n_bytes, dead = slab.n_bytes, weakref.ref(slab.buffers["filled", 0, "keys"])
-    del slab
+    buffers = pool_of(model).idle[0]
+    n_bytes, dead = buffers.n_bytes, weakref.ref(buffers.tensors["filled", 0, "keys"])
+    del buffers
     assert hfgen.free_caches(model) == n_bytes > 0
     assert dead() is None
     assert hfgen.free_caches(model) == 0
@@ -744,8 +746,8 @@ def test_a_length_that_cannot_be_allocated_is_forgotten(model, field):
         with pytest.raises(RuntimeError, match="memory"):
             model.generate(ids, **STATIC, **({"max_new_tokens": 4} | {field: HUGE}))
         assert torch.equal(greedy(model, ids, **STATIC), expected)
-    (slab,) = pool_of(model).idle
-    assert slab.size == Size(2, ids.shape[1] + 7)
+    (buffers,) = pool_of(model).idle
+    assert buffers.size == Size(2, ids.shape[1] + 7)
 
 
 def test_a_length_that_was_asked_for_and_not_needed_is_not_asked_for_again(model):

@@ -1,9 +1,9 @@
-"""The dynamic cache: upstream's, but that its layers grow in place.
+"""The dynamic cache. Like upstream's, except that layers grow in place.
 
-Upstream concatenates each token to all before it: one copy of the whole cache per token. Here a
-layer writes the token into the spare room of a buffer, and hands out the part that is filled. Each
-layer is one of upstream's kinds and keeps its methods; only what grows or takes rows is written
-anew, and ``keys`` and ``values`` may be assigned as before.
+Upstream concatenates each token to all before it, which copies the whole cache per token. Here a
+layer writes the token into the spare capacity of a buffer and returns a view of the filled part.
+The layers subclass upstream's. They override ``update`` and the selection of rows; ``keys`` and
+``values`` are properties that may be assigned.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .growing import Growing, Room
+from .growing import GrowableTensor, GrowthPolicy
 
 
 def _growing(name: str) -> Any:
-    """An attribute that is the view of the ``Growing`` behind it."""
+    """An attribute that is the view of the ``GrowableTensor`` behind it."""
     hidden = f"_{name}"
 
     def get(layer: Any) -> Tensor | None:
@@ -44,8 +44,8 @@ def _growing(name: str) -> Any:
 def grows_in_place(states: Tensor) -> bool:
     """Whether ``states`` may be written into a buffer.
 
-    With gradients, an earlier step's tensors have to stay as they are; tracers and subclasses of
-    tensors are left to upstream's operations, which they know.
+    Not with gradients, which need the tensors of earlier steps unchanged; nor for tracers and
+    subclasses of tensors, which know upstream's operations only.
     """
     return (
         not torch.is_grad_enabled() and type(states) is Tensor and not torch.compiler.is_compiling()
@@ -62,15 +62,15 @@ class GrowingLayer(DynamicLayer):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         layer = super().__new__(cls)
-        layer._room = Room()
+        layer._growth = GrowthPolicy()
         for name in cls._names:
-            setattr(layer, name, Growing())
+            setattr(layer, name, GrowableTensor())
         return layer
 
     def __copy__(self) -> Any:
         twin = type(self).__new__(type(self))
         for name, value in vars(self).items():
-            vars(twin)[name] = value.__copy__() if isinstance(value, Growing) else value
+            vars(twin)[name] = value.__copy__() if isinstance(value, GrowableTensor) else value
         return twin
 
     def update(
@@ -81,7 +81,7 @@ class GrowingLayer(DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        spare = self._room.spare
+        spare = self._growth.spare
         return self._keys.append(key_states, spare), self._values.append(value_states, spare)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -133,21 +133,21 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
         self.cumulative_length += key_states.shape[-2]
         return self._slide(self._keys, key_states), self._slide(self._values, value_states)
 
-    def _slide(self, states: Growing, new: Tensor) -> Tensor:
+    def _slide(self, states: GrowableTensor, new: Tensor) -> Tensor:
         n_before = self.sliding_window - 1
         if self.record_past:
-            full = states.append(new, self._room.spare)
+            full = states.append(new, self._growth.spare)
             return full[:, :, -(n_before + new.shape[-2]) :]
         full = states.append(new, self._spare)
         # A window of one token keeps them all, as upstream's does.
-        states.keep_last(n_before or full.shape[-2], self._room.behind_window(n_before))
+        states.keep_last(n_before or full.shape[-2], self._growth.behind_window(n_before))
         return full
 
     def _spare(self, length: int) -> int:
-        """Room behind ``length`` tokens, of which no more than a window will be kept."""
+        """GrowthPolicy behind ``length`` tokens, of which no more than a window will be kept."""
         n_before = self.sliding_window - 1
-        most = n_before + self._room.behind_window(n_before)
-        return min(self._room.spare(length), max(most - length, 0))
+        most = n_before + self._growth.behind_window(n_before)
+        return min(self._growth.spare(length), max(most - length, 0))
 
 
 class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
@@ -162,37 +162,33 @@ class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
             return super().update_indexer(indexer_key_states)
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
-        states: Tensor = self._indexer_keys.append(indexer_key_states, self._room.spare)
+        states: Tensor = self._indexer_keys.append(indexer_key_states, self._growth.spare)
         return states
 
     def reorder_beams(self, rows: Tensor) -> None:
         self.reorder_cache(rows)  # the indexer's states, too
 
 
-class GrowingHybridLayer(LinearAttentionAndFullAttentionLayer, GrowingLayer):
-    """Full attention beside states of linear attention, which do not grow."""
+class _WithLinearStates:
+    """States of linear attention, which do not grow, beside a layer that does."""
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self: Any, beam_idx: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         GrowingLayer.reorder_cache(self, beam_idx)
 
-    def reorder_beams(self, rows: Tensor) -> None:
+    def reorder_beams(self: Any, rows: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, rows)
         GrowingLayer.reorder_beams(self, rows)
+
+
+class GrowingHybridLayer(_WithLinearStates, LinearAttentionAndFullAttentionLayer, GrowingLayer):
+    """Full attention beside linear attention."""
 
 
 class GrowingHybridSlidingLayer(
-    LinearAttentionAndSlidingWindowAttentionLayer, GrowingSlidingWindowLayer
+    _WithLinearStates, LinearAttentionAndSlidingWindowAttentionLayer, GrowingSlidingWindowLayer
 ):
-    """Sliding-window attention beside states of linear attention, which do not grow."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
-        GrowingLayer.reorder_cache(self, beam_idx)
-
-    def reorder_beams(self, rows: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, rows)
-        GrowingLayer.reorder_beams(self, rows)
+    """Sliding-window attention beside linear attention."""
 
 
 #: Which layer stands for which of upstream's; other kinds, models' own among them, stay.
@@ -211,13 +207,13 @@ def upstream_kind(layer: Any) -> type:
     return UPSTREAM_KINDS.get(type(layer), type(layer))
 
 
-def as_growing(layer: Any, room: Room) -> Any:
+def as_growing(layer: Any, growth: GrowthPolicy) -> Any:
     """The layer, with its states, as one that grows in place, if there is such a kind."""
     kind: Any = KINDS.get(type(layer))
     if kind is None:
         return layer
     twin = kind.__new__(kind)
-    twin._room = room
+    twin._growth = growth
     for name, value in vars(layer).items():
         setattr(twin, name, value)
     return twin
@@ -226,8 +222,8 @@ def as_growing(layer: Any, room: Room) -> Any:
 class GrowingCache(DynamicCache):
     """``DynamicCache`` of layers that grow in place; it takes the same arguments.
 
-    ``max_length``: tokens at the end of the call, beyond which no room is made. An offloaded cache
-    is upstream's in all.
+    ``max_length``: tokens at the end of the call; buffers get no capacity beyond it. With
+    ``offloading=True`` the cache is upstream's, unchanged.
     """
 
     layers: list[Any]
@@ -243,31 +239,25 @@ class GrowingCache(DynamicCache):
         max_length: int | None = None,
     ) -> None:
         super().__init__(ddp_cache_data, config, offloading, offload_only_non_sliding)
-        self._room = Room(max_length=max_length)
+        self._growth = GrowthPolicy(max_length=max_length)
         if offloading:
             return
         if self.layers:
-            self._room.n_tensors = 2 * len(self.layers)
-        self.layers = [as_growing(layer, self._room) for layer in self.layers]
+            self._growth.n_tensors = 2 * len(self.layers)
+        self.layers = [as_growing(layer, self._growth) for layer in self.layers]
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = partial(_new_layer, self._room)
+            self.layer_class_to_replicate = partial(_new_layer, self._growth)
 
     def expect(self, max_length: int) -> None:
-        """Make room for a call that ends with ``max_length`` tokens, from now on."""
-        self._room.max_length = max_length
+        """From now on, buffers get capacity for a call that ends with ``max_length`` tokens."""
+        self._growth.max_length = max_length
 
 
-def _new_layer(room: Room) -> Any:
-    return as_growing(DynamicLayer(), room)
+def _new_layer(growth: GrowthPolicy) -> Any:
+    return as_growing(DynamicLayer(), growth)
 
 
-# Code that asks for a cache by its name finds upstream's.
-for _own in (
-    GrowingCache,
-    GrowingLayer,
-    GrowingSlidingWindowLayer,
-    GrowingIndexedLayer,
-    GrowingHybridLayer,
-    GrowingHybridSlidingLayer,
-):
-    _own.__name__ = _own.__mro__[1].__name__
+# Code that asks for a cache or a layer by its name finds upstream's.
+GrowingCache.__name__ = DynamicCache.__name__
+for _own, _theirs in UPSTREAM_KINDS.items():
+    _own.__name__ = _theirs.__name__

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Up to this many numbers are concatenated: that is quicker than writing and viewing.
+#: Up to this many numbers are concatenated: quicker than writing and viewing (``benchmarks/caches.py``).
 CONCATENATED = 2**15
 
 #: Tokens that a full buffer is enlarged by, at least.
@@ -18,47 +18,46 @@ SMALLEST_BLOCK = 32
 
 
 @dataclass(slots=True)
-class Room:
-    """How many tokens more than it holds a buffer is made for. One for all layers of a cache.
+class GrowthPolicy:
+    """How many spare tokens a new buffer gets. All layers of a cache share one policy.
 
-    Concatenating needs, for a moment, the memory of one more tensor. Here that much is shared
-    among all tensors of the cache as their spare room, so that a long cache with its room is no
-    larger than upstream's while it grows, and is copied once per block instead of once per token.
+    Concatenating needs the memory of one more tensor for a moment. Here all tensors of the cache
+    share that much as spare capacity. So a long cache needs no more memory than upstream's while it
+    grows, and it is copied once per block instead of once per token.
     """
 
     #: Tensors that grow together.
     n_tensors: int = 24
-    #: Tokens at the end of the call, if that is known; a cache that is past it is in another call.
+    #: Tokens at the end of the call, if known. A longer cache is in another call.
     max_length: int | None = None
 
     def spare(self, length: int) -> int:
-        """Of a sequence that grows until the call ends."""
+        """Spare tokens behind ``length`` tokens of a sequence that grows until the call ends."""
         block = max(SMALLEST_BLOCK, length // self.n_tensors)
         if self.max_length is None or length > self.max_length:
             return block
         return min(block, self.max_length - length)
 
     def behind_window(self, length: int) -> int:
-        """Of the last ``length`` tokens, which never become more."""
+        """Spare tokens behind a window of ``length`` tokens, which moves through its buffer."""
         return length // self.n_tensors + 1
 
 
-#: How many objects hold a storage. Where torch does not tell, a layer moves before it overwrites.
+#: How many objects hold a storage. Where torch does not tell, layers copy before they overwrite.
 use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: 4)
 
 #: From the length of a sequence to the room behind it.
 Spare = Callable[[int], int]
 
 
-class Growing:
+class GrowableTensor:
     """A tensor ``view (…, length, size)``, and the buffer that it is a part of, if there is one.
 
     ``buffer (…, capacity, size)`` belongs to this object alone; what lies behind ``view`` in it is
     free, up to the positions that were ``written`` before a crop. Those are written again only if
     no other tensor shares the memory, so whoever kept an earlier view keeps its values.
 
-    ``shared`` tokens at the start of ``view`` are alike in all rows of a prompt; whoever made rows
-    of one says so.
+    The first ``shared`` tokens of ``view`` are alike in all rows of a prompt. Set by ``layers.repeat``.
     """
 
     __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
@@ -241,14 +240,16 @@ class Growing:
 
     # ------------------------------------------------------------ copying: of the view alone
 
-    def __copy__(self) -> Growing:
-        return Growing(self.view)
+    def __copy__(self) -> GrowableTensor:
+        return GrowableTensor(self.view)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Growing:
-        return Growing(copy.deepcopy(self.view, memo) if self.buffer is None else self._compact())
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrowableTensor:
+        return GrowableTensor(
+            copy.deepcopy(self.view, memo) if self.buffer is None else self._compact()
+        )
 
-    def __reduce__(self) -> tuple[type[Growing], tuple[Tensor | None]]:
-        return Growing, (self._compact(),)
+    def __reduce__(self) -> tuple[type[GrowableTensor], tuple[Tensor | None]]:
+        return GrowableTensor, (self._compact(),)
 
     def _compact(self) -> Tensor | None:
         if self.view is None or self.buffer is None:

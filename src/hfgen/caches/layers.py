@@ -33,7 +33,7 @@ from transformers.cache_utils import (
 
 from .. import quirks
 from .dynamic import GrowingLayer, upstream_kind
-from .static_layers import FilledLayer
+from .static_layers import SlicedStaticLayer
 
 PACKAGE = __name__.partition(".")[0]
 
@@ -366,7 +366,7 @@ def _roll_back_static(layer: StaticLayer, n_tokens: int) -> None:
         return
     if (recorder := _recorder(layer)) is not None:
         recorder.take_back(n_tokens)
-    elif isinstance(layer, FilledLayer):
+    elif isinstance(layer, SlicedStaticLayer):
         layer.take_back(n_tokens)
     else:  # what lies behind the length is overwritten
         layer.cumulative_length.sub_(n_tokens)

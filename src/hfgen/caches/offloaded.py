@@ -1,8 +1,7 @@
-"""The offloaded cache: keys and values that are kept away from where the model computes.
+"""The offloaded cache: keys and values are kept on the host, or in mapped files, instead of the device.
 
-They are in the memory of the host, or in files of a folder. Files are mapped: the operating system
-reads what is attended to, and may write back and forget what it has no memory for. Layers are the
-growing ones, whose tensors have another place; sliding windows, which are small, stay where they are.
+Its layers are those of the dynamic cache with ``Offloaded`` tensors. Sliding windows stay on the
+device, since they are small. The operating system reads mapped files as they are attended to.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import copy
 import difflib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer
 
 from . import mapped
 from .dynamic import GrowingCache, GrowingLayer
-from .growing import Growing, Room, Spare
+from .growing import GrowableTensor, GrowthPolicy, Spare
 from .mapped import Folder
 
 if TYPE_CHECKING:
@@ -36,33 +34,24 @@ CHUNK_BYTES = 2**20
 # ---------------------------------------------------------------- settings
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What ``cache_config`` may say. ``path``: a folder for files; ``None``: the host's memory."""
+def folder_of(options: Any) -> Folder | None:
+    """The folder that the ``path`` of a ``cache_config`` names; ``None``: the host's memory.
 
-    path: str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        is_path = isinstance(self.path, str | os.PathLike) and os.fspath(self.path)
-        if self.path is not None and not is_path:
-            raise ValueError(
-                f"`path` in `cache_config` has to be the path of a folder, but is {self.path!r}."
-            )
-
-    @classmethod
-    def of(cls, options: Any) -> Settings:
-        """Those of a ``cache_config``; ``ValueError`` for what it may not say."""
-        return cls(**_checked_keys(options, "offloaded", ["path"]))
-
-    @property
-    def folder(self) -> Folder | None:
-        return None if self.path is None else Folder(self.path)
+    Raises ``ValueError`` for anything else that the ``cache_config`` says.
+    """
+    path = _checked_keys(options, "offloaded", ["path"]).get("path")
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ValueError(
+            f"`path` in `cache_config` has to be the path of a folder, but is {path!r}."
+        )
+    return Folder(path)
 
 
 def check_settings(options: Any, config: Any = None) -> None:
     """Raise ``ValueError`` for a ``cache_config`` that cannot be used, or a folder that cannot."""
-    folder = Settings.of(options).folder
-    if folder is not None:
+    if (folder := folder_of(options)) is not None:
         folder.check()
 
 
@@ -89,7 +78,7 @@ def _checked_keys(options: Any, implementation: str, known: list[str]) -> dict[s
 # ---------------------------------------------------------------- the cache
 
 
-class Offloaded(Growing):
+class Offloaded(GrowableTensor):
     """A tensor ``(…, length, size)`` on the host, which goes to where the model computes when it grows.
 
     In files, a buffer has room until the end of the call: what is not written takes no memory.
@@ -97,13 +86,13 @@ class Offloaded(Growing):
     of their own before they write, since they share the old one.
     """
 
-    __slots__ = ("folder", "n_forks", "room")
+    __slots__ = ("folder", "growth", "n_forks")
 
     def __init__(
-        self, room: Room, folder: Folder | None = None, view: Tensor | None = None
+        self, growth: GrowthPolicy, folder: Folder | None = None, view: Tensor | None = None
     ) -> None:
         super().__init__(view)
-        self.room = room
+        self.growth = growth
         self.folder = folder
         #: ``mapped.n_forks`` when the buffer was made.
         self.n_forks = 0
@@ -135,7 +124,7 @@ class Offloaded(Growing):
         return self.folder is not None and self.n_forks != mapped.n_forks
 
     def _until_the_end(self, length: int) -> int:
-        end = self.room.max_length
+        end = self.growth.max_length
         return length + length // 4 if end is None or end < length else end
 
     def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
@@ -155,10 +144,10 @@ class Offloaded(Growing):
         self._adopt(buffer, 0, length)
 
     def __copy__(self) -> Offloaded:
-        return Offloaded(self.room, self.folder, self.view)
+        return Offloaded(self.growth, self.folder, self.view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offloaded:
-        twin = Offloaded(copy.deepcopy(self.room, memo), self.folder)
+        twin = Offloaded(copy.deepcopy(self.growth, memo), self.folder)
         if self.buffer is None:
             twin.view = copy.deepcopy(self.view, memo)
         else:
@@ -183,11 +172,11 @@ class OffloadedCache(GrowingCache):
         max_length: int | None = None,
     ) -> None:
         super().__init__(config=config, max_length=max_length)
-        folder = Settings(path).folder
+        folder = folder_of({"path": path})
         for layer in self.layers:
             if _grows(layer):
                 for name in layer._names:
-                    setattr(layer, name, Offloaded(self._room, folder))
+                    setattr(layer, name, Offloaded(self._growth, folder))
 
 
 # Code that asks for a cache by its name finds upstream's dynamic one.
@@ -200,13 +189,13 @@ def _grows(layer: Any) -> bool:
 
 def make_offloaded(request: CacheRequest) -> Cache:
     """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files."""
-    settings = Settings.of(request.config.cache_config)
-    if settings.path is None and is_on_cuda(request.model):
+    folder = folder_of(request.config.cache_config)
+    if folder is not None:
+        _check_space(request, folder)
+    elif is_on_cuda(request.model):
         return DynamicCache(config=request.decoder_config, offloading=True)
-    cache = OffloadedCache(request.decoder_config, settings.path, max_length=request.max_length)
-    if settings.folder is not None:
-        _check_space(request, settings.folder)
-    return cache
+    path = None if folder is None else folder.path
+    return OffloadedCache(request.decoder_config, path, max_length=request.max_length)
 
 
 class CrossAttention(DynamicCache):
@@ -222,8 +211,7 @@ CrossAttention.__name__ = DynamicCache.__name__
 def make_cross_attention(request: CacheRequest) -> Cache:
     """The encoder's keys and values, which come once: upstream's where ``make_offloaded`` is."""
     config = request.decoder_config
-    is_upstreams = Settings.of(request.config.cache_config).path is None
-    if is_upstreams and is_on_cuda(request.model):
+    if folder_of(request.config.cache_config) is None and is_on_cuda(request.model):
         return DynamicCache(config=config, offloading=True)
     return CrossAttention(config)
 

@@ -1,8 +1,8 @@
-"""Memory of static caches that is kept between calls: a pool for each model, a lease for each cache.
+"""Memory of static caches that is kept between calls: one pool per model, one lease per cache.
 
-A lease ends when its cache is gone, and no sooner: a cache that a caller got, a callable kept, another
-thread or an outer call decodes with, has its memory for itself as long as it lives. Nobody has to give
-anything back, so an exception cannot prevent it.
+A lease ends when its cache is garbage collected. Until then no other cache uses its buffers, whether
+the cache was returned, kept by a callable, or belongs to another thread or an outer call. Nothing has
+to be given back explicitly, so exceptions need no handling.
 """
 
 from __future__ import annotations
@@ -69,28 +69,28 @@ class Size:
         return self.rows * (self.length + self.source_length)
 
 
-class Slab:
+class CacheBuffers:
     """The buffers ``(rows, heads, capacity, size)`` of one cache; allocated when a layer takes them."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
-        self.buffers: dict[Place, Tensor] = {}
+        self.tensors: dict[Place, Tensor] = {}
         #: The rows and tokens of a buffer that may be other than zero.
         self.written: dict[Place, tuple[int, int]] = {}
-        #: Up to which token layers of full attention were written, as far as they told; and where they
-        #: count what they hold, since a compiled graph does not tell.
+        #: Up to which token layers of full attention were written outside of compiled graphs, and the
+        #: counter of tokens that graphs update.
         self.reached = 0
         self.count: Tensor | None = None
 
     @property
     def n_bytes(self) -> int:
-        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.tensors.values())
 
     def is_seen(self) -> bool:
         """Whether somebody kept a tensor of the last cache."""
-        # The buffer and the storage object that is looked at are two.
+        # Two references are this object's buffer and the storage object that is looked at.
         return any(
-            use_count(buffer.untyped_storage()._cdata) > 2 for buffer in self.buffers.values()
+            use_count(buffer.untyped_storage()._cdata) > 2 for buffer in self.tensors.values()
         )
 
     def take(self, place: Place, states: Tensor, length: int, capacity: int) -> Tensor:
@@ -99,17 +99,17 @@ class Slab:
         A new buffer has ``capacity`` tokens.
         """
         rows, heads, _, size = states.shape
-        buffer = self.buffers.get(place)
+        buffer = self.tensors.get(place)
         if buffer is not None and not _fits(buffer, states, length):
-            del self.buffers[place]  # freed first
+            del self.tensors[place]  # freed first
             buffer = None
         if buffer is None:
             self.written.pop(place, None)
             shape = (max(rows, self.size.rows), heads, max(length, capacity), size)
             try:
-                self.buffers[place] = buffer = states.new_zeros(shape)
+                self.tensors[place] = buffer = states.new_zeros(shape)
             except (RuntimeError, MemoryError):  # whoever asks next gets memory of another size
-                self.buffers.clear()
+                self.tensors.clear()
                 self.written.clear()
                 raise
         self._clear(place)
@@ -118,7 +118,7 @@ class Slab:
 
     def with_rows(self, place: Place, rows: int, like: Tensor) -> Tensor | None:
         """The first ``rows`` rows of a buffer, as long as ``like``, a part of it; ``None`` if it has fewer."""
-        buffer = self.buffers.get(place)
+        buffer = self.tensors.get(place)
         if (
             buffer is None
             or len(buffer) < rows
@@ -145,7 +145,7 @@ class Slab:
         if place[0] == FILLED and self.count is not None and self.count.is_cpu:
             length = min(length, max(self.reached, int(self.count)))
         if rows:
-            self.buffers[place][:rows, :, :length].zero_()
+            self.tensors[place][:rows, :, :length].zero_()
 
 
 def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
@@ -160,10 +160,10 @@ def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
 
 
 class Lease:
-    """The right to a slab, held by the layers of one cache; the slab goes back when they are gone."""
+    """The right to use buffers, held by the layers of one cache. Buffers go back to the pool with them."""
 
-    def __init__(self, pool: Pool, slab: Slab) -> None:
-        self.pool, self.slab = pool, slab
+    def __init__(self, pool: Pool, buffers: CacheBuffers) -> None:
+        self.pool, self.buffers = pool, buffers
         #: Tokens per row that the call can reach; ``max_cache_len`` may have asked for more.
         self.needed = 0
 
@@ -172,15 +172,15 @@ class Lease:
         self.pool.needed = max(self.pool.needed, self.needed)
 
     def __del__(self) -> None:
-        self.pool.idle.append(self.slab)
+        self.pool.idle.append(self.buffers)
 
 
 class Pool:
-    """The slab that no cache has at present, if there is one. Safe under threads."""
+    """The buffers that no cache uses at present, one set at most. Safe under threads."""
 
     def __init__(self) -> None:
         # Adding to a deque and taking from it are atomic, which a lock in __del__ could not be.
-        self.idle: deque[Slab] = deque(maxlen=1)
+        self.idle: deque[CacheBuffers] = deque(maxlen=1)
         #: How long the worst call is, if the caller said so.
         self.longest: int | None = None
         #: Tokens per row that the longest call so far needed, and got.
@@ -188,23 +188,23 @@ class Pool:
 
     def lend(self, asked: Size) -> Lease:
         """Memory for a cache of the size ``asked`` or larger, all zeros."""
-        slab = self._take_idle()
-        if slab is None or not slab.buffers or slab.is_seen():
-            slab = Slab(asked)
-        elif not slab.size.holds(asked):
-            size = slab.size.enlarged(asked, self.longest)
-            del slab  # its memory first, the new one's then
-            slab = Slab(size)
+        buffers = self._take_idle()
+        if buffers is None or not buffers.tensors or buffers.is_seen():
+            buffers = CacheBuffers(asked)
+        elif not buffers.size.holds(asked):
+            size = buffers.size.enlarged(asked, self.longest)
+            del buffers  # its memory first, the new one's then
+            buffers = CacheBuffers(size)
         else:
-            slab.clear()
-        return Lease(self, slab)
+            buffers.clear()
+        return Lease(self, buffers)
 
     def free(self) -> int:
-        """Let go of the idle slab; returns its bytes."""
-        slab = self._take_idle()
-        return 0 if slab is None else slab.n_bytes
+        """Let go of the idle buffers; returns its bytes."""
+        buffers = self._take_idle()
+        return 0 if buffers is None else buffers.n_bytes
 
-    def _take_idle(self) -> Slab | None:
+    def _take_idle(self) -> CacheBuffers | None:
         try:
             return self.idle.pop()
         except IndexError:

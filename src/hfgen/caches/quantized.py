@@ -252,7 +252,7 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
     Args:
         config: The model's config.
         settings: Bits, group size, and how many tokens stay in full precision.
-        padding: Of the prompts. It has no say in the scales.
+        padding: Of the prompts. Excluded when scales are computed.
     """
 
     def __init__(

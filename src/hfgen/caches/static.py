@@ -24,7 +24,7 @@ from ..logs import logger
 from . import offloaded
 from .layers import layers_of
 from .pool import Lease, Size, pool_of
-from .static_layers import Extent, FilledLayer, PooledLayer, PooledSlidingWindowLayer
+from .static_layers import PooledLayer, PooledSlidingWindowLayer, SlicedStaticLayer, VisibleLength
 
 if TYPE_CHECKING:
     from .table import CacheRequest
@@ -120,11 +120,11 @@ def _fill(cache: Cache, lease: Lease, length: int, is_whole: bool) -> None:
     all have the same mask.
     """
     kinds = {type(layer) for layer in cache.layers if isinstance(layer, StaticLayer)}
-    extent = Extent(is_whole or not kinds <= {StaticLayer, StaticSlidingWindowLayer})
+    visible = VisibleLength(is_whole or not kinds <= {StaticLayer, StaticSlidingWindowLayer})
     for index, layer in enumerate(cache.layers):
         pooled: Any
         if type(layer) is StaticLayer:
-            pooled = FilledLayer.new(layer.max_cache_len, extent)
+            pooled = SlicedStaticLayer.new(layer.max_cache_len, visible)
         elif type(layer) is StaticSlidingWindowLayer:
             pooled = PooledSlidingWindowLayer(layer.max_cache_len, layer.max_cache_len)
             pooled._call_length = length
@@ -142,9 +142,9 @@ def _fill_cross(cache: Cache | None, lease: Lease) -> None:
             cache.layers[index] = pooled  # type: ignore[union-attr]
 
 
-def filled_layers(cache: Any) -> list[FilledLayer]:
+def filled_layers(cache: Any) -> list[SlicedStaticLayer]:
     """The layers of ``cache`` that show attention what is filled."""
-    return [layer for layer in layers_of(cache) if isinstance(layer, FilledLayer)]
+    return [layer for layer in layers_of(cache) if isinstance(layer, SlicedStaticLayer)]
 
 
 def fit_to_call(cache: Any, config: GenerationConfig) -> None:
@@ -153,8 +153,8 @@ def fit_to_call(cache: Any, config: GenerationConfig) -> None:
     Attentions then have upstream's shapes, and cache and hidden states its values at padding.
     """
     for layer in filled_layers(cache):
-        layer._extent.is_whole_to_prompts |= bool(config.return_dict_in_generate)
-        layer._extent.is_whole |= bool(config.output_attentions)
+        layer._visible.is_whole_to_prompts |= bool(config.return_dict_in_generate)
+        layer._visible.is_whole |= bool(config.output_attentions)
 
 
 class Compiled:
@@ -163,7 +163,7 @@ class Compiled:
     def __init__(self, forward: Callable, cache: Any) -> None:
         self.forward = forward
         for layer in filled_layers(cache):
-            layer._extent.is_coarse = True
+            layer._visible.is_coarse = True
 
     def __call__(self, **inputs: Any) -> Any:
         from torch._dynamo.utils import counters  # takes a second: not for those who do not compile
@@ -179,11 +179,11 @@ class Compiled:
         if counters["stats"]["unique_graphs"] != n_graphs:
             gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them
         for layer in filled_layers(inputs.get("past_key_values")):
-            extent = layer._extent
-            if extent.is_open:  # else the graph was left, and update() has counted
-                layer._note(extent.total)
+            visible = layer._visible
+            if visible.is_open:  # else the graph was left, and update() has counted
+                layer._note(visible.total)
         for layer in filled_layers(inputs.get("past_key_values")):
-            layer._extent.is_open = False
+            layer._visible.is_open = False
         return outputs
 
 

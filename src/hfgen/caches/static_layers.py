@@ -1,8 +1,8 @@
-"""The layers of the static cache: their memory is lent, and attention sees them as far as they are filled.
+"""Layers of the static cache. A pool owns their memory; attention gets only the filled part of it.
 
-They are subclasses of upstream's; ``keys`` and ``values`` are parts of buffers that a pool lends
-(``pool.py``), of upstream's shapes. Attention gets the first of their tokens, the filled ones rounded
-up: how many, ``get_mask_sizes`` decides, which is asked before each forward pass, and ``update`` follows.
+They subclass upstream's layers. ``keys`` and ``values`` have upstream's shapes and are parts of buffers
+of ``pool.py``. Before each forward pass, ``get_mask_sizes`` decides how many tokens attention gets: the
+filled ones, rounded up. ``update`` returns as many.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .pool import CROSS, FILLED, WINDOW, Lease
 GRAIN = 64
 
 
-class Extent:
-    """How many of its tokens a cache shows to attention. One for all layers of full attention."""
+class VisibleLength:
+    """How many cached tokens attention may see. All layers of full attention share one object."""
 
     def __init__(self, is_whole: bool) -> None:
         #: Everything is shown, as upstream does: always, or to a prompt. What a model computes at
@@ -36,10 +36,10 @@ class Extent:
         self.total = 0
         #: Whether the forward pass to come sees ``shown`` tokens: read by compiled graphs.
         self.is_open = False
-        self.layers: list[ref[FilledLayer]] = []
+        self.layers: list[ref[SlicedStaticLayer]] = []
 
     def show(self, start: int, total: int, capacity: int) -> int:
-        """How many of ``capacity`` tokens the forward sees that feeds those from ``start`` to ``total``."""
+        """How many cached tokens, of ``capacity``, attention may see when tokens ``start:total`` are fed."""
         is_prompt = start == 0 or total - start > 1
         is_whole = self.is_whole or (self.is_whole_to_prompts and is_prompt)
         shown = capacity if is_whole else min(self._rounded(total), capacity)
@@ -59,7 +59,7 @@ class Extent:
 
 
 class Pooled:
-    """A static layer whose keys and values are lent by a pool; without a lease, it is upstream's."""
+    """A static layer whose keys and values are in a pool's buffers. Without a lease, it is upstream's."""
 
     _kind = ""
     #: Dimensions of ``keys`` and ``values`` that differ from call to call.
@@ -76,9 +76,11 @@ class Pooled:
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
         self.cumulative_length = self.cumulative_length.to(self.device)
-        slab, length, capacity = self._lease.slab, self.max_cache_len, self._capacity()
-        self.keys = slab.take((self._kind, self._index, "keys"), key_states, length, capacity)
-        self.values = slab.take((self._kind, self._index, "values"), value_states, length, capacity)
+        buffers, length, capacity = self._lease.buffers, self.max_cache_len, self._capacity()
+        self.keys = buffers.take((self._kind, self._index, "keys"), key_states, length, capacity)
+        self.values = buffers.take(
+            (self._kind, self._index, "values"), value_states, length, capacity
+        )
         torch._dynamo.mark_static_address(self.cumulative_length)
         self.is_initialized = True
         self._lease.note_allocated()
@@ -87,10 +89,10 @@ class Pooled:
     def _capacity(self: Any) -> int:
         """For how many tokens a buffer is made.
 
-        One more than are ever seen: else the compiler takes the distance between heads for a product of
-        sizes, which in the next call it is not, and compiles again.
+        One more than are ever seen. Otherwise the compiler takes the stride between heads for a product
+        of sizes; in the next call it is not one, and the graph is compiled again.
         """
-        size = self._lease.slab.size
+        size = self._lease.buffers.size
         return 1 + int(size.source_length if self._kind == CROSS else size.length)
 
     def _adopt(self: Any) -> None:
@@ -122,7 +124,7 @@ class Pooled:
         part = None
         if self._lease is not None:
             place = (self._kind, self._index, name)
-            part = self._lease.slab.with_rows(place, rows, states)
+            part = self._lease.buffers.with_rows(place, rows, states)
         return states.new_zeros((rows, *states.shape[1:])) if part is None else part
 
     # ------------------------------------------------------------ copies are upstream's layers
@@ -164,29 +166,29 @@ class PooledSlidingWindowLayer(Pooled, StaticSlidingWindowLayer):
         return super()._capacity() if is_cut else self.max_cache_len
 
 
-class FilledLayer(Pooled, StaticLayer):
+class SlicedStaticLayer(Pooled, StaticLayer):
     """Full attention: ``keys (rows, heads, max_cache_len, size)``, of which the filled part is shown."""
 
     _kind = FILLED
-    _extent: Extent
-    #: What attention sees of keys and values, and which part of what that is: how many, keys, values.
+    _visible: VisibleLength
+    #: The keys and values that attention sees; they are the first tokens of ``_source``: number, keys, values.
     _seen: tuple[Tensor, Tensor]
     _source: tuple[int | None, Tensor | None, Tensor | None] = (None, None, None)
-    #: Tokens held, and the version of ``cumulative_length`` of which that is known.
+    #: Tokens held, as read when ``cumulative_length`` had the version ``_version``.
     _known = 0
     _version = -1
 
     @classmethod
-    def new(cls, max_cache_len: int, extent: Extent) -> FilledLayer:
+    def new(cls, max_cache_len: int, visible: VisibleLength) -> SlicedStaticLayer:
         layer = cls(max_cache_len)
-        layer._extent = extent
-        extent.layers.append(ref(layer))
+        layer._visible = visible
+        visible.layers.append(ref(layer))
         return layer
 
     # ------------------------------------------------------------ how long
 
     def _length(self) -> int:
-        """Tokens held, for the host; an accelerator is asked only if somebody else counted on."""
+        """Tokens held. Reads the device only if ``cumulative_length`` was changed from outside."""
         count = self.cumulative_length
         if count.is_cpu:
             return int(count)
@@ -204,30 +206,30 @@ class FilledLayer(Pooled, StaticLayer):
         """Forget the newest tokens; what lies behind the length is overwritten."""
         length = self._length()
         if self._lease is not None:
-            self._lease.slab.reach(length)
+            self._lease.buffers.reach(length)
         self.cumulative_length.sub_(n_tokens)
         self._note(length - n_tokens)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys a forward of ``query_length`` tokens sees, and the first one's position: 0."""
-        extent = self._extent
+        visible = self._visible
         if torch.compiler.is_compiling():
-            return (extent.shown if extent.is_open else None) or self.max_cache_len, 0
+            return (visible.shown if visible.is_open else None) or self.max_cache_len, 0
         start = self._length()
-        return extent.show(start, start + query_length, self.max_cache_len), 0
+        return visible.show(start, start + query_length, self.max_cache_len), 0
 
     # ------------------------------------------------------------ what is seen
 
     def _adopt(self) -> None:
         self.open()
         if self._lease is not None:
-            self._lease.slab.count = self.cumulative_length
+            self._lease.buffers.count = self.cumulative_length
 
     def open(self) -> None:
-        """Let attention see what ``extent`` shows."""
+        """Let attention see what ``visible`` shows."""
         if not self.is_initialized:
             return
-        shown, keys, values = self._extent.shown, self.keys, self.values
+        shown, keys, values = self._visible.shown, self.keys, self.values
         if self._source[0] == shown and self._source[1] is keys and self._source[2] is values:
             return
         self._source = (shown, keys, values)
@@ -246,9 +248,9 @@ class FilledLayer(Pooled, StaticLayer):
         start, added = self._length(), key_states.shape[-2]
         end = start + added
         self._check(key_states, end)
-        extent = self._extent
-        extent.is_open = False
-        if extent.total == end:
+        visible = self._visible
+        visible.is_open = False
+        if visible.total == end:
             self.open()
             keys, values = self._seen
         else:  # nobody asked: somebody has a mask for everything
@@ -258,7 +260,7 @@ class FilledLayer(Pooled, StaticLayer):
         self.cumulative_length.add_(added)
         self._note(end)
         if self._lease is not None:
-            self._lease.slab.reach(end)
+            self._lease.buffers.reach(end)
         return keys, values
 
     def _check(self, key_states: Tensor, end: int) -> None:
@@ -276,9 +278,9 @@ class FilledLayer(Pooled, StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             keys, values = super().update(key_states, value_states)
-            shown = self._extent.shown if self._extent.is_open else self.max_cache_len
+            shown = self._visible.shown if self._visible.is_open else self.max_cache_len
             return keys[:, :, :shown], values[:, :, :shown]
-        if not self._extent.is_open:
+        if not self._visible.is_open:
             return super().update(key_states, value_states)
         keys, values = self._seen
         count = self.cumulative_length
@@ -296,7 +298,7 @@ UPSTREAM_KINDS.update(
     {
         PooledLayer: StaticLayer,
         PooledSlidingWindowLayer: StaticSlidingWindowLayer,
-        FilledLayer: StaticLayer,
+        SlicedStaticLayer: StaticLayer,
     }
 )
 for _own_class, _theirs in list(UPSTREAM_KINDS.items()):

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .. import quirks
 from ..caches.dynamic import GrowingSlidingWindowLayer, grows_in_place
-from ..caches.growing import Growing
+from ..caches.growing import GrowableTensor
 
 
 class RecordingWindow(GrowingSlidingWindowLayer):
@@ -24,9 +24,9 @@ class RecordingWindow(GrowingSlidingWindowLayer):
         self.cumulative_length += key_states.shape[-2]
         return self._record(self._keys, key_states), self._record(self._values, value_states)
 
-    def _record(self, states: Growing, new: Tensor) -> Tensor:
+    def _record(self, states: GrowableTensor, new: Tensor) -> Tensor:
         if grows_in_place(new):
-            states.append(new, self._room.spare)
+            states.append(new, self._growth.spare)
         else:
             states.assign(torch.cat([states.view, new], dim=-2))  # type: ignore[list-item]
         full: Any = states.view
@@ -56,7 +56,7 @@ def stop(cache: Any) -> None:
             continue
         cache.layers[index] = window = _as(GrowingSlidingWindowLayer, layer)
         if window.is_initialized and (n_before := window.sliding_window - 1):
-            spare = window._room.behind_window(n_before)
+            spare = window._growth.behind_window(n_before)
             window._keys.keep_last(n_before, spare)
             window._values.keep_last(n_before, spare)
 
