@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hfgen.drafters import Draft, DraftContext, DraftVerdict
-from tests.parity.family import Family, Limit
+from hfgen.drafters import Draft, DraftContext, Drafter, DraftVerdict
+from tests.parity.family import Limit
 from tests.parity.harness import (
     FAMILIES,
     Case,
@@ -29,10 +29,10 @@ from tests.parity.harness import (
     run,
     sequences,
 )
-from tests.parity.options import GREEDY, Call, vocab_size
+from tests.parity.options import GREEDY, SAMPLE, Call, vocab_size
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts the true continuation, with errors and gaps at random: every pattern of acceptance."""
 
     def __init__(self, truth: Tensor, vocab: int, seed: int) -> None:
@@ -118,46 +118,59 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "voxtral_realtime": lambda case: True,
 }
 
-#: Messages of models that cannot be speculated for, or that have a ``generate`` of their own.
-REFUSED = (
-    "does not know `assistant_model`",
-    "needs a decoder with a list of its layers",
-    "`use_cache` is only supported for `decoder_input_ids` of length 1",
-    "layers alone (`assistant_early_exit`)",
-    "'Oracle' object has no attribute 'generation_config'",
-    "Got incompatible mode for generation",
-)
+#: Families that cannot draft with their first layers, and why. The call has to say so.
+NO_EARLY_EXIT = {
+    name: reason
+    for reason, names in {
+        "its decoder has no list of as many layers as its config says": (
+            "fsmt hrm_text longcat_flash modernbert-decoder"
+        ),
+        "its last layers have no keys of their own": "gemma3n_text gemma4_text",
+        "it runs as many layers as another config says": "git",
+        "its first layers are convolutions, which know no length": "lfm2 lfm2_moe lfm2_vl lfm3",
+    }.items()
+    for name in names.split()
+}
 
 
-def fits(family: Family, drafter: str, model: nn.Module) -> bool:
-    """Whether a family can be speculated for at all."""
-    unsupported = family.unsupported
-    if model._is_stateful or "no_cache" in unsupported or GREEDY not in family.modes:
-        return False
-    if not model._supports_default_dynamic_cache() or Limit.ASSISTED in unsupported:
-        return False
-    return Limit.ASSISTANT not in unsupported or drafter == "oracle"
+def left_out(speculated: Speculated) -> str | None:
+    """Why a case cannot be speculated for, if so."""
+    case, drafter = speculated.case, speculated.drafter
+    family, model = FAMILIES[case.family], ours(case.family)
+    if LIMITS.get(case.family, lambda case: False)(case):
+        return "several tokens at once are answered otherwise"
+    if model._is_stateful:
+        return "a state that cannot be rolled back"
+    if GREEDY not in family.modes:
+        return "no greedy decoding"
+    limits = [Limit.NO_CACHE, Limit.ASSISTED] + [Limit.ASSISTANT] * (drafter != "oracle")
+    reason = next(
+        (family.unsupported[limit] for limit in limits if limit in family.unsupported), None
+    )
+    if reason is None and not model._supports_default_dynamic_cache():
+        return "no cache that can be rolled back"
+    return reason
 
 
-def draw(seed: int, count: int, families: Sequence[str] = ()) -> list[Speculated]:
+def draw(
+    seed: int, count: int, families: Sequence[str] = (), mode: str = GREEDY
+) -> list[Speculated]:
     rng = random.Random(seed)
     drawn: list[Speculated] = []
     while len(drawn) < count:
         case = draw_case(rng, families)
         case = case.without(*LEFT_OUT)
-        if case.mode == GREEDY:
+        if case.mode == mode:
             drawn.append(Speculated(case, rng.choice(["oracle", *DRAFTERS])))
     return sorted(drawn, key=lambda speculated: speculated.case.family)
 
 
-def check(speculated: Speculated) -> list[str] | None:
-    """Differences between plain and speculative decoding; ``None`` if there is nothing to compare."""
+def check(speculated: Speculated) -> list[str] | str:
+    """Differences between plain and speculative decoding; or why there is nothing to compare."""
     case, enter = speculated.case, DRAFTERS[speculated.drafter]
+    if reason := left_out(speculated):
+        return reason
     model = ours(case.family)
-    if LIMITS.get(case.family, lambda case: False)(case):
-        return None
-    if not fits(FAMILIES[case.family], speculated.drafter, model):
-        return None
     if case.family in UNSTEADY:
         case = case.without("outputs", "attentions", "hidden_states")
     # What is computed at padding depends on what else is forwarded; static keys keep what was taken back.
@@ -169,10 +182,16 @@ def check(speculated: Speculated) -> list[str] | None:
         case = case.without("attentions", "hidden_states")
     plain = run(model, case)
     if plain.error is not None or sequences(plain) is None:
-        return None
+        return "the plain call raises"
     drafted = run(model, case, amend=lambda call: enter(call, plain))
-    if any(text in drafted.message for text in REFUSED):
-        return None
+    if speculated.drafter == "early exit" and (reason := NO_EARLY_EXIT.get(case.family)):
+        says_so = "assistant_early_exit" in drafted.message
+        return reason if says_so else [f"should be refused: {reason}"]
+    if case.mode == SAMPLE:
+        again = run(model, case, amend=lambda call: enter(call, plain))
+        is_same = str(sequences(drafted)) == str(sequences(again))
+        wrong = drafted.error is not None or not is_same
+        return [f"one seed: {drafted.message}, {sequences(drafted)}, {sequences(again)}"] * wrong
     if drafted.error is None:
         for outcome in (plain, drafted):  # an assistant warns for itself
             outcome.warned, outcome.logged, outcome.arguments = [], [], {}
@@ -194,16 +213,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--family", action="append", default=[], choices=sorted(FAMILIES), metavar="NAME"
     )
+    parser.add_argument("--sampled", action="store_true", help="one seed has to fix the samples")
     options = parser.parse_args(arguments)
+    mode = SAMPLE if options.sampled else GREEDY
     counts: Counter[str] = Counter()
     family = None
-    for speculated in draw(options.seed, options.count, options.family):
+    for speculated in draw(options.seed, options.count, options.family, mode):
         if speculated.case.family != family:
             forget_models()
             family = speculated.case.family
         differences = check(speculated)
-        counts["left out" if differences is None else "differ" if differences else "equal"] += 1
-        for line in differences or ():
+        if isinstance(differences, str):
+            counts[f"left out ({differences})"] += 1
+            continue
+        counts["differ" if differences else "equal"] += 1
+        for line in differences:
             print(f"  {line}")
         if differences:
             print(speculated.drafter, speculated.case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,8 @@ class Drafter:
     overshoots: bool = False
     #: Whether ``draft`` is also called for the last token, for which no draft is needed.
     is_always_asked: bool = False
+    #: Models with a ``generate`` of their own may write flags to the assistant's, as Whisper does.
+    generation_config: Any = SimpleNamespace()
     #: Decides how many tokens to draft; ``None`` for the schedule that the call asks for.
     schedule: Schedule | None = None
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from transformers.utils import ModelOutput
 
 from ..types import Run
@@ -25,9 +28,19 @@ class EarlyExit(Assistant):
         super().__init__(setup, first_layers(setup.run.model, n_layers), threshold)
         self.n_layers = n_layers
 
+    def prepare(self, ids: torch.Tensor) -> Run:
+        with self.explained():
+            return super().prepare(ids)
+
     def forward(self, run: Run) -> ModelOutput:
-        try:
+        with self.explained():
             return super().forward(run)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Within, an error says that the first layers alone may be its cause."""
+        try:
+            yield
         except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"{type(self.model).__name__} cannot decode with its first {self.n_layers} layers "
