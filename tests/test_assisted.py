@@ -24,13 +24,13 @@ from transformers import (
 )
 
 import hfgen
-from hfgen.drafters import Draft, DraftContext, DraftVerdict
+from hfgen.drafters import Acceptance, Draft, DraftContext
 from hfgen.drafters.early_exit import first_layers
 from hfgen.drafters.lookup import PromptLookup
 from hfgen.drafters.schedule import Adaptive, Heuristic, relative_cost
 from hfgen.strategies.verification import (
+    DraftColumn,
     GreedyMatch,
-    Guess,
     SpeculativeSampling,
     exponential_noise,
     gumbel_choice,
@@ -73,13 +73,13 @@ class Script:
     def __init__(self, sequences: Tensor) -> None:
         self.sequences = sequences
         self.contexts: list[DraftContext] = []
-        self.verdicts: list[DraftVerdict] = []
+        self.verdicts: list[Acceptance] = []
 
     def draft(self, context: DraftContext) -> Draft | None:
         self.contexts.append(context)
         return Draft(self.sequences[:, context.start : context.end])
 
-    def observe(self, verdict: DraftVerdict) -> None:
+    def observe(self, verdict: Acceptance) -> None:
         self.verdicts.append(verdict)
 
 
@@ -237,6 +237,29 @@ class Streamed:
         self.chunks.append(torch.empty(0))
 
 
+class Uneven(LogitsProcessor):
+    """Penalises some tokens; looks at each row by itself, and says so."""
+
+    is_row_wise = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - 3.0 * (torch.arange(scores.shape[1]) % 3 == 0)
+
+
+def test_an_assistant_drafts_with_row_wise_processors(model: Any, assistant: Any) -> None:
+    """Chunks of a streamer are upstream's, which hands all processors on."""
+    chunks = []
+    for library in (tiny.llama(), model):
+        streamer = Streamed()
+        library.generate(
+            IDS[:1], assistant_model=copy.deepcopy(assistant), logits_processor=[Uneven()],
+            max_new_tokens=24, eos_token_id=None, streamer=streamer,
+        )  # fmt: skip
+        chunks.append([chunk.flatten().tolist() for chunk in streamer.chunks])
+    assert chunks[0] == chunks[1]
+    assert max(map(len, chunks[1][1:])) > 1
+
+
 def test_stop_strings_with_an_assistant(model: Any, assistant: Any) -> None:
     tokenizer = letters(tiny.VOCAB)
     plain = model.generate(IDS[:1], max_new_tokens=16)
@@ -334,7 +357,7 @@ def test_speculative_samples_are_distributed_as_the_targets(has_logits: bool) ->
     scores = target.expand(rows, vocab)
     verification.begin(scores[:, None].expand(rows, 2, vocab), 1, has_logits)
     logits = proposal.expand(rows, vocab) if has_logits else None
-    guess = Guess(guesses, torch.ones(rows, dtype=torch.bool), logits)
+    guess = DraftColumn(guesses, torch.ones(rows, dtype=torch.bool), logits)
     tokens, is_accepted = verification.choose(0, scores, guess)
     assert 0 < is_accepted.float().mean() < 1
     frequencies = tokens.bincount(minlength=vocab) / rows
@@ -375,7 +398,7 @@ def test_sequences_of_a_batch_are_distributed_as_plain_samples(
 
 def test_greedy_ensemble_mixes_both_models() -> None:
     scores = torch.tensor([[2.0, 1.9, 0.0]])
-    guess = Guess(torch.tensor([1]), torch.tensor([True]), torch.tensor([[0.0, 3.0, 0.0]]))
+    guess = DraftColumn(torch.tensor([1]), torch.tensor([True]), torch.tensor([[0.0, 3.0, 0.0]]))
     assert GreedyMatch().choose(0, scores, guess)[0].tolist() == [0]
     tokens, is_accepted = GreedyMatch(0.5).choose(0, scores, guess)
     assert tokens.tolist() == [1]
@@ -452,9 +475,9 @@ def test_prompt_lookup_of_rows_of_different_length() -> None:
 
 def test_heuristic_schedule_and_what_it_keeps(model: Any) -> None:
     schedule = Heuristic(5)
-    schedule.observe(DraftVerdict((5,), (5,), 0), 6, 5)
+    schedule.observe(Acceptance((5,), (5,), 0), 6, 5)
     assert schedule.n_tokens == 7
-    schedule.observe(DraftVerdict((7,), (2,), 0), 3, 7)
+    schedule.observe(Acceptance((7,), (2,), 0), 3, 7)
     assert schedule.n_tokens == 6
     assistant = copy.deepcopy(model)
     assistant.generation_config.num_assistant_tokens = 4
@@ -484,7 +507,7 @@ def test_adaptive_schedule(accepts: float, cost: float, expected: range) -> None
         while accepted < n and torch.rand((), generator=generator) < accepts:
             accepted += 1
         chosen.append(n)
-        schedule.observe(DraftVerdict((n,), (accepted,), 0), accepted + 1, n)
+        schedule.observe(Acceptance((n,), (accepted,), 0), accepted + 1, n)
     settled = chosen[30:]
     assert sum(n in expected for n in settled) > 0.8 * len(settled)
     assert chosen[: schedule.WARM_UP] == [schedule.START] * schedule.WARM_UP

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hfgen
 
 EXPORTS = [
+    "Acceptance",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
@@ -13,7 +14,6 @@ EXPORTS = [
     "DisjunctiveConstraint",
     "Draft",
     "DraftContext",
-    "DraftVerdict",
     "Drafter",
     "GenerationConfig",
     "GenerationMixin",

@@ -38,7 +38,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import hfgen
 from hfgen.drafters import DraftContext
 from hfgen.drafters.text_bridge import Row
-from hfgen.drafters.translated import Translated
+from hfgen.drafters.translated import UniversalDrafter
 from hfgen.vocabularies import Spelling, shared_tokens
 from tests.parity.family import seeded
 from tests.tiny import llama
@@ -576,14 +576,14 @@ def captured(model: Any, assistant: Any, other: Any, **kwargs: Any) -> tuple[Any
     """The drafter that a call is given, and the call's prompt."""
     inputs = prompts(["total = total", "for value in values: ", "re"])
     made: list[Any] = []
-    original = Translated.__init__
+    original = UniversalDrafter.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         made.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Translated, "__init__", init)
+        patch.setattr(UniversalDrafter, "__init__", init)
         model.generate(
             **inputs,
             **kwargs,

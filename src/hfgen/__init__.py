@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .caches.pool import free_caches
     from .config import GenerationConfig
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
-    from .drafters import Draft, DraftContext, Drafter, DraftVerdict
+    from .drafters import Acceptance, Draft, DraftContext, Drafter
     from .mixin import GenerationMixin
     from .patching import (
         AutoModelForCausalLM,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Acceptance",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
@@ -39,7 +40,6 @@ __all__ = [
     "DisjunctiveConstraint",
     "Draft",
     "DraftContext",
-    "DraftVerdict",
     "Drafter",
     "GenerationConfig",
     "GenerationMixin",
@@ -62,7 +62,7 @@ _HOMES = {  # names that live elsewhere than in `patching`
     "DisjunctiveConstraint": "constraints",
     "Draft": "drafters",
     "DraftContext": "drafters",
-    "DraftVerdict": "drafters",
+    "Acceptance": "drafters",
     "Drafter": "drafters",
     "GenerationConfig": "config",
     "GenerationMixin": "mixin",

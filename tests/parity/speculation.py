@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfgen.drafters import Draft, DraftContext, Drafter, DraftVerdict
+from hfgen.drafters import Acceptance, Draft, DraftContext, Drafter
 from tests.parity.family import Limit
 from tests.parity.harness import (
     FAMILIES,
@@ -39,7 +39,7 @@ class Oracle(Drafter):
         self.truth, self.vocab = truth, vocab
         self.rng = random.Random(seed)
         self.error_rate = self.rng.choice((0.0, 0.2, 0.5, 1.0))
-        self.verdicts: list[DraftVerdict] = []
+        self.verdicts: list[Acceptance] = []
 
     def draft(self, context: DraftContext) -> Draft | None:
         rows, length = self.truth.shape
@@ -52,7 +52,7 @@ class Oracle(Drafter):
                 tokens[row, position - context.start] = token
         return Draft(tokens)
 
-    def observe(self, verdict: DraftVerdict) -> None:
+    def observe(self, verdict: Acceptance) -> None:
         self.verdicts.append(verdict)
 
 

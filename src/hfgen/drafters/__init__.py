@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .assistant import Assistant
-from .base import Adapted, Draft, DraftContext, Drafter, DraftVerdict, Setup
+from .base import Acceptance, Adapted, Draft, DraftContext, Drafter, Setup
 from .early_exit import EarlyExit
 from .lookup import AllowedPrefix, PromptLookup
 from .schedule import SCHEDULES, Adaptive, Constant, Heuristic, Schedule
@@ -20,12 +20,12 @@ from .upstream import FromGenerators, make_newer, make_overridden
 __all__ = [
     "DRAFTERS",
     "SCHEDULES",
+    "Acceptance",
     "Adaptive",
     "Assistant",
     "Constant",
     "Draft",
     "DraftContext",
-    "DraftVerdict",
     "Drafter",
     "EarlyExit",
     "FromGenerators",

@@ -58,7 +58,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftVerdict:
+class Acceptance:
     """What became of a draft: tokens drafted and accepted of each row, and the new common length."""
 
     drafted: tuple[int, ...]
@@ -91,10 +91,10 @@ class Drafter:
     schedule: Schedule | None = None
 
     def draft(self, context: DraftContext) -> Draft | None:
-        """Guess how the rows go on; ``None`` if there is no guess."""
+        """DraftColumn how the rows go on; ``None`` if there is no guess."""
         raise NotImplementedError(f"{type(self).__name__} has no `draft()`.")
 
-    def observe(self, verdict: DraftVerdict) -> None:
+    def observe(self, verdict: Acceptance) -> None:
         """Learn what became of the last draft; called after every round that had one."""
 
     def see(

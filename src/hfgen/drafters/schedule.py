@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from .base import DraftVerdict
+from .base import Acceptance
 
 
 class Schedule(Protocol):
@@ -14,7 +14,7 @@ class Schedule(Protocol):
     #: Tokens to draft in the next round; 0 to decode without a draft.
     n_tokens: int
 
-    def observe(self, verdict: DraftVerdict, n_advanced: int, n_fed: int) -> None:
+    def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
         """Learn from a round that fed ``n_fed`` drafts a row, and brought all rows on by ``n_advanced``."""
 
     def finish(self) -> None:
@@ -27,7 +27,7 @@ class Constant:
     def __init__(self, n_tokens: int, rows: int = 1, cost: float = 0.0) -> None:
         self.n_tokens = n_tokens
 
-    def observe(self, verdict: DraftVerdict, n_advanced: int, n_fed: int) -> None:
+    def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
         pass
 
     def finish(self) -> None:
@@ -47,7 +47,7 @@ class Heuristic(Constant):
         if self.kept_in is not None:
             self.kept_in.num_assistant_tokens = self.n_tokens
 
-    def observe(self, verdict: DraftVerdict, n_advanced: int, n_fed: int) -> None:
+    def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
         self.n_tokens = self.n_tokens + 2 if verdict.is_all_accepted else max(1, self.n_tokens - 1)
 
 
@@ -119,7 +119,7 @@ class Adaptive(Constant):
         self.pause, self.paused = self.FIRST_PAUSE, 0
         self.accepted, self.drafted = Rate(), Rate()
 
-    def observe(self, verdict: DraftVerdict, n_advanced: int, n_fed: int) -> None:
+    def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
         self.rounds += 1
         if self.n_tokens:
             self.accepted.observe(n_advanced - 1, self.n_tokens, self.DECAY)

@@ -26,7 +26,7 @@ from .restriction import Restriction
 from .text_bridge import Row, common_prefix
 
 
-class Translated(Assistant):
+class UniversalDrafter(Assistant):
     """Drafts in the assistant's tokens, for rows that are as far in them as they happen to be.
 
     The assistant's ids of all rows are laid out in columns, padded on the left so that the rows end
@@ -217,7 +217,7 @@ class Translated(Assistant):
         self.setup, self.encoder_mask = replace(self.setup, encoder_input=ids), mask
 
 
-class ByText(Translated):
+class ByText(UniversalDrafter):
     """Greedy: everything is translated as text, so the two vocabularies may be disjoint."""
 
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
@@ -232,7 +232,7 @@ class ByText(Translated):
         return [*tokens, int(eos[0])] if is_whole else []
 
 
-class BySharedTokens(Translated):
+class BySharedTokens(UniversalDrafter):
     """Sampling: the assistant draws from the tokens that both vocabularies have.
 
     Its scores go through the target's processors, in the target's vocabulary.
@@ -280,7 +280,7 @@ class BySharedTokens(Translated):
         return Draft(result.tokens, self.restriction.to_target(logits[rows, columns]))
 
 
-def translated_drafter(setup: Setup, threshold: float | None) -> Translated:
+def translated_drafter(setup: Setup, threshold: float | None) -> UniversalDrafter:
     """By text if the call is greedy, by shared tokens if it samples."""
     kind = BySharedTokens if setup.run.config.do_sample else ByText
     return kind(setup, threshold)

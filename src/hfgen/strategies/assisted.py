@@ -5,6 +5,23 @@ all rows have reached; its logits tell the tokens of ``start … start + n``. Ro
 numbers of tokens. A row that is ahead feeds, in the next round, tokens that it knows already
 in the place of drafts; so all rows keep the cache layout of plain decoding, and any cache that can
 be rolled back will do. What all rows know leaves the round as a ``Step``.
+
+A round of three rows. All know 8 tokens (``start`` = 8), row 1 knows 10; the cache holds 7 columns::
+
+                 known  column 7 │ 8   9   10  11
+    row 0          8       31    │ 41  42  43  44     drafts 41 42 43 44
+    row 1         10       32    │ 51  52  53  ·      knows 51 52, drafts 53
+    row 2          8       33    │ 61  62  63  64     drafts 61 62 63 64
+
+Columns 7 to 11 are fed, 5 tokens a row. The model's choices for the positions 8 to 12::
+
+    row 0      41  42  43  44  45     4 drafts accepted, and one more token: known 13
+    row 1       ·   ·  59   ·   ·     the draft 53 is rejected, 59 is its token: known 11
+    row 2      61  70   ·   ·   ·     61 accepted, 62 rejected, 70 is its token: known 10
+
+The least of these is 10: all rows advance by 2. Of the 5 columns fed, the cache keeps 2 (it holds 9), and
+takes 3 back. The step's tokens are 41 42, 51 52 and 61 70. The next round starts at 10: row 0 feeds 43, 44
+and 45 again, in place of drafts, and row 1 feeds 59.
 """
 
 from __future__ import annotations
@@ -23,10 +40,10 @@ from ..caches import layers
 from ..caches.layers import roll_back
 from ..call import Run, Speculation, Step
 from ..drafters import (
+    Acceptance,
     Draft,
     DraftContext,
     Drafter,
-    DraftVerdict,
     Schedule,
     Setup,
     make_drafter,
@@ -38,8 +55,8 @@ from ..loop import commit
 from ..processors import is_row_wise
 from .base import InvalidScoresError, padding
 from .verification import (
+    DraftColumn,
     GreedyMatch,
-    Guess,
     SpeculativeSampling,
     UpstreamSampling,
     Verification,
@@ -260,7 +277,7 @@ class Assisted:
         """Tell drafter and schedule what became of the round."""
         gained = [k - b for k, b in zip(self.known, before, strict=True)]
         accepted = [min(max(g - 1, 0), d) for g, d in zip(gained, self.drafted, strict=True)]
-        verdict = DraftVerdict(tuple(self.drafted), tuple(accepted), run.ids.shape[1] + n_advanced)
+        verdict = Acceptance(tuple(self.drafted), tuple(accepted), run.ids.shape[1] + n_advanced)
         if self.draft is not None:
             self.drafter.observe(verdict)
             self.stats.rounds += 1
@@ -306,7 +323,7 @@ class Assisted:
             is_drafted = torch.zeros_like(is_active)
             if position < self.n_new:
                 is_drafted = is_active & (self.guesses[:, position] >= 0)
-            guess = Guess(column, is_drafted, _at(draft_logits, position))
+            guess = DraftColumn(column, is_drafted, _at(draft_logits, position))
             tokens, is_accepted = self.verification.choose(position, scores, guess)
             is_invalid = is_active & scores.gather(1, tokens[:, None]).isnan().squeeze(1)
             invalid_at = torch.where(is_invalid & (invalid_at < 0), length, invalid_at)

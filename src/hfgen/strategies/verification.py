@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class DraftColumn:
     """What was drafted for one position.
 
     ``tokens (rows,)``; ``is_drafted (rows,)``: whether a row has a draft there; ``logits (rows,
@@ -34,7 +34,7 @@ class Verification(Protocol):
         """Start a round whose logits are ``scores (rows, n_drafted + 1, vocab)``."""
 
     def choose(
-        self, position: int, scores: torch.Tensor, guess: Guess
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``(rows,)`` for ``scores (rows, vocab)``, and in which rows it is the draft's."""
 
@@ -53,7 +53,7 @@ class GreedyMatch:
         pass
 
     def choose(
-        self, position: int, scores: torch.Tensor, guess: Guess
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = scores.argmax(dim=-1)
         if self.weight is not None and guess.logits is not None:
@@ -80,7 +80,7 @@ class SpeculativeSampling:
         self.noise = exponential_noise((rows, vocab), scores)
 
     def choose(
-        self, position: int, scores: torch.Tensor, guess: Guess
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         p = scores.softmax(dim=-1)
         if position >= self.uniform.shape[1]:
@@ -115,7 +115,7 @@ class SampledMatch:
         self.noise = self.noise.view(rows, n_positions, vocab)
 
     def choose(
-        self, position: int, scores: torch.Tensor, guess: Guess
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = gumbel_choice(scores.softmax(dim=-1), self.noise[:, position])
         return tokens, guess.is_drafted & (tokens == guess.tokens)
@@ -135,7 +135,7 @@ class UpstreamSampling:
         self.current.begin(scores, n_drafted, has_logits)
 
     def choose(
-        self, position: int, scores: torch.Tensor, guess: Guess
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.current.choose(position, scores, guess)
 
