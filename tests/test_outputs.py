@@ -16,7 +16,7 @@ from transformers.generation.utils import (
 from transformers.utils import ModelOutput
 
 import hfgen
-from hfgen.outputs import map_rows
+from hfgen.batch import map_outputs
 from tests import tiny
 from tests.markov import Markov
 
@@ -100,7 +100,7 @@ def test_all_that_a_step_reads_has_rows():
         encoder_last_hidden_state=torch.zeros(5, 1),
         loss=torch.tensor([7.0, 8.0]),
     )
-    map_rows(outputs, take_second, 0)
+    map_outputs(outputs, take_second, 0)
     assert outputs.logits.tolist() == [[[2.0]]]
     assert outputs.attentions[0].tolist() == [[[[4.0]]]]
     assert outputs.encoder_last_hidden_state.shape == (5, 1)
@@ -110,7 +110,7 @@ def test_all_that_a_step_reads_has_rows():
 def test_rows_of_stacked_hidden_states_are_elsewhere():
     """Some models have several streams in front: ``(streams, rows, length, size)``."""
     outputs = ModelOutput(hidden_states=(torch.zeros(4, 2, 3, 5), torch.zeros(2, 3, 5), None))
-    map_rows(outputs, take_second, 1)
+    map_outputs(outputs, take_second, 1)
     stacked, plain, nothing = outputs.hidden_states
     assert stacked.shape == (4, 1, 3, 5)
     assert plain.shape == (1, 3, 5)
