@@ -1,4 +1,4 @@
-"""The code of the pages in docs/ runs as it stands (docs/write-a-strategy.md has a test of its own)."""
+"""What the pages in docs/ show is so (docs/write-a-strategy.md has a test of its own)."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def test_code_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for number, block in enumerate(blocks, start=1):
         exec(compile(block, f"{page}, block {number}", "exec"), names)
     assert capsys.readouterr().out.strip()
+
+
+def test_the_map_of_the_architecture_names_every_module() -> None:
+    from scripts.update_architecture_map import PAGE, updated
+
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == updated(page), "run: python scripts/update_architecture_map.py"
