@@ -71,6 +71,10 @@ def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
     # Without a cache, the model forwards all ids again at the next step.
     n, rows_of_states = shared.n, quirks.rows_of_states(run.model)
     map_outputs(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
+    if isinstance(images := outputs.get("image_hidden_states"), torch.Tensor):
+        outputs["image_hidden_states"] = images.repeat_interleave(
+            n, dim=0
+        )  # Idefics feeds them again
 
 
 def _prompts_of_rows(run: Run, shared: SharedPrompt) -> torch.Tensor:
