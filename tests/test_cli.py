@@ -325,7 +325,7 @@ def coded(monkeypatch: pytest.MonkeyPatch) -> None:
             for token in row:
                 streamer.put(torch.tensor([token]))
             streamer.end()
-        return measure.Generated([row], measure.Timings(1.0, 0.1, len(row), len(row)), None)
+        return measure.Generated([row], [row], 1.0, 0.1, None)
 
     monkeypatch.setattr(measure, "generate", answer)
 
@@ -358,7 +358,7 @@ def test_messages_are_without_control_codes(loaded: loading.Loaded) -> None:
     )
     texts = {"transformers": "\x1b[31m", "hfgen": "\x9b31m"}
     found = compare.Difference(0, 0, {"transformers": 3, "hfgen": 4}, texts, None)
-    line = report.difference_line(found)
+    line = found.markup()
     assert not any(unicodedata.category(c) == "Cc" for c in line)
 
 
@@ -594,8 +594,8 @@ def test_compare_finds_the_first_difference(
 def test_a_row_that_ends_earlier_differs_where_it_ends(loaded: loading.Loaded) -> None:
     output = SimpleNamespace(logits=[torch.tensor([[0.0, 3.0, 1.0]])] * 2)
     found = compare.find_difference(loaded, 0, [5, 6], [5], output)
-    assert found is not None
-    assert (found.position, found.tokens, found.gap) == (1, {"transformers": 6, "hfgen": None}, 2.0)
+    assert (found.position, found.logit_gap) == (1, 2.0)
+    assert found.tokens == {"transformers": 6, "hfgen": None}
 
 
 def test_logit_gap_follows_the_beam() -> None:

@@ -21,10 +21,9 @@ __all__ = ["app", "main"]
 
 
 class OneLineErrors(TyperGroup):
-    """Ends a failed command with one line on standard error instead of a traceback.
+    """Ends a failed command with one line on standard error; ``--debug`` shows the traceback.
 
-    Exit code 2: the input was wrong. Exit code 1: the tokens differ, or something unexpected
-    happened. ``--debug`` anywhere on the line lets the traceback through.
+    Exit code 2: wrong input. Exit code 1: the tokens differ, or an unexpected error.
     """
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
@@ -37,28 +36,21 @@ class OneLineErrors(TyperGroup):
         except Exception as error:
             if "--debug" in arguments:
                 raise
-            say(f"[red]hfgen:[/] {describe(error)}")
-            status = 2 if isinstance(error, CliError) or is_usage_error(error) else 1
+            status, message = describe(error)
+            say(f"[red]hfgen:[/] {message}")
         sys.exit(status if isinstance(status, int) else 0)
 
 
-def is_usage_error(error: Exception) -> bool:
-    """Whether the argument parser raised it; typer's versions disagree on where the class is."""
-    return hasattr(error, "format_message")
-
-
-def describe(error: Exception) -> str:
-    """What went wrong, in one line of rich markup."""
+def describe(error: Exception) -> tuple[int, str]:
+    """The exit code, and what went wrong in one line of rich markup."""
     if isinstance(error, CliError):
-        return one_line(str(error))
-    if is_usage_error(error):
+        return 2, one_line(str(error))
+    if hasattr(error, "format_message"):  # a usage error, whose class depends on typer's version
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "hfgen"
-        message = one_line(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
-        return f"{message}; see {command} --help"
-    return (
-        f"unexpected {type(error).__name__}: {one_line(str(error))} (--debug shows the traceback)"
-    )
+        return 2, f"{one_line(error.format_message()).rstrip('.')}; see {command} --help"
+    message = f"unexpected {type(error).__name__}: {one_line(str(error))}"
+    return 1, f"{message} (--debug shows the traceback)"
 
 
 app = typer.Typer(

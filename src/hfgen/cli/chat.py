@@ -59,9 +59,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="What the model is told before everything else.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed of the random generator.")
-    ] = None,
+    seed: options.SeedOption = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -76,7 +74,7 @@ def chat(
         import torch
 
         loaded = load(model, assistant, dtype, device, trust_remote_code)
-        config = options.generation_config(context.meta[options.FIELDS], loaded.model, NEW_TOKENS)
+        config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
         if seed is not None:
             torch.manual_seed(seed)
         conversation = Conversation(loaded, system)
@@ -124,7 +122,6 @@ def turn(conversation: Conversation, line: str, config: Any) -> None:
     try:
         measure.generate(conversation.loaded, conversation.inputs(), config, streamer=clock)
     except KeyboardInterrupt:
-        clock.end()
         say("[dim]stopped[/]")
     except CliError as error:
         conversation.messages.pop()

@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.table import Table
 
 from hfgen.cli import measure, options
 from hfgen.cli.loading import Loaded, load, quiet, upstream
-from hfgen.cli.report import CliError, comparison_table, difference_line, out, print_json, say
+from hfgen.cli.report import CliError, duration, out, print_json
 
 NEW_TOKENS = 64
+NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
 LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first new token at which one row of the two outputs parts."""
+    """The first new token at which a row of the two outputs differs."""
 
     row: int
     position: int  # among the new tokens, from 0
     tokens: dict[str, int | None]  # library -> token there; None where its row has ended
     texts: dict[str, str]  # the same, decoded
-    gap: float | None  # between the two largest of transformers' logits there
+    logit_gap: float | None  # between the two largest of transformers' logits there
 
-    def describe(self, library: str) -> str:
-        token = self.tokens[library]
-        return "has ended" if token is None else f"has {self.texts[library]!r} ({token})"
+    def markup(self) -> str:
+        """One line of rich markup."""
+        found = [
+            f"{library} has {'ended' if token is None else f'{self.texts[library]!r} ({token})'}"
+            for library, token in self.tokens.items()
+        ]
+        gap = (
+            "no logits there" if self.logit_gap is None else f"top-2 logit gap {self.logit_gap:.2e}"
+        )
+        if self.logit_gap is not None and self.logit_gap < NEAR_TIE:
+            gap += ", a near tie that rounding can decide"
+        place = f"row {self.row}, new token {self.position + 1}"
+        return f"[red]{place}:[/] {escape(', '.join(found))}; {gap}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +58,15 @@ class Comparison:
     @property
     def tokens(self) -> int:
         """New tokens of all rows of one run of transformers."""
-        return self.runs["transformers"][0].timings.tokens
+        return self.runs["transformers"][0].tokens
 
     def seconds(self, library: str) -> float:
         """Median time of a call, the warm-up left out."""
-        return statistics.median(run.timings.seconds for run in self.runs[library][1:])
+        return statistics.median(run.seconds for run in self.runs[library][1:])
 
     def first(self, library: str) -> float | None:
         """Median time to the first token, the warm-up left out; None with beams."""
-        times = [t for run in self.runs[library][1:] if (t := run.timings.first) is not None]
+        times = [run.first for run in self.runs[library][1:] if run.first is not None]
         return statistics.median(times) if times else None
 
     @property
@@ -85,13 +98,12 @@ def compare(
     Takes the options of generate. The times are medians of interleaved runs after one warm-up.
     Exit code 0: same tokens; 1: they differ.
     """
-    fields: dict[str, Any] = context.meta[options.FIELDS]
+    fields: dict[str, Any] = context.obj
     texts = [options.read_prompt(each) for each in prompts or []] or [options.read_prompt(None)]
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
-        for note in options.without_effect(fields, config, loaded.model):
-            say(f"[yellow]note:[/] {note}")
+        options.note_idle(fields, config, loaded.model)
         groups = [texts] if batch else [[text] for text in texts]
         results = [
             compare_call(loaded, measure.encode(loaded, group), config, seed, repeat)
@@ -100,14 +112,12 @@ def compare(
     names = [f"{len(texts)} prompts"] if batch and len(texts) > 1 else texts
     if as_json:
         calls = [as_object(*each) for each in zip(groups, results, strict=True)]
-        report = {"model": loaded.name, "options": fields, "seed": seed, "calls": calls}
-        print_json(report)
+        print_json({"model": loaded.name, "options": fields, "seed": seed, "calls": calls})
     else:
         out.print(comparison_table([repr(name)[1:-1] for name in names], results, "prompt"))
         for name, result in zip(names, results, strict=True):
             for difference in result.differences:
-                out.print(f"{name!r}", markup=False, end=", ", soft_wrap=True)
-                out.print(difference_line(difference), soft_wrap=True)
+                out.print(f"{escape(repr(name))}, {difference.markup()}", soft_wrap=True)
     if any(result.differences for result in results):
         raise typer.Exit(1)
 
@@ -125,15 +135,17 @@ def compare_call(
         for library in list(LIBRARIES)[:: 1 if turn % 2 == 0 else -1]:
             runs[library].append(run(library, loaded, inputs, config, seed))
     pairs = zip(runs["transformers"], runs["hfgen"], strict=True)
-    differing = next((pair for pair in pairs if pair[0].rows != pair[1].rows), None)
+    differing = next((pair for pair in pairs if pair[0].padded != pair[1].padded), None)
     if differing is None:
         return Comparison(runs, [])
     recording = copy.deepcopy(config)
     recording.return_dict_in_generate = recording.output_logits = True
     output = run("transformers", loaded, inputs, recording, seed).output
-    rows = zip(differing[0].rows, differing[1].rows, strict=False)
-    found = [find_difference(loaded, number, *row, output) for number, row in enumerate(rows)]
-    return Comparison(runs, [difference for difference in found if difference is not None])
+    rows = enumerate(zip(differing[0].padded, differing[1].padded, strict=False))
+    found = [
+        find_difference(loaded, number, *row, output) for number, row in rows if row[0] != row[1]
+    ]
+    return Comparison(runs, found)
 
 
 def run(
@@ -148,13 +160,11 @@ def run(
 
 def find_difference(
     loaded: Loaded, row: int, theirs: list[int], ours: list[int], output: Any
-) -> Difference | None:
-    """Where row ``row`` of transformers and of hfgen part; None where they are equal.
+) -> Difference:
+    """Where row ``row`` of transformers and of hfgen, which is not equal, differs first.
 
     ``output`` is transformers' output for the call with its logits.
     """
-    if theirs == ours:
-        return None
     pairs = enumerate(zip_longest(theirs, ours))
     position, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     tokens = dict(zip(LIBRARIES, pair, strict=True))
@@ -177,23 +187,35 @@ def logit_gap(output: Any, row: int, position: int) -> float | None:
     return best - second
 
 
+def comparison_table(names: Iterable[str], results: list[Comparison], heading: str) -> Table:
+    """Both libraries side by side, one row per prompt or mode; times are medians."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(heading, overflow="ellipsis", no_wrap=True, max_width=26)
+    for column in ("tokens", "same tokens", "transformers", "hfgen", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, result in zip(names, results, strict=True):
+        table.add_row(
+            escape(name),
+            str(result.tokens),
+            "[bold red]no[/]" if result.differences else "[green]yes[/]",
+            *(duration(result.seconds(library)) for library in LIBRARIES),
+            f"{result.ratio:.2f}",
+        )
+    return table
+
+
 def as_object(prompts: list[str], result: Comparison) -> dict[str, Any]:
     """One of the calls that ``--json`` prints; times in seconds."""
     return {
         "prompts": prompts,
         "identical": not result.differences,
         "differences": [
-            {
-                "row": difference.row,
-                "position": difference.position,
-                "tokens": difference.tokens,
-                "logit_gap": difference.gap,
-            }
-            for difference in result.differences
+            {name: getattr(each, name) for name in ("row", "position", "tokens", "logit_gap")}
+            for each in result.differences
         ],
         **{
             library: {
-                "tokens": result.runs[library][0].rows,
+                "tokens": result.runs[library][0].padded,
                 "seconds": result.seconds(library),
                 "time_to_first_token": result.first(library),
             }

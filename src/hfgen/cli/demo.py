@@ -8,11 +8,11 @@ import typer
 from rich.text import Text
 
 from hfgen.cli import measure
-from hfgen.cli.compare import compare_call
+from hfgen.cli.compare import compare_call, comparison_table
 from hfgen.cli.generate import text_streamer
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.options import DebugOption, generation_config
-from hfgen.cli.report import comparison_table, duration, mebibytes, out
+from hfgen.cli.report import duration, mebibytes, out
 
 PROMPT = '''\
 import os
@@ -54,21 +54,20 @@ def demo(debug: DebugOption = False) -> None:
         config = generation_config(MODES["greedy"], loaded.model, NEW_TOKENS)
         out.print(Text(PROMPT, style="dim"), end="", soft_wrap=True)
         result = measure.generate(loaded, inputs, config, SEED, text_streamer(loaded))
-        timings = result.timings
         out.print(
-            f"\ntime to first token    {duration(timings.first)}\n"
-            f"time per output token  {duration(timings.per_token)}\n"
-            f"tokens per second      {timings.per_second:,.0f}\n"
+            f"\ntime to first token    {duration(result.first)}\n"
+            f"time per output token  {duration(result.per_token)}\n"
+            f"tokens per second      {result.per_second:,.0f}\n"
             f"peak memory            {mebibytes(measure.peak_memory())}\n"
         )
         calls = 2 * len(MODES)
-        repeat = max(1, min(REPEAT, int(SECONDS / (calls * timings.seconds)) - 1))
+        repeat = max(1, min(REPEAT, int(SECONDS / (calls * result.seconds)) - 1))
         results = []
         with out.status("the same prompt through both libraries"):
             for fields in MODES.values():
                 config = generation_config(fields, loaded.model, NEW_TOKENS)
                 results.append(compare_call(loaded, inputs, config, SEED, repeat))
-    out.print(comparison_table(list(MODES), results, "mode"))
+    out.print(comparison_table(MODES, results, "mode"))
     out.print(f"[dim]one call, median of {repeat} interleaved runs; same weights, same seed[/]\n")
     differing = [mode for mode, each in zip(MODES, results, strict=True) if each.differences]
     if differing:

@@ -9,7 +9,7 @@ import typer
 
 from hfgen.cli import measure, options
 from hfgen.cli.loading import Loaded, load, quiet
-from hfgen.cli.report import CliError, TerminalText, err, print_json, say, summary
+from hfgen.cli.report import CliError, TerminalText, duration, err, mebibytes, print_json, say
 
 NEW_TOKENS = 64
 
@@ -25,9 +25,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, times, memory.")
     ] = False,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="Seed of the random generator.")
-    ] = None,
+    seed: options.SeedOption = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -39,37 +37,36 @@ def generate(
     --max-new-tokens 64 --do-sample --temperature 0.7 --eos-token-id '\\[1, 2]' --no-use-cache.
     Without a length it stops after 64 new tokens.
     """
-    fields: dict[str, Any] = context.meta[options.FIELDS]
+    fields: dict[str, Any] = context.obj
     if stream and as_json:
         raise CliError("--stream and --json exclude each other: leave one out")
-    text = options.read_prompt(prompt)
+    given = options.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
-        for note in options.without_effect(fields, config, loaded.model):
-            say(f"[yellow]note:[/] {note}")
-        inputs = measure.encode(loaded, [text])
+        options.note_idle(fields, config, loaded.model)
+        inputs = measure.encode(loaded, [given])
         streamer = text_streamer(loaded) if stream else None
         result = measure.generate(loaded, inputs, config, seed, streamer)
-        rows = [measure.until_end(row, config, loaded) for row in result.rows]
-        texts = [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        timings, peak = result.timings, measure.peak_memory()
+        texts = [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in result.rows]
+        peak = measure.peak_memory()
         if as_json:  # times in seconds, memory in bytes
-            sequences = [{"text": t, "tokens": row} for t, row in zip(texts, rows, strict=True)]
+            pairs = zip(texts, result.rows, strict=True)
+            sequences = [{"text": text, "tokens": row} for text, row in pairs]
             print_json(
                 {
                     "model": loaded.name,
-                    "prompt": text,
+                    "prompt": given,
                     "prompt_tokens": inputs["input_ids"][0].tolist(),
                     "options": fields,
                     "seed": seed,
                     **sequences[0],
                     "sequences": sequences,
                     "timings": {
-                        "total": timings.seconds,
-                        "time_to_first_token": timings.first,
-                        "time_per_output_token": timings.per_token,
-                        "tokens_per_second": timings.per_second,
+                        "total": result.seconds,
+                        "time_to_first_token": result.first,
+                        "time_per_output_token": result.per_token,
+                        "tokens_per_second": result.per_second,
                     },
                     "peak_memory": peak,
                 }
@@ -77,7 +74,11 @@ def generate(
         elif not stream:
             print_texts(texts)
         if err.is_terminal and not as_json:
-            say(f"[dim]{summary(timings, peak)}[/]")
+            say(
+                f"[dim]{result.tokens} tokens · first after {duration(result.first)} · "
+                f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
+                f"peak {mebibytes(peak)}[/]"
+            )
 
 
 def text_streamer(loaded: Loaded) -> Any:

@@ -16,6 +16,7 @@ from hfgen.cli.report import CliError
 
 BUILTIN = {"builtin": False, "builtin-draft": True}  # name -> whether it is the draft model
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+NO_TRUST = "trust_remote_code"  # in transformers' error where it does not run a checkpoint's code
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,12 @@ def load(
     """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``) for generation.
 
     ``dtype`` is one of ``DTYPES``; ``device`` is a torch device, ``auto`` to spread the model over
-    all devices, or None for the GPU where there is one. Python code that comes with a checkpoint
-    is run with ``trust_remote_code`` alone; transformers would ask on standard input otherwise.
-    Raises ``CliError`` with what is wrong in one line.
+    all devices, or None for the GPU where there is one. Python code of a checkpoint runs only with
+    ``trust_remote_code``. Raises ``CliError``.
     """
     import torch
+
+    import hfgen
 
     if dtype not in DTYPES:
         raise CliError(f"--dtype takes one of {', '.join(DTYPES)}, but {dtype!r} was given")
@@ -65,41 +67,30 @@ def load(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     drafts = None if assistant is None else load(assistant, None, dtype, device, trust_remote_code)
     try:
-        model, tokenizer = (
-            _builtin(name, dtype, device)
-            if name in BUILTIN
-            else _load(name, dtype, device, trust_remote_code)
-        )
+        if name in BUILTIN:
+            model, tokenizer = hfgen.builtin_model(draft=BUILTIN[name])
+            model = model if dtype == "auto" else model.to(getattr(torch, dtype))
+            model = model if device == "auto" else model.to(device)
+        else:
+            model, tokenizer = _load(name, dtype, device, trust_remote_code)
+        return Loaded(name, hfgen.mix_into(model).eval(), tokenizer, drafts)
     except CliError:
         raise
     except Exception as error:
-        if _needs_trust(error):
+        if NO_TRUST in str(error):
             raise CliError(
                 f"{name!r} brings Python code of its own, which is not run: read it, and give "
                 "--trust-remote-code if you trust it"
             ) from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CliError(
-            f"cannot load {name!r}: {_first_sentence(error)} "
+            f"cannot load {name!r}: {reason.rstrip(' .:')}. "
             "Give a folder written by save_pretrained, a hub id, or builtin."
         ) from error
-    return Loaded(name, model.eval(), tokenizer, drafts)
-
-
-def _builtin(name: str, dtype: str, device: str) -> tuple[Any, Any]:
-    import torch
-
-    import hfgen
-
-    model, tokenizer = hfgen.builtin_model(draft=BUILTIN[name])
-    if dtype != "auto":
-        model = model.to(getattr(torch, dtype))
-    return hfgen.mix_into(model if device == "auto" else model.to(device)), tokenizer
 
 
 def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
     import transformers
-
-    import hfgen
 
     path = Path(name).expanduser()
     source = str(path) if path.exists() else name
@@ -121,16 +112,10 @@ def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **shared)
     except Exception as error:
-        if _needs_trust(error):
+        if NO_TRUST in str(error):
             raise
         raise CliError(f"no tokenizer with {name!r}: save one to the same folder") from error
-    model = auto.from_pretrained(source, dtype=dtype, device_map=device, **shared)
-    return hfgen.mix_into(model), tokenizer
-
-
-def _needs_trust(error: Exception) -> bool:
-    """Whether transformers refused to run a checkpoint's own code: its message names the argument."""
-    return "trust_remote_code" in str(error)
+    return auto.from_pretrained(source, dtype=dtype, device_map=device, **shared), tokenizer
 
 
 def offline() -> bool:
@@ -146,18 +131,9 @@ def offline() -> bool:
     return False
 
 
-def _first_sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".:") + "."
-
-
 @contextmanager
 def upstream(loaded: Loaded) -> Iterator[None]:
-    """Inside, ``loaded`` generates with transformers' own code: same object, same weights.
-
-    Switches the classes that hfgen was mixed into back: the model's, its assistant's, and those of
-    models inside of these.
-    """
+    """Inside, the model, its assistant and the models inside of them generate with transformers."""
     models = [each.model for each in (loaded, loaded.assistant) if each is not None]
     parts = [part for model in models for part in model.modules()]
     mixed = [(part, type(part)) for part in parts if hasattr(part, "_unmixed_class")]

@@ -19,57 +19,52 @@ class Clock:
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None  # seconds from the start to the first new token
     tokens: list[int] = field(default_factory=list)  # of all rows, as they came
-    _prompt_seen: bool = False
-    _ended: bool = False
+    has_begun: bool = False
 
     def put(self, value: Any) -> None:
         """Take the prompt ``(rows, length)`` first, then the new tokens ``(rows,)`` of each step."""
-        if self._prompt_seen:
-            if self.first is None:
-                self.first = time.perf_counter() - self.started
+        if self.has_begun:
+            self.first = self.first or time.perf_counter() - self.started
             self.tokens.extend(value.flatten().tolist())
-        self._prompt_seen = True
+        self.has_begun = True
         if self.then is not None:
             self.then.put(value)
 
     def end(self) -> None:
-        """Pass the end on, once, and not at all for a call that failed before it began."""
-        if self.then is not None and self._prompt_seen and not self._ended:
+        """Pass the end on, unless the call failed before it began."""
+        if self.then is not None and self.has_begun:
             self.then.end()
-        self._ended = True
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
-    """Times of one call of ``generate``, in seconds."""
+class Generated:
+    """What one call of ``generate`` gave, and its times in seconds."""
 
+    padded: list[list[int]]  # new tokens per row, all of one length
+    rows: list[list[int]]  # the same, up to and including the first end-of-sequence token
     seconds: float  # the whole call
-    first: float | None  # to the first new token; None of beams that nobody streams
-    steps: int  # new tokens of the longest row
-    tokens: int  # new tokens of all rows
+    first: float | None  # to the first new token; None for beams without a streamer
+    output: Any  # what `generate` returned
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all rows."""
+        return sum(map(len, self.rows))
 
     @property
     def per_token(self) -> float | None:
         """Mean time between two tokens of a row after the first; None for fewer than two."""
-        if self.steps < 2:
+        steps = max(map(len, self.rows))
+        if steps < 2:
             return None
         if self.first is None:
-            return self.seconds / self.steps
-        return (self.seconds - self.first) / (self.steps - 1)
+            return self.seconds / steps
+        return (self.seconds - self.first) / (steps - 1)
 
     @property
     def per_second(self) -> float:
         """New tokens of all rows per second of the whole call."""
         return self.tokens / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """What one call gave: new tokens per row, padding included, and its times."""
-
-    rows: list[list[int]]
-    timings: Timings
-    output: Any  # what `generate` returned
 
 
 def encode(loaded: Loaded, prompts: list[str]) -> dict[str, Any]:
@@ -78,20 +73,17 @@ def encode(loaded: Loaded, prompts: list[str]) -> dict[str, Any]:
     Raises ``CliError`` for a prompt without tokens.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    tokenizer = loaded.tokenizer
-    ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    ids = [torch.tensor(loaded.tokenizer(prompt).input_ids) for prompt in prompts]
     for prompt, row in zip(prompts, ids, strict=True):
-        if not row:
+        if not len(row):
             raise CliError(f"the prompt {prompt!r} has no tokens: give some text")
-    longest = max(map(len, ids))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    padded = [[pad] * (longest - len(row)) + row for row in ids]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in ids]
-    device = loaded.model.device
+    masks = [torch.ones_like(row) for row in ids]
+    pad, device = loaded.tokenizer.pad_token_id or 0, loaded.model.device
     return {
-        "input_ids": torch.tensor(padded, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
+        "input_ids": pad_sequence(ids, True, pad, padding_side="left").to(device),
+        "attention_mask": pad_sequence(masks, True, padding_side="left").to(device),
     }
 
 
@@ -111,35 +103,31 @@ def generate(
 
     if seed is not None:
         torch.manual_seed(seed)
-    clock = Clock(streamer)
-    beams = config.num_beams or loaded.model.generation_config.num_beams or 1
+    clock, own = Clock(streamer), loaded.model.generation_config
     if streamer is not None and (config.num_return_sequences or 1) > 1:
         raise CliError("only one sequence can be streamed: leave --num-return-sequences out")
-    stream = {} if streamer is None and beams > 1 else {"streamer": clock}
+    has_beams = (config.num_beams or own.num_beams or 1) > 1
+    stream = {} if streamer is None and has_beams else {"streamer": clock}
     try:
         output = loaded.model.generate(
             **inputs, generation_config=config, **loaded.mode_kwargs(), **stream
         )
-    except BrokenPipeError:  # whoever read the streamed text has enough
+    except BrokenPipeError:  # the reader of the streamed text has closed the pipe
         raise
     except Exception as error:
         raise CliError(f"generate() failed: {error or type(error).__name__}") from error
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     length = 1 if loaded.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-    rows = sequences[:, length:].tolist()
+    padded = sequences[:, length:].tolist()
     seconds = time.perf_counter() - clock.started
-    counts = [len(until_end(row, config, loaded)) for row in rows]
-    return Generated(rows, Timings(seconds, clock.first, max(counts), sum(counts)), output)
+    eos = own.eos_token_id if config.eos_token_id is None else config.eos_token_id
+    rows = [_until(eos if isinstance(eos, list) else [eos], row) for row in padded]
+    return Generated(padded, rows, seconds, clock.first, output)
 
 
-def until_end(row: list[int], config: Any, loaded: Loaded) -> list[int]:
+def _until(eos: list[int | None], row: list[int]) -> list[int]:
     """``row`` up to and including its first end-of-sequence token."""
-    ends = config.eos_token_id
-    if ends is None:
-        ends = loaded.model.generation_config.eos_token_id
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    stop = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-    return row[:stop]
+    return row[: next((i for i, token in enumerate(row, 1) if token in eos), None)]
 
 
 def peak_memory() -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -14,10 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 from typer.core import TyperCommand
 
-from hfgen.cli.report import CliError, out
+from hfgen.cli.report import CliError, out, say
 
 WORDS = {"true": True, "false": False, "none": None, "null": None}
-FIELDS = "hfgen.fields"  # where the parsed fields travel, in the context's `meta`
 
 ModelOption = Annotated[
     str,
@@ -33,6 +32,7 @@ AssistantOption = Annotated[
         help="Draft tokens with this smaller model (assisted decoding).",
     ),
 ]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the random generator.")]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16 weights.")
 ]
@@ -53,14 +53,11 @@ DebugOption = Annotated[
 
 
 class GenerationCommand(TyperCommand):
-    """A command that takes the fields of ``GenerationConfig`` beside its own options.
-
-    The parsed fields are in ``context.meta[FIELDS]``.
-    """
+    """A command whose ``context.obj`` has the fields of ``GenerationConfig`` among its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {"--help"}.union(*(parameter.opts for parameter in self.params))
-        rest, ctx.meta[FIELDS] = split_fields(args, own)
+        rest, ctx.obj = split_fields(args, own)
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -68,16 +65,14 @@ class GenerationCommand(TyperCommand):
         out.print(fields_panel())
 
 
-def split_fields(args: list[str], own: Iterable[str]) -> tuple[list[str], dict[str, Any]]:
-    """Separate generation fields from a command's own arguments.
+def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
+    """Separate generation fields from a command's own arguments, whose options are ``own``.
 
     ``--top-k 5``, ``--top_k=5``, ``--do-sample``, ``--no-use-cache`` and ``--use-cache false`` are
-    understood; after ``--`` everything is left alone. ``own`` are the command's own option names.
-
+    understood; what follows ``--`` is left alone.
     Returns the arguments that are left and the fields with their values.
     Raises ``CliError`` for an unknown name, a missing value or a value of the wrong kind.
     """
-    own = set(own)
     rest: list[str] = []
     fields: dict[str, Any] = {}
     pending = list(args)
@@ -91,22 +86,20 @@ def split_fields(args: list[str], own: Iterable[str]) -> tuple[list[str], dict[s
             rest.append(argument)
             continue
         name, negated = field_name(option, own)
-        if negated:
-            if equals:
-                raise CliError(f"{option} takes no value, but {text!r} was given")
-            fields[name] = False
-        elif equals:
+        if negated and equals:
+            raise CliError(f"{option} takes no value, but {text!r} was given")
+        if equals:
             fields[name] = parse_value(name, text)
-        elif is_flag(name) and not (pending and is_switch(name, pending[0])):
-            fields[name] = True
+        elif negated or (is_flag(name) and not (pending and is_switch(name, pending[0]))):
+            fields[name] = not negated
         elif pending:
             fields[name] = parse_value(name, pending.pop(0))
         else:
-            raise CliError(f"{option} needs a value: {expected(name)}")
+            raise CliError(f"{option} needs a value: {kind_of(name).option}")
     return rest, fields
 
 
-def field_name(option: str, own: Iterable[str] = ()) -> tuple[str, bool]:
+def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
     """The field that ``option`` names, and whether it is the ``--no-…`` form of a flag."""
     name = option.removeprefix("--").replace("-", "_")
     known = known_fields()
@@ -114,7 +107,7 @@ def field_name(option: str, own: Iterable[str] = ()) -> tuple[str, bool]:
         return name, False
     if (flag := name.removeprefix("no_")) in known and is_flag(flag):
         return flag, True
-    names = [option_name(field) for field in known] + list(own)
+    names = [*map(option_name, known), *own]
     nearest = difflib.get_close_matches(option_name(name), names, n=1, cutoff=0.0)
     raise CliError(f"no option {option}; the nearest is {nearest[0]}, and --help lists all of them")
 
@@ -129,7 +122,7 @@ def known_fields() -> list[str]:
 
 
 def kind_of(name: str) -> Any:
-    """What the field ``name`` takes; anything, if it is newer than the table."""
+    """What the field ``name`` takes: anything if the table lacks it."""
     from hfgen.fields import ANY, FIELDS
 
     return FIELDS[name].kind if name in FIELDS else ANY
@@ -146,12 +139,7 @@ def is_flag(name: str) -> bool:
 
 def is_switch(name: str, text: str) -> bool:
     """Whether ``text``, found after the flag ``name``, is its value and not the next argument."""
-    return text.lower() in WORDS or (name == "early_stopping" and text == "never")
-
-
-def expected(name: str) -> str:
-    """What the field ``name`` takes, in words."""
-    return "true, false or never" if name == "early_stopping" else kind_of(name).option
+    return text.lower() in WORDS or kind_of(name).accepts(text)
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -169,9 +157,15 @@ def parse_value(name: str, text: str) -> Any:
             value = float(text)  # '.5' is no JSON
     if value is None:
         return None
-    fits = kind.accepts(value) and isinstance(value, bool) == is_flag(name)
-    if kind.option != "text or JSON" and not fits and not (is_flag(name) and is_switch(name, text)):
-        raise CliError(f"{option_name(name)} takes {expected(name)}, but {text!r} was given")
+    if is_flag(name):
+        fits = is_switch(name, text)
+    else:
+        fits = kind.option == "text or JSON" or (
+            kind.accepts(value) and not isinstance(value, bool)
+        )
+    if not fits:
+        takes = "true, false or never" if name == "early_stopping" else kind.option
+        raise CliError(f"{option_name(name)} takes {takes}, but {text!r} was given")
     if name == "stop_strings" and not isinstance(value, list):
         return value if isinstance(value, str) else text  # '--stop-strings 1' stops at the text "1"
     return value
@@ -179,27 +173,20 @@ def parse_value(name: str, text: str) -> Any:
 
 def fields_panel() -> Panel:
     """The help on the fields, grouped by what they take."""
-    groups: dict[str, list[str]] = {}
-    for name in known_fields():
-        groups.setdefault(kind_of(name).option, []).append(option_name(name))
     table = Table(box=None, show_header=False, padding=(0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="cyan")
     for kind in ("true or false", "an integer", "a number", "text or JSON"):
-        table.add_row(kind, " ".join(groups.get(kind, [])))
-    return Panel(
-        table,
-        title="Generation options: every field of GenerationConfig",
-        title_align="left",
-        border_style="dim",
-    )
+        names = (option_name(name) for name in known_fields() if kind_of(name).option == kind)
+        table.add_row(kind, " ".join(names))
+    title = "Generation options: every field of GenerationConfig"
+    return Panel(table, title=title, title_align="left", border_style="dim")
 
 
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
-    """The ``hfgen.GenerationConfig`` of ``fields``; what is not in it is the model's own.
+    """The ``hfgen.GenerationConfig`` of ``fields``, before those of the model's own.
 
-    Where neither they nor the model say how long the output may be, it is
-    ``default_new_tokens``.
+    ``default_new_tokens`` limits the output where neither of them does.
     Raises ``CliError`` for a value that the config refuses.
     """
     import transformers
@@ -218,24 +205,21 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
         raise CliError(str(error)) from error
 
 
-def without_effect(fields: dict[str, Any], config: Any, model: Any) -> list[str]:
-    """One sentence per given field that does nothing in the mode that is chosen."""
-    from hfgen.fields import FIELDS as table
-    from hfgen.fields import is_on
+def note_idle(fields: dict[str, Any], config: Any, model: Any) -> None:
+    """Say which of the given fields do nothing in the chosen mode."""
+    from hfgen.fields import FIELDS, is_on
 
     def chosen(name: str) -> Any:
         value = getattr(config, name)
         return getattr(model.generation_config, name) if value is None else value
 
-    needs = {name: row.needs for name, row in table.items() if name in fields}
-    if chosen("penalty_alpha"):
-        needs.pop("top_k", None)  # contrastive search reads it without sampling
-    idle = [
-        (name, option_name(needed))
-        for name, needed in needs.items()
-        if needed is not None and not is_on(needed, chosen(needed))
-    ]
-    return [f"{option_name(name)} does nothing without {needed}" for name, needed in idle]
+    for name, row in FIELDS.items():
+        if name not in fields or row.needs is None or is_on(row.needs, chosen(row.needs)):
+            continue
+        if name == "top_k" and chosen("penalty_alpha"):  # read by contrastive search
+            continue
+        without = option_name(row.needs)
+        say(f"[yellow]note:[/] {option_name(name)} does nothing without {without}")
 
 
 def read_prompt(prompt: str | None) -> str:

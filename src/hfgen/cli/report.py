@@ -1,4 +1,4 @@
-"""What the terminal shows: messages, numbers with their units, tables."""
+"""What the terminal shows: messages, text without control codes, numbers with their units."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-if TYPE_CHECKING:
-    from hfgen.cli.compare import Comparison, Difference
-    from hfgen.cli.measure import Timings
-
-NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
-
-# What a terminal obeys in place of showing it (ECMA-48), each without what ends it.
+# What a terminal obeys in place of showing it (ECMA-48), each without its terminator.
 _CSI = r"(?:\x1b\[|\x9b)[0-?]*[ -/]*"
 _STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*"  # OSC, DCS, SOS, PM, APC
 _ESCAPE = r"\x1b[ -/]*"
@@ -31,8 +22,8 @@ CONTROL_CODES = re.compile(
 )
 UNFINISHED = re.compile(rf"(?:{_CSI}|{_STRING}\x1b?|{_ESCAPE})\Z")
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 class CliError(Exception):
@@ -41,13 +32,12 @@ class CliError(Exception):
 
 @dataclass(slots=True)
 class TerminalText:
-    """Text that a model wrote, piece by piece, as it goes to standard output.
+    """Takes control codes out of a model's text on its way to a terminal, also split ones.
 
-    Control codes are taken out if that is a terminal, also where pieces split one. A pipe or a file
-    gets the text as it is.
+    A pipe or a file gets the text as it is.
     """
 
-    held: str = ""  # a sequence that has begun
+    held: str = ""  # the beginning of a control code
 
     def add(self, piece: str) -> str:
         """What can be written after ``piece``."""
@@ -85,46 +75,3 @@ def duration(seconds: float | None) -> str:
 def mebibytes(size: int | None) -> str:
     """Bytes as MiB; a dash where there is no measurement."""
     return "-" if size is None else f"{size / 2**20:,.0f} MiB"
-
-
-def summary(timings: Timings, peak_memory: int | None) -> str:
-    """The four numbers of a run on one line."""
-    return (
-        f"{timings.tokens} tokens · first after {duration(timings.first)} · "
-        f"{duration(timings.per_token)} per token · {timings.per_second:,.0f} tokens/s · "
-        f"peak {mebibytes(peak_memory)}"
-    )
-
-
-def comparison_table(names: Sequence[str], results: Sequence[Comparison], heading: str) -> Table:
-    """Both libraries side by side, one row per prompt or mode; times are medians."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(heading, overflow="ellipsis", no_wrap=True, max_width=26)
-    for column in ("tokens", "same tokens", "transformers", "hfgen", "ratio"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name, result in zip(names, results, strict=True):
-        verdict = Text("no", style="bold red") if result.differences else Text("yes", style="green")
-        table.add_row(
-            Text(name),
-            str(result.tokens),
-            verdict,
-            duration(result.seconds("transformers")),
-            duration(result.seconds("hfgen")),
-            f"{result.ratio:.2f}",
-        )
-    return table
-
-
-def difference_line(difference: Difference) -> str:
-    """Where two outputs part, in one line of rich markup."""
-    place = f"row {difference.row}, new token {difference.position + 1}"
-    tokens = (
-        f"transformers {difference.describe('transformers')}, hfgen {difference.describe('hfgen')}"
-    )
-    if difference.gap is None:
-        gap = "no logits there"
-    elif difference.gap < NEAR_TIE:
-        gap = f"top-2 logit gap {difference.gap:.2e}, a near tie that rounding can decide"
-    else:
-        gap = f"top-2 logit gap {difference.gap:.2e}"
-    return f"[red]{place}:[/] {escape(tokens)}; {gap}"
