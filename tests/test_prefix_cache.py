@@ -654,17 +654,10 @@ def test_rotary_positions_that_change_with_the_length() -> None:
 # ---------------------------------------------------------------- the trees
 
 
-def forest_states(seed: int) -> Callable[[Tensor], Callable[[int, int], KeyValues]]:
-    """KeyValues that tell their tokens: those of a run are its tokens, as keys ``(1, n, 2)``."""
-
-    def of(sequence: Tensor) -> Callable[[int, int], KeyValues]:
-        def take(start: int, end: int) -> KeyValues:
-            part = sequence[start:end].to(torch.float32)
-            return (part.view(1, -1, 1).repeat(1, 1, 2), part.view(1, -1, 1).clone() + seed)
-
-        return take
-
-    return of
+def states(sequence: Tensor) -> KeyValues:
+    """Keys ``(1, n, 2)`` and values ``(1, n, 1)`` that are their tokens."""
+    values = sequence.to(torch.float32).view(1, -1, 1)
+    return values.repeat(1, 1, 2), values
 
 
 PER_TOKEN = 8 + 3 * 4
@@ -677,10 +670,10 @@ sequences = st.lists(st.integers(0, 2), min_size=1, max_size=9)
     st.integers(1, 40),
 )
 def test_trees_hold_what_was_inserted(inserted: list[tuple[str, list[int]]], n: int) -> None:
-    forest, states = Forest(n * size(3, PER_TOKEN, 2)), forest_states(0)
+    forest = Forest(n * size(3, PER_TOKEN, 2))
     for key, sequence in inserted:
         ids = torch.tensor(sequence)
-        forest.insert(key, ids, states(ids), PER_TOKEN, 2)
+        forest.insert(key, ids, states(ids))
         nodes = list(forest.nodes)
         assert set(nodes) == reachable(forest)
         assert all(nodes.index(c) < i for i, n in enumerate(nodes) for c in n.children.values())
@@ -720,19 +713,18 @@ def shared(a: list[int], b: list[int]) -> int:
 
 
 def test_the_least_recently_used_go_first() -> None:
-    states = forest_states(0)
     forest = Forest(12 * PER_TOKEN + 4 * size(0, 0, 2))
     root = [1, 1, 1]
     a, b, c = (torch.tensor([*root, n, n, n]) for n in (2, 3, 4))
     for ids in (a, b, c):
-        forest.insert("k", ids, states(ids), PER_TOKEN, 2)
+        forest.insert("k", ids, states(ids))
     assert forest.n_bytes == forest.max_bytes
     forest.match("k", a)
-    forest.insert("k", d := torch.tensor([*root, 5, 5]), states(d), PER_TOKEN, 2)
+    forest.insert("k", d := torch.tensor([*root, 5, 5]), states(d))
     assert [forest.match("k", ids).length for ids in (a, b, c, d)] == [6, 3, 6, 5]
     assert forest.n_evicted == 1
     other = torch.full((400,), 7)
-    forest.insert("other", other, states(other), PER_TOKEN, 2)
+    forest.insert("other", other, states(other))
     assert list(forest.roots) == ["other"]
     assert forest.match("other", other).length == (forest.max_bytes - size(0, 0, 2)) // PER_TOKEN
 
@@ -741,10 +733,10 @@ def test_evicting_does_not_look_at_what_stays() -> None:
     """As many steps of Python for an insert into a full forest of 20 sequences as of 400."""
 
     def n_events(n: int) -> int:
-        forest, states, count = Forest(n * size(4, PER_TOKEN, 2)), forest_states(0), 0
+        forest, count = Forest(n * size(4, PER_TOKEN, 2)), 0
         sequences = [torch.arange(4) + 10 * i for i in range(n + 2)]
         for ids in sequences[:-1]:
-            forest.insert("k", ids, states(ids), PER_TOKEN, 2)
+            forest.insert("k", ids, states(ids))
         assert forest.n_evicted == 1
 
         def seen(frame: Any, event: str, argument: Any) -> Any:
@@ -754,7 +746,7 @@ def test_evicting_does_not_look_at_what_stays() -> None:
 
         sys.settrace(seen)  # calls and lines
         try:
-            forest.insert("k", sequences[-1], states(sequences[-1]), PER_TOKEN, 2)
+            forest.insert("k", sequences[-1], states(sequences[-1]))
         finally:
             sys.settrace(None)
         assert forest.n_evicted == 2
@@ -765,10 +757,10 @@ def test_evicting_does_not_look_at_what_stays() -> None:
 
 def test_nodes_count_their_own_cost() -> None:
     """100,000 sequences of one token are more than 100,000 tokens."""
-    forest, states = Forest(10 * size(1, PER_TOKEN, 2)), forest_states(0)
+    forest = Forest(10 * size(1, PER_TOKEN, 2))
     for i in range(50):
         ids = torch.tensor([i])
-        forest.insert("k", ids, states(ids), PER_TOKEN, 2)
+        forest.insert("k", ids, states(ids))
     assert len(forest.nodes) == 10
     assert size(1, PER_TOKEN, 2) > 3 * 512  # three tensors, each of an object and a storage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from . import files, fingerprint
-from .radix import Forest, KeyValues, Match
+from .radix import Forest, KeyValues, Match, bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self._lock = Lock()
         self._forest = Forest(max_bytes)
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(lookups=0, hits=0, tokens=0, tokens_saved=0)
         self._bypassed: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -77,10 +77,7 @@ class PrefixCache:
         """Counts so far; a snapshot."""
         with self._lock:
             return PrefixStats(
-                lookups=self._counts["lookups"],
-                hits=self._counts["hits"],
-                tokens=self._counts["tokens"],
-                tokens_saved=self._counts["tokens_saved"],
+                **self._counts,
                 bytes=self._forest.n_bytes,
                 sequences=sum(not node.children for node in self._forest.nodes),
                 evictions=self._forest.n_evicted,
@@ -127,30 +124,25 @@ class PrefixCache:
         with self._lock:
             return [self._forest.match(key, row) for key, row in zip(keys, rows, strict=True)]
 
-    def _insert(
-        self,
-        key: Hashable,
-        tokens: Tensor,
-        states: Callable[[int, int], KeyValues],
-        bytes_per_token: int,
-        n_states: int,
-    ) -> None:
+    def _insert(self, key: Hashable, tokens: Tensor, states: KeyValues) -> None:
         with self._lock:
-            self._forest.insert(key, tokens, states, bytes_per_token, n_states)
+            self._forest.insert(key, tokens, states)
 
     def _bytes_per_token(self, key: Hashable) -> int | None:
         with self._lock:
-            root = self._forest.roots.get(key)
-            nodes = root.children.values() if root is not None else ()
-            return next((node.bytes_per_token for node in nodes), None)
+            if (root := self._forest.roots.get(key)) is None:
+                return None
+            return bytes_per_token(next(iter(root.children.values())).states)
 
     def _count(self, rows: Sequence[Tensor], saved: Sequence[int]) -> None:
         """Count the prompts of a call, and how many tokens of each are not forwarded."""
         with self._lock:
-            self._counts["lookups"] += len(rows)
-            self._counts["hits"] += sum(n > 0 for n in saved)
-            self._counts["tokens"] += sum(len(row) + 1 for row in rows)
-            self._counts["tokens_saved"] += sum(max(n, 0) for n in saved)
+            self._counts.update(
+                lookups=len(rows),
+                hits=sum(n > 0 for n in saved),
+                tokens=sum(len(row) + 1 for row in rows),
+                tokens_saved=sum(max(n, 0) for n in saved),
+            )
 
     def _bypass(self, reason: str) -> None:
         with self._lock:

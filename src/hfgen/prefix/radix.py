@@ -1,14 +1,14 @@
 """Radix trees of token sequences with their keys and values: what ``PrefixCache`` stores in.
 
-There is one tree per key. A node holds a run of tokens, and in each layer their keys and values;
-sequences that begin alike share the nodes of what they share. Nodes are never written to: whoever has
-looked one up may read it without a lock, also after it has been split or evicted.
+There is one tree per key. A node holds a run of tokens with their keys and values in each layer.
+Sequences that begin alike share the nodes of their common prefix. The tensors of a node are never
+written to: they can be read without a lock, also after the node was split or evicted.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,12 @@ KeyValues = tuple[Tensor, ...]
 
 #: What a node, and a tensor besides its numbers, take in memory: resident size of 100,000 of them.
 NODE_BYTES, TENSOR_BYTES = 512, 512
+
+
+def bytes_per_token(states: Iterable[Tensor]) -> int:
+    """Bytes of a token: its id, and its part of each of ``states (…, heads, n, size)``."""
+    sizes = (s.shape[-3] * s.shape[-1] * s.element_size() for s in states)
+    return torch.long.itemsize + sum(sizes)
 
 
 def size(n_tokens: int, bytes_per_token: int, n_states: int) -> int:
@@ -39,26 +45,19 @@ class Node:
     parent: Node | None = None
     children: dict[int, Node] = field(default_factory=dict)
 
-    @property
-    def bytes_per_token(self) -> int:
-        whole = self.tokens.nbytes + sum(states.nbytes for states in self.states)
-        return whole // len(self.tokens)
+    @classmethod
+    def copy(cls, tokens: Tensor, states: KeyValues, start: int, end: int) -> Node:
+        """A node with a copy of ``tokens[start:end]`` and their states."""
+        own = (s[:, start:end].clone(memory_format=torch.contiguous_format) for s in states)
+        return cls(tokens[start:end].clone(), tuple(own))
 
     @property
     def n_bytes(self) -> int:
-        return size(len(self.tokens), self.bytes_per_token, len(self.states))
+        return size(len(self.tokens), bytes_per_token(self.states), len(self.states))
 
     def add(self, child: Node) -> None:
         child.parent = self
         self.children[int(child.tokens[0])] = child
-
-    def part(self, start: int, end: int) -> KeyValues:
-        """The states of ``tokens[start:end]``, as views."""
-        return tuple(states[:, start:end] for states in self.states)
-
-
-def new_root() -> Node:
-    return Node(torch.empty(0, dtype=torch.long), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +68,13 @@ class Match:
     nodes: tuple[Node, ...]
 
     def runs(self, length: int) -> Iterator[tuple[int, KeyValues]]:
-        """Of the first ``length`` tokens: where each run starts, and its states."""
+        """The runs of the first ``length`` tokens: where each starts, and views of its states."""
         start = 0
         for node in self.nodes:
             n = min(len(node.tokens), length - start)
             if n <= 0:
                 return
-            yield start, node.part(0, n)
+            yield start, tuple(states[:, :n] for states in node.states)
             start += n
 
 
@@ -117,49 +116,43 @@ class Forest:
             self.nodes.move_to_end(node)
         return Match(length, tuple(path))
 
-    def insert(
-        self,
-        key: Hashable,
-        tokens: Tensor,
-        states: Callable[[int, int], KeyValues],
-        bytes_per_token: int,
-        n_states: int,
-    ) -> None:
+    def insert(self, key: Hashable, tokens: Tensor, states: KeyValues) -> None:
         """Store ``tokens (n,)``, or as many of the first of them as fit into ``max_bytes``.
 
-        ``states(start, end)`` copies those of ``tokens[start:end]``; it is asked for what is missing.
+        What is missing is copied from ``states``, each ``(heads, n, size)``.
         """
-        match = self.match(key, tokens)
+        match, per_token = self.match(key, tokens), bytes_per_token(states)
         path = list(match.nodes)
-        taken = match.length * bytes_per_token + (len(path) + 1) * size(0, 0, n_states)
-        end = min(len(tokens), match.length + (self.max_bytes - taken) // bytes_per_token)
+        taken = match.length * per_token + (len(path) + 1) * size(0, 0, len(states))
+        end = min(len(tokens), match.length + (self.max_bytes - taken) // per_token)
         if end <= match.length:
             return
         within = match.length - sum(len(node.tokens) for node in path[:-1])
         if path and within < len(path[-1].tokens):
             path[-1] = self._split(path[-1], within)
-        self._make_room(size(end - match.length, bytes_per_token, n_states))
-        node = Node(tokens[match.length : end].clone(), states(match.length, end))
+        self._make_room(size(end - match.length, per_token, len(states)))
+        node = Node.copy(tokens, states, match.length, end)
         self.attach(key, path[-1] if path else None, node)
         for used in reversed(path):
             self.nodes.move_to_end(used)
 
     def attach(self, key: Hashable, parent: Node | None, node: Node) -> None:
         """Put ``node`` below ``parent``, or first into the tree of ``key``; it counts as used now."""
-        (parent or self.roots.setdefault(key, new_root())).add(node)
+        if parent is None:
+            root = Node(torch.empty(0, dtype=torch.long), ())
+            parent = self.roots.setdefault(key, root)
+        parent.add(node)
         self.nodes[node] = key
         self.n_bytes += node.n_bytes
 
     def _split(self, node: Node, n: int) -> Node:
-        """Let the first ``n`` tokens of ``node`` be a node of their own, which is returned.
+        """Split ``node`` behind its first ``n`` tokens; returns the upper half.
 
-        Both halves are copies, so that evicting one gives its memory back.
+        Both halves are copies, so that evicting one frees its memory.
         """
         parent: Node = node.parent  # type: ignore[assignment]
-        upper, lower = (
-            Node(node.tokens[a:b].clone(), tuple(s.clone() for s in node.part(a, b)))
-            for a, b in ((0, n), (n, len(node.tokens)))
-        )
+        upper = Node.copy(node.tokens, node.states, 0, n)
+        lower = Node.copy(node.tokens, node.states, n, len(node.tokens))
         for child in node.children.values():
             lower.add(child)
         upper.add(lower)

@@ -1,8 +1,8 @@
-"""One call that uses a ``PrefixCache``: what its rows have in store, and what they add to it.
+"""One call with a ``PrefixCache``: it fills its own cache from the store, and adds to the store.
 
-The call's cache is filled up to one column ``end`` of the padded batch, the same for all rows, from
-which the ordinary prefill goes on: rows that know more forward some of it again, rows that know less
-catch up first.
+The cache is filled up to one column ``end`` of the padded batch, the same for all rows, and the
+ordinary prefill goes on from there. Rows with a longer stored prefix forward some of it again. Rows
+with a shorter one are forwarded up to ``end`` first: they catch up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..call import ModelKwargs, Run, Step
 from . import fingerprint, windows
 from .cache import PrefixCache
 from .padding import Group, Layout, best_end, lagging
-from .radix import KeyValues, Match, size
+from .radix import KeyValues, Match, bytes_per_token, size
 from .windows import attention_layers
 
 TOO_LARGE = "the prompt is larger than `max_bytes`"
@@ -49,10 +49,15 @@ class PrefixSession:
         self.is_prompt_stored = False
         self.is_given_up = False
 
+    @property
+    def layers(self) -> list[Any]:
+        """The layers of the cache that hold keys and values; a forward may replace them."""
+        return attention_layers(self.cache)
+
     # ------------------------------------------------------------ looking up
 
     def bytes_per_token(self) -> int | None:
-        """What a token takes, as far as that is known before the first forward.
+        """Bytes that a token takes in store, or ``None`` if unknown before the first forward.
 
         From what is stored, or from the config where a static cache is allocated by it.
         """
@@ -64,7 +69,7 @@ class PrefixSession:
         is_told = shape is not None and getattr(text, "num_key_value_heads", None)
         if not is_told or torch.is_autocast_enabled(self.model.device.type):
             return None
-        n_layers = len(attention_layers(self.cache))
+        n_layers = len(self.layers)
         heads, sizes = (n if isinstance(n, list) else n_layers * [n] for n in shape)
         if len(heads) != len(sizes):  # layers that share others' keys are among them
             return None
@@ -74,7 +79,7 @@ class PrefixSession:
     def needed(self, per_token: int) -> int:
         """Bytes that the longest of the prompts takes in store."""
         n_tokens = self.ids.shape[1] - min(self.layout.pads)
-        return size(n_tokens, per_token, 2 * len(attention_layers(self.cache)))
+        return size(n_tokens, per_token, 2 * len(self.layers))
 
     def fill(self, config: Any) -> None:
         """Put into the call's empty cache what is stored of the rows' prompts.
@@ -101,29 +106,29 @@ class PrefixSession:
         rows: Sequence[int],
         matches: list[Match],
         end: int,
-        caught_up: Mapping[Group, list[Tensor]],
+        caught_up: Mapping[Group, KeyValues],
     ) -> None:
-        """Put the first ``end`` columns of ``rows`` into ``cache``, some from what has caught up."""
+        """Put the first ``end`` columns of ``rows`` into ``cache``: stored ones or ``caught_up``."""
         behind = {row for group in caught_up for row in group.rows}
         sample: KeyValues = next(m.nodes[0].states for m in matches if m.nodes)
-        for index, layer in enumerate(attention_layers(cache)):
-            both = []
-            for which in (2 * index, 2 * index + 1):
-                heads, _, head_size = sample[which].shape
-                states = sample[which].new_zeros(len(rows), heads, end, head_size)
-                for place, row in enumerate(rows):
-                    if row not in behind:
-                        pad = self.layout.pads[row]
-                        for start, run in matches[row].runs(end - pad):
-                            at = pad + start
-                            states[place, :, at : at + run[which].shape[1]] = run[which]
-                for group, known in caught_up.items():
-                    states[list(group.rows)] = known[which]
-                both.append(states)
-            layer.update(*both)
 
-    def _catch_up(self, group: Group, matches: list[Match], end: int, config: Any) -> list[Tensor]:
-        """Forward columns ``group.start`` to ``end`` of its rows; the states of all up to ``end``."""
+        def filled(which: int) -> Tensor:
+            heads, _, head_size = sample[which].shape
+            states = sample[which].new_zeros(len(rows), heads, end, head_size)
+            for place, row in enumerate(rows):
+                pad = self.layout.pads[row]
+                for start, run in matches[row].runs(end - pad if row not in behind else 0):
+                    at = pad + start
+                    states[place, :, at : at + run[which].shape[1]] = run[which]
+            for group, known in caught_up.items():
+                states[list(group.rows)] = known[which]
+            return states
+
+        for index, layer in enumerate(attention_layers(cache)):
+            layer.update(filled(2 * index), filled(2 * index + 1))
+
+    def _catch_up(self, group: Group, matches: list[Match], end: int, config: Any) -> KeyValues:
+        """Forward columns ``group.start`` to ``end`` of its rows; returns all states up to ``end``."""
         rows = list(group.rows)
         decoder = self.model.config.get_text_config(decoder=True)
         cache = GrowingCache(config=decoder, max_length=end)
@@ -141,7 +146,7 @@ class PrefixSession:
         config = copy.copy(config)
         config._mask_length = end
         execution.prefill(self.model, self.ids[rows, :end], config, model_kwargs)
-        return [s for layer in attention_layers(cache) for s in (layer.keys, layer.values)]
+        return key_values(attention_layers(cache))
 
     # ------------------------------------------------------------ storing
 
@@ -150,36 +155,31 @@ class PrefixSession:
         if self.is_prompt_stored or self.is_given_up:
             return
         self.is_prompt_stored = True
-        if run.model_kwargs.get("past_key_values") is not self.cache:
-            self.give_up(f"{type(self.model).__name__} puts another cache in the place of its own")
-            return
-        layers, length = attention_layers(self.cache), run.ids.shape[1]
+        name, layers, length = type(self.model).__name__, self.layers, run.ids.shape[1]
         lengths = {int(layer.get_seq_length()) for layer in layers}
         # One that puts tokens of its own before the prompt has more, or not the same everywhere.
         is_even = len(lengths) == 1 and lengths <= {length - 1, length}
-        if not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
-            self.give_up(f"{type(self.model).__name__} does not cache one state per token")
-            return
-        if self.needed(bytes_per_token(layers)) > self.prefixes.max_bytes:
+        if run.model_kwargs.get("past_key_values") is not self.cache:
+            self.give_up(f"{name} puts another cache in the place of its own")
+        elif not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
+            self.give_up(f"{name} does not cache one state per token")
+        elif self.needed(bytes_per_token(key_values(layers))) > self.prefixes.max_bytes:
             self.give_up(TOO_LARGE)
-            return
-        if self._has_changed():
-            return
-        repeats = len(run.ids) // len(self.ids)
-        for cache_row, run_row in enumerate(cached_rows(run, strategy, layers)):
-            row, is_repeated = divmod(run_row, repeats)
-            if not is_repeated:
-                self._store(layers, row, cache_row, self.layout.tokens(row))
+        elif not self._has_changed():
+            repeats = len(run.ids) // len(self.ids)
+            for cache_row, run_row in enumerate(self._cached_rows(run, strategy)):
+                row, is_repeated = divmod(run_row, repeats)
+                if not is_repeated:
+                    self._store(row, cache_row, self.layout.tokens(row))
 
     def _has_changed(self) -> bool:
-        """Whether the model is another than when the call began: somebody switched an adapter."""
-        if fingerprint.is_unchanged(self.model, self.identity):
-            return False
-        self.give_up("the model was changed during the call")
-        return True
+        """Give up if the model is another than when the call began: an adapter was switched."""
+        if not fingerprint.is_unchanged(self.model, self.identity):
+            self.give_up("the model was changed during the call")
+        return self.is_given_up
 
     def give_up(self, reason: str) -> None:
-        """Store nothing of this call."""
+        """Store nothing more of this call."""
         self.is_given_up = True
         self.prefixes._bypass(reason)
 
@@ -189,11 +189,10 @@ class PrefixSession:
         Of beams, some that are returned ended before the others, and the cache has gone on: the row
         that agrees with one for longest has the states up to there.
         """
-        sequences: Tensor = result["sequences"]
-        layers = attention_layers(self.cache)
-        rows = cached_rows(run, strategy, layers) if self.is_prompt_stored else []
+        rows = self._cached_rows(run, strategy) if self.is_prompt_stored else []
         if rows and not self.is_given_up and not self._has_changed():
-            n = min(int(layers[0].get_seq_length()), sequences.shape[1], run.ids.shape[1])
+            sequences: Tensor = result["sequences"]
+            n = min(int(self.layers[0].get_seq_length()), sequences.shape[1], run.ids.shape[1])
             cached = run.ids[rows, :n].cpu()
             repeats = len(run.ids) // len(self.ids)
             for sequence in sequences[:, :n].cpu():
@@ -201,7 +200,7 @@ class PrefixSession:
                 best = int(agreement.argmax())
                 row = rows[best] // repeats
                 end = min(int(agreement[best]), self._end(sequence))
-                self._store(layers, row, best, sequence[self.layout.pads[row] : end].long())
+                self._store(row, best, sequence[self.layout.pads[row] : end].long())
         windows.stop(self.cache)
 
     def _end(self, sequence: Tensor) -> int:
@@ -217,33 +216,20 @@ class PrefixSession:
         kept = (generated != self.pad.cpu()).nonzero()
         return n_prompt + int(kept[-1]) + 1 if len(kept) else n_prompt
 
-    def _store(self, layers: list[Any], row: int, cache_row: int, tokens: Tensor) -> None:
+    def _cached_rows(self, run: Run, strategy: Any) -> list[int]:
+        """Which row of ``run.ids`` each row of the cache is; empty if that is unknown."""
+        active = getattr(getattr(strategy, "active", None), "index", None)
+        rows = list(range(len(run.ids))) if active is None else active.tolist()
+        layers = self.layers
+        is_known = layers and layers[0].is_initialized and len(layers[0].keys) == len(rows)
+        return rows if is_known else []
+
+    def _store(self, row: int, cache_row: int, tokens: Tensor) -> None:
         """Store ``tokens``, with which prompt ``row`` begins, from a row of the cache."""
-        pad = self.layout.pads[row]
-
-        def states(start: int, end: int) -> KeyValues:
-            return tuple(
-                both[cache_row, :, pad + start : pad + end].clone(
-                    memory_format=torch.contiguous_format
-                )
-                for layer in layers
-                for both in (layer.keys, layer.values)
-            )
-
-        sizes = bytes_per_token(layers), 2 * len(layers)
-        self.prefixes._insert(self.keys[row], tokens, states, *sizes)
+        states = tuple(s[cache_row, :, self.layout.pads[row] :] for s in key_values(self.layers))
+        self.prefixes._insert(self.keys[row], tokens, states)
 
 
-def bytes_per_token(layers: list[Any]) -> int:
-    """What a token takes in store: its keys and values in all layers, and its id."""
-    both = [states for layer in layers for states in (layer.keys, layer.values)]
-    sizes = (states.shape[1] * states.shape[3] * states.element_size() for states in both)
-    return torch.long.itemsize + sum(sizes)
-
-
-def cached_rows(run: Run, strategy: Any, layers: list[Any]) -> list[int]:
-    """Which of the rows of ``run.ids`` those of the cache are; none if that is not known."""
-    active = getattr(getattr(strategy, "active", None), "index", None)
-    rows = list(range(len(run.ids))) if active is None else active.tolist()
-    is_known = layers and layers[0].is_initialized and len(layers[0].keys) == len(rows)
-    return rows if is_known else []
+def key_values(layers: list[Any]) -> KeyValues:
+    """Keys and values of each layer in turn, ``(rows, heads, length, size)``."""
+    return tuple(states for layer in layers for states in (layer.keys, layer.values))
