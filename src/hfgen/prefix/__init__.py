@@ -1,7 +1,7 @@
-"""Prefixes that calls have in common: computed once, kept across calls.
+"""Common prefixes of prompts, computed once and kept across calls.
 
-``begin`` is a stage of ``generate``, between the cache and decoding: it fills the call's own empty
-cache with what is stored of its prompts. From there on the call is one that continues a cache.
+``begin`` is a stage of ``generate`` before decoding: it fills the call's own empty cache with the stored
+part of its prompts. From there on the call is one that continues a cache.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["PrefixCache", "PrefixStats", "begin", "check", "take_argument"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The ``PrefixCache`` of a call. ``by_name``: as its argument, not as the model's attribute."""
+    """The ``PrefixCache`` of a call. ``by_name``: it is an argument, not the model's attribute."""
 
     prefixes: PrefixCache
     by_name: bool
 
     def refuse(self, reason: Reason) -> None:
-        """Go by without stored prefixes, or raise ``ValueError`` if two arguments contradict."""
+        """Count a call without stored prefixes; raise ``ValueError`` if two arguments contradict."""
         if self.by_name and reason.is_choice:
             raise ValueError(
                 f"`prefix_cache` cannot be used: {reason.text}. Leave one of them out."
@@ -63,15 +63,14 @@ def check(asked: Asked | None, model: Any, call: Call, model_kwargs: ModelKwargs
     """``asked``, unless the call's arguments rule it out. Raises ``ValueError`` as ``refuse`` does."""
     if asked is None or call.config.is_assistant or validate.is_zero(call.config.max_new_tokens):
         return None
-    reason = eligibility.of_arguments(model, call, model_kwargs)
-    if reason is not None:
-        asked.refuse(reason)
-        return None
-    return asked
+    if (reason := eligibility.of_arguments(model, call, model_kwargs)) is None:
+        return asked
+    asked.refuse(reason)
+    return None
 
 
 def begin(asked: Asked | None, model: Any, call: Call, prompt: Prompt) -> None:
-    """Fill the call's cache with what is stored of its prompts, and see to what will be stored.
+    """Fill the call's cache with the stored part of its prompts; set ``call.prefix_session``.
 
     Raises ``ValueError`` for a prompt that cannot be used, if ``prefix_cache`` was an argument.
     """

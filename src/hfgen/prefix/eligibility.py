@@ -1,4 +1,4 @@
-"""Which calls can use stored prefixes, and which have to go by without them."""
+"""Which calls can use stored prefixes."""
 
 from __future__ import annotations
 
@@ -57,30 +57,24 @@ CUTTABLE = (
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a call goes by without stored prefixes.
-
-    ``is_choice``: because of another argument of the call, not of the model.
-    """
+    """Why a call does not use stored prefixes. ``is_choice``: another argument, not the model."""
 
     text: str
     is_choice: bool = True
 
 
 def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | None:
-    """What can be told before anything is prepared."""
+    """What rules stored prefixes out before anything is prepared."""
     config = call.config
     if model.config.is_encoder_decoder:
         return Reason("a decoder's states depend on its encoder", is_choice=False)
-    unknown = sorted(
-        name for name, v in model_kwargs.items() if v is not None and name not in KNOWN
-    )
     if quirks.given_cache(model, model_kwargs) is not None:
         return Reason("the call has a cache already (`past_key_values`)")
     for flag in ("output_attentions", "output_hidden_states"):
         if getattr(config, flag):
             return Reason(f"`{flag}` is about the whole prompt, which is not forwarded")
-    if unknown:
-        return Reason(f"what `{unknown[0]}` does to the states of the prompt is not known")
+    if unknown := {name for name, v in model_kwargs.items() if v is not None} - {*KNOWN}:
+        return Reason(f"what `{min(unknown)}` does to the states of the prompt is not known")
     if config.use_cache is False:
         return Reason("`use_cache` is False")
     if not cache_kind(config.cache_implementation).may_hold_prefix:
@@ -132,7 +126,7 @@ def _of_model(model: Any, call: Call) -> Reason | None:
 
 
 def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
-    """What can be told when the prompt and its cache are prepared."""
+    """What rules stored prefixes out once the prompt and its cache are prepared."""
     cache: Any = prompt.model_kwargs.get(CACHE)
     config = call.config
     unsuitable = Reason(f"{type(model).__name__} has layers whose states cannot be cut", False)
@@ -143,7 +137,8 @@ def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
         own.remove("mm_encoder_outputs")
     if own:
         return Reason(f"{type(model).__name__} adds `{min(own)}` to its inputs", is_choice=False)
-    if any(_overwrites(layer, config.max_length) for layer in cache.layers):
+    windows = (n for n in cache.layers if upstream_kind(n) is StaticSlidingWindowLayer)
+    if any(window.max_cache_len < config.max_length for window in windows):
         return Reason("a static cache overwrites what leaves its sliding windows")
     if not all(upstream_kind(layer) in CUTTABLE for layer in cache.layers):
         return unsuitable
@@ -160,26 +155,14 @@ def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
     return None
 
 
-def _overwrites(layer: Any, max_length: int) -> bool:
-    """Whether a layer of fixed length forgets tokens before the call ends."""
-    is_window = upstream_kind(layer) is StaticSlidingWindowLayer
-    return is_window and bool(layer.max_cache_len < max_length)
-
-
 def _is_length_dependent(model: Any, max_length: int) -> bool:
     """Whether the call may reach a length from which on all positions are rotated otherwise."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
-    each = (
-        parameters.values()
-        if all(isinstance(p, dict) for p in parameters.values())
-        else [parameters]
-    )
-    for rope in each:
-        kind = next((k for k in LENGTH_DEPENDENT if k in str((rope or {}).get("rope_type"))), None)
-        if kind is not None:
-            name = LENGTH_DEPENDENT[kind]
+    is_by_layer = all(isinstance(p, dict) for p in parameters.values())
+    for rope in parameters.values() if is_by_layer else [parameters]:
+        for kind, name in LENGTH_DEPENDENT.items():
             limit = rope.get(name) or getattr(config, name, 0) or 0
-            if max_length >= limit:
+            if kind in str(rope.get("rope_type")) and max_length >= limit:
                 return True
     return False

@@ -105,7 +105,7 @@ def _held(model: Any, name: Callable[[Any], Hashable]) -> tuple[Hashable, Hashab
         if isinstance(value, PreTrainedConfig):
             if not any(value is config for config in configs):
                 configs.append(value)
-            return next(i for i, config in enumerate(configs) if value is config)
+            return [id(config) for config in configs].index(id(value))
         if isinstance(value, dict):
             return tuple((str(key), plain(part)) for key, part in value.items())
         if isinstance(value, list | tuple):
@@ -124,9 +124,8 @@ def settings(model: Any) -> dict[str, str]:
     """What decides which kernels compute, and in which precision."""
     device = model.device.type
     configs = (model.config, model.config.get_text_config(decoder=True))
-    autocast = "off"
-    if torch.is_autocast_enabled(device):
-        autocast = str(torch.get_autocast_dtype(device))
+    is_autocast = torch.is_autocast_enabled(device)
+    autocast = str(torch.get_autocast_dtype(device)) if is_autocast else "off"
     return {
         "dtype": str(model.dtype),
         "attention": "/".join(str(c._attn_implementation) for c in configs),
@@ -142,7 +141,7 @@ def content(model: Any) -> dict[str, str]:
     Raises ``ValueError`` if hooks change the forward pass or weights are offloaded, which have none.
     """
     unknown = {
-        "forward hooks": any(True for module in model.modules() for _ in _hooks(vars(module))),
+        "forward hooks": any(list(_hooks(vars(module))) for module in model.modules()),
         "offloaded weights": any(tensor.is_meta for tensor in model.parameters()),
     }
     for what, is_there in unknown.items():
@@ -191,30 +190,19 @@ def _samples(tensors: list[Tensor]) -> bytes:
     """``N_SAMPLES`` numbers of each tensor, bit for bit, read at once from each device."""
     groups: dict[tuple, list[Tensor]] = {}
     for tensor in tensors:
-        n = tensor.numel()
-        if (
-            type(tensor) not in (Tensor, nn.Parameter)
-            or tensor.layout is not torch.strided
-            or not n
-        ):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not is_plain or not (span := tensor.numel()) or tensor.is_meta:
             continue  # other libraries' tensors say nothing of what they hold
         if not tensor.is_contiguous():
-            n = sum((m - 1) * step for m, step in zip(tensor.shape, tensor.stride(), strict=True))
-            n += 1
-        step = max((n - 1) // (N_SAMPLES - 1), 1)
-        sampled = tensor.as_strided((min(n, N_SAMPLES),), (step,))
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            span = 1 + sum((n - 1) * stride for n, stride in pairs)
+        step = max((span - 1) // (N_SAMPLES - 1), 1)
+        sampled = tensor.as_strided((min(span, N_SAMPLES),), (step,))
+        if sampled.element_size() == 1:  # bytes can be joined, not all kinds of float8
+            sampled = sampled.view(torch.uint8)
         groups.setdefault((tensor.device, tensor.dtype), []).append(sampled)
-    return b"".join(
-        _joined(group).cpu().view(torch.uint8).numpy().tobytes()
-        for (device, _), group in groups.items()
-        if device.type != "meta"
-    )
-
-
-def _joined(group: list[Tensor]) -> Tensor:
-    if group[0].element_size() == 1:  # bytes can be joined, not all kinds of float8
-        group = [sampled.view(torch.uint8) for sampled in group]
-    return torch.cat(group).detach()
+    joined = (torch.cat(group).detach().cpu().view(torch.uint8) for group in groups.values())
+    return b"".join(numbers.numpy().tobytes() for numbers in joined)
 
 
 def digest(tensors: Mapping[str, Any]) -> str:
