@@ -227,6 +227,20 @@ def of_config(config: GenerationConfig) -> list[Any]:
     return built
 
 
+def check_room(config: GenerationConfig, n_new: int) -> None:
+    """Raise ``ValueError`` if the constraints take more than the ``n_new`` tokens to come."""
+    if config.constraints is None and config.force_words_ids is None:
+        return
+    needed = sum(map(n_tokens, of_config(config)))
+    room = n_new - (config.forced_eos_token_id is not None)
+    if needed > room:
+        last = "" if room == n_new else ", one of which is `forced_eos_token_id`"
+        raise ValueError(
+            f"The constraints take at least {needed} tokens, but at most {n_new} are to be "
+            f"generated{last}. Raise `max_new_tokens`."
+        )
+
+
 def _of_words(words: Any) -> list[_Words]:
     if not isinstance(words, list) or not words:
         raise ValueError(_malformed(words))

@@ -19,12 +19,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from .caches import cache_kind
 from .call import Call, Run, Strategy
-from .drafters import Setup
+from .drafters import Setup, checks
+from .fields import is_zero
 from .loop import finish
 from .outputs import GenerateOutput
 from .strategies import Beam, ConstrainedBeam, Contrastive, Dola, GroupBeam, Sample
 from .strategies.assisted import Assisted, assisted
-from .validate import beams, contrast, is_zero, speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Mode:
 
     kind: GenerationMode
     hook: str
-    #: Its attributes declare what the mode can do.
+    #: Its attributes declare what the mode can do; ``check_config(model, config)``, if it has one,
+    #: raises for a model or fields that the mode cannot decode with.
     strategy: type
     #: Makes the strategy of a run and the arguments of the mode; by default of the run alone.
     make: Callable[[Run, dict[str, Any]], Strategy] | None = None
@@ -130,9 +131,9 @@ def validate_generation_mode(
             f"`streamer` cannot follow {mode.name}, whose tokens are not final before the end. "
             "Drop the streamer, or decode in another mode."
         )
-    beams.check_mode(self, generation_mode, generation_config)
-    contrast.check_mode(self, generation_mode, generation_config)
-    speculation.check_mode(self, generation_mode, generation_config, generation_mode_kwargs)
+    if hasattr(mode.strategy, "check_config"):
+        mode.strategy.check_config(self, generation_config)
+    checks.check_drafting(self, generation_mode, generation_config, generation_mode_kwargs)
 
 
 def check_call(call: Call) -> None:

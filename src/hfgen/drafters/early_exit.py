@@ -13,9 +13,9 @@ import torch
 from transformers.utils import ModelOutput
 
 from ..types import Run
-from ..validate import decoder_layers
 from .assistant import Assistant
 from .base import Setup
+from .checks import decoder_layers
 
 #: What is bound to the module that it was made for, and made anew when it is missing.
 COMPILED = ("_compiled_call", "_last_compile_config", "_compiled_call_impl")

@@ -22,8 +22,8 @@ from transformers.utils import ModelOutput
 
 from ..call import ModelKwargs, Run
 from ..processors import is_row_wise
-from ..validate.speculation import has_foreign_generator
 from .base import Draft, DraftContext, Drafter, Setup
+from .checks import has_foreign_generator
 from .schedule import Constant
 
 #: More than a generator drafts at once, unless the call has room for still more.

@@ -18,8 +18,8 @@ from .. import quirks
 from ..caches import cache_kind
 from ..caches.dynamic import GrowingCache, upstream_kind
 from ..call import Call, ModelKwargs, Prompt
+from ..drafters.checks import has_foreign_generator
 from ..strategies.assisted import Assisted
-from ..validate.speculation import has_foreign_generator
 
 #: Inputs whose influence on a token's keys and values is known.
 KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")

@@ -8,6 +8,7 @@ the start.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -31,6 +32,23 @@ class Beam(NextToken):
     """
 
     drops_rows = True
+
+    @classmethod
+    def check_config(cls, model: Any, config: GenerationConfig) -> None:
+        """Raise ``ValueError`` for a model or fields that cannot be searched with."""
+        if config.low_memory and not (config.num_beam_groups or 1) > 1:
+            raise ValueError(
+                "`low_memory=True` is no longer a way to search with beams. Leave it out; "
+                "`cache_implementation='offloaded'` saves memory."
+            )
+        length = config.max_length if config.max_new_tokens is None else config.max_new_tokens
+        try:
+            float(max(length, 1)) ** float(config.length_penalty)
+        except OverflowError:
+            raise ValueError(
+                f"`length_penalty` is the power of the length that scores are divided by: {length} to "
+                f"the power of {config.length_penalty} is too large for a float."
+            ) from None
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

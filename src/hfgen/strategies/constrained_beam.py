@@ -19,11 +19,13 @@ from itertools import count
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from .. import constraints
 from ..call import Run
 from ..constraints import n_tokens, wanted
 from ..logs import logger
+from ..vocabularies import n_scores
 from .hypotheses import NEG_INF, Hypotheses
 from .nbest import NBestBeam, Selection
 
@@ -121,6 +123,36 @@ class Candidate:
 
 class ConstrainedBeam(NBestBeam):
     """A hypothesis ends, and is returned before others, only if it meets the constraints."""
+
+    @classmethod
+    def check_config(cls, model: Any, config: GenerationConfig) -> None:
+        super().check_config(model, config)
+        name = "constraints" if config.force_words_ids is None else "force_words_ids"
+        if config.do_sample:
+            raise ValueError(
+                f"`{name}` asks for constrained beam search, which does not sample. Set "
+                "`do_sample=False`."
+            )
+        if (config.num_beam_groups or 1) != 1:
+            raise ValueError(
+                f"`{name}` and `num_beam_groups` (={config.num_beam_groups}) do not go together. "
+                "Leave one of them out."
+            )
+        if (config.num_beams or 1) < 2:
+            raise ValueError(
+                f"`{name}` needs beams to search with: `num_beams` has to be at least 2, but is "
+                f"{config.num_beams}."
+            )
+        size = n_scores(model)
+        for constraint in constraints.of_config(config):
+            outside = [token for token in constraints.tokens_of(constraint) if token >= size]
+            if outside:
+                raise ValueError(
+                    f"`{name}` asks for the token {outside[0]}, but the model's vocabulary has the "
+                    f"ids 0 to {size - 1}."
+                )
+        if config.max_new_tokens is not None:
+            constraints.check_room(config, int(config.max_new_tokens))
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
@@ -34,6 +35,33 @@ class Contrastive(Sample):
     continues_cache = drops_rows = False
     shares_prefill = rolls_back = True
     tokens_ahead = 1  # candidates for the last token are forwarded too
+
+    @classmethod
+    def check_config(cls, model: Any, config: GenerationConfig) -> None:
+        """Raise ``ValueError`` for a model or fields that this mode cannot decode with."""
+        name = f"Contrastive search (`penalty_alpha`={config.penalty_alpha})"
+        if not 0 < config.penalty_alpha <= 1:
+            raise ValueError(
+                f"`penalty_alpha` has to be between 0 and 1, but is {config.penalty_alpha!r}."
+            )
+        if config.dola_layers is not None:
+            raise ValueError(
+                f"{name} and `dola_layers`={config.dola_layers!r} each ask for a mode. Leave one out."
+            )
+        if model._is_stateful:
+            raise ValueError(
+                f"{name} tries several tokens from one state and takes them back, but "
+                f"{type(model).__name__} keeps a state that cannot be rolled back."
+            )
+        if not config.use_cache:
+            raise ValueError(
+                f"{name} tries its candidates on a cache: leave out `use_cache=False`."
+            )
+        if config.prefill_chunk_size is not None:
+            raise ValueError(
+                f"{name} needs the hidden states of the whole prompt at once: leave out "
+                f"`prefill_chunk_size`={config.prefill_chunk_size}."
+            )
 
     def __init__(self, run: Run) -> None:
         self.cache_name = quirks.cache_argument(run.model)

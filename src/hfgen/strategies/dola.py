@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ..call import Run
@@ -26,6 +27,31 @@ class Dola(Sample):
     distribution is furthest from the last layer's (Jensen-Shannon divergence) is contrasted with,
     in each row and step anew.
     """
+
+    @classmethod
+    def check_config(cls, model: Any, config: GenerationConfig) -> None:
+        """Raise ``ValueError`` for a model or layers that this mode cannot decode with."""
+        layers, name = config.dola_layers, type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise ValueError(
+                f"DoLa (`dola_layers`={layers!r}) decodes with decoder-only models, and {name} is an "
+                "encoder-decoder."
+            )
+        if model.get_output_embeddings() is None:
+            raise ValueError(
+                f"DoLa (`dola_layers`={layers!r}) reads the layers with the model's output "
+                f"embeddings, and {name} has none."
+            )
+        n_layers = model.config.get_text_config().num_hidden_layers
+        is_half = isinstance(layers, str) and layers in ("low", "high")
+        is_list = isinstance(layers, list | tuple) and len(layers) > 0
+        if not is_half and not (
+            is_list and all(type(layer) is int and 0 <= layer < n_layers for layer in layers)
+        ):
+            raise ValueError(
+                f"`dola_layers` has to be 'low', 'high' or a list of layers from 0, the embeddings, "
+                f"to {n_layers - 1}, the last but one of {name}; it is {layers!r}."
+            )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

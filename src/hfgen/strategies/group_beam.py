@@ -7,6 +7,8 @@ chosen it. One forward serves all groups. Rows are ordered by prompt, group and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import GenerationConfig
 
@@ -18,6 +20,24 @@ from .nbest import NBestBeam
 
 class GroupBeam(NBestBeam):
     """A search per group; the best of all groups are returned."""
+
+    @classmethod
+    def check_config(cls, model: Any, config: GenerationConfig) -> None:
+        super().check_config(model, config)
+        beams, groups, penalty = config.num_beams, config.num_beam_groups, config.diversity_penalty
+        if config.do_sample:
+            raise ValueError(
+                f"`num_beam_groups`={groups} asks for diverse beam search, which does not sample. Set "
+                "`do_sample=False`, or leave the groups out."
+            )
+        if beams % groups != 0:
+            raise ValueError(
+                f"`num_beam_groups` has to divide `num_beams`, but they are {groups} and {beams}."
+            )
+        if penalty is None or not penalty > 0:
+            raise ValueError(
+                f"`diversity_penalty` has to be above 0 for groups of beams to differ, but is {penalty}."
+            )
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -17,7 +17,6 @@ from .fields import (
 )
 from .lengths import validate_generated_length
 from .prompt import check_prompt
-from .speculation import decoder_layers
 
 __all__ = [
     "accepted_names",
@@ -26,7 +25,6 @@ __all__ = [
     "check_fields",
     "check_prompt",
     "check_request",
-    "decoder_layers",
     "explaining_misfit",
     "is_zero",
     "require_eos",

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
+from .. import constraints
 from ..fields import is_zero
-from . import beams
 
 
 def validate_generated_length(
@@ -21,7 +21,7 @@ def validate_generated_length(
     config = generation_config
     if is_zero(config.max_new_tokens):
         return
-    beams.check_room(config, config.max_length - input_ids_length)
+    constraints.check_room(config, config.max_length - input_ids_length)
     if has_default_max_length and config.max_new_tokens is None:
         warnings.warn(
             f"No length was asked for, so up to {config.max_length} tokens are generated, the "
