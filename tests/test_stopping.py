@@ -219,6 +219,7 @@ def test_the_shortest_of_several_lengths_counts() -> None:
         (None, "NoneType"),
         (torch.zeros(2, 1, dtype=torch.bool), r"shape \(2, 1\)"),
         (torch.zeros(3, dtype=torch.bool), r"shape \(3,\)"),
+        (0.0, "float"),
         (torch.zeros(2), "a tensor of torch.float32 on cpu"),
         (torch.zeros(2, dtype=torch.bool, device="meta"), "a tensor of torch.bool on meta"),
     ],
@@ -230,6 +231,20 @@ def test_a_criterion_that_does_not_say_which_rows_end(returned: Any, words: str)
 
     with pytest.raises(ValueError, match=rf"Wrong returned {words}.*\(2,\)"):
         StoppingCriteriaList([EosTokenCriteria(1), Wrong()])(torch.zeros(2, 3).long(), None)
+
+
+@pytest.mark.parametrize(
+    "returned", [torch.tensor([0, 2]), torch.tensor([0, 1], dtype=torch.uint8), 1, torch.tensor(1)]
+)
+def test_a_criterion_that_returns_integers(returned: Any) -> None:
+    class Counts(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return returned
+
+    is_done = StoppingCriteriaList([Counts()])(torch.zeros(2, 3).long(), None)
+    expected = [False, True] if getattr(returned, "ndim", 0) else [True, True]
+    assert is_done.dtype == torch.bool
+    assert is_done.tolist() == expected
 
 
 def test_a_row_of_the_table_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,13 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)`` and the scores of each step.
 
-        Raises ``ValueError`` if one of the caller's criteria returns anything else.
+        Raises ``ValueError`` if one of the caller's criteria returns anything else than bools or integers.
         """
-        rows, device = len(input_ids), input_ids.device
-        is_done = torch.zeros(rows, dtype=torch.bool, device=device)
+        is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
         for criterion in self:
             ends = criterion(input_ids, scores, **kwargs)
             if not is_librarys(type(criterion)):
-                _check_ends(criterion, ends, rows, device)
+                ends = _as_bools(criterion, ends, is_done)
             is_done = is_done | ends
         return is_done
 
@@ -44,21 +43,21 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
         return bool(self) and all(type(criterion) is MaxLengthCriteria for criterion in self)
 
 
-def _check_ends(criterion: Any, ends: Any, rows: int, device: torch.device) -> None:
-    """Raise ``ValueError`` if a criterion of the caller's does not say which rows end."""
-    if isinstance(ends, bool):  # all of them, or none
-        return
+def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:
+    """What a criterion of the caller's returned, as bools: of all rows, or ``(rows,)`` as ``is_done``."""
+    if isinstance(ends, int):  # a bool, too
+        return bool(ends)
     if not isinstance(ends, torch.Tensor):
         returned = type(ends).__name__
-    elif ends.shape not in ((), (1,), (rows,)):
+    elif ends.shape not in ((), (1,), is_done.shape):
         returned = f"shape {tuple(ends.shape)}"
-    elif ends.dtype != torch.bool or ends.device != device:
+    elif ends.is_floating_point() or ends.is_complex() or ends.device != is_done.device:
         returned = f"a tensor of {ends.dtype} on {ends.device}"
     else:
-        return
+        return ends.bool()
     raise ValueError(
         f"{name_of(criterion)} returned {returned}, but a stopping criterion has to return a bool for each "
-        f"row: shape ({rows},), on {device}."
+        f"row: shape {tuple(is_done.shape)}, on {is_done.device}."
     )
 
 

@@ -441,6 +441,24 @@ def patches(rows: int, seed: int) -> Inputs:
     }
 
 
+def glm_image(model: nn.Module, rows: int, padded: bool, seed: int) -> Inputs:
+    """An image between its marks, and the mark that begins another one; 4 x 4 patches each.
+
+    There are as many patches as hidden units, which upstream takes for patches where it repeats
+    images for beams; and it repeats the sizes of images one by one, which have to be alike.
+    """
+    given = text(model, rows, padded, seed)
+    for key, value in given.items():
+        begin, place, end = (60, MEDIA, 61) if key == "input_ids" else (1, 1, 1)
+        parts = [value.new_full((rows, n), fill) for fill, n in ((begin, 1), (place, 16), (end, 1))]
+        given[key] = torch.cat([value[:, :-1], *parts, value[:, -1:], parts[0]], dim=1)
+    return given | {
+        "pixel_values": noise(rows * 16, 3 * 4 * 4, seed=seed),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2 * rows),
+        "images_per_sample": torch.full((rows,), 2),
+    }
+
+
 def placed_patches(rows: int, seed: int) -> Inputs:
     """Four flattened 4 x 4 patches a row, each after its row and column."""
     where = torch.tensor([[1.0, 1.0], [1.0, 2.0], [2.0, 1.0], [2.0, 2.0]]).expand(rows, 4, 2)
@@ -569,6 +587,12 @@ VISION: list[Family] = [
         {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}}, unsupported=NO_PLACES),
     vision("glm4v", "Glm4v", within(patches, 4, "mm_token_type_ids"), QWEN |
         {"vision_config": QWEN_VIT | {"image_size": 16}}, seed=1, unsupported=NO_PLACES),
+    vision("glm_image", "GlmImage", glm_image, {"text_config": QWEN["text_config"] |
+        {"vision_vocab_size": VOCAB}, "vision_config": {"depth": 1, "hidden_size": 16,
+        "num_heads": 2, "image_size": 16, "patch_size": 4, "intermediate_size": 32}, "vq_config":
+        {"embed_dim": 8, "num_embeddings": 48, "latent_channels": 16}, "image_token_id": MEDIA,
+        "image_start_token_id": 60, "image_end_token_id": 61}, unsupported=NO_PLACES |
+        {"assisted": "a draft may hold places for an image, and there is none"}),
     vision("paligemma", "PaliGemma", within(image(), 4), PLACE | {"vision_config": SIGLIP |
         {"projection_dim": 16}, "text_config": like("gemma"), "projection_dim": 16,
         "tie_word_embeddings": False}, seed=1, unsupported=NO_PLACES | NO_EMBEDS),
