@@ -18,11 +18,13 @@ from .call import ModelKwargs
 #: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.
 Change = Callable[[Tensor, int], Tensor]
 
-#: Arguments of forward with a column per token of the decoder, of the encoder in one case.
-PER_TOKEN = (
-    *("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"),
-    *("decoder_attention_mask", "decoder_position_ids"),
-)
+#: Arguments of forward with a column per token of the decoder, of the encoder in one case, and the
+#: encoder's output: which dimension has the tokens.
+TOKEN_DIM = {
+    **dict.fromkeys(("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"), -1),
+    **dict.fromkeys(("decoder_attention_mask", "decoder_position_ids"), -1),
+    "last_hidden_state": -2,
+}
 
 #: The outputs of forward that have a row for each sequence.
 PER_ROW = (
@@ -129,33 +131,27 @@ class Batch:
             layers.append(cache, other.caches[name])
             joined[name] = cache
         length = max(self.ids.shape[1], other.ids.shape[1])
-        self.ids = torch.cat([_left(ids, length, pad_token_id) for ids in (self.ids, other.ids)])
+        padded = (
+            F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id)
+            for ids in (self.ids, other.ids)
+        )
+        self.ids = torch.cat([*padded])
         self.model_kwargs = joined
-
-
-def _left(tensor: Tensor, length: int, fill: float = 0) -> Tensor:
-    """``tensor (…, columns)`` with ``fill`` before it, ``(…, length)``."""
-    return F.pad(tensor, (length - tensor.shape[-1], 0), value=fill)
 
 
 def _joined_kwargs(batch: Batch, other: Batch) -> ModelKwargs:
     """The arguments of both, but for caches."""
-    ours, theirs = ({**b.model_kwargs} for b in (batch, other))
-    lengths = batch.ids.shape[1], other.ids.shape[1]
-    for kwargs, b in ((ours, batch), (theirs, other)):
-        _complete(kwargs, b, needs_mask=lengths[0] != lengths[1] or _has_mask(batch, other))
+    both = batch, other
+    name = _own_mask(batch.model_kwargs)
+    needs_mask = batch.ids.shape[1] != other.ids.shape[1]
+    needs_mask = needs_mask or any(b.model_kwargs.get(name) is not None for b in both)
+    ours, theirs = (_completed(b, needs_mask) for b in both)
     joined: ModelKwargs = {}
     for name in ours.keys() | theirs.keys():
         one, two = ours.get(name), theirs.get(name)
-        if isinstance(one, Cache) or isinstance(two, Cache):
-            continue
-        joined[name] = _joined(name, one, two, (len(batch), len(other)))
+        if not isinstance(one, Cache) and not isinstance(two, Cache):
+            joined[name] = _joined(name, one, two, (len(batch), len(other)))
     return joined
-
-
-def _has_mask(batch: Batch, other: Batch) -> bool:
-    name = _own_mask(batch.model_kwargs)
-    return any(b.model_kwargs.get(name) is not None for b in (batch, other))
 
 
 def _own_mask(kwargs: ModelKwargs) -> str:
@@ -164,14 +160,15 @@ def _own_mask(kwargs: ModelKwargs) -> str:
     return "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
 
 
-def _complete(kwargs: ModelKwargs, batch: Batch, needs_mask: bool) -> None:
-    """Write down a mask that is left out since it hides nothing."""
-    name = _own_mask(kwargs)
+def _completed(batch: Batch, needs_mask: bool) -> ModelKwargs:
+    """The arguments of a batch, with masks of ones where they were left out."""
+    kwargs = dict(batch.model_kwargs)
+    name, states = _own_mask(kwargs), kwargs.get("encoder_outputs")
     if needs_mask and kwargs.get(name) is None:
         kwargs[name] = torch.ones_like(batch.ids)
-    states = kwargs.get("encoder_outputs")
     if states is not None and kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = batch.ids.new_ones(states[0].shape[:2])
+    return kwargs
 
 
 def _joined(name: str, one: Any, two: Any, n_rows: tuple[int, int]) -> Any:
@@ -192,12 +189,10 @@ def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]
         if tensor.ndim > dim and tensor.shape[dim] == 1 != n:  # shared by all rows
             tensor = tensor.expand(*tensor.shape[:dim], n, *tensor.shape[dim + 1 :])
         parts.append(tensor)
-    if name in PER_TOKEN:
-        longest = max(tensor.shape[-1] for tensor in parts)
-        parts = [_left(tensor, longest) for tensor in parts]
-    elif name == "last_hidden_state":  # of an encoder: (rows, length, size)
-        longest = max(tensor.shape[1] for tensor in parts)
-        parts = [F.pad(t, (0, 0, longest - t.shape[1], 0)) for t in parts]
+    if columns := TOKEN_DIM.get(name):
+        longest = max(tensor.shape[columns] for tensor in parts)
+        behind = (0, 0) * (-columns - 1)  # dimensions that are not padded
+        parts = [F.pad(t, (*behind, longest - t.shape[columns], 0)) for t in parts]
     shapes = [(*t.shape[:dim], *t.shape[dim + 1 :]) for t in parts]
     if shapes[0] != shapes[1]:
         raise ValueError(

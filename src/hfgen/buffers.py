@@ -15,17 +15,14 @@ import torch
 #: Spare columns of a new buffer, at least; a buffer doubles when it is full.
 SPARE_COLUMNS = 128
 
+#: ``fill(tensor, n)``: the ``n`` columns after ``tensor``, the same at once or one after the other.
+Fill = Callable[[torch.Tensor, int], torch.Tensor]
+
 _BUFFER = "_hfgen_buffer"
 
 
-def grow(
-    tensor: torch.Tensor, count: int, fill: Callable[[torch.Tensor, int], torch.Tensor]
-) -> torch.Tensor:
-    """``tensor`` with ``count`` more columns in its last dimension.
-
-    ``fill(tensor, n)`` makes the ``n`` columns that follow ``tensor``; it has to be the same
-    columns whether they are made at once or one after the other.
-    """
+def grow(tensor: torch.Tensor, count: int, fill: Fill) -> torch.Tensor:
+    """``tensor`` with ``count`` more columns in its last dimension."""
     length = tensor.shape[-1] + count
     buffer, version = getattr(tensor, _BUFFER, (None, None))
     if buffer is None or buffer.shape[-1] < length or version != n_writes(tensor):
@@ -47,7 +44,7 @@ def ones(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def zeros(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Columns of zeros, for multimodal token types ``(rows, length)``: what is generated is text."""
+    """Columns of zeros, for multimodal token types ``(rows, length)``."""
     return tensor.new_zeros((tensor.shape[0], count))
 
 

@@ -23,6 +23,15 @@ from .call import Run, Step, Strategy
 GenerateOutput: TypeAlias = GenerateNonBeamOutput | GenerateBeamOutput
 
 
+#: The class of the output: of an encoder-decoder or not, with beams or without.
+OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
+    (False, False): GenerateDecoderOnlyOutput,
+    (False, True): GenerateBeamDecoderOnlyOutput,
+    (True, False): GenerateEncoderDecoderOutput,
+    (True, True): GenerateBeamEncoderDecoderOutput,
+}
+
+
 def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
     """The attentions and hidden states of a forward, as fields of a ``Step``, if asked for."""
     config = run.config
@@ -51,23 +60,19 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
         if not layers or layers[0] is None:
             observed[name] = ()
             continue
-        entries = []
-        for n_later in range(
-            width - 1, width - 1 - n_tokens, -1
-        ):  # positions after the token's own
-            is_first = n_later == width - 1
-            entry = []
+        entries: list[list[torch.Tensor]] = [[] for _ in range(n_tokens)]
+        for token, entry in enumerate(entries):
+            n_later = width - 1 - token  # positions after the token's own
             for index, layer in enumerate(layers):  # (…, positions, keys or size)
                 n_fed, last = layer.shape[-2:]
-                first = 0 if is_first else n_fed - n_later - 1
+                first = n_fed - n_later - 1 if token else 0
                 keys = slice(0, last)
                 if name == "attentions" and windows is not None:
                     window = windows[index] if len(windows) == len(layers) else last
-                    start = 0 if is_first else max(last - n_later - window, 0)
+                    start = max(last - n_later - window, 0) if token else 0
                     keys = slice(int(start), last - n_later)
                 entry.append(layer[..., first : n_fed - n_later, keys])
-            entries.append(tuple(entry))
-        observed[name] = tuple(entries)
+        observed[name] = tuple(map(tuple, entries))
     return observed
 
 
@@ -108,33 +113,24 @@ class Recording:
         return output
 
     def _output(self, run: Run, result: dict[str, torch.Tensor | None]) -> GenerateOutput:
-        config = run.config
         recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
+        prefix = "decoder_" if run.is_encoder_decoder else ""
+        cache = None if run.rows_have_left else quirks.returned_cache(run.model_kwargs)
         fields: dict[str, Any] = {
             **result,
             "scores": run.scores,
             "logits": recorded.get("logits"),
-            "past_key_values": (
-                None if run.rows_have_left else quirks.returned_cache(run.model_kwargs)
-            ),
+            "past_key_values": cache,
+            prefix + "attentions": recorded.get("attentions"),
+            prefix + "hidden_states": recorded.get("hidden_states"),
         }
-        attentions, hidden_states = recorded.get("attentions"), recorded.get("hidden_states")
-        is_beam = "beam_indices" in result
-        if not run.is_encoder_decoder:
-            output = GenerateBeamDecoderOnlyOutput if is_beam else GenerateDecoderOnlyOutput
-            return output(**fields, attentions=attentions, hidden_states=hidden_states)
-        encoder = run.model_kwargs.get("encoder_outputs") or {}
-        output = GenerateBeamEncoderDecoderOutput if is_beam else GenerateEncoderDecoderOutput
-        return output(
-            **fields,
-            encoder_attentions=encoder.get("attentions") if config.output_attentions else None,
-            encoder_hidden_states=(
-                encoder.get("hidden_states") if config.output_hidden_states else None
-            ),
-            decoder_attentions=attentions,
-            cross_attentions=recorded.get("cross_attentions"),
-            decoder_hidden_states=hidden_states,
-        )
+        if run.is_encoder_decoder:
+            encoder = run.model_kwargs.get("encoder_outputs") or {}
+            fields["cross_attentions"] = recorded.get("cross_attentions")
+            for name in ("attentions", "hidden_states"):
+                is_asked = getattr(run.config, f"output_{name}")
+                fields[f"encoder_{name}"] = encoder.get(name) if is_asked else None
+        return OUTPUTS[run.is_encoder_decoder, "beam_indices" in result](**fields)
 
 
 def compute_transition_scores(

@@ -38,22 +38,22 @@ def valid_auto_compile_criteria(
     if generation_config.disable_compile:
         return False
     cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
-    # A dynamic cache with linear attention alone has fixed shapes too, but was not asked for.
-    has_fixed_shapes = (
+    quantizer = getattr(self, "hf_quantizer", None)
+    places = set(getattr(self, "hf_device_map", {}).values())
+    is_for_device = self.device.type in ("cuda", "xpu", "neuron", "tpu") or (
+        compile_config is not None
+        and (self.device.type == "cpu" or compile_config._compile_all_devices)
+    )
+    can_compile = bool(
         cache is not None
         and cache.is_compileable
+        # A dynamic cache with linear attention alone has fixed shapes too, but was not asked for.
         and type(decoder_cache(cache)) is not DynamicCache
+        and is_for_device
+        and (quantizer is None or quantizer.is_compileable)
+        and "disk" not in places
+        and (len(places) < 2 or "cpu" not in places)
     )
-    can_compile = has_fixed_shapes and (
-        self.device.type in ("cuda", "xpu", "neuron", "tpu")
-        or bool(compile_config is not None and compile_config._compile_all_devices)
-        or (compile_config is not None and self.device.type == "cpu")
-    )
-    if (quantizer := getattr(self, "hf_quantizer", None)) is not None:
-        can_compile = can_compile and quantizer.is_compileable
-    devices = set(getattr(self, "hf_device_map", {}).values())
-    if "disk" in devices or ("cpu" in devices and len(devices) > 1):
-        can_compile = False
     if compile_config is not None and not can_compile:
         logger.warning_once(
             "`compile_config` is set, but forward is not compiled: that takes a static cache, no "
@@ -67,26 +67,24 @@ def valid_auto_compile_criteria(
                 "`compile_config.fullgraph` is set to False: flash attention breaks the graph."
             )
             compile_config.fullgraph = False
-    return bool(can_compile)
+    return can_compile
 
 
 @contextmanager
 def optimize_model_for_decode(self: Any) -> Iterator[None]:
     """Within, mixture-of-experts layers use the kernel that is faster for few tokens.
 
-    On accelerators, that is ``batched_mm`` in place of ``grouped_mm``. Experts may sit in a
-    sub-model, so the implementation of every part is read, and put back.
+    On accelerators, that is ``batched_mm`` in place of ``grouped_mm``. Sub-models may have experts of
+    their own, so the implementation of each part is replaced, and restored afterwards.
     """
     implementations = self.get_experts_implementation()
     if self.device.type == "cpu" or "grouped_mm" not in implementations.values():
         yield
         return
     logger.info_once("Decoding with the `batched_mm` experts instead of `grouped_mm`.")
+    faster = {"grouped_mm": "batched_mm"}
     self.set_experts_implementation(
-        {
-            part: "batched_mm" if name == "grouped_mm" else name
-            for part, name in implementations.items()
-        }
+        {part: faster.get(name, name) for part, name in implementations.items()}
     )
     try:
         yield

@@ -33,10 +33,7 @@ class Executor:
         return shared_prompt.prefill(run, is_first_iteration)
 
     def forward(self, run: Run, ids: torch.Tensor | None = None) -> ModelOutput:
-        """Forward what the cache does not hold: the newest token, or all without a cache.
-
-        ``ids (rows, length)`` stand for ``run.ids``, if they are not those of all rows.
-        """
+        """``next_token``, compiled where possible."""
         return next_token(run, self.call, ids)
 
     def verify(
@@ -44,9 +41,9 @@ class Executor:
     ) -> ModelOutput:
         """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
 
-        Logits are those of the last known token and of the ``n_new`` ones. The first forward takes what
-        the cache does not hold of the prompt, too. ``run.model_kwargs`` are left as they are: what of
-        them grows with the ids is grown for this forward alone. ``overrides``: other arguments.
+        Logits are those of the last known token and of the ``n_new`` ones. The first forward includes
+        what the cache lacks of the prompt. ``run.model_kwargs`` stay as they are. ``overrides``: other
+        arguments of forward.
         """
         model_kwargs = resized(run, n_new)
         n_fed: int | None = n_new + 1
@@ -58,14 +55,13 @@ class Executor:
         )
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = n_new + 1
-        outputs: ModelOutput = run.model(**model_inputs | overrides)
-        return outputs
+        return run.model(**model_inputs | overrides)
 
 
 def next_token(run: Run, execute: Callable, ids: torch.Tensor | None = None) -> ModelOutput:
     """Forward what the cache does not hold yet: the newest token, or all without a cache.
 
-    ``ids`` stand for ``run.ids``, if they are not those of all rows.
+    ``ids (rows, length)`` stand for ``run.ids`` if some rows have left the batch.
     """
     model_inputs = run.model.prepare_inputs_for_generation(
         run.ids if ids is None else ids,
@@ -83,10 +79,7 @@ def prefill(
     is_first_iteration: bool = True,
 ) -> ModelOutput:
     """Forward ``ids (rows, length)`` by the model's hook, as far as the cache does not hold them."""
-    outputs: ModelOutput = model._prefill(
-        ids, config, model_kwargs, is_first_iteration=is_first_iteration
-    )
-    return outputs
+    return model._prefill(ids, config, model_kwargs, is_first_iteration=is_first_iteration)
 
 
 def continued(run: Run, n_new: int) -> ModelOutput:
@@ -94,14 +87,12 @@ def continued(run: Run, n_new: int) -> ModelOutput:
     model_inputs = run.model.prepare_inputs_for_generation(
         run.ids, next_sequence_length=n_new, **run.model_kwargs
     )
-    outputs: ModelOutput = run.model(**model_inputs, return_dict=True)
-    return outputs
+    return run.model(**model_inputs, return_dict=True)
 
 
 def call(model: Any, **inputs: Any) -> ModelOutput:
-    """Forward ``inputs`` as they are, for what decodes beside the loop: guidance's other branch."""
-    outputs: ModelOutput = model(**inputs, return_dict=True)
-    return outputs
+    """Forward ``inputs`` as they are: guidance's second branch, which decodes beside the loop."""
+    return model(**inputs, return_dict=True)
 
 
 def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:

@@ -56,13 +56,13 @@ def uncached_length(
     """
     if (cache := model_kwargs.get("past_key_values")) is None:
         return None
-    mask = model_kwargs.get(
-        "decoder_attention_mask" if self.config.is_encoder_decoder else "attention_mask"
-    )
-    whole_length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     if embeds is not None:
         return int(embeds.shape[1] - cache.get_seq_length())
-    if whole_length != input_ids.shape[1]:
+    prefix = "decoder_" if self.config.is_encoder_decoder else ""
+    mask = model_kwargs.get(prefix + "attention_mask")
+    if input_ids.shape[1] != (
+        getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    ):
         return None
     n_new = int(input_ids.shape[1] - cache.get_seq_length())
     if n_new < 1 and self.config.is_encoder_decoder and not config.is_assistant:
@@ -97,62 +97,50 @@ def _prefill_in_chunks(
     prompt = input_ids if embeds is None else embeds
     prompt = prompt[:, -(new_length or 0) :]
     chunks = torch.split(prompt, int(config.prefill_chunk_size), dim=1)
-    raw_media = [
-        name
-        for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
-        if name != "mm_encoder_outputs" and model_kwargs.get(name) is not None
-    ]
+    media_names = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL} - {"mm_encoder_outputs"}
+    raw_media = sorted(name for name in media_names if model_kwargs.get(name) is not None)
     if is_first_iteration and len(chunks) > 1 and raw_media:
         raise ValueError(
             f"`prefill_chunk_size` cannot cut {raw_media}, which {type(self).__name__} encodes in "
             "its forward. Leave it out."
         )
     execute = fastest_forward(self, config, model_kwargs)
-    # Forward sees the part of these that belongs to the chunk; they are put back at the end.
-    whole = {
-        name: value
-        for name in ("attention_mask", "position_ids", *TOKEN_TYPES, "mm_encoder_outputs")
-        if (value := model_kwargs.pop(name, None)) is not None
-    }
-    media = _media_by_chunk(self, prompt, chunks, whole) if is_first_iteration else {}
-    if embeds is not None:
-        model_kwargs.pop("inputs_embeds")
+    media = {}
+    if is_first_iteration:
+        media = _media_by_chunk(self, prompt, chunks, model_kwargs.get("mm_encoder_outputs") or {})
     past = cache.get_seq_length()
     for index, chunk in enumerate(chunks):
         end = past + chunk.shape[1]
-        for name, tensor in whole.items():
-            if name == "position_ids":
-                model_kwargs[name] = tensor[..., past:end]
-            elif name != "mm_encoder_outputs":
-                model_kwargs[name] = tensor[..., :end]
+        kwargs = {name: v for name, v in model_kwargs.items() if name != "mm_encoder_outputs"}
+        for name in ("attention_mask", "position_ids", *TOKEN_TYPES):
+            if (tensor := kwargs.pop(name, None)) is not None:
+                kwargs[name] = tensor[..., past if name == "position_ids" else 0 : end]
         if embeds is not None:
-            model_kwargs["inputs_embeds"] = chunk
+            kwargs["inputs_embeds"] = chunk
         model_inputs = self.prepare_inputs_for_generation(
-            input_ids if embeds is not None else chunk,
+            chunk if embeds is None else input_ids,
             is_first_iteration=is_first_iteration,
-            **model_kwargs,
+            **kwargs,
         )
         if index in media:
             model_inputs["mm_encoder_outputs"] = media[index]
         outputs = execute(**model_inputs, return_dict=True)
         model_kwargs["past_key_values"] = outputs.past_key_values
         past = end
-    if embeds is not None:
-        model_kwargs["inputs_embeds"] = embeds
-    model_kwargs.update({"attention_mask": None, "position_ids": None} | whole)
+    for name in ("attention_mask", "position_ids"):
+        model_kwargs.setdefault(name, None)
     return outputs
 
 
 def _media_by_chunk(
-    self: Any, prompt: torch.Tensor, chunks: tuple[torch.Tensor, ...], whole: dict[str, Any]
+    self: Any, prompt: torch.Tensor, chunks: tuple[torch.Tensor, ...], encoded: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """Which encoded images and videos go with which chunk.
+    """The encoded images and videos of each chunk: the features of the placeholders that it has.
 
-    Feature row ``i`` of a modality fills its ``i``-th placeholder, counted row by row through the
-    whole batch, so a chunk gets the features of the placeholders that it has.
+    Feature row ``i`` of a modality fills its ``i``-th placeholder, counted row by row through the batch.
     """
     media: dict[int, dict[str, Any]] = {}
-    for modality, outputs in (whole.get("mm_encoder_outputs") or {}).items():
+    for modality, outputs in encoded.items():
         if outputs is None:
             continue
         is_placeholder = prompt == getattr(self.config, f"{modality}_token_id")

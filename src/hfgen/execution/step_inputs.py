@@ -22,21 +22,29 @@ from ..logs import logger
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
-def resized(run: Run, n_new: int) -> ModelKwargs:
-    """A copy of the model kwargs for ids that are ``n_new`` longer, or shorter if that is negative."""
-    model_kwargs = dict(run.model_kwargs)
-    prefix = "decoder_" if run.is_encoder_decoder else ""
-    fillers = {
+def _fillers(is_encoder_decoder: bool) -> dict[str, buffers.Fill]:
+    """The arguments with a column per token, and how each goes on after the last one."""
+    prefix = "decoder_" if is_encoder_decoder else ""
+    return {
         prefix + "attention_mask": buffers.ones,
         prefix + "position_ids": buffers.count_on,
         "token_type_ids": buffers.repeat_last,
-        "mm_token_type_ids": buffers.zeros,
+        "mm_token_type_ids": buffers.zeros,  # what is generated is text
     }
+
+
+def resized(run: Run, n_new: int) -> ModelKwargs:
+    """A copy of the model kwargs for ids that are ``n_new`` longer, or shorter if that is negative."""
+    model_kwargs = dict(run.model_kwargs)
+    if n_new == 0:
+        return model_kwargs
+    fillers = _fillers(run.is_encoder_decoder)
     for name, fill in fillers.items():
-        if (tensor := model_kwargs.get(name)) is not None and n_new:
+        if (tensor := model_kwargs.get(name)) is not None:
             grows = n_new > 0
             model_kwargs[name] = buffers.grow(tensor, n_new, fill) if grows else tensor[..., :n_new]
-    if model_kwargs.get(prefix + "attention_mask") is not None and n_new:
+    has_mask = any(n.endswith("_mask") and model_kwargs.get(n) is not None for n in fillers)
+    if has_mask:
         for name in ("cross_attention_mask", "image_attention_mask"):  # (rows, length, …)
             tensor = model_kwargs.get(name)
             if tensor is not None and tensor.shape[1]:
@@ -167,19 +175,11 @@ def update_model_kwargs_for_generation(
             model_kwargs["past_key_values" if is_renamed else name] = getattr(outputs, name)
             break
 
-    prefix = "decoder_" if is_encoder_decoder else ""
-    fillers = {
-        prefix + "attention_mask": buffers.ones,
-        prefix + "position_ids": buffers.count_on,
-        "mm_token_type_ids": buffers.zeros,
-    }
-    for name, fill in fillers.items():
-        if (tensor := model_kwargs.get(name)) is not None:
+    for name, fill in _fillers(is_encoder_decoder).items():
+        if (tensor := model_kwargs.get(name)) is None:
+            continue
+        if name == "token_type_ids" and num_new_tokens != 1:
+            model_kwargs[name] = torch.cat([tensor, tensor[:, -num_new_tokens:]], dim=-1)
+        else:
             model_kwargs[name] = buffers.grow(tensor, num_new_tokens, fill)
-    if (types := model_kwargs.get("token_type_ids")) is not None:
-        model_kwargs["token_type_ids"] = (
-            buffers.grow(types, 1, buffers.repeat_last)
-            if num_new_tokens == 1
-            else torch.cat([types, types[:, -num_new_tokens:]], dim=-1)
-        )
     return model_kwargs
