@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers.generation.configuration_utils import GenerationMode
 
 from . import prefix
 from .call import Request
 from .logs import logger
 
 
-def runs_elsewhere(request: Request) -> bool:
-    """Whether a call is for a repository's own ``generate``, or for continuous batching."""
-    is_paged = request.kwargs.get("cache_implementation") == "paged"
-    return isinstance(request.custom_generate, str) or is_paged
-
-
-def generate(model: Any, request: Request) -> Any:
-    """Run such a call."""
+def find(request: Request) -> Callable[[Any, Request], Any] | None:
+    """What runs the call elsewhere, if its arguments ask for that."""
     if isinstance(request.custom_generate, str):
-        return generate_from_repository(model, request)
-    return generate_paged(model, request)
+        return generate_from_repository
+    return generate_paged if request.kwargs.get("cache_implementation") == "paged" else None
 
 
 def generate_from_repository(model: Any, request: Request) -> Any:
@@ -34,39 +28,30 @@ def generate_from_repository(model: Any, request: Request) -> Any:
     """
     kwargs = dict(request.kwargs)
     # Never None, for which transformers asks on standard input.
-    is_trusted = bool(kwargs.pop("trust_remote_code", False))
-    function = model.load_custom_generate(
-        request.custom_generate, trust_remote_code=is_trusted, **kwargs
-    )
+    trust = {"trust_remote_code": bool(kwargs.pop("trust_remote_code", False))}
+    function = model.load_custom_generate(request.custom_generate, **trust, **kwargs)
     names = (name for name in request.__slots__ if name not in ("kwargs", "custom_generate"))
     return function(model=model, **{name: getattr(request, name) for name in names}, **kwargs)
 
 
 def get_deprecated_gen_repo(
-    self: Any,
-    generation_mode: GenerationMode,
-    trust_remote_code: bool | None,
-    custom_generate: Any = None,
+    self: Any, generation_mode: Any, trust_remote_code: bool | None, custom_generate: Any = None
 ) -> None:
-    """The hub repository that upstream moved a mode to: none, every mode runs here."""
+    """The hub repository that upstream moved a mode to: none, since every mode runs here."""
 
 
-#: Arguments of ``generate`` that continuous batching has no use for.
+#: Arguments of ``generate`` that continuous batching does not take.
 NOT_BATCHED = (
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "assistant_model",
-    "streamer",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-)
+    "stopping_criteria prefix_allowed_tokens_fn assistant_model streamer negative_prompt_ids "
+    "negative_prompt_attention_mask"
+).split()
 
 
 def generate_paged(model: Any, request: Request) -> torch.Tensor:
     """Continue the prompts by continuous batching (``cache_implementation="paged"``).
 
-    Returns ``(1, batch, length)``, upstream's shape. Masked prompt tokens are left out, and
-    shorter rows are padded on the right. Raises ``NotImplementedError`` for what batching lacks.
+    Returns ``(1, batch, length)``, upstream's shape, without masked prompt tokens and padded on the
+    right. Raises ``NotImplementedError`` for arguments in ``NOT_BATCHED``.
     """
     logger.warning(
         "`cache_implementation='paged'` means continuous batching: generate_batch() does it directly."
@@ -96,9 +81,6 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     results = model.generate_batch(inputs=prompts, generation_config=config, **kwargs)
     rows = [results[f"req_{i}"] for i in range(len(results))]
     sequences = [torch.tensor(row.prompt_ids + row.generated_tokens) for row in rows]
-    pad = config.pad_token_id
-    if pad is None:
-        eos = config.eos_token_id
-        pad = (eos[0] if isinstance(eos, list) else eos) or 0
-    padded = pad_sequence(sequences, batch_first=True, padding_value=pad)
-    return padded.to(model.device).unsqueeze(0)
+    pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+    pad = (pad[0] if isinstance(pad, list) else pad) or 0
+    return pad_sequence(sequences, True, pad).to(model.device).unsqueeze(0)

@@ -173,8 +173,8 @@ class GenerationMixin(transformers.GenerationMixin):
             kwargs,
         )
         with _ending(streamer):
-            if delegate.runs_elsewhere(request):
-                return delegate.generate(self, request)
+            if (generate_elsewhere := delegate.find(request)) is not None:
+                return generate_elsewhere(self, request)
             call = prepare(self, request)
             with validate.explaining_misfit(self, call.cache):
                 return call.decode(self)

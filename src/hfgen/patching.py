@@ -1,4 +1,4 @@
-"""Ways to make a model generate with hfgen: one model, one class, the auto classes, or everything."""
+"""Lets one model, one class, the auto classes, or every model generate with hfgen."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 def mix_into(model: T) -> T:
     """Let ``model`` generate with hfgen, and return it; or, given a class, return the mixed class.
 
-    A model is switched in place: weights, hooks, adapters, quantisation and device map stay as they
-    are, and so do the name and the module of its class. Models inside of it that generate as well
-    are switched too: the one that a wrapper holds (PEFT, ``torch.compile``), the generator of RAG,
-    the depth decoder of a speech model. Doing it twice changes nothing.
+    A model is switched in place: weights, hooks, adapters, quantisation and device map stay, and so
+    do the name and the module of its class. Models inside of it that generate are switched too: in
+    a wrapper (PEFT, ``torch.compile``), in RAG, the depth decoder of a speech model. Doing it twice
+    changes nothing.
 
     Raises:
         TypeError: ``model`` cannot generate, or is not a model.
@@ -31,18 +31,15 @@ def mix_into(model: T) -> T:
         return mixed_class(model)
     if not isinstance(model, nn.Module):
         inner = isinstance(getattr(model, "model", None), nn.Module)  # a pipeline, a trainer, …
-        raise TypeError(
-            f"mix_into() takes a transformers model or its class, but got {type(model).__name__}"
-            + (": pass its `.model`." if inner else ".")
-        )
+        given = type(model).__name__ + (": pass its `.model`." if inner else ".")
+        raise TypeError(f"mix_into() takes a transformers model or its class, but got {given}")
     parts = [module for module in model.modules() if isinstance(module, UpstreamMixin)]
     for part in parts or [model]:  # a model without such parts is refused by its class
         part.__class__ = mixed_class(part.__class__)
     if hasattr(model, "base_model_prepare_inputs_for_generation"):
         # PEFT kept the method that the model had when it was wrapped.
-        wrapper: Any = model
-        base = wrapper.get_base_model()
-        wrapper.base_model_prepare_inputs_for_generation = base.prepare_inputs_for_generation
+        method = model.get_base_model().prepare_inputs_for_generation  # type: ignore[operator]
+        model.base_model_prepare_inputs_for_generation = method
     return model
 
 
@@ -54,15 +51,14 @@ class _AutoMixed:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; what comes back generates with hfgen."""
+        """As in transformers; the model generates with hfgen."""
         loaded = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(loaded, tuple):  # output_loading_info=True
-            return (mix_into(loaded[0]), *loaded[1:])
-        return mix_into(loaded)
+        mix_into(loaded[0] if isinstance(loaded, tuple) else loaded)  # output_loading_info=True
+        return loaded
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; what comes back generates with hfgen."""
+        """As in transformers; the model generates with hfgen."""
         return mix_into(super().from_config(*args, **kwargs))  # type: ignore[misc]
 
 
@@ -84,60 +80,50 @@ class AutoModelForImageTextToText(_AutoMixed, transformers.AutoModelForImageText
 
 # --- everything ---------------------------------------------------------------------------------
 
-#: Upstream's attributes while hfgen's stand in their place, ``None`` for those that it has not.
+#: Upstream's attributes that hfgen's replace, ``None`` for those that upstream lacks.
 _originals: dict[str, Any] = {}
-#: Calls of ``patch()`` that no ``unpatch()`` has followed yet, in all threads.
+#: Calls of ``patch()`` without an ``unpatch()`` yet, in all threads.
 _patches = 0
 _lock = threading.RLock()
 
 
 def patch() -> None:
-    """Let every transformers model generate with hfgen, whoever builds it, until ``unpatch()``.
+    """Let every transformers model generate with hfgen until ``unpatch()``, one for each call.
 
     hfgen's stages are put into ``transformers.GenerationMixin`` itself, so that models' calls of
-    ``super()`` and of the mixin by name reach them too. Each call takes an ``unpatch()`` of its own.
+    ``super()`` and of the mixin by name reach them too.
     """
     global _patches
     with _lock:
-        if _patches == 0:
-            try:
-                for name, attribute in vars(GenerationMixin).items():
-                    if not name.startswith("__"):
-                        _originals[name] = vars(UpstreamMixin).get(name)
-                        setattr(UpstreamMixin, name, attribute)
-            except BaseException:
-                _restore()
-                raise
         _patches += 1
+        if _patches > 1:
+            return
+        try:
+            for name, attribute in vars(GenerationMixin).items():
+                if not name.startswith("__"):
+                    _originals[name] = vars(UpstreamMixin).get(name)
+                    setattr(UpstreamMixin, name, attribute)
+        except BaseException:
+            unpatch()
+            raise
 
 
 def unpatch() -> None:
-    """Take back one ``patch()``; after the last one every model has upstream's generation again.
-
-    Models that were mixed stay mixed. Without a ``patch()`` before it, nothing happens.
-    """
+    """Undo one ``patch()``, if there was one; models that were mixed stay mixed."""
     global _patches
     with _lock:
         _patches = max(0, _patches - 1)
-        if _patches == 0:
-            _restore()
-
-
-def _restore() -> None:
-    for name, attribute in _originals.items():
-        if attribute is not None:
-            setattr(UpstreamMixin, name, attribute)
-        elif name in vars(UpstreamMixin):
-            delattr(UpstreamMixin, name)
-    _originals.clear()
+        while _originals and _patches == 0:
+            name, attribute = _originals.popitem()
+            if attribute is not None:
+                setattr(UpstreamMixin, name, attribute)
+            elif name in vars(UpstreamMixin):
+                delattr(UpstreamMixin, name)
 
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Within, every transformers model generates with hfgen; see ``patch``.
-
-    May be nested, and entered by several threads: the last one to leave takes hfgen away.
-    """
+    """``patch()`` within; may be nested, and entered by several threads."""
     patch()
     try:
         yield

@@ -14,13 +14,8 @@ from transformers.distributed.utils import _get_torch_distributed_world_size as 
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-#: Kinds of cache layers that hold nothing, since they read another's keys: since transformers 5.23.
-EMPTY_LAYERS: tuple[type, ...] = tuple(
-    kind for kind in [getattr(cache_utils, "DummyLayer", None)] if kind is not None
-)
-
-#: What prompts may hold besides text, as configs call it.
-MEDIA = ("image", "video", "audio")
+#: Cache layers that hold nothing, since they read another layer's keys: since transformers 5.23.
+EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 def is_sharded(model: Any) -> bool:
@@ -35,87 +30,71 @@ def penalty_spares_padding() -> bool:
 
 
 def cache_argument(model: Any) -> str:
-    """Under which name forward takes the cache: Mamba's predate ``past_key_values``."""
+    """The name under which forward takes the cache: Mamba models predate ``past_key_values``."""
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
 
 
 def given_cache(model: Any, model_kwargs: dict[str, Any]) -> Any:
-    """The cache in ``model_kwargs``, under whichever name, or ``None``."""
+    """The cache in ``model_kwargs`` under any name, or ``None``."""
     names = (cache_argument(model), *ALL_CACHE_NAMES)
     return next((model_kwargs[n] for n in names if model_kwargs.get(n) is not None), None)
 
 
 def makes_its_own_cache(class_name: str) -> bool:
-    """Whether the model builds a cache that is no ``Cache`` by itself.
-
-    MiniMax's first release does; M2 and M3 are ordinary attention models.
-    """
-    name = class_name.lower()
-    if "minimaxm2" in name or "minimaxm3" in name:
-        return False
+    """Whether the model builds a cache that is no ``Cache`` by itself."""
+    # MiniMax's first release does; M2 and M3 are ordinary attention models.
+    name = class_name.lower().replace("minimaxm2", "").replace("minimaxm3", "")
     return any(family in name for family in ("reformer", "minimax", "xlnet", "rwkv", "xlstm"))
 
 
 def masks_filled_static_cache(model: Any) -> bool:
-    """Whether the model masks as many keys as a static cache says that it sees.
+    """Whether the model masks as many keys as a static cache says are visible.
 
-    Models that can be compiled do. Others cut masks of their own by the length of the keys, or attend
-    to all of them (GPT-Neo, FSMT, LED, …). Bloom, whose positions are counted from its mask, pads
-    that to the length of the cache.
+    Models that can be compiled do. Others cut their own masks by the length of the keys, or attend
+    to all keys (GPT-Neo, FSMT, LED, …). Bloom pads its mask, which gives positions, to the length
+    of the cache.
     """
     return bool(model._can_compile_fullgraph) and model.config.model_type != "bloom"
 
 
 def tokens_before_prompt(model: Any) -> int:
-    """How many tokens of its own the model puts before a prompt, and into the cache: CPM-Ant does."""
+    """How many tokens the model itself puts before a prompt and into the cache: CPM-Ant does."""
     return int(getattr(model.config, "prompt_length", None) or 0)
 
 
 def keeps_other_state(model: Any) -> bool:
-    """Whether something besides the cache remembers the rows that were forwarded.
+    """Whether states of forwarded rows are kept besides the cache.
 
-    RecurrentGemma's modules do; Voxtral's realtime encoder has a cache of its own.
+    RecurrentGemma's modules keep some; Voxtral's realtime encoder has its own cache.
     """
     return model.config.model_type in ("recurrent_gemma", "voxtral_realtime")
 
 
 def rows_of_states(model: Any) -> int:
-    """Which dimension of four-dimensional hidden states has the rows.
-
-    Gemma 3n has its streams before them, the others behind the positions.
-    """
+    """The dimension of the rows in four-dimensional hidden states: after Gemma 3n's streams."""
     return 1 if model.config.model_type.startswith("gemma3n") else 0
 
 
 def keeps_decoder_prompt(model: Any) -> bool:
-    """Whether decoder ids are used as given, with no start token put before them.
+    """Whether decoder ids are used without a start token before them.
 
     Whisper's prompts and Donut's task prompts start with other special tokens. Donut checkpoints
-    are vision encoder-decoders, told by their encoder.
+    are vision encoder-decoders with a Donut encoder.
     """
-    config = model.config
-    return (
-        "donut" in type(model).__name__.lower()
-        or config.model_type == "whisper"
-        or (
-            config.model_type == "vision-encoder-decoder"
-            and "donut" in config.encoder.model_type.lower()
-        )
-    )
+    config, names = model.config, type(model).__name__
+    if config.model_type == "vision-encoder-decoder":
+        names += config.encoder.model_type
+    return config.model_type == "whisper" or "donut" in names.lower()
 
 
 def takes_only_text(model: Any) -> bool:
-    """Whether ids are looked up as they are.
-
-    Multimodal models use ids outside of the vocabulary as placeholders and replace them first.
-    """
-    modalities = getattr(model, "input_modalities", "text")
-    return modalities == "text" or list(modalities) == ["text"]
+    """Whether all ids are of the vocabulary: multimodal models replace others, their placeholders."""
+    return getattr(model, "input_modalities", "text") in ("text", ("text",), ["text"])
 
 
 def placeholder_tokens(model: Any) -> list[int]:
-    """Ids that stand for parts of an image, a video or sound in the prompt, and are never text."""
-    names = [f"{kind}_token_{end}" for kind in MEDIA for end in ("id", "index")]
+    """Ids that stand for parts of an image, a video or sound in the prompt, never for text."""
+    names = [f"{kind}_token_{e}" for kind in ("image", "video", "audio") for e in ("id", "index")]
     ids = (getattr(model.config, name, None) for name in names)
     return [] if takes_only_text(model) else [i for i in ids if isinstance(i, int)]
 
@@ -126,19 +105,15 @@ def token_embedding(model: Any) -> nn.Embedding | None:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    return (
-        embedding
-        if type(embedding).__name__.endswith("Embedding") and isinstance(embedding, nn.Embedding)
-        else None
-    )
+    is_ordinary = isinstance(embedding, nn.Embedding)
+    return embedding if is_ordinary and type(embedding).__name__.endswith("Embedding") else None
 
 
 def cache_name(model_kwargs: dict[str, Any]) -> str | None:
-    """The name under which ``model_kwargs`` has a cache, be it ``None``; ``None`` if it has none."""
+    """The name of the cache in ``model_kwargs``, which may be ``None`` there; ``None`` without one."""
     return next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)
 
 
 def returned_cache(model_kwargs: dict[str, Any]) -> Any:
-    """The cache as it is after decoding, for the output."""
-    name = cache_name(model_kwargs)
-    return None if name is None else model_kwargs[name]
+    """The cache after decoding, for the output."""
+    return next((model_kwargs[name] for name in ALL_CACHE_NAMES if name in model_kwargs), None)

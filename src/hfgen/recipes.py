@@ -1,4 +1,4 @@
-"""Strategies to pass as ``custom_generate``: one's own, or one that no field of the config asks for."""
+"""Strategies to pass as ``custom_generate``: a user's own, and minimum Bayes risk decoding."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ if TYPE_CHECKING:
 
     from .outputs import GenerateOutput
 
-#: What the decode loop calls on a strategy.
+#: The methods that a strategy has to have.
 METHODS = tuple(name for name in vars(Strategy) if not name.startswith("_"))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A strategy's class and its options; called, it decodes. Made by ``recipe``."""
+    """A strategy's class and its options, to be called for decoding. Made by ``recipe``."""
 
     strategy_class: Callable[..., Strategy]
     options: dict[str, Any] = field(default_factory=dict)
 
     def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
-        """Raise for what the strategy cannot do.
+        """Raise for what the strategy cannot do, before anything is computed.
 
-        hfgen's ``generate`` calls it before anything is computed. ``arguments``: the streamer and
-        the tokenizer, if they were passed.
+        ``arguments`` has the streamer and the tokenizer, if they were passed.
         """
 
     # generate() passes `synced_gpus`, `streamer` and `tokenizer` since they are named here.
@@ -52,8 +51,8 @@ class Recipe:
         **model_kwargs: Any,
     ) -> GenerateOutput | torch.Tensor:
         """Decode what ``generate`` has prepared; returns what ``generate`` returns."""
-        passed = {"streamer": streamer, "tokenizer": tokenizer}
-        passed = {name: value for name, value in passed.items() if value is not None}
+        passed = {"streamer": streamer} if streamer is not None else {}
+        passed |= {"tokenizer": tokenizer} if tokenizer is not None else {}
         self.check_call(generation_config, passed)  # upstream's generate has not
         run = Run.of(
             model,
@@ -70,12 +69,11 @@ class Recipe:
 def recipe(strategy_class: type, **options: Any) -> Recipe:
     """Make a strategy's class into a value of ``generate(custom_generate=…)``.
 
-    The call is prepared, streamed, stopped and recorded as any other. docs/write-a-strategy.md
-    writes such a class.
+    The call is prepared, streamed, stopped and recorded as any other. See docs/write-a-strategy.md.
 
     Args:
-        strategy_class: A class with the methods of ``hfgen.types.Strategy``. An instance is made per
-            call, of the ``hfgen.types.Run`` and the options.
+        strategy_class: A class with the methods of ``hfgen.types.Strategy``. Each call makes an
+            instance, of the ``hfgen.types.Run`` and the options.
         options: Keyword arguments of its constructor.
 
     Raises:
@@ -104,21 +102,20 @@ class _MinimumBayesRisk(Recipe):
     def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
         if "streamer" in arguments:
             raise ValueError(
-                "`streamer` cannot follow minimum_bayes_risk(), which chooses when all samples have "
-                "ended. Drop the streamer."
+                "`streamer` cannot follow minimum_bayes_risk(), which chooses among ended samples."
             )
         samples = config.num_return_sequences
         if not config.do_sample or config.num_beams > 1 or samples < 2:
             raise ValueError(
-                "minimum_bayes_risk() chooses among samples: it needs `do_sample=True` (with a "
-                "`temperature` above 0), `num_beams=1` and `num_return_sequences` of 2 or more, but "
-                f"got `do_sample`={config.do_sample}, `num_beams`={config.num_beams}, "
+                "minimum_bayes_risk() needs `do_sample=True` (with a `temperature` above 0), "
+                "`num_beams=1` and `num_return_sequences` of 2 or more, but got "
+                f"`do_sample`={config.do_sample}, `num_beams`={config.num_beams}, "
                 f"`num_return_sequences`={samples}."
             )
         if self.options["n_best"] > samples:
             raise ValueError(
                 f"`n_best` (={self.options['n_best']}) of minimum_bayes_risk() has to be at most "
-                f"`num_return_sequences` (={samples}), the number of samples to choose from."
+                f"`num_return_sequences` (={samples})."
             )
         if not self.options["on_tokens"]:
             name = getattr(self.options["utility"], "__name__", self.options["utility"])
@@ -128,22 +125,22 @@ class _MinimumBayesRisk(Recipe):
 def minimum_bayes_risk(
     utility: Utility | None = None, n_best: int = 1, on_tokens: bool = False
 ) -> Recipe:
-    """Draw samples and return those that are most like the others: less odd than a likely one.
+    """Draw samples and return those that are most like the others.
 
     ``generate(ids, custom_generate=hfgen.minimum_bayes_risk(), do_sample=True,
     num_return_sequences=16, tokenizer=tokenizer)`` returns one of 16 samples per prompt, the one
     with the highest mean utility against the other 15; the earlier one where two are equal.
 
     With ``return_dict_in_generate``, ``sequences_scores`` are these means. Scores, attentions,
-    hidden states and the cache are of all samples, and ``beam_indices`` says in which row each
-    returned token is recorded, as in the output of beam search.
+    hidden states and the cache are of all samples; ``beam_indices`` says in which row each returned
+    token is recorded, as for beams.
 
     Args:
         utility: ``(hypothesis, reference) -> float`` on the generated texts, more is better.
             Default: sacrebleu's chrF (``pip install hfgen[mbr]``).
-        n_best: So many per prompt, best first. Repetitions of a sample come after all others.
-        on_tokens: The utility takes token ids, without padding and EOS, in place of texts; no
-            tokenizer is needed then. ``hfgen.token_f1`` is such a utility.
+        n_best: How many per prompt, best first. Repetitions of a sample come after all others.
+        on_tokens: The utility takes token ids, without padding and EOS, in place of texts, so that
+            no tokenizer is needed: ``hfgen.token_f1`` for example.
 
     Raises:
         ImportError: No utility was passed, and sacrebleu is not installed.
@@ -151,18 +148,13 @@ def minimum_bayes_risk(
     """
     if utility is None and on_tokens:
         raise ValueError(
-            "minimum_bayes_risk(on_tokens=True) needs a `utility` on token ids, for example "
-            "hfgen.token_f1; the default, chrF, compares texts."
+            "minimum_bayes_risk(on_tokens=True) needs a `utility` on token ids: hfgen.token_f1, …"
         )
     if utility is not None and not callable(utility):
-        raise TypeError(
-            f"`utility` of minimum_bayes_risk() has to be callable, but is {utility!r}."
-        )
+        raise TypeError(f"`utility` of minimum_bayes_risk() has to be callable, not {utility!r}.")
     if not isinstance(n_best, int) or isinstance(n_best, bool):
-        raise TypeError(
-            f"`n_best` of minimum_bayes_risk() has to be an integer, but is {n_best!r}."
-        )
+        raise TypeError(f"`n_best` has to be an integer, but is {n_best!r}.")
     if n_best < 1:
-        raise ValueError(f"`n_best` of minimum_bayes_risk() has to be at least 1, but is {n_best}.")
+        raise ValueError(f"`n_best` has to be at least 1, but is {n_best}.")
     options = {"utility": utility or chrf(), "n_best": n_best, "on_tokens": on_tokens}
     return _MinimumBayesRisk(MinimumBayesRisk, options)

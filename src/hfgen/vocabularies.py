@@ -1,4 +1,4 @@
-"""Two tokenizers for the same text: what they share, and how to get from one to the other."""
+"""Translation between the tokens of two tokenizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-#: Stands in decoded text for the bytes of a character that is not complete.
+#: What an incomplete character is decoded to.
 INCOMPLETE = "\ufffd"
 
 
@@ -20,45 +20,36 @@ def n_scores(model: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A tokenizer, between plain ids and plain text: without special tokens on either side.
-
-    Ids from ``size`` on, which the model does not have, are left out.
-    """
+    """A tokenizer without special tokens, and without ids from ``size`` on, which the model lacks."""
 
     tokenizer: Any
     size: int
 
     def text(self, ids: list[int]) -> str:
         known = [token for token in ids if token < self.size]
-        text: str = self.tokenizer.decode(
+        return self.tokenizer.decode(
             known, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return text
 
     def ids(self, text: str) -> list[int]:
-        if not text:
-            return []
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.tokenizer.encode(text, add_special_tokens=False) if text else []
         return [token for token in ids if token < self.size]
 
     def opening(self, text: str) -> list[int]:
-        """The special tokens that the tokenizer puts before ``text``; BOS where nothing else is."""
+        """The special tokens that the tokenizer puts before ``text``; BOS if the text is empty."""
         plain = self.ids(text)
-        if plain:
-            whole = list(self.tokenizer.encode(text))
-            for start in range(len(whole) - len(plain) + 1):
-                if whole[start : start + len(plain)] == plain:
-                    return whole[:start]
-            return []
-        bos = getattr(self.tokenizer, "bos_token_id", None)
-        return [] if bos is None else [bos]
+        if not plain:
+            bos = getattr(self.tokenizer, "bos_token_id", None)
+            return [] if bos is None else [bos]
+        whole = list(self.tokenizer.encode(text))
+        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[: next(starts, 0)]
 
 
 def shared_tokens(target: Spelling, other: Spelling) -> dict[int, int]:
-    """The tokens of ``other`` that ``target`` has too: id by id, in the order of their ids.
+    """One-to-one map of ``other``'s ids to ``target``'s, ascending, of tokens spelled alike.
 
-    Tokens are the same if they are spelled the same, up to the sign that stands for a leading
-    space. No two map to one.
+    The signs that stand for a leading space count as equal.
     """
     vocab, others = target.tokenizer.get_vocab(), other.tokenizer.get_vocab()
     sign, other_sign = _space_sign(target.tokenizer), _space_sign(other.tokenizer)
@@ -72,7 +63,7 @@ def shared_tokens(target: Spelling, other: Spelling) -> dict[int, int]:
 
 
 def _space_sign(tokenizer: Any) -> str:
-    """How a leading space is written in the tokens: ``Ġ``, ``▁``, …; empty if it is not."""
+    """What a leading space is in tokens: ``Ġ``, ``▁``, …; empty if it has no sign."""
     ids = tokenizer.encode(" ", add_special_tokens=False)
     tokens = tokenizer.convert_ids_to_tokens(list(ids)[:1])
     return str(tokens[0])[:1] if tokens else ""
@@ -81,14 +72,13 @@ def _space_sign(tokenizer: Any) -> str:
 def check_translation(
     model: Any, assistant: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
 ) -> None:
-    """Raise if there is no way from the assistant's tokens to the model's.
+    """Raise if the assistant's tokens cannot be translated to the model's.
 
     ``TypeError``: a tokenizer that cannot translate. ``ValueError``: nothing to sample from, or an
     assistant that would read the model's encoder.
     """
-    needed = ["decode", "encode"]
-    if config.do_sample:
-        needed += ["get_vocab", "convert_ids_to_tokens"]
+    needed = ["decode", "encode", "get_vocab", "convert_ids_to_tokens"]
+    needed = needed if config.do_sample else needed[:2]
     for name in ("tokenizer", "assistant_tokenizer"):
         tokenizer = mode_kwargs[name]
         if missing := [f"{method}()" for method in needed if not hasattr(tokenizer, method)]:

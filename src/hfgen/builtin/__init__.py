@@ -1,6 +1,6 @@
-"""The model that comes with the package: a small Llama that completes Python code, and its draft.
+"""The built-in model, a small Llama that completes Python code, and its draft model.
 
-The weights, their tokenizer and the model card lie beside this file; nothing is downloaded.
+The weights, their tokenizer and the model card lie beside this file.
 `scripts/train_builtin_model.py` made them.
 """
 
@@ -17,27 +17,24 @@ __all__ = ["builtin_model"]
 
 
 def builtin_model(draft: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Load the built-in model, or its draft, and the tokenizer that both share.
+    """Load the built-in model and its tokenizer, anew at each call and without a network.
 
     Args:
-        draft: load the draft model, which costs less than a sixth of the model per token and proposes its
-            tokens in assisted decoding.
+        draft: Load the draft model for assisted decoding, at less than a sixth of the model's cost
+            per token.
 
     Returns:
-        The model (float32, on the CPU, in evaluation mode, at most 1,024 positions) and the tokenizer (2,048
-        tokens, pads on the left). Each call loads anew: changing one result leaves the others alone.
+        The model (float32, on the CPU, in evaluation mode, at most 1,024 positions) and the
+        tokenizer (2,048 tokens, pads on the left), which both models share.
 
     Raises:
-        TypeError: `draft` is not a bool.
+        TypeError: ``draft`` is not a bool.
     """
     if not isinstance(draft, bool):
         raise TypeError(f"draft must be True or False, got {draft!r} ({type(draft).__name__})")
     with resources.as_file(resources.files(__name__)) as folder:
+        local = {"local_files_only": True}
         weights = folder / ("draft" if draft else "model")
-        model = LlamaForCausalLM.from_pretrained(
-            weights, dtype=torch.float32, local_files_only=True
-        )
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            folder / "tokenizer", local_files_only=True
-        )
+        model = LlamaForCausalLM.from_pretrained(weights, dtype=torch.float32, **local)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer", **local)
     return mix_into(model.eval()), tokenizer

@@ -55,11 +55,6 @@ class Comparison:
     runs: dict[str, list[measure.Generated]]  # library -> its runs, the warm-up first
     differences: list[Difference]
 
-    @property
-    def tokens(self) -> int:
-        """New tokens of all rows of one run of transformers."""
-        return self.runs["transformers"][0].tokens
-
     def seconds(self, library: str) -> float:
         """Median time of a call, the warm-up left out."""
         return statistics.median(run.seconds for run in self.runs[library][1:])
@@ -196,7 +191,7 @@ def comparison_table(names: Iterable[str], results: list[Comparison], heading: s
     for name, result in zip(names, results, strict=True):
         table.add_row(
             escape(name),
-            str(result.tokens),
+            str(result.runs["transformers"][0].tokens),
             "[bold red]no[/]" if result.differences else "[green]yes[/]",
             *(duration(result.seconds(library)) for library in LIBRARIES),
             f"{result.ratio:.2f}",

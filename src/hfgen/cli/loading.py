@@ -94,21 +94,16 @@ def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[
 
     path = Path(name).expanduser()
     source = str(path) if path.exists() else name
-    if not path.exists() and (
-        path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    ):
+    is_path = path.exists() or path.is_absolute() or name[0] in ".~" or name.count("/") > 1
+    if is_path and not (path / "config.json").exists():
         raise CliError(
-            f"no model at {name!r}: give a folder written by save_pretrained, a hub id, or builtin"
+            f"no model at {name!r}: give a folder with a config.json, as save_pretrained writes it, "
+            "a hub id, or builtin"
         )
-    if path.is_file() or (path.is_dir() and not (path / "config.json").exists()):
-        raise CliError(f"{name!r} is not a folder with a config.json, as save_pretrained writes it")
     shared = {"local_files_only": offline(), "trust_remote_code": trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(source, **shared)
-    auto = (
-        transformers.AutoModelForSeq2SeqLM
-        if config.is_encoder_decoder
-        else transformers.AutoModelForCausalLM
-    )
+    kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **shared)
     except Exception as error:
