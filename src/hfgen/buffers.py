@@ -70,10 +70,8 @@ class TokenBuffer:
         rows, self.length = ids.shape
         self.is_contiguous = is_contiguous and rows > 1
         # A limit can be a caller's "practically endless": start small, grow as it fills.
-        capacity = min(max(limit, self.length), self.length + 1024)
-        if self.is_contiguous:
-            capacity = self.length
-        self._buffer = ids.new_empty((rows, capacity), dtype=torch.long)
+        spare = 0 if self.is_contiguous else min(max(limit - self.length, 0), 1024)
+        self._buffer = ids.new_empty((rows, self.length + spare), dtype=torch.long)
         self._buffer[:, : self.length] = ids
 
     @property

@@ -32,20 +32,24 @@ OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
 }
 
 
+def _asked(run: Run) -> list[str]:
+    """The fields of a ``Step`` to record, as the config asks for them."""
+    config = run.config
+    asked = {
+        "logits": config.output_logits,
+        "attentions": config.output_attentions,
+        "cross_attentions": config.output_attentions and run.is_encoder_decoder,
+        "hidden_states": config.output_hidden_states,
+    }
+    return [name for name, flag in asked.items() if flag and config.return_dict_in_generate]
+
+
 def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
     """The attentions and hidden states of a forward, as fields of a ``Step``, if asked for."""
-    config = run.config
-    observed: dict[str, Any] = {}
-    if not config.return_dict_in_generate:
-        return observed
     prefix = "decoder_" if run.is_encoder_decoder else ""
-    if config.output_attentions:
-        observed["attentions"] = (getattr(outputs, prefix + "attentions"),)
-        if run.is_encoder_decoder:
-            observed["cross_attentions"] = (outputs.cross_attentions,)
-    if config.output_hidden_states:
-        observed["hidden_states"] = (getattr(outputs, prefix + "hidden_states"),)
-    return observed
+    names = {name: prefix + name for name in ("attentions", "hidden_states")}
+    names["cross_attentions"] = "cross_attentions"
+    return {name: (getattr(outputs, names[name]),) for name in _asked(run) if name in names}
 
 
 def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> dict[str, Any]:
@@ -80,16 +84,7 @@ class Recording:
     """One entry per generated token for each thing that the config asks for."""
 
     def __init__(self, run: Run) -> None:
-        config = run.config
-        asked = {
-            "logits": config.output_logits,
-            "attentions": config.output_attentions,
-            "cross_attentions": config.output_attentions and run.is_encoder_decoder,
-            "hidden_states": config.output_hidden_states,
-        }
-        self.recorded: dict[str, list[Any]] = {
-            name: [] for name, flag in asked.items() if flag and config.return_dict_in_generate
-        }
+        self.recorded: dict[str, list[Any]] = {name: [] for name in _asked(run)}
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
         """Take what ``step`` holds; its scores are in ``run`` already, where criteria need them."""

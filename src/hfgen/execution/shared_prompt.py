@@ -1,8 +1,7 @@
 """Prefill once, fan out: beams and samples of one prompt share its forward pass.
 
-The hooks see expanded inputs, as upstream's do: one row per beam or returned sequence. What the prompts
-were before is kept, the prefill runs on that, and its outputs and cache are expanded in place of the
-inputs. Tokens are the same; a prompt for eight samples is computed once and not eight times.
+The hooks see expanded inputs, as upstream's do: one row per beam or returned sequence. The prefill runs
+on the inputs as they were before; its outputs and cache are expanded instead. Tokens are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers.utils import ModelOutput
 from .. import quirks
 from ..batch import map_outputs
 from ..caches import layers
-from ..call import Call, ModelKwargs, Prompt, Run, SharedPrompt
+from ..call import Call, Prompt, Run, SharedPrompt
 from .row_states import LIBRARIES, ModuleStates, counts_rows, has_other_caches
 
 #: The hooks that expand the inputs of a call.
@@ -50,7 +49,9 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
         vars(cache).update(vars(spare))
         if layers.count(cache) is not None:
             layers.take(cache, _prompts_of_rows(run, shared))
-    return _prefill(run, run.ids, run.model_kwargs, is_first_iteration)
+    return run.model._prefill(
+        run.ids, run.config, run.model_kwargs, is_first_iteration=is_first_iteration
+    )
 
 
 def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -> ModelOutput:
@@ -59,8 +60,10 @@ def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -
     kwargs = given | added | {"past_key_values": run.model_kwargs["past_key_values"]}
     if kwargs.get("encoder_outputs") is not None:
         # Some decoders write to what they get, and the encoder's hidden states may be the same.
-        kwargs["encoder_outputs"] = _copied(kwargs["encoder_outputs"])
-    return _prefill(run, shared.ids, kwargs, is_first_iteration)
+        states = kwargs["encoder_outputs"]
+        copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in states.items()}
+        kwargs["encoder_outputs"] = type(states)(**copies)
+    return run.model._prefill(shared.ids, run.config, kwargs, is_first_iteration=is_first_iteration)
 
 
 def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
@@ -89,20 +92,6 @@ def is_possible(run: Run) -> bool:
     return _can_fan_out(shared, run.model, run.ids, run.model_kwargs.get("past_key_values"))
 
 
-def _copied(outputs: Any) -> Any:
-    """The encoder's outputs, with tensors of their own."""
-    outputs = copy.copy(outputs)
-    for name, value in outputs.items():
-        if isinstance(value, torch.Tensor):
-            outputs[name] = value.clone()
-    return outputs
-
-
-def _prefill(run: Run, ids: torch.Tensor, kwargs: ModelKwargs, is_first: bool) -> ModelOutput:
-    result: ModelOutput = run.model._prefill(ids, run.config, kwargs, is_first_iteration=is_first)
-    return result
-
-
 def is_ahead(model: Any, call: Call, prompt: Prompt) -> bool:
     """Whether the call's own loop will fan out after the prefill."""
     cache = prompt.model_kwargs.get("past_key_values")
@@ -123,9 +112,8 @@ def _can_fan_out(
     is_expanded = layers.count(cache) not in (None, len(shared.ids))
     if not is_shared or is_expanded or layers.is_foreign(cache):
         return False
-    if isinstance(
-        layers.decoder_cache(cache), StaticCache
-    ) and not quirks.masks_filled_static_cache(model):
+    is_static = isinstance(layers.decoder_cache(cache), StaticCache)
+    if is_static and not quirks.masks_filled_static_cache(model):
         return False  # NLLB-MoE's router reads another row's mask if there are fewer rows
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
     others = (value for name, value in shared.model_kwargs.items() if name != "past_key_values")

@@ -66,24 +66,20 @@ def prepare_inputs_for_generation(
 ) -> dict[str, Any]:
     """The arguments of the next forward.
 
-    ``input_ids (rows, length)`` are cut to the last ``next_sequence_length`` tokens, and so is
-    everything that goes with them token by token. Embeddings stand in for the ids of the first
-    forward only. With a compilable cache the mask becomes four-dimensional here, so that the
-    compiled graph sees one shape. All other kwargs are passed on.
+    ``input_ids (rows, length)`` and all that has a column per token are cut to the last
+    ``next_sequence_length``. Embeddings take the place of ids in the first forward only. For a
+    compilable cache the mask becomes four-dimensional, so that the compiled graph sees one shape. Other
+    kwargs are passed on.
     """
     is_encoder_decoder = self.config.is_encoder_decoder
     prefix = "decoder_" if is_encoder_decoder else ""
     ids_name, positions_name = prefix + "input_ids", prefix + "position_ids"
-    mask_name = prefix + "attention_mask"
 
+    is_embedded = inputs_embeds is not None and is_first_iteration and not is_encoder_decoder
+    tensor: Any = inputs_embeds if is_embedded else input_ids
     # Clones, so that strides are the same at every step whatever the ids are a view of.
-    inputs: dict[str, Any] = {}
-    if inputs_embeds is not None and is_first_iteration and not is_encoder_decoder:
-        tensor = _last(inputs_embeds, next_sequence_length)
-        inputs[ids_name], inputs["inputs_embeds"] = None, _contiguous_clone(tensor)
-    else:
-        tensor = _last(input_ids, next_sequence_length)
-        inputs[ids_name] = _contiguous_clone(tensor)
+    tensor = _contiguous_clone(tensor[:, -(next_sequence_length or 0) :])
+    inputs = {ids_name: None, "inputs_embeds": tensor} if is_embedded else {ids_name: tensor}
     batch_size, length = tensor.shape[:2]
 
     if past_key_values is not None:
@@ -122,17 +118,14 @@ def prepare_inputs_for_generation(
         elif mask is not None:
             mask = mask.contiguous()
     if mask is not None:
-        inputs[mask_name] = mask
+        inputs[prefix + "attention_mask"] = mask
     if encoder_mask is not None:
         inputs["attention_mask"] = encoder_mask
 
-    has_cached_media = not is_first_iteration and kwargs.get("use_cache", True)
-    for name, value in kwargs.items():
-        if name in inputs or name in ("labels", "next_sequence_length"):
-            continue
-        if has_cached_media and name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL:
-            continue
-        inputs[name] = value
+    dropped = {"labels", *inputs}
+    if not is_first_iteration and kwargs.get("use_cache", True):
+        dropped |= {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
+    inputs |= {name: value for name, value in kwargs.items() if name not in dropped}
 
     if self.is_remote_code() and "cache_position" in inspect.signature(self.forward).parameters:
         logger.warning_once(
@@ -147,10 +140,6 @@ def prepare_inputs_for_generation(
     if fed is not None and fed.device != (device := self.device) and device.type != "meta":
         inputs = move_to_device(inputs, device)
     return inputs
-
-
-def _last(tensor: torch.Tensor, count: int | None) -> torch.Tensor:
-    return tensor if count is None else tensor[:, -count:]
 
 
 def _contiguous_clone(tensor: torch.Tensor) -> torch.Tensor:

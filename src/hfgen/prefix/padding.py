@@ -1,13 +1,13 @@
 """Where the tokens of a padded batch are, and which rows to forward from which column on.
 
-Columns are positions in the padded batch. Row ``i`` has its tokens behind ``pads[i]`` columns, and the
-states of those before column ``starts[i]`` are known.
+Columns are positions in the padded batch. Row ``i`` has its tokens behind ``pads[i]`` columns. The
+states before column ``starts[i]`` are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -65,22 +65,15 @@ class Layout:
         return self.ids[row, self.pads[row] : end].long()
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Rows that catch up together, from column ``start`` on."""
+def lagging(starts: Sequence[int], end: int) -> dict[int, list[int]]:
+    """The rows that start before column ``end``, by the column from which on they catch up together.
 
-    start: int
-    rows: tuple[int, ...]
-
-
-def lagging(starts: Sequence[int], end: int) -> list[Group]:
-    """The rows that start before column ``end``, together where another forward costs more."""
-    groups: list[Group] = []
+    They are in one group where another forward would cost more.
+    """
+    groups: dict[int, list[int]] = {}
     for start, row in sorted((start, row) for row, start in enumerate(starts) if start < end):
-        if groups and start - groups[-1].start < FORWARD:
-            groups[-1] = replace(groups[-1], rows=(*groups[-1].rows, row))
-        else:
-            groups.append(Group(start, (row,)))
+        last = max(groups, default=-FORWARD)
+        groups.setdefault(start if start - last >= FORWARD else last, []).append(row)
     return groups
 
 
@@ -88,8 +81,8 @@ def best_end(starts: Sequence[int], length: int) -> int:
     """Up to which column to fill the cache, so that the least is forwarded."""
 
     def cost(end: int) -> int:
-        groups = lagging(starts, end)
-        caught_up = sum(FORWARD + len(group.rows) * (end - group.start) for group in groups)
+        groups = lagging(starts, end).items()
+        caught_up = sum(FORWARD + len(rows) * (end - start) for start, rows in groups)
         return caught_up + len(starts) * (length - end)
 
     return min((0, *sorted(set(starts))), key=cost)

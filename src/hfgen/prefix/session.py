@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..caches.dynamic import GrowingCache
 from ..call import ModelKwargs, Run, Step
 from . import fingerprint, windows
 from .cache import PrefixCache
-from .padding import Group, Layout, best_end, lagging
+from .padding import Layout, best_end, lagging
 from .radix import KeyValues, Match, bytes_per_token, size
 from .windows import attention_layers
 
@@ -92,12 +92,15 @@ class PrefixSession:
         starts = [pad + m.length for pad, m in zip(self.layout.pads, matches, strict=True)]
         end = best_end(starts, length) if any(match.length for match in matches) else 0
         groups = lagging(starts, end)
-        filled = {row: group.start for group in groups for row in group.rows}
+        filled = {row: start for start, rows in groups.items() for row in rows}
         saved = [filled.get(row, end) - pad for row, pad in enumerate(self.layout.pads)]
         self.prefixes._count(tokens, saved)
         windows.start(self.cache)
         if end:
-            caught_up = {group: self._catch_up(group, matches, end, config) for group in groups}
+            caught_up = [
+                (rows, self._catch_up(start, rows, matches, end, config))
+                for start, rows in groups.items()
+            ]
             self._fill(self.cache, range(len(self.ids)), matches, end, caught_up)
 
     def _fill(
@@ -106,10 +109,10 @@ class PrefixSession:
         rows: Sequence[int],
         matches: list[Match],
         end: int,
-        caught_up: Mapping[Group, KeyValues],
+        caught_up: Sequence[tuple[list[int], KeyValues]] = (),
     ) -> None:
         """Put the first ``end`` columns of ``rows`` into ``cache``: stored ones or ``caught_up``."""
-        behind = {row for group in caught_up for row in group.rows}
+        behind = {row for group, _ in caught_up for row in group}
         sample: KeyValues = next(m.nodes[0].states for m in matches if m.nodes)
 
         def filled(which: int) -> Tensor:
@@ -120,21 +123,22 @@ class PrefixSession:
                 for start, run in matches[row].runs(end - pad if row not in behind else 0):
                     at = pad + start
                     states[place, :, at : at + run[which].shape[1]] = run[which]
-            for group, known in caught_up.items():
-                states[list(group.rows)] = known[which]
+            for group, known in caught_up:
+                states[group] = known[which]
             return states
 
         for index, layer in enumerate(attention_layers(cache)):
             layer.update(filled(2 * index), filled(2 * index + 1))
 
-    def _catch_up(self, group: Group, matches: list[Match], end: int, config: Any) -> KeyValues:
-        """Forward columns ``group.start`` to ``end`` of its rows; returns all states up to ``end``."""
-        rows = list(group.rows)
+    def _catch_up(
+        self, start: int, rows: list[int], matches: list[Match], end: int, config: Any
+    ) -> KeyValues:
+        """Forward columns ``start`` to ``end`` of ``rows``; returns all states up to ``end``."""
         decoder = self.model.config.get_text_config(decoder=True)
         cache = GrowingCache(config=decoder, max_length=end)
         windows.start(cache)
-        if group.start:
-            self._fill(cache, group.rows, matches, group.start, {})
+        if start:
+            self._fill(cache, rows, matches, start)
         model_kwargs: ModelKwargs = {"past_key_values": cache, "use_cache": True}
         if self.model._supports_logits_to_keep():
             model_kwargs["logits_to_keep"] = 1
