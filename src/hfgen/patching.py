@@ -43,9 +43,6 @@ def mix_into(model: T) -> T:
     return model
 
 
-# --- auto classes -------------------------------------------------------------------------------
-
-
 class _AutoMixed:
     """``from_pretrained`` and ``from_config`` of a transformers auto class, mixed."""
 
@@ -77,8 +74,6 @@ class AutoModelForSpeechSeq2Seq(_AutoMixed, transformers.AutoModelForSpeechSeq2S
 class AutoModelForImageTextToText(_AutoMixed, transformers.AutoModelForImageTextToText):
     """``transformers.AutoModelForImageTextToText``, generating with hfgen."""
 
-
-# --- everything ---------------------------------------------------------------------------------
 
 #: Upstream's attributes that hfgen's replace, ``None`` for those that upstream lacks.
 _originals: dict[str, Any] = {}

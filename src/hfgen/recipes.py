@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,12 +29,12 @@ class Recipe:
     """A strategy's class and its options, to be called for decoding. Made by ``recipe``."""
 
     strategy_class: Callable[..., Strategy]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
 
     def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
         """Raise for what the strategy cannot do, before anything is computed.
 
-        ``arguments`` has the streamer and the tokenizer, if they were passed.
+        ``arguments`` has the streamer and the tokenizer where they were passed.
         """
 
     # generate() passes `synced_gpus`, `streamer` and `tokenizer` since they are named here.
@@ -51,8 +51,7 @@ class Recipe:
         **model_kwargs: Any,
     ) -> GenerateOutput | torch.Tensor:
         """Decode what ``generate`` has prepared; returns what ``generate`` returns."""
-        passed = {"streamer": streamer} if streamer is not None else {}
-        passed |= {"tokenizer": tokenizer} if tokenizer is not None else {}
+        passed = {"streamer": streamer, "tokenizer": tokenizer}
         self.check_call(generation_config, passed)  # upstream's generate has not
         run = Run.of(
             model,
@@ -100,7 +99,7 @@ def recipe(strategy_class: type, **options: Any) -> Recipe:
 
 class _MinimumBayesRisk(Recipe):
     def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
-        if "streamer" in arguments:
+        if arguments.get("streamer") is not None:
             raise ValueError(
                 "`streamer` cannot follow minimum_bayes_risk(), which chooses among ended samples."
             )

@@ -20,7 +20,7 @@ HELP = "[dim]/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C sto
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, as the model sees it."""
+    """The messages so far, as the model gets them."""
 
     loaded: Loaded
     system: str | None = None
@@ -31,25 +31,19 @@ class Conversation:
         return bool(getattr(self.loaded.tokenizer, "chat_template", None))
 
     def inputs(self) -> dict[str, Any]:
-        """Model inputs ``(1, length)`` for the next answer.
-
-        Without a chat template the messages follow one another as plain text.
-        """
-        if not self.has_template:
-            lines = [self.system] if self.system else []
-            lines += [message["content"] for message in self.messages]
-            return measure.encode(self.loaded, ["\n".join([*lines, ""])])
+        """Model inputs ``(1, length)`` for the next answer; plain lines without a chat template."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
+        messages = opening + self.messages
+        if not self.has_template:
+            text = "".join(message["content"] + "\n" for message in messages)
+            return measure.encode(self.loaded, [text])
+        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
         try:
-            encoded = self.loaded.tokenizer.apply_chat_template(
-                opening + self.messages,
-                add_generation_prompt=True,
-                return_dict=True,
-                return_tensors="pt",
-            ).to(self.loaded.model.device)
-        except Exception as error:  # of the template's own: no system message, roles out of turn
+            encoded = self.loaded.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # the template's own: no system message, roles out of turn
             raise CliError(f"the chat template fails: {error}") from error
-        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        device = self.loaded.model.device
+        return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
 def chat(

@@ -30,44 +30,36 @@ class Difference:
     row: int
     position: int  # among the new tokens, from 0
     tokens: dict[str, int | None]  # library -> token there; None where its row has ended
-    texts: dict[str, str]  # the same, decoded
+    found: str  # the same in words
     logit_gap: float | None  # between the two largest of transformers' logits there
 
     def markup(self) -> str:
         """One line of rich markup."""
-        found = [
-            f"{library} has {'ended' if token is None else f'{self.texts[library]!r} ({token})'}"
-            for library, token in self.tokens.items()
-        ]
-        gap = (
-            "no logits there" if self.logit_gap is None else f"top-2 logit gap {self.logit_gap:.2e}"
-        )
-        if self.logit_gap is not None and self.logit_gap < NEAR_TIE:
-            gap += ", a near tie that rounding can decide"
         place = f"row {self.row}, new token {self.position + 1}"
-        return f"[red]{place}:[/] {escape(', '.join(found))}; {gap}"
+        gap = "no logits there"
+        if self.logit_gap is not None:
+            is_tie = self.logit_gap < NEAR_TIE
+            gap = f"top-2 logit gap {self.logit_gap:.2e}"
+            gap += ", a near tie that rounding can decide" if is_tie else ""
+        return f"[red]{place}:[/] {escape(self.found)}; {gap}"
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What both libraries gave for one call; the runs of each in the order they were made."""
+    """What both libraries gave for one call."""
 
     runs: dict[str, list[measure.Generated]]  # library -> its runs, the warm-up first
     differences: list[Difference]
 
-    def seconds(self, library: str) -> float:
-        """Median time of a call, the warm-up left out."""
-        return statistics.median(run.seconds for run in self.runs[library][1:])
-
-    def first(self, library: str) -> float | None:
-        """Median time to the first token, the warm-up left out; None with beams."""
-        times = [run.first for run in self.runs[library][1:] if run.first is not None]
-        return statistics.median(times) if times else None
+    def median(self, library: str, time: str = "seconds") -> Any:
+        """Median of a time of ``Generated``, the warm-up left out; None where it was not taken."""
+        times = [getattr(run, time) for run in self.runs[library][1:]]
+        return None if None in times else statistics.median(times)
 
     @property
     def ratio(self) -> float:
         """Time of hfgen divided by that of transformers."""
-        return self.seconds("hfgen") / self.seconds("transformers")
+        return self.median("hfgen") / self.median("transformers")
 
 
 def compare(
@@ -163,11 +155,11 @@ def find_difference(
     pairs = enumerate(zip_longest(theirs, ours))
     position, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     tokens = dict(zip(LIBRARIES, pair, strict=True))
-    texts = {
-        library: "" if token is None else loaded.tokenizer.decode([token])
-        for library, token in tokens.items()
-    }
-    return Difference(row, position, tokens, texts, logit_gap(output, row, position))
+    found = [
+        f"{library} has {'ended' if t is None else f'{loaded.tokenizer.decode([t])!r} ({t})'}"
+        for library, t in tokens.items()
+    ]
+    return Difference(row, position, tokens, ", ".join(found), logit_gap(output, row, position))
 
 
 def logit_gap(output: Any, row: int, position: int) -> float | None:
@@ -193,7 +185,7 @@ def comparison_table(names: Iterable[str], results: list[Comparison], heading: s
             escape(name),
             str(result.runs["transformers"][0].tokens),
             "[bold red]no[/]" if result.differences else "[green]yes[/]",
-            *(duration(result.seconds(library)) for library in LIBRARIES),
+            *(duration(result.median(library)) for library in LIBRARIES),
             f"{result.ratio:.2f}",
         )
     return table
@@ -211,8 +203,8 @@ def as_object(prompts: list[str], result: Comparison) -> dict[str, Any]:
         **{
             library: {
                 "tokens": result.runs[library][0].padded,
-                "seconds": result.seconds(library),
-                "time_to_first_token": result.first(library),
+                "seconds": result.median(library),
+                "time_to_first_token": result.median(library, "first"),
             }
             for library in LIBRARIES
         },

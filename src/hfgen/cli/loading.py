@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import warnings
 from collections.abc import Iterator
@@ -144,23 +145,19 @@ def upstream(loaded: Loaded) -> Iterator[None]:
 @contextmanager
 def quiet(debug: bool = False) -> Iterator[None]:
     """Inside, transformers' log lines, loading bars and warnings are off, unless ``debug``."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
+    from transformers.utils import logging as bars
 
     if debug:
         yield
         return
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hub_level = hub_logging.get_verbosity()
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    level, has_bars = logging.root.manager.disable, bars.is_progress_bar_enabled()
+    logging.disable(logging.WARNING)
+    bars.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
-        hub_logging.set_verbosity(hub_level)
-        if bars:
-            logging.enable_progress_bar()
+        logging.disable(level)
+        if has_bars:
+            bars.enable_progress_bar()

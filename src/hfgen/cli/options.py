@@ -62,7 +62,14 @@ class GenerationCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        out.print(fields_panel())
+        table = Table(box=None, show_header=False, padding=(0, 1))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(style="cyan")
+        for kind in ("true or false", "an integer", "a number", "text or JSON"):
+            names = (option_name(name) for name in known_fields() if kind_of(name).option == kind)
+            table.add_row(kind, " ".join(names))
+        title = "Generation options: every field of GenerationConfig"
+        out.print(Panel(table, title=title, title_align="left", border_style="dim"))
 
 
 def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
@@ -169,18 +176,6 @@ def parse_value(name: str, text: str) -> Any:
     if name == "stop_strings" and not isinstance(value, list):
         return value if isinstance(value, str) else text  # '--stop-strings 1' stops at the text "1"
     return value
-
-
-def fields_panel() -> Panel:
-    """The help on the fields, grouped by what they take."""
-    table = Table(box=None, show_header=False, padding=(0, 1))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(style="cyan")
-    for kind in ("true or false", "an integer", "a number", "text or JSON"):
-        names = (option_name(name) for name in known_fields() if kind_of(name).option == kind)
-        table.add_row(kind, " ".join(names))
-    title = "Generation options: every field of GenerationConfig"
-    return Panel(table, title=title, title_align="left", border_style="dim")
 
 
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
