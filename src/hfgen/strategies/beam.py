@@ -191,8 +191,7 @@ class Beam(NextToken):
         """Let ``chosen (batch, beams)`` be the running beams."""
         self.running = chosen
         self.reorder_cache(run, chosen.parents[..., -1].flatten())
-        # A copy: processors may write to the ids of the run, which as upstream's changes no beam.
-        run.ids = chosen.ids.flatten(0, 1).clone()
+        run.ids = chosen.ids.flatten(0, 1)  # a view: what a processor writes changes the beams
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
         """Let each row of the cache be that of the beam which the row now continues."""
