@@ -22,9 +22,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
-_setup_privateuseone_for_python_backend("simulated")
+
+class Backend(_DummyBackendModule):
+    """What torch asks about the device. There is none of it, say to other tests of the process."""
+
+    __name__ = "simulated"
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+
+_setup_privateuseone_for_python_backend("simulated", Backend())
 DEVICE = torch.device("simulated", 0)
 
 #: Operations whose result, or its shape, the host has to know.
