@@ -455,7 +455,8 @@ NOT_SIMULATED = {
     name: reason
     for reason, names in {
         "the model makes a tensor of numbers on the device, which torch does behind the simulation": (
-            "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe glm4v qwen3_5 udop kyutai_speech_to_text"
+            "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe glm4v glm_image qwen3_5 udop "
+            "kyutai_speech_to_text"
         ),
         "torch runs recurrent layers of other devices by a kernel that the CPU lacks": (
             "parakeet_rnnt parakeet_tdt nemotron_asr_streaming nemotron3_5_asr "
