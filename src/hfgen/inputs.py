@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, StaticCache
-from transformers.tokenization_python import ExtensionsTrie
 from transformers.utils.generic import is_flash_attention_requested
 
 from . import quirks, validate
 from .batch import row_dim
 from .caches.table import cache_kind
 from .call import Call, ModelKwargs, Prompt, SharedPrompt
+from .healing import follow_length, heal_tokens
 from .logs import logger
 
 
@@ -111,28 +110,9 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
     )
     if config.token_healing:
         healed = model.heal_tokens(ids, call.mode_kwargs.get("tokenizer"))
-        _follow_length(model, prompt, ids, healed, config._pad_token_tensor)
+        follow_length(model, prompt, ids, healed, config._pad_token_tensor)
         ids = healed
     prompt.ids = ids
-
-
-def _follow_length(
-    model: Any, prompt: Prompt, ids: torch.Tensor, healed: torch.Tensor, pad: Any
-) -> None:
-    """Mask and positions for healed prompts that retokenising made longer, or that have padding.
-
-    Where it made unpadded prompts shorter, their positions start later, as upstream's do.
-    """
-    model_kwargs = prompt.model_kwargs
-    is_padded = model_kwargs.get("attention_mask") is not None
-    if healed.shape == ids.shape or not (is_padded or healed.shape[1] > ids.shape[1]):
-        return
-    if is_padded:
-        model_kwargs["attention_mask"] = healed.ne(pad).long()
-    if model_kwargs.get("position_ids") is not None:
-        model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(
-            healed, model_kwargs
-        )
 
 
 def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
@@ -370,87 +350,3 @@ def _expand_tensors(values: Any, expand_size: int) -> Any:
             dim = row_dim(name, values[name])
             values[name] = values[name].repeat_interleave(expand_size, dim=dim)
     return values
-
-
-def expand_multimodal_outputs(
-    self: Any,
-    input_ids: torch.Tensor | None,
-    mm_encoder_output: dict[str, Any],
-    expand_size: int = 1,
-    inputs_embeds: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    """Repeat encoded images and videos like the rows that show them.
-
-    A row may show several: they are repeated as a group, ``A B`` to ``A B A B``. Which belong to
-    a row follows from how many placeholder tokens it has.
-    """
-    for modality in ("image", "video"):
-        outputs: Any = mm_encoder_output.get(modality)
-        features = getattr(outputs, "pooler_output", None)
-        if features is None:
-            continue
-        token_id = getattr(self.config, f"{modality}_token_id")
-        if (input_ids is None or input_ids.numel() == 0) and inputs_embeds is not None:
-            placeholder = self.get_input_embeddings()(
-                torch.tensor(token_id, dtype=torch.long, device=inputs_embeds.device)
-            )
-            placeholders = (inputs_embeds == placeholder).all(-1).sum(-1)
-        else:
-            placeholders = (input_ids == token_id).sum(-1)
-        row_ends = set(accumulate(placeholders.tolist()))
-        feature_ends = accumulate(len(feature) for feature in features)
-        # The features of a row end where as many placeholders have been filled.
-        ends = [index + 1 for index, end in enumerate(feature_ends) if end in row_ends]
-        groups = list(zip([0, *ends[:-1]], ends, strict=True))
-        repeated = [f for start, end in groups for f in list(features[start:end]) * expand_size]
-        is_tensor = isinstance(features, torch.Tensor)
-        outputs.pooler_output = torch.stack(repeated) if is_tensor else repeated
-
-        layers = getattr(outputs, "deepstack_features", None)
-        # Some models keep (layer index, features) pairs there instead, which are left alone.
-        if layers is not None and isinstance(layers[0][0], torch.Tensor):
-            outputs.deepstack_features = [
-                [f for start, end in groups for f in list(layer[start:end]) * expand_size]
-                for layer in layers
-            ]
-    return mm_encoder_output
-
-
-def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
-    """Replace the last token of each prompt by the likeliest token that starts with its text.
-
-    A prompt cut within a word ends in a token that rarely stands before the rest of that word.
-    ``input_ids (rows, length)``; returns ids of the stripped and retokenised prompts, whose length
-    may differ. Raises ``ValueError`` without a tokenizer.
-    """
-    validate.require_tokenizer(tokenizer, "token_healing", True)
-    bos_id, pad_id = tokenizer.bos_token_id, tokenizer.pad_token_id
-    prompts = [text.strip() for text in tokenizer.decode(input_ids, skip_special_tokens=True)]
-    ids = tokenizer(prompts, return_tensors="pt", padding=True).input_ids.to(input_ids.device)
-    ids = torch.where(ids == bos_id, pad_id, ids)  # healing is not to be conditioned on BOS
-    if ids.numel() == 0:
-        return ids
-
-    vocabulary = tokenizer.get_vocab()
-    trie = ExtensionsTrie(vocabulary)
-    space_id = tokenizer.convert_tokens_to_ids(" ")
-    space = None if space_id is None else tokenizer.convert_ids_to_tokens(space_id)[0]
-    one_token = GenerationConfig(max_new_tokens=1, pad_token_id=pad_id)
-    for row in ids:
-        if (row == pad_id).all():
-            continue
-        tail_id = row[-1].item()
-        tail = tokenizer.decode(tail_id)
-        tail = tail if space is None else tail.replace(" ", space)  # as the vocabulary spells it
-        # A part of a character has no spelling, and then nothing in the vocabulary extends it.
-        extensions = (token for token in trie.extensions(tail) if token in vocabulary)
-        bias = {(vocabulary[token],): 10.0 for token in extensions}
-        if not bias.keys() - {(tail_id,)} or len(row) == 1:
-            continue  # nothing to choose from, or nothing to choose by
-        bias[(tail_id,)] = 11.0  # a whole word is rather kept than extended
-        one_token.update(sequence_bias=bias)
-        context = row[:-1]
-        if (row != pad_id).sum() == 1:
-            context[-1] = bos_id
-        row[:] = self.generate(context.unsqueeze(0), generation_config=one_token)[0]
-    return ids

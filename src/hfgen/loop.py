@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .fields import is_zero
 from .outputs import GenerateOutput, Recording
-from .validate import is_zero
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput

@@ -25,8 +25,10 @@ from . import (
     config,
     delegate,
     encode,
+    healing,
     inputs,
     loop,
+    media,
     modes,
     outputs,
     processors,
@@ -196,8 +198,8 @@ class GenerationMixin(transformers.GenerationMixin):
     _prepare_position_ids_for_generation = inputs.prepare_position_ids_for_generation
     _prepare_decoder_input_ids_for_generation = inputs.prepare_decoder_input_ids_for_generation
     _expand_inputs_for_generation = inputs.expand_inputs_for_generation
-    _expand_multimodal_outputs = inputs.expand_multimodal_outputs
-    heal_tokens = inputs.heal_tokens
+    _expand_multimodal_outputs = media.expand_multimodal_outputs
+    heal_tokens = healing.heal_tokens
 
     # Stage 3: encoders
     _maybe_prepare_encoder_kwargs_for_generation = (

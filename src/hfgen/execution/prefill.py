@@ -10,6 +10,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from ..call import ModelKwargs
+from ..media import media_by_chunk
 from .compiled import fastest_forward
 from .step_inputs import TOKEN_TYPES
 
@@ -107,7 +108,7 @@ def _prefill_in_chunks(
     execute = fastest_forward(self, config, model_kwargs)
     media = {}
     if is_first_iteration:
-        media = _media_by_chunk(self, prompt, chunks, model_kwargs.get("mm_encoder_outputs") or {})
+        media = media_by_chunk(self, prompt, chunks, model_kwargs.get("mm_encoder_outputs") or {})
     past = cache.get_seq_length()
     for index, chunk in enumerate(chunks):
         end = past + chunk.shape[1]
@@ -130,40 +131,3 @@ def _prefill_in_chunks(
     for name in ("attention_mask", "position_ids"):
         model_kwargs.setdefault(name, None)
     return outputs
-
-
-def _media_by_chunk(
-    self: Any, prompt: torch.Tensor, chunks: tuple[torch.Tensor, ...], encoded: dict[str, Any]
-) -> dict[int, dict[str, Any]]:
-    """The encoded images and videos of each chunk: the features of the placeholders that it has.
-
-    Feature row ``i`` of a modality fills its ``i``-th placeholder, counted row by row through the batch.
-    """
-    media: dict[int, dict[str, Any]] = {}
-    for modality, outputs in encoded.items():
-        if outputs is None:
-            continue
-        is_placeholder = prompt == getattr(self.config, f"{modality}_token_id")
-        feature_rows = is_placeholder.flatten().cumsum(0).view_as(is_placeholder) - 1
-        start = 0
-        for index, chunk in enumerate(chunks):
-            part = slice(start, start + chunk.shape[1])
-            start = part.stop
-            if (filled := is_placeholder[:, part]).any():
-                rows = feature_rows[:, part][filled]
-                media.setdefault(index, {})[modality] = _take_features(outputs, rows)
-    return media
-
-
-def _take_features(outputs: ModelOutput, rows: torch.Tensor) -> ModelOutput:
-    """The given rows of encoded features, in the container that the model reads them from."""
-
-    def take(features: Any) -> Any:
-        flat = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])[rows]
-        return flat.unsqueeze(0) if isinstance(features, torch.Tensor) else [flat]
-
-    taken = {"pooler_output": take(outputs["pooler_output"])}
-    if (layers := outputs.get("deepstack_features")) is not None:
-        is_per_layer = isinstance(layers[0][0], torch.Tensor)
-        taken["deepstack_features"] = [take(layer) for layer in layers] if is_per_layer else layers
-    return type(outputs)(**taken)

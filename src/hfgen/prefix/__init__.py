@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .. import validate
 from ..call import Call, ModelKwargs, Prompt, Request
 from ..execution import shared_prompt
+from ..fields import is_zero
 from . import eligibility
 from .cache import PrefixCache, PrefixStats
 from .eligibility import Reason
@@ -61,7 +61,7 @@ def take_argument(model: Any, request: Request) -> Asked | None:
 
 def check(asked: Asked | None, model: Any, call: Call, model_kwargs: ModelKwargs) -> Asked | None:
     """``asked``, unless the call's arguments rule it out. Raises ``ValueError`` as ``refuse`` does."""
-    if asked is None or call.config.is_assistant or validate.is_zero(call.config.max_new_tokens):
+    if asked is None or call.config.is_assistant or is_zero(call.config.max_new_tokens):
         return None
     if (reason := eligibility.of_arguments(model, call, model_kwargs)) is None:
         return asked

@@ -4,7 +4,6 @@ Errors name the argument, what was given and what is allowed, and come before th
 pass. Where upstream fails later and less clearly, the class of its exception is kept.
 """
 
-from ..fields import is_zero
 from .arguments import accepted_names, check_request, validate_model_kwargs
 from .cache import explaining_misfit
 from .fields import (
@@ -13,9 +12,9 @@ from .fields import (
     check_fields,
     require_eos,
     require_tokenizer,
+    validate_generated_length,
     with_suggestions,
 )
-from .lengths import validate_generated_length
 from .prompt import check_prompt
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "check_prompt",
     "check_request",
     "explaining_misfit",
-    "is_zero",
     "require_eos",
     "require_tokenizer",
     "validate_generated_length",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,42 @@ from transformers.utils import TransformersKwargs
 from ..call import Request
 from .fields import with_suggestions
 
+
+def _has(*methods: str) -> Callable[[Any], bool]:
+    return lambda value: all(hasattr(value, method) for method in methods)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_assistant(value: Any) -> bool:
+    # Whether a model generates is asked when the mode is known.
+    is_drafter = _has("draft", "observe")(value) or hasattr(value, "get_candidates")
+    return isinstance(value, nn.Module) or hasattr(value, "generate") or is_drafter
+
+
+#: Arguments that are no tensors: the test of each, and what it has to do.
+ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "generation_config": (
+        lambda value: isinstance(value, GenerationConfig),
+        "be a GenerationConfig (fields may be passed as keyword arguments)",
+    ),
+    "logits_processor": (_is_list, "be a list"),
+    "stopping_criteria": (_is_list, "be a list"),
+    "streamer": (_has("put", "end"), "have the methods put() and end()"),
+    "prefix_allowed_tokens_fn": (callable, "be callable"),
+    "assistant_model": (
+        _is_assistant,
+        "be a model that generates, a drafter with the methods draft() and observe(), or a "
+        "CandidateGenerator",
+    ),
+    "custom_generate": (
+        lambda value: callable(value) or isinstance(value, str),
+        "be a callable or a repository's name or path",
+    ),
+}
+
 #: Arguments that are tensors with a row per prompt, if they are given.
 TENSORS = (
     "inputs input_ids inputs_embeds attention_mask position_ids decoder_input_ids "
@@ -22,46 +59,14 @@ TENSORS = (
 
 def check_request(request: Request) -> None:
     """Raise ``TypeError`` for an argument of ``generate`` that is of the wrong kind."""
-    config = request.generation_config
-    if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(
-            f"`generation_config` has to be a GenerationConfig, but is {_kind(config)}. "
-            "Write GenerationConfig(**fields), or pass the fields as keyword arguments."
-        )
+    for name, (accepts, what) in ARGUMENTS.items():
+        value = getattr(request, name)
+        if value is not None and not accepts(value):
+            raise TypeError(f"`{name}` has to {what}, but is {_kind(value)}.")
     for name in ("logits_processor", "stopping_criteria"):
-        functions = getattr(request, name)
-        if functions is not None and not isinstance(functions, list | tuple):
-            raise TypeError(
-                f"`{name}` has to be a list, but is {_kind(functions)}. Put it into a list."
-            )
-        for function in functions or ():
+        for function in getattr(request, name) or ():
             if not callable(function):
                 raise TypeError(f"`{name}` has to hold callables, but holds {_kind(function)}.")
-    streamer = request.streamer
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise TypeError(
-            f"`streamer` has to have the methods put() and end(), but is {_kind(streamer)}."
-        )
-    function = request.prefix_allowed_tokens_fn
-    if function is not None and not callable(function):
-        raise TypeError(f"`prefix_allowed_tokens_fn` has to be callable, but is {_kind(function)}.")
-    assistant = request.assistant_model
-    if assistant is not None and not (
-        isinstance(assistant, nn.Module)  # whether it generates is asked when the mode is known
-        or hasattr(assistant, "generate")
-        or hasattr(assistant, "get_candidates")
-        or (hasattr(assistant, "draft") and hasattr(assistant, "observe"))
-    ):
-        raise TypeError(
-            "`assistant_model` has to be a model that generates, a drafter with the methods draft() "
-            f"and observe(), or a CandidateGenerator, but is {_kind(assistant)}."
-        )
-    custom = request.custom_generate
-    if custom is not None and not (callable(custom) or isinstance(custom, str)):
-        raise TypeError(
-            "`custom_generate` has to be a callable or a repository's name or path, but is "
-            f"{_kind(custom)}."
-        )
     for name in TENSORS:
         tensor = getattr(request, name, request.kwargs.get(name))
         if tensor is not None and not isinstance(tensor, torch.Tensor):
@@ -75,11 +80,8 @@ def check_request(request: Request) -> None:
 def _advice(value: Any) -> str:
     if hasattr(value, "input_ids") or isinstance(value, dict):
         return "Unpack it: generate(**inputs)."
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list | tuple) and any(isinstance(text, str) for text in texts):
-        return (
-            "Pass what the tokenizer makes of it: generate(**tokenizer(text, return_tensors='pt'))."
-        )
+    if isinstance(value, str) or (_is_list(value) and any(isinstance(text, str) for text in value)):
+        return "Tokenize it: generate(**tokenizer(text, return_tensors='pt'))."
     return "Use torch.tensor(...)."
 
 
@@ -89,31 +91,30 @@ def _kind(value: Any) -> str:
 
 def accepted_names(model: Any) -> set[str]:
     """The keyword arguments that the model takes, through its forward or a hook."""
-    known = set(inspect.signature(model.prepare_inputs_for_generation).parameters)
+
+    def names(function: Any) -> set[str]:
+        return set(inspect.signature(function).parameters)
+
+    known = names(model.prepare_inputs_for_generation)
     if known & {"kwargs", "model_kwargs"}:  # it passes on whatever forward takes
-        known |= set(inspect.signature(model.forward).parameters)
+        known |= names(model.forward)
     if model.config.is_encoder_decoder:
         known.add("decoder_input_ids")
-        base_model = getattr(model, model.base_model_prefix, None)
+        owners = model, getattr(model, model.base_model_prefix, None)
         for part, prefix in (("encoder", ""), ("decoder", "decoder_")):
-            module = getattr(model, part, None)
-            if module is None:
-                module = getattr(base_model, part, None)
-            if module is not None:
-                known |= {prefix + name for name in inspect.signature(module.forward).parameters}
-    known |= TransformersKwargs.__optional_keys__ | {"debug_io", "mm_encoder_outputs"}
-    return known
+            found = (getattr(owner, part, None) for owner in owners)
+            if (module := next((one for one in found if one is not None), None)) is not None:
+                known |= {prefix + name for name in names(module.forward)}
+    return known | TransformersKwargs.__optional_keys__ | {"debug_io", "mm_encoder_outputs"}
 
 
 def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise ``ValueError`` for keyword arguments that the model does not take; typos end here."""
     known = accepted_names(self)
-    unknown = [
-        name for name, value in model_kwargs.items() if value is not None and name not in known
-    ]
-    if unknown:
-        fields = GenerationConfig().__dict__
+    given = (name for name, value in model_kwargs.items() if value is not None)
+    if unknown := [name for name in given if name not in known]:
+        named = with_suggestions(unknown, known | set(vars(GenerationConfig())))
         raise ValueError(
-            f"{type(self).__name__}.generate() does not know {with_suggestions(unknown, known | set(fields))}: "
-            "neither the generation config nor the model's forward takes it."
+            f"{type(self).__name__}.generate() does not know {named}: neither the generation config "
+            "nor the model's forward takes it."
         )

@@ -1,15 +1,17 @@
-"""The fields of the config: which values they may have, and what they need besides."""
+"""The fields of the config: their values, what they need besides, and the lengths they add up to."""
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
+from .. import constraints
 from ..caches import table
-from ..fields import FIELDS, is_on
+from ..fields import FIELDS, is_on, is_zero
 
 
 def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
@@ -77,3 +79,39 @@ def check_companions(config: GenerationConfig, tokenizer: Any) -> None:
             "`output_speculation=True` puts statistics on the output object: set "
             "`return_dict_in_generate=True`, too."
         )
+
+
+def validate_generated_length(
+    self: Any,
+    generation_config: GenerationConfig,
+    input_ids_length: int,
+    has_default_max_length: bool,
+) -> None:
+    """Raise ``ValueError`` if the prompt fills ``max_length``; warn of lengths out of reach."""
+    config, longest = generation_config, generation_config.max_length
+    if is_zero(config.max_new_tokens):
+        return
+    constraints.check_room(config, longest - input_ids_length)
+    if has_default_max_length and config.max_new_tokens is None:
+        _warn(
+            f"No length was asked for, so up to {longest} tokens are generated, the default "
+            "`max_length`. Set `max_new_tokens`."
+        )
+    if input_ids_length >= longest:
+        name = "decoder_input_ids" if self.config.is_encoder_decoder else "input_ids"
+        raise ValueError(
+            f"`{name}` has {input_ids_length} tokens and `max_length` is {longest}, so there is no "
+            "room to generate. Raise `max_length`, or better, set `max_new_tokens`."
+        )
+    for field, before in (("min_length", 0), ("min_new_tokens", input_ids_length)):
+        value = getattr(config, field)
+        if value is not None and value + before > longest:
+            default = " (its default)" if has_default_max_length else ""
+            _warn(
+                f"`{field}`={value} asks for {value + before} tokens in all, more than `max_length`="
+                f"{longest}{default}: generation stops at `max_length`."
+            )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=3)

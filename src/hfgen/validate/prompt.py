@@ -27,21 +27,20 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     """
     caches.check_config(model, call)
     given, main, name = prompt.model_kwargs, prompt.main_input, prompt.main_input_name
-    if prompt.batch_size == 0:
-        raise ValueError(
-            f"`{name}` has to hold at least one row, but has shape {tuple(main.shape)}."
-        )
+    _check_shape(prompt.batch_size > 0, str(name), main, "hold at least one row", ValueError)
     is_text, table = quirks.takes_only_text(model), quirks.token_embedding(model)
     is_read = given.get("encoder_outputs") is None
     if name == "input_ids" and is_text and is_read:
         _check_ids("input_ids", main, table)
     elif name == "inputs_embeds" and is_read:
-        _check_embeddings(main, table)
+        width = main.shape[-1] if table is None else table.embedding_dim
+        fits = main.ndim == 3 and main.shape[2] == width
+        _check_shape(fits, "inputs_embeds", main, f"be (batch, length, {width})")
     _check_mask(model, prompt)
     _check_decoder_ids(model, prompt)
     _check_fields_with_tokens(model, call, prompt)
     if is_text:
-        _check_negative_prompt(model, call, prompt)
+        _check_negative_prompt(call, prompt, table)
         _check_position_ids(model, call, prompt)
     check_cache(model, call, prompt)
     if name != "input_ids" or main.ndim != 2 or not is_read:
@@ -54,15 +53,21 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
             f"{call.config.bos_token_id})."
         )
     if is_text:
-        _check_positions(model, main)
+        _check_length(model, main.shape[1])
+
+
+def _check_shape(
+    fits: bool, name: str, tensor: torch.Tensor, what: str, error: type[Exception] = PromptError
+) -> None:
+    if not fits:
+        raise error(f"`{name}` has to {what}, but has shape {tuple(tensor.shape)}.")
 
 
 def _check_ids(name: str, ids: torch.Tensor, table: nn.Embedding | None) -> None:
     """Ids ``(batch, length)`` of the ``table``'s vocabulary; without one, anything may be meant."""
     if table is None:
         return
-    if ids.ndim != 2:
-        raise PromptError(f"`{name}` has to be (batch, length), but has shape {tuple(ids.shape)}.")
+    _check_shape(ids.ndim == 2, name, ids, "be (batch, length)")
     if ids.dtype not in (torch.long, torch.int):
         raise PromptError(
             f"`{name}` has to hold token ids, int64 or int32, but holds {ids.dtype}. Is it a mask?"
@@ -78,31 +83,22 @@ def _check_ids(name: str, ids: torch.Tensor, table: nn.Embedding | None) -> None
         )
 
 
-def _check_embeddings(embeds: torch.Tensor, table: nn.Embedding | None) -> None:
-    width = embeds.shape[-1] if table is None else table.embedding_dim
-    if embeds.ndim != 3 or embeds.shape[2] != width:
-        raise PromptError(
-            f"`inputs_embeds` has to be (batch, length, {width}), but has shape "
-            f"{tuple(embeds.shape)}."
-        )
+def _check_mask_of(name: str, ids: torch.Tensor, mask_name: str, mask: torch.Tensor | None) -> None:
+    if mask is not None:
+        fits = mask.ndim == 2 and len(mask) == len(ids)
+        _check_shape(fits, mask_name, mask, f"have the shape of `{name}`, {tuple(ids.shape)}")
 
 
-def _check_negative_prompt(model: Any, call: Call, prompt: Prompt) -> None:
-    ids, mask = call.request.negative_prompt_ids, call.request.negative_prompt_attention_mask
+def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | None) -> None:
+    ids, name = call.request.negative_prompt_ids, "negative_prompt_ids"
     if ids is None or call.config.guidance_scale in (None, 1):
         return
-    _check_ids("negative_prompt_ids", ids, quirks.token_embedding(model))
+    _check_ids(name, ids, table)
     n_rows = prompt.batch_size * max(call.config.num_beams, call.config.num_return_sequences)
-    if ids.numel() == 0 or n_rows % len(ids) != 0:
-        raise PromptError(
-            f"`negative_prompt_ids` has to hold one row, or one per row of the prompt, but has shape "
-            f"{tuple(ids.shape)} for {prompt.batch_size} rows."
-        )
-    if mask is not None and (mask.ndim != 2 or len(mask) != len(ids)):
-        raise PromptError(
-            "`negative_prompt_attention_mask` has to have the shape of `negative_prompt_ids`, "
-            f"{tuple(ids.shape)}, but has {tuple(mask.shape)}."
-        )
+    fits = ids.numel() > 0 and n_rows % len(ids) == 0
+    _check_shape(fits, name, ids, f"hold one row, or one for each of {prompt.batch_size} prompts")
+    mask = call.request.negative_prompt_attention_mask
+    _check_mask_of(name, ids, "negative_prompt_attention_mask", mask)
 
 
 def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
@@ -110,17 +106,11 @@ def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
     table = quirks.token_embedding(model.get_decoder()) if model.config.is_encoder_decoder else None
     if ids is None or table is None:
         return
-    _check_ids("decoder_input_ids", ids, table)
-    if len(ids) != prompt.batch_size or ids.shape[1] == 0:
-        raise PromptError(
-            f"`decoder_input_ids` has to hold {prompt.batch_size} rows of tokens, one per row of the "
-            f"input, but has shape {tuple(ids.shape)}."
-        )
-    if mask is not None and (mask.ndim != 2 or len(mask) != len(ids)):
-        raise PromptError(
-            f"`decoder_attention_mask` has to have the shape of `decoder_input_ids`, "
-            f"{tuple(ids.shape)}, but has {tuple(mask.shape)}."
-        )
+    name, rows = "decoder_input_ids", prompt.batch_size
+    _check_ids(name, ids, table)
+    fits = len(ids) == rows and ids.shape[1] > 0
+    _check_shape(fits, name, ids, f"hold {rows} rows of tokens, one per row of the input")
+    _check_mask_of(name, ids, "decoder_attention_mask", mask)
 
 
 def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
@@ -135,36 +125,35 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
     is_repeated = max(call.config.num_beams, call.config.num_return_sequences) > 1
     n_rows = (prompt.batch_size,) if is_repeated else (1, prompt.batch_size)
     fits = positions.ndim == 2 and positions.shape[0] in n_rows and positions.dtype != torch.bool
-    if not (fits or is_flat) or (is_short and not is_continued):
-        raise PromptError(
-            f"`position_ids` has to be (batch, length), {tuple(ids.shape[:2])} here, but has shape "
-            f"{tuple(positions.shape)}."
-        )
+    fits = (fits or is_flat) and (is_continued or not is_short)
+    shape = tuple(ids.shape[:2])
+    _check_shape(fits, "position_ids", positions, f"be (batch, length), {shape} here")
     if table is None or positions.device.type == "meta" or positions.numel() == 0:
         return
-    is_integer = not positions.is_floating_point()
-    if not is_integer or positions.min() < 0 or positions.max() >= _n_positions(table):
+    last, (lowest, highest) = _n_positions(table) - 1, positions.aminmax()
+    if positions.is_floating_point() or lowest < 0 or highest > last:
         raise PromptError(
-            f"`position_ids` has to hold integers from 0 to {_n_positions(table) - 1}, but holds "
-            f"{positions.dtype} from {positions.min()} to {positions.max()}."
+            f"`position_ids` has to hold integers from 0 to {last}, but holds {positions.dtype} from "
+            f"{lowest} to {highest}."
         )
 
 
 def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for a field of the config that names a token which the model does not have."""
     config, given = call.config, prompt.model_kwargs
-    size = getattr(getattr(model.get_output_embeddings(), "weight", None), "shape", [None])[0]
-    if size is None:
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if weight is None:
         return
+    size, idle = weight.shape[0], set()
     is_encoder_decoder = model.config.is_encoder_decoder
     first = given.get("decoder_input_ids") if is_encoder_decoder else prompt.main_input
-    starts_with_one = first is None or first.shape[1] == 1  # without ids: the start token
+    if first is not None and first.shape[1] != 1:  # without ids: the start token
+        idle.add("forced_bos_token_id")
+    if not is_encoder_decoder:
+        idle.add("decoder_start_token_id")
     for name, row in FIELDS.items():
         value = getattr(config, name, None)
-        is_idle = (name == "decoder_start_token_id" and not is_encoder_decoder) or (
-            name == "forced_bos_token_id" and not starts_with_one
-        )
-        if row.outside is None or value is None or is_idle:
+        if row.outside is None or value is None or name in idle:
             continue
         # Upstream indexes with a forced BOS, and an index may count from the end.
         least = -size if name == "forced_bos_token_id" else 0
@@ -183,27 +172,22 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
 
 
 def _check_mask(model: Any, prompt: Prompt) -> None:
-    mask, main, name = (
-        prompt.model_kwargs.get("attention_mask"),
-        prompt.main_input,
-        prompt.main_input_name,
-    )
+    mask, main = prompt.model_kwargs.get("attention_mask"), prompt.main_input
+    name = prompt.main_input_name
     if name not in ("input_ids", "inputs_embeds") or mask is None:
         return
-    if mask.ndim < 2 or (mask.ndim > 2 and name == "input_ids"):
-        raise PromptError(
-            f"`attention_mask` has to be (batch, length), but has shape {tuple(mask.shape)}."
-        )
+    is_table = mask.ndim == 2 or (mask.ndim > 2 and name == "inputs_embeds")
+    _check_shape(is_table, "attention_mask", mask, "be (batch, length)")
     if mask.ndim != 2 or main.ndim < 2:
         return
     expected, given = tuple(main.shape[:2]), tuple(mask.shape)
     # With a cache the mask also covers what is in the cache.
     is_continued = quirks.given_cache(model, prompt.model_kwargs) is not None
     covers = is_continued and given[0] == expected[0] and given[1] >= expected[1]
-    if given != expected and not covers:
-        raise ValueError(
-            f"`attention_mask` has to have the shape of `{name}`, {expected}, but has {given}."
-        )
+    fits = given == expected or covers
+    _check_shape(
+        fits, "attention_mask", mask, f"have the shape of `{name}`, {expected}", ValueError
+    )
     if mask.numel() == 0 or mask.device.type == "meta":
         return
     lowest, highest = mask.aminmax()
@@ -227,9 +211,8 @@ def _n_positions(table: nn.Embedding) -> int:
     return table.num_embeddings - getattr(table, "offset", 0)
 
 
-def _check_positions(model: Any, ids: torch.Tensor) -> None:
+def _check_length(model: Any, length: int) -> None:
     """Raise for more tokens than there are learned positions; warn beyond those of rotary ones."""
-    length = ids.shape[1]
     positions = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(positions, int) or length <= positions:
         return
