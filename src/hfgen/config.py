@@ -24,13 +24,6 @@ from .modes import MODES
 #: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
 NOT_THE_MODELS = ("prefix_cache", "trust_remote_code")
 
-#: Fields that stay ``None`` unless somebody sets them: an assistant's own config comes first.
-NO_DEFAULT = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-)
-
 
 class GenerationConfig(transformers.GenerationConfig):
     """transformers' ``GenerationConfig``, which also takes what ``generate`` in hfgen takes.
@@ -64,11 +57,10 @@ for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays 
 def _hiding_own_values(config: transformers.GenerationConfig) -> Iterator[None]:
     """Hide from upstream's validation what only hfgen takes: no new tokens, registered caches."""
     hidden: dict[str, Any] = {}
-    if is_zero(getattr(config, "max_new_tokens", None)):
+    if is_zero(config.max_new_tokens):
         hidden["max_new_tokens"] = None
-    shown = _shown_to_upstream(getattr(config, "cache_implementation", None))
-    if shown != getattr(config, "cache_implementation", None):
-        hidden["cache_implementation"] = shown
+    if not table.is_upstreams(config.cache_implementation):
+        hidden["cache_implementation"] = "dynamic"
     values = {name: getattr(config, name) for name in hidden}
     vars(config).update(hidden)
     try:
@@ -77,9 +69,19 @@ def _hiding_own_values(config: transformers.GenerationConfig) -> Iterator[None]:
         vars(config).update(values)
 
 
-def _shown_to_upstream(implementation: str | None) -> str | None:
-    """``implementation``, or a name that upstream knows in place of one that it does not."""
-    return implementation if table.is_upstreams(implementation) else "dynamic"
+@contextmanager
+def _taking_own_values(config: Any) -> Iterator[None]:
+    """Within, ``config.update`` takes what only hfgen takes, whatever the class of ``config``."""
+
+    def validate(**kwargs: Any) -> None:
+        with _hiding_own_values(config):
+            type(config).validate(config, **kwargs)
+
+    config.validate = validate
+    try:
+        yield
+    finally:
+        del config.validate
 
 
 def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
@@ -181,8 +183,7 @@ def prepare_generation_config(
                 "does not read: set them on model.generation_config, or pass them to generate()."
             )
         generation_config = transformers.GenerationConfig()
-    config = copy.deepcopy(generation_config)
-    own = self.generation_config
+    config, own = copy.deepcopy(generation_config), self.generation_config
     known = {
         name: value
         for source in (own, config)
@@ -190,31 +191,14 @@ def prepare_generation_config(
         if value is not None
     }
     validate.check_fields(known | kwargs)
-    implementation = (known | kwargs).get("cache_implementation")
-    shown = {"cache_implementation": _shown_to_upstream(implementation)}
-    vars(config).update(shown)
-
-    zero_new_tokens = is_zero(kwargs.get("max_new_tokens", config.max_new_tokens))
-    if zero_new_tokens:
-        config.max_new_tokens = None
-    fields = {
-        name: value
-        for name, value in kwargs.items()
-        if not (zero_new_tokens and name == "max_new_tokens")
-    }
-    fields |= shown if "cache_implementation" in fields else {}
-    config.update(**own.to_dict() | shown, defaults_only=True, allow_custom_entries=True)
-    defaults = own._get_default_generation_params()
-    config.update(
-        **{name: value for name, value in defaults.items() if name not in NO_DEFAULT},
-        defaults_only=True,
-    )
-    for name, value in OWN_FIELDS.items():
-        setattr(config, name, known.get(name, value))
-    model_kwargs = config.update(**fields)
-    if zero_new_tokens:
-        config.max_new_tokens = 0
-    config.cache_implementation = implementation
+    unset = {name for name, row in FIELDS.items() if not row.has_default}
+    defaults = own._get_default_generation_params().items()
+    with _taking_own_values(config):
+        config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+        config.update(**{k: v for k, v in defaults if k not in unset}, defaults_only=True)
+        for name, value in OWN_FIELDS.items():
+            setattr(config, name, known.get(name, value))
+        model_kwargs = config.update(**kwargs)
     _normalise(config)
     if kwargs.get("cache_config") is None:
         _drop_path_of_checkpoint(config, own)
@@ -222,7 +206,7 @@ def prepare_generation_config(
     # Old checkpoints ask for this static cache by name; the dynamic one does the same work.
     if config.cache_implementation == "hybrid":
         config.cache_implementation = None
-    if is_config_given and (overridden := set(fields) - set(model_kwargs)):
+    if is_config_given and (overridden := set(kwargs) - set(model_kwargs)):
         logger.warning_once(
             f"Passing `generation_config` together with {sorted(overridden)} is deprecated: the arguments "
             "win over the object. Pass one object, or only arguments."
@@ -254,11 +238,11 @@ def _drop_path_of_checkpoint(
     settings, owns = config.cache_config, own.cache_config
     if not isinstance(settings, dict) or not isinstance(owns, dict) or "path" not in settings:
         return
-    if settings["path"] == owns.get("path"):
+    if (path := settings["path"]) == owns.get("path"):
         config.cache_config = {k: v for k, v in settings.items() if k != "path"}
         logger.warning_once(
-            f"`path`={settings['path']!r} in the `cache_config` of the model's generation config is "
-            "not used. To keep the cache there, pass `cache_config` to generate()."
+            f"`path`={path!r} in the `cache_config` of the model's generation config is not used. To "
+            "keep the cache there, pass `cache_config` to generate()."
         )
 
 
@@ -276,20 +260,18 @@ def prepare_special_tokens(
     pad token becomes the first EOS token. Raises ``ValueError`` if an encoder-decoder model has
     no start token.
     """
+    config, target = generation_config, self.device if device is None else device
 
-    def as_tensor(token: Any) -> torch.Tensor | None:
-        target = self.device if device is None else device
+    def as_tensor(token: Any) -> Any:
         if token is None or isinstance(token, torch.Tensor):
             return None if token is None else token.to(target)
         return torch.tensor(token, device=target, dtype=torch.long)
 
-    bos = as_tensor(generation_config.bos_token_id)
-    eos = as_tensor(generation_config.eos_token_id)
-    pad = as_tensor(generation_config.pad_token_id)
-    decoder_start = as_tensor(generation_config.decoder_start_token_id)
-    if self.config.is_encoder_decoder:
-        decoder_start = bos if decoder_start is None else decoder_start
-        if decoder_start is None:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    bos, eos, pad, start = (as_tensor(getattr(config, name)) for name in names)
+    if self.config.is_encoder_decoder and start is None:
+        start = bos
+        if start is None:
             raise ValueError(
                 "An encoder-decoder model needs `decoder_start_token_id` or `bos_token_id` to start "
                 "decoding from; both are None. Set one on model.generation_config."
@@ -317,10 +299,8 @@ def prepare_special_tokens(
                 f"`eos_token_id` should be non-negative integers, but is {eos}: no token will match "
                 "it, and generation runs to its maximum length."
             )
-    generation_config._bos_token_tensor = bos
-    generation_config._eos_token_tensor = eos
-    generation_config._pad_token_tensor = pad
-    generation_config._decoder_start_token_tensor = decoder_start
+    config._bos_token_tensor, config._eos_token_tensor = bos, eos
+    config._pad_token_tensor, config._decoder_start_token_tensor = pad, start
 
 
 def prepare_generated_length(

@@ -23,23 +23,21 @@ class FieldError(TypeError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What type of value a field takes, in words, and the test of it. ``None`` is tested by nobody."""
-
-    words: str
-    accepts: Callable[[Any], bool]
-    #: Makes plain numbers of what is accepted: of ``8.0``, ``numpy.int64(8)`` and ``tensor(8)``.
-    plain: Callable[[Any], Any] = lambda value: value
-    #: What it is on the command line; ``None`` if it cannot be written as text.
-    option: str | None = "text or JSON"
-
-
-@dataclass(frozen=True, slots=True)
 class Range:
     """Which values of the right kind a field takes, in words, and the test of them."""
 
     words: str
     accepts: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Range):
+    """What type of value a field takes. ``None`` is not tested."""
+
+    #: Makes plain numbers of what is accepted: of ``8.0``, ``numpy.int64(8)`` and ``tensor(8)``.
+    plain: Callable[[Any], Any] = lambda value: value
+    #: What it is on the command line; ``None`` if it cannot be written as text.
+    option: str | None = "text or JSON"
 
 
 def is_zero(value: Any) -> bool:
@@ -58,10 +56,6 @@ def is_number(value: Any) -> bool:
 def is_integer(value: Any) -> bool:
     """Whether ``value`` counts something: 8, 8.0, ``numpy.int64(8)`` and ``tensor(8)`` do."""
     return isinstance(value, int) or (is_number(value) and float(value).is_integer())
-
-
-def _is_size(value: Any) -> bool:
-    return value is not True and is_integer(value)
 
 
 def _is_flag(value: Any) -> bool:
@@ -89,8 +83,7 @@ def _is_tokens(value: Any) -> bool:
     return _is_token(value) or _is_token_list(value)
 
 
-def plain_number(value: Any) -> int | float:
-    """A Python number of one of any library."""
+def _plain_number(value: Any) -> int | float:
     return value if isinstance(value, int | float) else float(value)
 
 
@@ -158,8 +151,8 @@ FLAG_OR_LAYERS = Kind(
     "True or False, or a list of layers", _is_flag_or_layers, option="true or false"
 )
 INTEGER = Kind("an integer", is_integer, int, "an integer")
-SIZE = Kind("an integer", _is_size, int, "an integer")
-NUMBER = Kind("a number", is_number, plain_number, "a number")
+SIZE = Kind("an integer", lambda n: n is not True and is_integer(n), int, "an integer")
+NUMBER = Kind("a number", is_number, _plain_number, "a number")
 FLOAT = Kind("a number", is_number, float, "a number")  # integers to a power grow without end
 TOKEN = Kind("a token id", _is_token, int, "an integer")
 TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens)
@@ -208,6 +201,8 @@ class Field:
     outside: type[Exception] | None = None
     #: Counts tokens of a sequence: as many as there are do as well as any more.
     within_sequence: bool = False
+    #: Upstream's default holds where nobody sets the field; else an assistant's own config comes first.
+    has_default: bool = True
     #: Of hfgen's own fields only: upstream has a table of defaults.
     default: Any = None
 
@@ -306,9 +301,9 @@ FIELDS: dict[str, Field] = {
     "decoder_start_token_id": Field(TOKENS, outside=IndexError),
     # Drafting
     "is_assistant": Field(FLAG),
-    "num_assistant_tokens": Field(INTEGER, _at_least(1), within_sequence=True),
-    "num_assistant_tokens_schedule": Field(NAME),
-    "assistant_confidence_threshold": Field(NUMBER),
+    "num_assistant_tokens": Field(INTEGER, _at_least(1), within_sequence=True, has_default=False),
+    "num_assistant_tokens_schedule": Field(NAME, has_default=False),
+    "assistant_confidence_threshold": Field(NUMBER, has_default=False),
     "prompt_lookup_num_tokens": Field(INTEGER, _at_least(1), within_sequence=True),
     "max_matching_ngram_size": Field(
         INTEGER, Range("at least 1; 0 is the default, 2", lambda n: n >= 0), within_sequence=True
