@@ -35,30 +35,28 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
     # An overridden ``heal_tokens`` may do without a tokenizer.
     if call.config.token_healing and getattr(model.heal_tokens, "__func__", None) is heal_tokens:
         validate.require_tokenizer(call.mode_kwargs.get("tokenizer"), "token_healing", True)
-    if not model.config.is_encoder_decoder:
+    if not model.config.is_encoder_decoder:  # these infer their own masks and positions
         _warn_of_right_padding(call, prompt)
         if name == "inputs_embeds":  # without a cache, the embeddings would be fed at every step
             call.config.use_cache = True
-    prepare_mask_and_positions(model, call, prompt, has_mask)
-    encode_inputs(model, call, prompt)
+        _prepare_mask_and_positions(model, call, prompt, has_mask)
+    if any(model_kwargs.get(n) is None for n in ("encoder_outputs", "mm_encoder_outputs")):
+        prompt.model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
+            main_input, model_kwargs, name, call.config
+        )
     prepare_ids(model, call, prompt)
     return prompt
 
 
-def prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask: bool) -> None:
-    """Infer the attention mask and the positions; drop a mask that masks nothing.
-
-    Encoder-decoder models infer their own; others take what their forward has a name for.
-    """
+def _prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask: bool) -> None:
+    """Infer the attention mask and the positions, if forward takes them; drop a mask of ones."""
     config, model_kwargs = call.config, prompt.model_kwargs
-    accepted = set(inspect.signature(model.forward).parameters)
-    is_decoder_only = not model.config.is_encoder_decoder
-    if not has_mask and is_decoder_only and "attention_mask" in accepted:
+    accepted = inspect.signature(model.forward).parameters
+    if not has_mask and "attention_mask" in accepted:
         model_kwargs["attention_mask"] = model._prepare_attention_mask_for_generation(
             prompt.main_input, config, model_kwargs
         )
-    has_positions = model_kwargs.get("position_ids") is not None
-    if is_decoder_only and not has_positions and "position_ids" in accepted:
+    if model_kwargs.get("position_ids") is None and "position_ids" in accepted:
         model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(
             prompt.main_input, model_kwargs
         )
@@ -68,20 +66,11 @@ def prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask:
         model_kwargs.get("past_key_values"), StaticCache
     )
     needs_mask = is_flash_attention_requested(model.config) and is_static
-    if is_decoder_only and "attention_mask" in accepted and not needs_mask:
+    if "attention_mask" in accepted and not needs_mask:
         mask = model_kwargs["attention_mask"]
         if (mask == 1).all():
             config._mask_length = mask.shape[1]  # tells the prefill what a cache already covers
             model_kwargs["attention_mask"] = None
-
-
-def encode_inputs(model: Any, call: Call, prompt: Prompt) -> None:
-    """Run the encoders whose outputs the caller did not pass."""
-    given = prompt.model_kwargs
-    if given.get("encoder_outputs") is None or given.get("mm_encoder_outputs") is None:
-        prompt.model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
-            prompt.main_input, given, prompt.main_input_name, call.config
-        )
 
 
 def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
@@ -169,30 +158,26 @@ def prepare_model_inputs(
         )
     inputs = named if inputs is None else inputs
 
-    if name == "input_ids" and "inputs_embeds" in model_kwargs:
-        embeds = model_kwargs["inputs_embeds"]
-        if embeds is None:
-            del model_kwargs["inputs_embeds"]
-        elif is_encoder_decoder:
-            if inputs is not None:
-                raise ValueError(
-                    "Both `inputs_embeds` and `input_ids` were passed to the encoder. Pass one of them."
-                )
-            inputs, name = embeds, "inputs_embeds"
-        else:
-            if (
-                "inputs_embeds"
-                not in inspect.signature(self.prepare_inputs_for_generation).parameters
-            ):
-                raise ValueError(
-                    f"{type(self).__name__} does not generate from `inputs_embeds`: its "
-                    "prepare_inputs_for_generation() has no such argument. Pass `input_ids`."
-                )
+    embeds = model_kwargs.get("inputs_embeds")
+    if name == "input_ids" and embeds is None:
+        model_kwargs.pop("inputs_embeds", None)
+    elif name == "input_ids":
+        accepted = inspect.signature(self.prepare_inputs_for_generation).parameters
+        if is_encoder_decoder and inputs is not None:
+            raise ValueError(
+                "Both `inputs_embeds` and `input_ids` were passed to the encoder. Pass one of them."
+            )
+        if not is_encoder_decoder and "inputs_embeds" not in accepted:
+            raise ValueError(
+                f"{type(self).__name__} does not generate from `inputs_embeds`: its "
+                "prepare_inputs_for_generation() has no such argument. Pass `input_ids`."
+            )
+        if not is_encoder_decoder:
             # The ids stay in the kwargs: what comes after the prompt is appended to them.
             model_kwargs["input_ids"] = self._maybe_initialize_input_ids_for_generation(
                 inputs, bos_token_id, model_kwargs=model_kwargs
             )
-            inputs, name = embeds, "inputs_embeds"
+        inputs, name = embeds, "inputs_embeds"
     inputs = self._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
     return inputs, name, model_kwargs
 
@@ -214,8 +199,7 @@ def maybe_initialize_input_ids_for_generation(
     if self.config.is_encoder_decoder and hidden_state is not None:
         return torch.full(hidden_state.shape[:-1], -100, dtype=torch.long, device=self.device)
     tensors = (value for value in model_kwargs.values() if isinstance(value, torch.Tensor))
-    first = next(tensors, None)
-    batch_size = 1 if first is None else first.shape[0]
+    batch_size = next((tensor.shape[0] for tensor in tensors), 1)
     if "inputs_embeds" in model_kwargs:
         # An offloaded model says "meta"; then the embeddings know where the computation is.
         is_meta = self.device.type == "meta"
@@ -253,12 +237,10 @@ def prepare_attention_mask_for_generation(
     """A mask ``(batch, length)``: zeros at pad tokens, if these are in the ids and are not EOS."""
     ids = _ids_if_any(inputs_tensor, model_kwargs)
     pad, eos = generation_config._pad_token_tensor, generation_config._eos_token_tensor
-    everything = torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
     is_ids = ids.ndim == 2 and ids.dtype in (torch.int, torch.long)
-    if pad is None or not is_ids or not torch.isin(ids, pad).any():
-        return everything
-    if eos is not None and torch.isin(eos, pad).any():
-        return everything
+    is_eos = pad is not None and eos is not None and torch.isin(eos, pad).any()
+    if pad is None or is_eos or not is_ids:
+        return torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
     return ids.ne(pad).long()
 
 
@@ -292,13 +274,10 @@ def prepare_decoder_input_ids_for_generation(
         start = decoder_start_token_id * torch.ones(
             (batch_size, 1), dtype=torch.long, device=self.device if device is None else device
         )
-    if "decoder_input_ids" in model_kwargs:
-        ids = model_kwargs.pop("decoder_input_ids")
-    elif "input_ids" in model_kwargs and model_input_name != "input_ids":
-        ids = model_kwargs.pop("input_ids")
-    else:
-        ids = None
-    if ids is None:
+    name = "decoder_input_ids"
+    if name not in model_kwargs and model_input_name != "input_ids":
+        name = "input_ids"
+    if (ids := model_kwargs.pop(name, None)) is None:
         return start, model_kwargs
     if not quirks.keeps_decoder_prompt(self) and (ids[:, 0] != start[:, 0]).all():
         ids = torch.cat([start, ids], dim=-1)
