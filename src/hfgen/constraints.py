@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import permutations
 from typing import Any
 
 from transformers import GenerationConfig
+
+from .fields import tokens_in
 
 
 class Constraint(ABC):
@@ -64,13 +67,12 @@ class _Words(Constraint):
             for token in word:
                 node = node.setdefault(token, {})
         self.seqlen = max(map(len, words))
-        self._shortest = min(map(len, words))
         self.reset()
 
     @property
     def shortest(self) -> int:
         """How many tokens are missing, at least."""
-        return self._shortest if self._node is self.trie else _height(self._node)
+        return _height(self._node)
 
     def reset(self) -> None:
         self.current_seq: list[int] = []
@@ -125,14 +127,14 @@ class DisjunctiveConstraint(_Words):
 
     def __init__(self, nested_token_ids: list[list[int]]) -> None:
         words = nested_token_ids
-        if not isinstance(words, list) or not words or not all(map(_is_word, words)):
+        if not _are_words(words):
             raise ValueError(
                 "`nested_token_ids` has to be a non-empty list of non-empty lists of token ids, but "
                 f"is {words!r}."
             )
         self.token_ids = words
         super().__init__(words)
-        if _n_leaves(self.trie) != len(words):
+        if any(longer[: len(word)] == word for word, longer in permutations(words, 2)):
             raise ValueError(
                 f"A word of `nested_token_ids` begins another, or is there twice: {words!r}. Leave "
                 "out the longer one, which the shorter one already meets."
@@ -150,8 +152,8 @@ def _is_word(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(map(_is_token, value))
 
 
-def _n_leaves(node: dict[int, Any]) -> int:
-    return sum(map(_n_leaves, node.values())) if node else 1
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_word, value))
 
 
 def _height(node: dict[int, Any]) -> int:
@@ -190,9 +192,7 @@ def check_can_be_met(constraint: Any) -> None:
 def tokens_of(constraint: Any) -> list[int]:
     """The tokens that ``constraint`` may ask for, as far as is known before it is advanced."""
     words = getattr(constraint, "token_ids", None)
-    if not isinstance(words, list):
-        return wanted(constraint)
-    return [token for word in words for token in (word if isinstance(word, list) else [word])]
+    return list(tokens_in(words)) if isinstance(words, list) else wanted(constraint)
 
 
 def n_tokens(constraint: Any) -> int:
@@ -242,21 +242,11 @@ def check_room(config: GenerationConfig, n_new: int) -> None:
 
 
 def _of_words(words: Any) -> list[_Words]:
-    if not isinstance(words, list) or not words:
-        raise ValueError(_malformed(words))
-    built: list[_Words] = []
-    for word in words:
-        if _is_word(word):
-            built.append(PhrasalConstraint(word))
-        elif isinstance(word, list) and word and all(map(_is_word, word)):
-            built.append(DisjunctiveConstraint(word))
-        else:
-            raise ValueError(_malformed(words))
-    return built
-
-
-def _malformed(words: Any) -> str:
-    return (
-        "`force_words_ids` has to be a non-empty list of phrases, each a non-empty list of token ids "
-        f"(or of such lists, of which one suffices), but is {words!r}."
-    )
+    """The constraints that ``force_words_ids`` stands for."""
+    is_list = isinstance(words, list) and len(words) > 0
+    if not is_list or not all(_is_word(word) or _are_words(word) for word in words):
+        raise ValueError(
+            "`force_words_ids` has to be a non-empty list of phrases, each a non-empty list of token "
+            f"ids (or of such lists, of which one suffices), but is {words!r}."
+        )
+    return [PhrasalConstraint(w) if _is_word(w) else DisjunctiveConstraint(w) for w in words]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import transformers
@@ -12,6 +12,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from . import validate
+from .processors.context import Row
 from .processors.lists import is_librarys, name_of
 
 
@@ -89,31 +90,15 @@ class Context:
     tokenizer: Any = None
 
 
-Builder: TypeAlias = Callable[[Context], StoppingCriteria | None]
+def max_length(length: int, context: Context) -> MaxLengthCriteria:
+    limit = getattr(context.model.config, "max_position_embeddings", None)
+    return MaxLengthCriteria(max_length=length, max_position_embeddings=limit)
 
 
-def max_length(context: Context) -> MaxLengthCriteria | None:
-    if context.config.max_length is None:
-        return None
-    return MaxLengthCriteria(
-        max_length=context.config.max_length,
-        max_position_embeddings=getattr(context.model.config, "max_position_embeddings", None),
-    )
-
-
-def max_time(context: Context) -> MaxTimeCriteria | None:
-    seconds = context.config.max_time
-    return None if seconds is None else MaxTimeCriteria(max_time=seconds)
-
-
-def stop_strings(context: Context) -> StopStringCriteria | None:
-    strings = context.config.stop_strings
-    if strings is None:
-        return None
+def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
     validate.require_tokenizer(context.tokenizer, "stop_strings", strings)
     call = getattr(context.config, "_call", None)
-    prompt_length = 0 if call is None else call.prompt_length
-    return StopStringCriteria(context.tokenizer, strings, prompt_length=prompt_length)
+    return StopStringCriteria(context.tokenizer, strings, call.prompt_length if call else 0)
 
 
 def eos(context: Context) -> EosTokenCriteria | None:
@@ -121,15 +106,18 @@ def eos(context: Context) -> EosTokenCriteria | None:
     return None if tokens is None else EosTokenCriteria(eos_token_id=tokens)
 
 
-def assistant_confidence(context: Context) -> ConfidenceCriteria | None:
-    threshold = context.config.assistant_confidence_threshold
-    if not context.config.is_assistant or threshold is None or threshold <= 0:
-        return None
-    return ConfidenceCriteria(assistant_confidence_threshold=threshold)
+def assistant_confidence(threshold: float, context: Context) -> ConfidenceCriteria | None:
+    return ConfidenceCriteria(threshold) if context.config.is_assistant else None
 
 
 #: Rows in the order in which the criteria are asked; the caller's own follow.
-CRITERIA: list[Builder] = [max_length, max_time, stop_strings, eos, assistant_confidence]
+CRITERIA: list[Callable[[Any], StoppingCriteria | None]] = [
+    Row("max_length", max_length),
+    Row("max_time", lambda seconds, c: MaxTimeCriteria(max_time=seconds)),
+    Row("stop_strings", stop_strings),
+    eos,
+    Row("assistant_confidence_threshold", assistant_confidence, lambda threshold: threshold <= 0),
+]
 
 
 def get_stopping_criteria(
@@ -137,8 +125,8 @@ def get_stopping_criteria(
 ) -> Any:
     """All criteria of a call, the caller's ``stopping_criteria`` among them.
 
-    The hook ``GenerationMixin._get_stopping_criteria``, with upstream's order and conditions. The
-    config's call, if it has one, tells stop strings where the generated text begins. Raises ``ValueError`` for stop strings without a tokenizer.
+    The hook ``GenerationMixin._get_stopping_criteria``, with upstream's order and conditions.
+    Raises ``ValueError`` for stop strings without a tokenizer.
     """
     context = Context(self, generation_config, tokenizer)
     built = (builder(context) for builder in CRITERIA)

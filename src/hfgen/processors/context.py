@@ -70,14 +70,14 @@ Builder: TypeAlias = Callable[[Context], LogitsProcessor | None]
 class Row:
     """A builder that is asked only where the config's ``field`` is set to something.
 
-    ``build(value, context)`` makes the processor; ``is_off(value)``: values besides ``None`` that
-    switch it off.
+    ``build(value, context)`` makes the processor, or stopping criterion; ``is_off(value)``: values
+    besides ``None`` that switch it off.
     """
 
     field: str
-    build: Callable[[Any, Context], LogitsProcessor | None]
+    build: Callable[[Any, Any], Any]
     is_off: Callable[[Any], bool] = lambda value: False
 
-    def __call__(self, context: Context) -> LogitsProcessor | None:
+    def __call__(self, context: Any) -> Any:
         value = getattr(context.config, self.field)
         return None if value is None or self.is_off(value) else self.build(value, context)

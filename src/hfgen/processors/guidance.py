@@ -65,35 +65,29 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         """
         if self.branch is None:
             first_pass = self.unconditional_context["first_pass"]
+            use_cache, mask = self.unconditional_context["use_cache"], self.encoder_mask
+            # The second token would fail: its mask covers more ids than the encoder is given.
+            fails = first_pass and use_cache and mask is not None and bool((mask == 0).any())
             try:
-                if not first_pass or not self._breaks_upstream():
+                if not fails:
                     return super().get_unconditional_logits(input_ids)
             except (RuntimeError, TypeError, ValueError):
                 if not first_pass:
                     raise
-            self.branch = self._own_branch(len(input_ids))
-        return self.branch.logits(input_ids)
-
-    def _breaks_upstream(self) -> bool:
-        """Whether the second token would fail: its mask covers more ids than the encoder is given."""
-        if self.encoder_mask is None or not self.unconditional_context["use_cache"]:
-            return False
-        return bool((self.encoder_mask == 0).any())
-
-    def _own_branch(self, rows: int) -> UnconditionalBranch:
-        if self.encoder_ids is None:
-            raise ValueError(
-                f"`guidance_scale` (={self.guidance_scale}) needs `negative_prompt_ids` here: the "
-                f"input of {type(self.model).__name__} is not token ids, so there is no default."
+            if self.encoder_ids is None:
+                raise ValueError(
+                    f"`guidance_scale` (={self.guidance_scale}) needs `negative_prompt_ids` here: the "
+                    f"input of {type(self.model).__name__} is not token ids, so there is no default."
+                )
+            self.branch = UnconditionalBranch(
+                self.model,
+                self.encoder_ids,
+                mask,
+                self.decoder_mask,
+                len(input_ids),
+                use_cache=use_cache,
             )
-        return UnconditionalBranch(
-            self.model,
-            self.encoder_ids,
-            self.encoder_mask,
-            self.decoder_mask,
-            rows,
-            use_cache=self.unconditional_context["use_cache"],
-        )
+        return self.branch.logits(input_ids)
 
 
 class UnconditionalBranch:
@@ -126,7 +120,8 @@ class UnconditionalBranch:
 
         n is 1 once the cache holds the tokens before; where beams changed places, all are run.
         """
-        if not self._continues(input_ids):
+        n_seen, length = self.seen.shape[1], input_ids.shape[1]
+        if self.past is None or n_seen >= length or not self.seen.equal(input_ids[:, :n_seen]):
             self.past, self.seen = None, input_ids[:, :0]
         inputs: dict[str, Any] = dict(self.masks)
         if self.decoder_mask is not None:
@@ -145,13 +140,6 @@ class UnconditionalBranch:
         self.past = outputs.get("past_key_values")
         self.seen = input_ids.clone()
         return outputs.logits
-
-    def _continues(self, input_ids: torch.Tensor) -> bool:
-        """Whether the cache holds the keys of a proper prefix of ``input_ids``."""
-        length = self.seen.shape[1]
-        if self.past is None or length >= input_ids.shape[1]:
-            return False
-        return torch.equal(self.seen, input_ids[:, :length])
 
 
 def guidance(scale: float, context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor:

@@ -9,44 +9,30 @@ from transformers import ForcedEOSTokenLogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from .. import validate
-from .banned import Banned
+from .banned import Banning
 from .context import Context
 
 # A processor that does nothing returns a copy where upstream's does: if a later one edits the scores
 # in place, the recorded logits stay as they were.
 
 
-class MinLengthLogitsProcessor(upstream.MinLengthLogitsProcessor):
+class MinLengthLogitsProcessor(Banning, upstream.MinLengthLogitsProcessor):
     """No EOS while the sequence, prompt and left pads included, is shorter than ``min_length``."""
-
-    def __init__(self, min_length: int, eos_token_id: Any, device: Any = "cpu") -> None:
-        super().__init__(min_length, eos_token_id, device)
-        self.banned = Banned(self.eos_token_id)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         is_short = input_ids.shape[-1] < self.min_length
-        return self.banned.fill(scores) if is_short else scores.clone()
+        return self.without(self.eos_token_id, scores) if is_short else scores.clone()
 
 
-class MinNewTokensLengthLogitsProcessor(upstream.MinNewTokensLengthLogitsProcessor):
+class MinNewTokensLengthLogitsProcessor(Banning, upstream.MinNewTokensLengthLogitsProcessor):
     """No EOS before ``min_new_tokens`` tokens are generated."""
-
-    def __init__(
-        self,
-        prompt_length_to_skip: int,
-        min_new_tokens: int,
-        eos_token_id: Any,
-        device: Any = "cpu",
-    ) -> None:
-        super().__init__(prompt_length_to_skip, min_new_tokens, eos_token_id, device)
-        self.banned = Banned(self.eos_token_id)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         new_tokens = input_ids.shape[-1] - self.prompt_length_to_skip
         is_short = new_tokens < self.min_new_tokens
-        return self.banned.fill(scores) if is_short else scores.clone()
+        return self.without(self.eos_token_id, scores) if is_short else scores.clone()
 
 
 class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):

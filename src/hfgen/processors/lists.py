@@ -33,13 +33,9 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
         for processor in self:
             kind: Any = type(processor)
             extra = extra_arguments(kind)
-            if not extra:
-                scores = processor(input_ids, scores)
-            elif all(name in kwargs for name in extra):
-                scores = processor(input_ids, scores, **kwargs)
-            else:
-                missing = [name for name in extra if name not in kwargs]
+            if missing := [name for name in extra if name not in kwargs]:
                 raise ValueError(f"{kind.__name__} needs the arguments {missing}.")
+            scores = processor(input_ids, scores, **(kwargs if extra else {}))
             if not is_librarys(kind):
                 _check_scores(processor, scores, given, len(input_ids))
         return scores

@@ -10,7 +10,7 @@ from transformers import InfNanRemoveLogitsProcessor as UpstreamInfNanRemove
 from transformers import PrefixConstrainedLogitsProcessor
 from transformers.generation import logits_process as upstream
 
-from .banned import Banned
+from .banned import Banning
 from .context import Context
 
 
@@ -26,9 +26,8 @@ class _OneCopyBias:
         self.length_1_bias = self.length_1_bias.to(scores.dtype)
         by_length: dict[int, dict[tuple[int, ...], float]] = defaultdict(dict)
         for sequence, bias in self.sequence_bias.items():
-            by_length[len(sequence)][sequence] = bias
-        by_length.pop(0, None)  # no token completes an empty sequence
-        by_length.pop(1, None)
+            if len(sequence) > 1:
+                by_length[len(sequence)][sequence] = bias
         #: For each length above 1: prefixes (n, length - 1), last tokens (n,), biases (n,).
         self.longer = [
             (
@@ -62,28 +61,22 @@ class NoBadWordsLogitsProcessor(_OneCopyBias, upstream.NoBadWordsLogitsProcessor
     """Rules out the token that would complete a bad word; EOS alone is never one."""
 
 
-class SuppressTokensLogitsProcessor(upstream.SuppressTokensLogitsProcessor):
+class SuppressTokensLogitsProcessor(Banning, upstream.SuppressTokensLogitsProcessor):
     """Rules out given tokens at every step."""
 
-    def __init__(self, suppress_tokens: Any, device: Any = "cpu") -> None:
-        super().__init__(suppress_tokens, device)
-        self.banned = Banned(self.suppress_tokens)
-
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
-        return self.banned.fill(scores)
+        return self.without(self.suppress_tokens, scores)
 
 
-class SuppressTokensAtBeginLogitsProcessor(upstream.SuppressTokensAtBeginLogitsProcessor):
+class SuppressTokensAtBeginLogitsProcessor(Banning, upstream.SuppressTokensAtBeginLogitsProcessor):
     """Rules out given tokens where the sequence is ``begin_index`` tokens long."""
 
-    def __init__(self, begin_suppress_tokens: Any, begin_index: int, device: Any = "cpu") -> None:
-        super().__init__(begin_suppress_tokens, begin_index, device)
-        self.banned = Banned(self.begin_suppress_tokens)
-
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
-        return self.banned.fill(scores) if input_ids.shape[-1] == self.begin_index else scores
+        if input_ids.shape[-1] != self.begin_index:
+            return scores
+        return self.without(self.begin_suppress_tokens, scores)
 
 
 class InfNanRemoveLogitsProcessor(UpstreamInfNanRemove):
