@@ -285,7 +285,7 @@ def test_context_grows_and_leaves_padding_out():
     assert context.similarity(candidates).tolist() == [[1.0, pytest.approx(0.8)], [0.0, -1.0]]
     for token in (0.0, 1.0, 1.0):
         context.append(torch.tensor([[token, 1.0], [token, 1.0]]))
-    assert context.length == 5
+    assert context.states.view.shape[1] == 5
     assert context.similarity(candidates)[1].tolist() == pytest.approx([1.0, -0.0], abs=0.8)
 
 

@@ -96,6 +96,23 @@ class InvalidScores:
         if is_invalid.is_cpu:
             self.raise_any()
 
+    def draw(
+        self, probabilities: torch.Tensor, n: int, step: int, among: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Indices ``(rows, n)`` into ``probabilities (rows, m)``, drawn without replacement.
+
+        Rows with NaN are noted, as by ``note``; their indices mean nothing.
+        """
+        if probabilities.is_cpu:
+            try:
+                return torch.multinomial(probabilities, n)
+            except RuntimeError:  # some row is invalid; it is an error only if the row still counts
+                pass
+        # On an accelerator an invalid row would end the process, so it is looked for beforehand.
+        is_invalid = probabilities.sum(dim=-1).isnan()
+        self.note(is_invalid, step, among)
+        return torch.multinomial(probabilities.masked_fill(is_invalid[:, None], 1.0), n)
+
     def read(self, *facts: torch.Tensor) -> list[int]:
         """The values of ``facts``, scalars, in one read of the device.
 

@@ -61,7 +61,6 @@ class Beam(NextToken):
         self.n_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.beams
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
-        self.unmoved = list(range(rows))
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
 
         # Without an EOS nothing ends early, but for a criterion of the caller's.
@@ -120,10 +119,10 @@ class Beam(NextToken):
         """
         totals = self.totals(log_probs, searches)
         if run.config.do_sample:
-            index = self.draw(run, totals)
+            step = run.ids.shape[1] - self.prompt_length
+            index = self.invalid.draw(totals.softmax(dim=-1), self.n_candidates, step)
         else:
-            scores, index = torch.topk(totals, k=self.n_candidates)
-            self.check(run, scores[:, 0].isnan())  # NaN counts as the largest
+            index = self.likeliest(run, totals)
         return self.continued(run, totals, index, searches)
 
     def totals(self, log_probs: torch.Tensor, searches: slice = slice(None)) -> torch.Tensor:
@@ -149,22 +148,12 @@ class Beam(NextToken):
             is_done=hits.view(index.shape),
         )
 
-    def draw(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
-        """Indices ``(batch, n_candidates)`` into ``totals (batch, beams * vocab)``, without replacement."""
-        probabilities = totals.softmax(dim=-1)
-        if totals.is_cpu:
-            try:
-                return torch.multinomial(probabilities, num_samples=self.n_candidates)
-            except RuntimeError:  # some prompt is invalid: say which
-                pass
-        is_invalid = probabilities.sum(dim=-1).isnan()
-        self.check(run, is_invalid)
-        probabilities = probabilities.masked_fill(is_invalid[:, None], 1.0)
-        return torch.multinomial(probabilities, num_samples=self.n_candidates)
-
-    def check(self, run: Run, is_invalid: torch.Tensor) -> None:
-        """Raise if the scores of a prompt cannot be used: ``is_invalid (batch,)``."""
-        self.invalid.note(is_invalid, run.ids.shape[1] - self.prompt_length)
+    def likeliest(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
+        """Indices ``(batch, n_candidates)`` of the highest of ``totals (batch, beams * vocab)``."""
+        scores, index = torch.topk(totals, k=self.n_candidates)
+        # NaN counts as the largest.
+        self.invalid.note(scores[:, 0].isnan(), run.ids.shape[1] - self.prompt_length)
+        return index
 
     def add_finished(self, run: Run, candidates: Hypotheses) -> None:
         """Let candidates that end replace worse ones, by score per length to the penalty's power."""
@@ -182,10 +171,7 @@ class Beam(NextToken):
 
     def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
         """Scores by generated length to the power of the length penalty."""
-        normalised: torch.Tensor = (
-            scores / (length - self.prompt_length) ** run.config.length_penalty
-        )
-        return normalised
+        return scores / (length - self.prompt_length) ** float(run.config.length_penalty)
 
     def go_on(self, run: Run, chosen: Hypotheses) -> None:
         """Let ``chosen (batch, beams)`` be the running beams."""
@@ -204,7 +190,7 @@ class Beam(NextToken):
             run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
         elif hasattr(cache, "reorder_cache"):
             # Looking is free where no device has to be waited for; copying the cache is not.
-            if rows.is_cpu and rows.tolist() == self.unmoved[: len(rows)]:
+            if rows.is_cpu and rows.tolist() == list(range(len(rows))):
                 return
             if run.shares_prompts:
                 layers.reorder_beams(cache, rows, run.is_encoder_decoder)
@@ -233,10 +219,9 @@ class Beam(NextToken):
 
     def is_open(self, run: Run) -> torch.Tensor:
         """``(batch, 1)``: whether anything may still change what is returned for a prompt."""
-        is_full = self.finished.is_done.all(dim=1, keepdim=True)
-        return (
-            self.can_improve & ~is_full if run.config.early_stopping is True else self.can_improve
-        )
+        if run.config.early_stopping is not True:
+            return self.can_improve
+        return self.can_improve & ~self.finished.is_done.all(dim=1, keepdim=True)
 
     def update_can_improve(self, run: Run) -> None:
         """Whether the best running beam of a prompt may still beat its worst ended one.

@@ -173,8 +173,7 @@ class ConstrainedBeam(NBestBeam):
         """The ``n_candidates`` likeliest continuations, then the forced ones, with any in empty places."""
         vocab, device = log_probs.shape[1], log_probs.device
         totals = self.totals(log_probs)
-        scores, likeliest = torch.topk(totals, k=self.n_candidates)
-        self.check(run, scores[:, 0].isnan())
+        likeliest = self.likeliest(run, totals)
         width = max(map(len, self.forced))
         if width == 0:
             return self.continued(run, totals, likeliest)

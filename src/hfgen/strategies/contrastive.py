@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from .. import quirks
-from ..batch import map_outputs
+from ..batch import Batch, map_outputs
+from ..caches.growing import GrowableTensor
 from ..caches.layers import layers_of, newest_column, recording, roll_back
 from ..call import Run, Step
 from .sample import Sample
@@ -100,31 +101,33 @@ class Contrastive(Sample):
 
     def forward(self, run: Run) -> ModelOutput:
         if run.finished:  # other devices still decode: forward as often as they do
-            self.look_ahead(run, *self.candidates)
+            self.look_ahead(run)
         return self.chosen
 
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
         """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
         k = min(self.top_k, scores.shape[-1])
         probabilities, tokens = scores.softmax(dim=-1).topk(k)
-        self._note_invalid(probabilities[:, 0].isnan())  # one NaN makes all of its row
+        is_invalid = probabilities[:, 0].isnan()  # one NaN makes all of its row
+        self.invalid.note(is_invalid, self.n_steps, self.unfinished)
         # A token that a processor rules out is no candidate, however unlike the context it is.
         probabilities = probabilities.masked_fill(
             scores.gather(1, tokens) == -torch.inf, -torch.inf
         )
         self.candidates = probabilities, tokens
-        return self.look_ahead(run, probabilities, tokens)
+        return self.look_ahead(run)
 
-    def look_ahead(
-        self, run: Run, probabilities: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """Forward the candidates ``tokens (rows, k)``, and keep the outputs of the chosen ones."""
+    def look_ahead(self, run: Run) -> torch.Tensor:
+        """Forward the candidates, keep the outputs of the chosen ones, and return these ``(rows,)``."""
+        probabilities, tokens = self.candidates
         if self.is_sequential:
             return self.look_ahead_one_by_one(run, probabilities, tokens)
         rows, k = tokens.shape
         cache = run.model_kwargs[self.cache_name]
         if self.n_expanded != k:
-            self.expand(run, k)
+            batch = Batch(run.ids, run.model_kwargs)
+            batch.repeat(k)
+            run.model_kwargs, self.n_expanded = batch.model_kwargs, k
         outputs = self.forward_tokens(
             run, run.ids.repeat_interleave(k, dim=0), tokens.reshape(rows * k, 1)
         )
@@ -167,19 +170,6 @@ class Contrastive(Sample):
         self.context.append(hidden[torch.arange(len(best), device=best.device), best])
         return best
 
-    def expand(self, run: Run, k: int) -> None:
-        """Give each sequence ``k`` rows in the cache and in everything that forward takes."""
-        rows = torch.arange(run.ids.shape[0], device=run.ids.device)
-        cache = run.model_kwargs[self.cache_name]
-        cache.reorder_cache(rows.repeat_interleave(k))
-        _, run.model_kwargs = run.model._expand_inputs_for_generation(
-            expand_size=k,
-            is_encoder_decoder=run.is_encoder_decoder,
-            input_ids=run.ids,
-            **run.model_kwargs,
-        )
-        self.n_expanded = k
-
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         if self.is_recording:
             roll_back(run.model_kwargs[self.cache_name], 0)  # forget what no one takes back now
@@ -196,27 +186,24 @@ class Contrastive(Sample):
 
 
 class Context:
-    """The hidden states of all tokens so far, scaled to length 1, in a buffer that doubles.
+    """The hidden states of all tokens so far, scaled to length 1.
 
     ``hidden (rows, length, size)``; ``is_padding (rows, length)`` tells which of them are of no
     token.
     """
 
     def __init__(self, hidden: torch.Tensor, is_padding: torch.Tensor | None) -> None:
-        self.length = hidden.shape[1]
         self.is_padding = is_padding
-        self.buffer = F.normalize(hidden.float(), dim=-1)
+        self.states = GrowableTensor(F.normalize(hidden.float(), dim=-1))
 
     def append(self, hidden: torch.Tensor) -> None:
         """Add the hidden states ``(rows, size)`` of one more token."""
-        if self.length == self.buffer.shape[1]:
-            self.buffer = torch.cat([self.buffer, torch.empty_like(self.buffer)], dim=1)
-        self.buffer[:, self.length] = F.normalize(hidden.float(), dim=-1)
-        self.length += 1
+        new = F.normalize(hidden.float(), dim=-1)[:, None]
+        self.states.append(new, spare=lambda length: length)
 
     def similarity(self, hidden: torch.Tensor) -> torch.Tensor:
         """The highest cosine of each of ``hidden (rows, k, size)`` with the context: ``(rows, k)``."""
-        context = self.buffer[:, : self.length]
+        context: Any = self.states.view
         cosines = F.normalize(hidden.float(), dim=-1) @ context.transpose(1, 2)
         if self.is_padding is not None:
             prompt = cosines[..., : self.is_padding.shape[1]]

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from ..call import Run
 from ..processors import DiversityPenalty, LogitsProcessorList
-from .hypotheses import Hypotheses, interleaved, ranking, regrouped
+from .hypotheses import Hypotheses, ranking
 from .nbest import NBestBeam
 
 
@@ -73,7 +73,8 @@ class GroupBeam(NBestBeam):
             candidates = self.candidates(run, processed, searches)
             proposals.append(candidates)
             tokens = torch.cat([tokens, self.tokens_of(run, candidates, searches)], dim=1)
-        return interleaved(proposals), scores
+        fields = zip(*(candidates.fields for candidates in proposals), strict=True)
+        return Hypotheses(*(torch.stack(field, dim=1).flatten(0, 1) for field in fields)), scores
 
     def of_group(self, tensor: torch.Tensor, group: int) -> torch.Tensor:
         """The part of ``tensor (rows, vocab)`` that is a group's: ``(prompts, size, vocab)``."""
@@ -88,6 +89,7 @@ class GroupBeam(NBestBeam):
         return torch.where(self.is_closed[searches, None], pad.to(tokens.device), tokens)
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
-        found = regrouped(self.finished, self.groups)
+        per_prompt = [f.unflatten(0, (-1, self.groups)).flatten(1, 2) for f in self.finished.fields]
+        found = Hypotheses(*per_prompt)
         self.finished = found.at(ranking(found)[:, : run.config.num_return_sequences])
         return super().result(run)

@@ -56,15 +56,3 @@ def ranking(hypotheses: Hypotheses) -> torch.Tensor:
     index = hypotheses.scores.argsort(dim=1, descending=True, stable=True)
     is_done = hypotheses.is_done.gather(1, index).to(torch.int8)
     return index.gather(1, is_done.argsort(dim=1, descending=True, stable=True))
-
-
-def interleaved(groups: list[Hypotheses]) -> Hypotheses:
-    """``(batch, n)`` of each group, as ``(batch * n_groups, n)``."""
-    fields = zip(*(group.fields for group in groups), strict=True)
-    return Hypotheses(*(torch.stack(field, dim=1).flatten(0, 1) for field in fields))
-
-
-def regrouped(hypotheses: Hypotheses, n_groups: int) -> Hypotheses:
-    """``hypotheses (batch * n_groups, n)`` as ``(batch, n_groups * n)``."""
-    fields = (field.unflatten(0, (-1, n_groups)).flatten(1, 2) for field in hypotheses.fields)
-    return Hypotheses(*fields)

@@ -24,9 +24,9 @@ class Sample(NextToken):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.buffer = TokenBuffer(
-            run.ids, run.config.max_length, is_contiguous=_has_functions_of_the_caller(run)
-        )
+        # The caller's own may count on ids that are contiguous, as upstream's are.
+        is_contiguous = not all(is_librarys(type(f)) for f in (*run.processors, *run.criteria))
+        self.buffer = TokenBuffer(run.ids, run.config.max_length, is_contiguous)
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
         run.ids = self.buffer.ids
         rows, device = run.ids.shape[0], run.ids.device
@@ -67,25 +67,13 @@ class Sample(NextToken):
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
         """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
         if not run.config.do_sample:
-            tokens = scores.argmax(
-                dim=-1, keepdim=True
-            )  # of a row with a NaN: the index of that NaN
-            self._note_invalid(scores.gather(1, tokens).isnan().squeeze(1))
-            return tokens.squeeze(1)
-        probabilities = scores.softmax(dim=-1)
-        if scores.is_cpu:
-            try:
-                return torch.multinomial(probabilities, num_samples=1).squeeze(1)
-            except RuntimeError:  # some row is invalid; it is an error only if the row still counts
-                pass
-        # On an accelerator an invalid row would end the process, so it is looked for beforehand.
-        is_invalid = probabilities.sum(dim=-1).isnan()
-        self._note_invalid(is_invalid)
-        probabilities = probabilities.masked_fill(is_invalid[:, None], 1.0)
-        return torch.multinomial(probabilities, num_samples=1).squeeze(1)
-
-    def _note_invalid(self, is_invalid: torch.Tensor) -> None:
-        self.invalid.note(is_invalid, self.n_steps, among=self.unfinished)
+            tokens = scores.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
+            is_invalid = scores.gather(1, tokens).isnan().squeeze(1)
+            self.invalid.note(is_invalid, self.n_steps, self.unfinished)
+        else:
+            probabilities = scores.softmax(dim=-1)
+            tokens = self.invalid.draw(probabilities, 1, self.n_steps, self.unfinished)
+        return tokens.squeeze(1)
 
     def stop(self, run: Run) -> None:
         done = run.criteria(run.ids, run.scores)
@@ -100,12 +88,3 @@ class Sample(NextToken):
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.invalid.raise_any()
         return {"sequences": run.ids.contiguous()}
-
-
-def _has_functions_of_the_caller(run: Run) -> bool:
-    """Whether a processor or criterion is not a library's.
-
-    Such a function may count on ids that are contiguous, as upstream's are. A buffer's views of
-    several rows are not.
-    """
-    return not all(is_librarys(type(function)) for function in (*run.processors, *run.criteria))
