@@ -34,10 +34,10 @@ def cache_argument(model: Any) -> str:
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
 
 
-def given_cache(model: Any, model_kwargs: dict[str, Any]) -> Any:
+def given_cache(model_kwargs: dict[str, Any]) -> Any:
     """The cache in ``model_kwargs`` under any name, or ``None``."""
-    names = (cache_argument(model), *ALL_CACHE_NAMES)
-    return next((model_kwargs[n] for n in names if model_kwargs.get(n) is not None), None)
+    caches = (model_kwargs.get(name) for name in ALL_CACHE_NAMES)
+    return next((cache for cache in caches if cache is not None), None)
 
 
 def makes_its_own_cache(class_name: str) -> bool:

@@ -62,7 +62,7 @@ class ActiveRows:
         """Let rows leave: all but ``is_open (rows,)``, which are ``n_open``."""
         if not self.may_leave or n_open == 0 or n_open > self.n_active * (1 - WORTHWHILE):
             return
-        cache = quirks.given_cache(run.model, run.model_kwargs)
+        cache = quirks.given_cache(run.model_kwargs)
         if self.index is None and not self.can_leave(run, cache):
             self.may_leave = False
             return

@@ -68,7 +68,7 @@ def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | 
     config = call.config
     if model.config.is_encoder_decoder:
         return Reason("a decoder's states depend on its encoder", is_choice=False)
-    if quirks.given_cache(model, model_kwargs) is not None:
+    if quirks.given_cache(model_kwargs) is not None:
         return Reason("the call has a cache already (`past_key_values`)")
     for flag in ("output_attentions", "output_hidden_states"):
         if getattr(config, flag):

@@ -45,7 +45,7 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     check_cache(model, call, prompt)
     if name != "input_ids" or main.ndim != 2 or not is_read:
         return
-    is_continued = quirks.given_cache(model, given) is not None
+    is_continued = quirks.given_cache(given) is not None
     if main.shape[1] == 0 and (model.config.is_encoder_decoder or not is_continued):
         raise ValueError(
             f"`input_ids` has to hold at least one token per row, but has shape {tuple(main.shape)}. "
@@ -121,7 +121,7 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
     ids, table = prompt.main_input, _position_table(model)
     is_flat = positions.ndim == 1 and table is not None  # looked up, one dimension will do
     is_short = positions.shape[-1:] < ids.shape[1:2]
-    is_continued = quirks.given_cache(model, prompt.model_kwargs) is not None
+    is_continued = quirks.given_cache(prompt.model_kwargs) is not None
     is_repeated = max(call.config.num_beams, call.config.num_return_sequences) > 1
     n_rows = (prompt.batch_size,) if is_repeated else (1, prompt.batch_size)
     fits = positions.ndim == 2 and positions.shape[0] in n_rows and positions.dtype != torch.bool
@@ -182,7 +182,7 @@ def _check_mask(model: Any, prompt: Prompt) -> None:
         return
     expected, given = tuple(main.shape[:2]), tuple(mask.shape)
     # With a cache the mask also covers what is in the cache.
-    is_continued = quirks.given_cache(model, prompt.model_kwargs) is not None
+    is_continued = quirks.given_cache(prompt.model_kwargs) is not None
     covers = is_continued and given[0] == expected[0] and given[1] >= expected[1]
     fits = given == expected or covers
     _check_shape(
