@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from . import quirks, validate
+from . import families, validate
 from .caches import table
 from .call import Call, ModelKwargs, Prompt, Request
 from .fields import FIELDS, OWN_FIELDS, is_zero
@@ -157,7 +157,7 @@ def extract_generation_mode_kwargs(
         "assistant_tokenizer": kwargs.pop("assistant_tokenizer", None),
         "assistant_model": assistant_model,
         "streamer": streamer,
-        "synced_gpus": quirks.is_sharded(self) if synced_gpus is None else synced_gpus,
+        "synced_gpus": families.is_sharded(self) if synced_gpus is None else synced_gpus,
     }
     mode_kwargs = {name: value for name, value in mode_kwargs.items() if value is not None}
     if callable(custom_generate):

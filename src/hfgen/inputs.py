@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, StaticCache
 from transformers.utils.generic import is_flash_attention_requested
 
-from . import quirks, validate
+from . import families, validate
 from .batch import row_dim
 from .caches.table import cache_kind
 from .call import Call, ModelKwargs, Prompt, SharedPrompt
@@ -279,7 +279,7 @@ def prepare_decoder_input_ids_for_generation(
         name = "input_ids"
     if (ids := model_kwargs.pop(name, None)) is None:
         return start, model_kwargs
-    if not quirks.keeps_decoder_prompt(self) and (ids[:, 0] != start[:, 0]).all():
+    if not families.keeps_decoder_prompt(self) and (ids[:, 0] != start[:, 0]).all():
         ids = torch.cat([start, ids], dim=-1)
         if (mask := model_kwargs.get("decoder_attention_mask")) is not None:
             mask = torch.cat([torch.ones_like(mask[:, :1]), mask], dim=-1)

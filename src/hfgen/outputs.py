@@ -15,7 +15,7 @@ from transformers.generation.utils import (
 )
 from transformers.utils import ModelOutput
 
-from . import quirks
+from . import families
 from .caches import layers as cache_layers
 from .call import Run, Step, Strategy
 
@@ -110,7 +110,7 @@ class Recording:
     def _output(self, run: Run, result: dict[str, torch.Tensor | None]) -> GenerateOutput:
         recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
         prefix = "decoder_" if run.is_encoder_decoder else ""
-        cache = None if run.rows_have_left else quirks.returned_cache(run.model_kwargs)
+        cache = None if run.rows_have_left else families.returned_cache(run.model_kwargs)
         fields: dict[str, Any] = {
             **result,
             "scores": run.scores,

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 import hfgen
-from hfgen import quirks
+from hfgen import families
 from hfgen.caches import growing
 from tests import SHIPPED
 from tests.parity.family import Family
@@ -341,7 +341,7 @@ def check_continued(cached: Cached) -> list[str] | None:
     """As upstream's; where upstream refuses a cache, as the call without it."""
     case = cached.case
     model, fed = ours(case.family), feed_back(cached, True)
-    if quirks.keeps_other_state(model):  # of the last call that this copy of the model made
+    if families.keeps_other_state(model):  # of the last call that this copy of the model made
         return None
     if not is_expanded(case) and case.mode != ASSISTED:
         theirs = run(upstream(case.family), case, fed)

@@ -14,7 +14,7 @@ from transformers.configuration_utils import get_head_shapes
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 from transformers.generation.configuration_utils import GenerationMode
 
-from .. import quirks
+from .. import families
 from ..call import Call, ModelKwargs, Prompt
 from ..logs import logger
 from . import given, layers, offloaded
@@ -51,7 +51,7 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     """
     config, model_kwargs = call.config, prompt.model_kwargs
     max_length = _max_length(model, call, prompt)
-    name = quirks.cache_argument(model)
+    name = families.cache_argument(model)
     cache = model_kwargs.get(name)
     if isinstance(cache, Cache) and config.cache_implementation is None:
         if getattr(call.strategy, "rolls_back", False):
@@ -74,7 +74,7 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
     It has to hold the prompt, and all that the call can reach if nothing but its length, among the
     stopping criteria, can end it.
     """
-    cache = prompt.model_kwargs.get(quirks.cache_argument(model))
+    cache = prompt.model_kwargs.get(families.cache_argument(model))
     if isinstance(cache, Cache) and call.config.cache_implementation is None:
         criteria: Any = call.criteria
         only_length = all(type(criterion) is MaxLengthCriteria for criterion in criteria)
@@ -105,7 +105,7 @@ def prepare_cache_for_generation(
 
     Raises ``ValueError`` if both a cache and an implementation are given, or a tuple as a cache.
     """
-    name = quirks.cache_argument(self)
+    name = families.cache_argument(self)
     given_cache = model_kwargs.get(name)
     if given_cache is not None:
         if generation_config.cache_implementation is not None:
@@ -167,4 +167,4 @@ def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[
 
 def supports_default_dynamic_cache(cls: type) -> bool:
     """Whether forward takes a ``Cache``."""
-    return not quirks.makes_its_own_cache(cls.__name__)
+    return not families.makes_its_own_cache(cls.__name__)

@@ -31,14 +31,14 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .. import quirks
+from .. import families
 from .dynamic import GrowingLayer, upstream_kind
 from .static_layers import SlicedStaticLayer
 
 PACKAGE = __name__.partition(".")[0]
 
 #: The base classes of layers whose operations are known.
-KNOWN = (DynamicLayer, StaticLayer, LinearAttentionCacheLayerMixin, *quirks.EMPTY_LAYERS)
+KNOWN = (DynamicLayer, StaticLayer, LinearAttentionCacheLayerMixin, *families.EMPTY_LAYERS)
 
 #: The kinds of layers to which rows can be appended: exactly these, since a subclass may have more states.
 APPENDABLE = (
@@ -48,7 +48,7 @@ APPENDABLE = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    *quirks.EMPTY_LAYERS,
+    *families.EMPTY_LAYERS,
 )
 
 

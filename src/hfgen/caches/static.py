@@ -18,7 +18,7 @@ from transformers import EncoderDecoderCache, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import STATIC_CACHE_IMPLEMENTATIONS
 
-from .. import quirks
+from .. import families
 from ..call import ModelKwargs
 from ..logs import logger
 from . import offloaded
@@ -96,7 +96,7 @@ def prepare_static_cache(
         cross = StaticCache(config=config, max_cache_len=source_length, offloading=is_offloaded)
     if cache_implementation != "offloaded_static":
         lease = pool_of(self).lend(Size(batch_size, length, source_length))
-        _fill(cache, lease, length, is_whole=not quirks.masks_filled_static_cache(self))
+        _fill(cache, lease, length, is_whole=not families.masks_filled_static_cache(self))
         _fill_cross(cross, lease)
     if cross is not None:
         cache = EncoderDecoderCache(cache, cross)

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
-from .. import quirks
+from .. import families
 from ..batch import Batch, map_outputs
 from ..caches import layers
 from ..caches.table import is_upstreams
@@ -56,13 +56,13 @@ class ActiveRows:
             shape = [*states.shape[:dim], n_rows, *states.shape[dim + 1 :]]
             return states.new_zeros(shape).index_copy_(dim, index.to(states.device), states)
 
-        map_outputs(model_outputs, widen, quirks.rows_of_states(run.model))
+        map_outputs(model_outputs, widen, families.rows_of_states(run.model))
 
     def keep(self, run: Run, is_open: Tensor, n_open: int) -> None:
         """Let rows leave: all but ``is_open (rows,)``, which are ``n_open``."""
         if not self.may_leave or n_open == 0 or n_open > self.n_active * (1 - WORTHWHILE):
             return
-        cache = quirks.given_cache(run.model_kwargs)
+        cache = families.given_cache(run.model_kwargs)
         if self.index is None and not self.can_leave(run, cache):
             self.may_leave = False
             return

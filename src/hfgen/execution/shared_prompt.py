@@ -15,7 +15,7 @@ from transformers import StaticCache
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from .. import quirks
+from .. import families
 from ..batch import map_outputs
 from ..caches import layers
 from ..call import Call, Prompt, Run, SharedPrompt
@@ -72,7 +72,7 @@ def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
         layers.repeat(cache, _prompts_of_rows(run, shared))
         run.shares_prompts = True
     # Without a cache, the model forwards all ids again at the next step.
-    n, rows_of_states = shared.n, quirks.rows_of_states(run.model)
+    n, rows_of_states = shared.n, families.rows_of_states(run.model)
     map_outputs(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
     if isinstance(images := outputs.get("image_hidden_states"), torch.Tensor):
         outputs["image_hidden_states"] = images.repeat_interleave(
@@ -113,7 +113,7 @@ def _can_fan_out(
     if not is_shared or is_expanded or layers.is_foreign(cache):
         return False
     is_static = isinstance(layers.decoder_cache(cache), StaticCache)
-    if is_static and not quirks.masks_filled_static_cache(model):
+    if is_static and not families.masks_filled_static_cache(model):
         return False  # NLLB-MoE's router reads another row's mask if there are fewer rows
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
     others = (value for name, value in shared.model_kwargs.items() if name != "past_key_values")

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .. import quirks
+from .. import families
 from ..caches import cache_kind
 from ..caches.dynamic import GrowingCache, upstream_kind
 from ..call import Call, ModelKwargs, Prompt
@@ -51,7 +51,7 @@ CUTTABLE = (
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
-    *quirks.EMPTY_LAYERS,
+    *families.EMPTY_LAYERS,
 )
 
 
@@ -68,7 +68,7 @@ def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | 
     config = call.config
     if model.config.is_encoder_decoder:
         return Reason("a decoder's states depend on its encoder", is_choice=False)
-    if quirks.given_cache(model_kwargs) is not None:
+    if families.given_cache(model_kwargs) is not None:
         return Reason("the call has a cache already (`past_key_values`)")
     for flag in ("output_attentions", "output_hidden_states"):
         if getattr(config, flag):
@@ -115,7 +115,7 @@ def _of_model(model: Any, call: Call) -> Reason | None:
             return Reason(f"`{name}` gives rows adapters of their own")
     if call.mode_kwargs.get("synced_gpus"):
         return Reason("devices have to forward in step", is_choice=False)
-    if quirks.keeps_other_state(model):
+    if families.keeps_other_state(model):
         return Reason(f"{type(model).__name__} keeps states elsewhere", is_choice=False)
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
@@ -144,7 +144,7 @@ def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
         return unsuitable
     if prompt.main_input_name != "input_ids" or prompt.ids.ndim != 2:
         return Reason("the prompt is not one of token ids")
-    if any(torch.isin(prompt.ids, i).any() for i in quirks.placeholder_tokens(model)):
+    if any(torch.isin(prompt.ids, i).any() for i in families.placeholder_tokens(model)):
         return Reason("the prompt has placeholders of images or sound")
     if _is_length_dependent(model, config.max_length):
         return Reason("rotary positions change once the sequence is long", is_choice=False)

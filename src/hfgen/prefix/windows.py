@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.cache_utils import DynamicLayer
 
-from .. import quirks
+from .. import families
 from ..caches.dynamic import GrowingSlidingWindowLayer
 
 
@@ -20,7 +20,7 @@ class RecordingWindow(GrowingSlidingWindowLayer):
 
 def attention_layers(cache: Any) -> list[Any]:
     """The layers that hold keys and values; those that share others' hold none."""
-    return [layer for layer in cache.layers if not isinstance(layer, quirks.EMPTY_LAYERS)]
+    return [layer for layer in cache.layers if not isinstance(layer, families.EMPTY_LAYERS)]
 
 
 def start(cache: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import EncoderRepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor
 from transformers.generation import logits_process as upstream
 
-from .. import quirks
+from .. import families
 from .context import Context
 
 
@@ -88,7 +88,7 @@ def repetition_penalty(penalty: float, context: Context) -> RepetitionPenaltyLog
     name = "decoder_attention_mask" if context.is_encoder_decoder else "attention_mask"
     mask = context.model_kwargs.get(name)
     pads = None
-    if mask is not None and quirks.penalty_spares_padding():
+    if mask is not None and families.penalty_spares_padding():
         pads = (mask != 0).int().argmax(dim=1)
     processor = RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=pads)
     _warn_without_prompt(context, "repetition_penalty")

@@ -35,7 +35,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
-from .. import outputs, quirks, stopping
+from .. import families, outputs, stopping
 from ..caches import layers
 from ..caches.layers import roll_back
 from ..call import Run, Speculation, Step
@@ -91,7 +91,7 @@ class Assisted:
         self.may_look = device.type == "cpu" or self.is_in_step
         self.is_at_once = _is_plain(run, verification)
         self.eos = _eos_tokens(run)
-        embedding = quirks.token_embedding(run.model)
+        embedding = families.token_embedding(run.model)
         self.vocab = math.inf if embedding is None else embedding.num_embeddings
 
         # What rows are, on the device: known tokens, then drafted ones ``(rows, …)``; the length
@@ -110,7 +110,7 @@ class Assisted:
         self.draft: Draft | None = None
         self.n_new = 0
         self.is_first = True
-        self.placeholders = quirks.placeholder_tokens(run.model)
+        self.placeholders = families.placeholder_tokens(run.model)
         self.stats = run.speculation = Speculation()
 
     def prefill(self, run: Run) -> ModelOutput | None:

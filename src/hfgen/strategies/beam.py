@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from .. import outputs, quirks
+from .. import families, outputs
 from ..caches import layers
 from ..call import Run, Step
 from ..execution import last_logits
@@ -181,7 +181,7 @@ class Beam(NextToken):
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
         """Let each row of the cache be that of the beam which the row now continues."""
-        name = quirks.cache_name(run.model_kwargs)
+        name = families.cache_name(run.model_kwargs)
         if name is None:
             return
         cache = run.model_kwargs[name]

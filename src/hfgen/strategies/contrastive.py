@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from .. import quirks
+from .. import families
 from ..batch import Batch, map_outputs
 from ..caches.growing import GrowableTensor
 from ..caches.layers import layers_of, newest_column, recording, roll_back
@@ -65,7 +65,7 @@ class Contrastive(Sample):
             )
 
     def __init__(self, run: Run) -> None:
-        self.cache_name = quirks.cache_argument(run.model)
+        self.cache_name = families.cache_argument(run.model)
         cache = run.model_kwargs.get(self.cache_name)
         _check_cache(run, cache)
         super().__init__(run)
@@ -138,7 +138,7 @@ class Contrastive(Sample):
         map_outputs(
             outputs,
             lambda states, dim: states.index_select(dim, chosen.to(states.device)),
-            quirks.rows_of_states(run.model),
+            families.rows_of_states(run.model),
         )
         self.chosen = outputs
         return tokens.gather(1, best[:, None]).squeeze(1)

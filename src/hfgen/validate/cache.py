@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import Cache
 
-from .. import quirks
+from .. import families
 from ..caches import layers as cache_layers
 from ..call import Call, Prompt
 
@@ -24,7 +24,7 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
 
     How many sequences it holds, and whether a static one is long enough, ``caches.prepare`` checks.
     """
-    name = quirks.cache_argument(model)
+    name = families.cache_argument(model)
     cache = prompt.model_kwargs.get(name)
     if cache is None or not model._supports_default_dynamic_cache():
         return
@@ -78,7 +78,7 @@ def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
     is_text = prompt.main_input_name == "input_ids" and ids.ndim == 2
     if model.config.is_encoder_decoder or not is_text or ids.shape[1] == 0:
         return
-    n_cached = int(cache.get_seq_length()) - quirks.tokens_before_prompt(model)
+    n_cached = int(cache.get_seq_length()) - families.tokens_before_prompt(model)
     has_whole_mask = mask is not None and (mask.ndim != 2 or mask.shape[1] > ids.shape[1])
     if n_cached > 0 and n_cached >= ids.shape[1] and not has_whole_mask:
         raise ValueError(

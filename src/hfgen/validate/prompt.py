@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import caches, quirks
+from .. import caches, families
 from ..call import Call, Prompt
 from ..fields import FIELDS, tokens_in
 from ..logs import logger
@@ -28,7 +28,7 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     caches.check_config(model, call)
     given, main, name = prompt.model_kwargs, prompt.main_input, prompt.main_input_name
     _check_shape(prompt.batch_size > 0, str(name), main, "hold at least one row", ValueError)
-    is_text, table = quirks.takes_only_text(model), quirks.token_embedding(model)
+    is_text, table = families.takes_only_text(model), families.token_embedding(model)
     is_read = given.get("encoder_outputs") is None
     if name == "input_ids" and is_text and is_read:
         _check_ids("input_ids", main, table)
@@ -45,7 +45,7 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     check_cache(model, call, prompt)
     if name != "input_ids" or main.ndim != 2 or not is_read:
         return
-    is_continued = quirks.given_cache(given) is not None
+    is_continued = families.given_cache(given) is not None
     if main.shape[1] == 0 and (model.config.is_encoder_decoder or not is_continued):
         raise ValueError(
             f"`input_ids` has to hold at least one token per row, but has shape {tuple(main.shape)}. "
@@ -103,7 +103,9 @@ def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | Non
 
 def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
     ids, mask = (prompt.model_kwargs.get(f"decoder_{n}") for n in ("input_ids", "attention_mask"))
-    table = quirks.token_embedding(model.get_decoder()) if model.config.is_encoder_decoder else None
+    table = (
+        families.token_embedding(model.get_decoder()) if model.config.is_encoder_decoder else None
+    )
     if ids is None or table is None:
         return
     name, rows = "decoder_input_ids", prompt.batch_size
@@ -121,7 +123,7 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
     ids, table = prompt.main_input, _position_table(model)
     is_flat = positions.ndim == 1 and table is not None  # looked up, one dimension will do
     is_short = positions.shape[-1:] < ids.shape[1:2]
-    is_continued = quirks.given_cache(prompt.model_kwargs) is not None
+    is_continued = families.given_cache(prompt.model_kwargs) is not None
     is_repeated = max(call.config.num_beams, call.config.num_return_sequences) > 1
     n_rows = (prompt.batch_size,) if is_repeated else (1, prompt.batch_size)
     fits = positions.ndim == 2 and positions.shape[0] in n_rows and positions.dtype != torch.bool
@@ -182,7 +184,7 @@ def _check_mask(model: Any, prompt: Prompt) -> None:
         return
     expected, given = tuple(main.shape[:2]), tuple(mask.shape)
     # With a cache the mask also covers what is in the cache.
-    is_continued = quirks.given_cache(prompt.model_kwargs) is not None
+    is_continued = families.given_cache(prompt.model_kwargs) is not None
     covers = is_continued and given[0] == expected[0] and given[1] >= expected[1]
     fits = given == expected or covers
     _check_shape(
