@@ -58,9 +58,10 @@ format: $(VENV)/installed ## Format, and fix what the linter can.
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-parity: $(VENV)/installed ## Compare with upstream on COUNT random cases from SEED, and kinds of caches on as many.
+parity: $(VENV)/installed ## Compare with upstream, caches and modes on COUNT random cases each, from SEED.
 	@$(BIN)/python -m tests.parity.sweep --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.caches --seed $(SEED) --count $(COUNT)
+	@$(BIN)/python -m tests.parity.invariants --seed $(SEED) --count $(COUNT)
 
 bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.
 	@$(BIN)/python -m benchmarks.overhead
