@@ -231,3 +231,79 @@ def test_what_a_constructor_raises_reaches_the_caller():
             tiny.prompt(1), custom_generate=hfgen.recipe(Picky), streamer=streamer, max_new_tokens=3
         )
     assert streamer.ends == 1
+
+
+class Unfinished(Sample):
+    """Decodes, but has no result to give."""
+
+    def result(self, run: Run) -> dict[str, Tensor | None]:
+        raise ValueError("no result")
+
+
+def test_a_streamer_ends_once_and_after_the_result():
+    model = hfgen.mix_into(tiny.llama())
+    events: list[str] = []
+
+    class Listener:
+        def put(self, tokens: Tensor) -> None:
+            events.append("put")
+
+        def end(self) -> None:
+            events.append("end")
+
+    class Told(Sample):
+        def result(self, run: Run) -> dict[str, Tensor | None]:
+            events.append("result")
+            return super().result(run)
+
+    for strategy, expected in (
+        (Told, ["put", "put", "result", "end"]),
+        (Unfinished, ["put", "put", "end"]),
+    ):
+        events.clear()
+        with (
+            pytest.raises(ValueError, match="no result")
+            if strategy is Unfinished
+            else nullcontext()
+        ):
+            model.generate(
+                tiny.prompt(1),
+                max_new_tokens=1,
+                streamer=Listener(),
+                custom_generate=hfgen.recipe(strategy),
+            )
+        assert events == expected
+
+
+@pytest.mark.parametrize(
+    ("hook", "options"),
+    [
+        ("_beam_search", {"num_beams": 2}),
+        ("_sample", {"num_return_sequences": 2, "do_sample": True}),
+    ],
+)
+def test_prompts_before_they_were_repeated_are_let_go(hook: str, options: dict[str, Any]) -> None:
+    """What only the prefill needs is not in memory while the rest is decoded."""
+    model, configs, shared = hfgen.mix_into(tiny.llama()), [], []
+
+    def look(model: Any, input_ids: Tensor, generation_config: Any, **kwargs: Any) -> Any:
+        configs.append(generation_config)
+        assert generation_config._call.shared_prompt is not None
+        return getattr(type(model), hook)(
+            model, input_ids, generation_config=generation_config, **kwargs
+        )
+
+    def held(ids: Tensor, scores: Any, **kwargs: Any) -> bool:
+        shared.append(configs[0]._call.shared_prompt)
+        return False
+
+    criteria = [held]
+    model.generate(
+        tiny.prompt(2),
+        max_new_tokens=3,
+        custom_generate=look,
+        stopping_criteria=criteria,
+        **options,
+    )
+    assert shared
+    assert shared == [None] * len(shared)
