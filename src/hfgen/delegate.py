@@ -13,8 +13,8 @@ from .call import Request
 from .logs import logger
 
 
-def find(request: Request) -> Callable[[Any, Request], Any] | None:
-    """What runs the call elsewhere, if its arguments ask for that."""
+def runs_elsewhere(request: Request) -> Callable[[Any, Request], Any] | None:
+    """The function that runs the call elsewhere, if its arguments ask for that."""
     if isinstance(request.custom_generate, str):
         return generate_from_repository
     return generate_paged if request.kwargs.get("cache_implementation") == "paged" else None

@@ -175,8 +175,8 @@ class GenerationMixin(transformers.GenerationMixin):
             kwargs,
         )
         with _ending(streamer):
-            if (generate_elsewhere := delegate.find(request)) is not None:
-                return generate_elsewhere(self, request)
+            if (delegated := delegate.runs_elsewhere(request)) is not None:
+                return delegated(self, request)
             call = prepare(self, request)
             with validate.explaining_misfit(self, call.cache):
                 return call.decode(self)

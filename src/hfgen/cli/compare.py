@@ -129,18 +129,15 @@ def compare_call(
     recording.return_dict_in_generate = recording.output_logits = True
     output = run("transformers", loaded, inputs, recording, seed).output
     rows = enumerate(zip(differing[0].padded, differing[1].padded, strict=False))
-    found = [
-        find_difference(loaded, number, *row, output) for number, row in rows if row[0] != row[1]
-    ]
-    return Comparison(runs, found)
+    parted = [(number, *row) for number, row in rows if row[0] != row[1]]
+    return Comparison(runs, [find_difference(loaded, *row, output) for row in parted])
 
 
-def run(
-    library: str, loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int
-) -> measure.Generated:
+def run(library: str, loaded: Loaded, *call: Any) -> measure.Generated:
+    """``measure.generate`` through ``library``, which errors name."""
     try:
         with LIBRARIES[library](loaded):
-            return measure.generate(loaded, inputs, config, seed)
+            return measure.generate(loaded, *call)
     except CliError as error:
         raise CliError(f"{library}: {error}") from error
 

@@ -60,13 +60,11 @@ def demo(debug: DebugOption = False) -> None:
             f"tokens per second      {result.per_second:,.0f}\n"
             f"peak memory            {mebibytes(measure.peak_memory())}\n"
         )
-        calls = 2 * len(MODES)
-        repeat = max(1, min(REPEAT, int(SECONDS / (calls * result.seconds)) - 1))
-        results = []
+        seconds = 2 * len(MODES) * result.seconds  # of one run of each library in each mode
+        repeat = max(1, min(REPEAT, int(SECONDS / seconds) - 1))
         with out.status("the same prompt through both libraries"):
-            for fields in MODES.values():
-                config = generation_config(fields, loaded.model, NEW_TOKENS)
-                results.append(compare_call(loaded, inputs, config, SEED, repeat))
+            configs = [generation_config(each, loaded.model, NEW_TOKENS) for each in MODES.values()]
+            results = [compare_call(loaded, inputs, each, SEED, repeat) for each in configs]
     out.print(comparison_table(MODES, results, "mode"))
     out.print(f"[dim]one call, median of {repeat} interleaved runs; same weights, same seed[/]\n")
     differing = [mode for mode, each in zip(MODES, results, strict=True) if each.differences]

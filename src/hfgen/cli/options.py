@@ -9,9 +9,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Annotated, Any
 
-import typer
 from rich.panel import Panel
 from rich.table import Table
+from typer import Option
 from typer.core import TyperCommand
 
 from hfgen.cli.report import CliError, out, say
@@ -20,35 +20,30 @@ WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 ModelOption = Annotated[
     str,
-    typer.Option(
-        "--model", metavar="ID_OR_PATH", help="A folder, a hub id, builtin or builtin-draft."
-    ),
+    Option("--model", metavar="ID_OR_PATH", help="A folder, a hub id, builtin or builtin-draft."),
 ]
 AssistantOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--assistant",
         metavar="ID_OR_PATH",
         help="Draft tokens with this smaller model (assisted decoding).",
     ),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the random generator.")]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16 weights.")
-]
+SeedOption = Annotated[int | None, Option("--seed", help="Seed of the random generator.")]
+DtypeOption = Annotated[str, Option("--dtype", help="auto, float32, bfloat16 or float16 weights.")]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--device",
         help="cpu, cuda, cuda:1, mps, or auto to spread over all; the GPU if there is one.",
     ),
 ]
 TrustOption = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the Python code that a model brings with it."),
+    bool, Option("--trust-remote-code", help="Run the Python code that a model brings with it.")
 ]
 DebugOption = Annotated[
-    bool, typer.Option("--debug", help="Show warnings, and the traceback of an error.")
+    bool, Option("--debug", help="Show warnings, and the traceback of an error.")
 ]
 
 
@@ -66,8 +61,8 @@ class GenerationCommand(TyperCommand):
         table.add_column(style="bold", no_wrap=True)
         table.add_column(style="cyan")
         for kind in ("true or false", "an integer", "a number", "text or JSON"):
-            names = (option_name(name) for name in known_fields() if kind_of(name).option == kind)
-            table.add_row(kind, " ".join(names))
+            names = (name for name, takes in known_fields().items() if takes.option == kind)
+            table.add_row(kind, " ".join(map(option_name, names)))
         title = "Generation options: every field of GenerationConfig"
         out.print(Panel(table, title=title, title_align="left", border_style="dim"))
 
@@ -102,7 +97,7 @@ def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict
         elif pending:
             fields[name] = parse_value(name, pending.pop(0))
         else:
-            raise CliError(f"{option} needs a value: {kind_of(name).option}")
+            raise CliError(f"{option} needs a value: {known_fields()[name].option}")
     return rest, fields
 
 
@@ -119,20 +114,11 @@ def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
     raise CliError(f"no option {option}; the nearest is {nearest[0]}, and --help lists all of them")
 
 
-def known_fields() -> list[str]:
-    """Names of the fields that can be given as text, sorted."""
-    import hfgen
-    from hfgen.fields import OWN_FIELDS
+def known_fields() -> dict[str, Any]:
+    """The fields that can be given as text, sorted, and the kind of value that each takes."""
+    from hfgen.fields import FIELDS
 
-    names = {name for name in hfgen.GenerationConfig().to_dict() if not name.startswith("_")}
-    return sorted(name for name in names.union(OWN_FIELDS) if kind_of(name).option is not None)
-
-
-def kind_of(name: str) -> Any:
-    """What the field ``name`` takes: anything if the table lacks it."""
-    from hfgen.fields import ANY, FIELDS
-
-    return FIELDS[name].kind if name in FIELDS else ANY
+    return {name: row.kind for name, row in sorted(FIELDS.items()) if row.kind.option is not None}
 
 
 def option_name(field: str) -> str:
@@ -141,12 +127,12 @@ def option_name(field: str) -> str:
 
 def is_flag(name: str) -> bool:
     """Whether the field ``name`` may stand without a value."""
-    return kind_of(name).option == "true or false"
+    return known_fields()[name].option == "true or false"
 
 
 def is_switch(name: str, text: str) -> bool:
     """Whether ``text``, found after the flag ``name``, is its value and not the next argument."""
-    return text.lower() in WORDS or kind_of(name).accepts(text)
+    return text.lower() in WORDS or known_fields()[name].accepts(text)
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -158,7 +144,7 @@ def parse_value(name: str, text: str) -> Any:
         value = WORDS[text.lower()] if text.lower() in WORDS else json.loads(text)
     except json.JSONDecodeError:
         value = text
-    kind = kind_of(name)
+    kind = known_fields()[name]
     if kind.option == "a number" and isinstance(value, str):
         with suppress(ValueError):
             value = float(text)  # '.5' is no JSON
