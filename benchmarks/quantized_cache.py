@@ -31,7 +31,7 @@ from benchmarks.models import SUBJECTS
 from benchmarks.side_by_side import Spread, machine
 from hfgen.caches.dynamic import GrowingCache
 from hfgen.caches.quantized import QuantizedCache
-from hfgen.caches.quantized_settings import Settings
+from hfgen.caches.settings import Settings
 from scripts import train_builtin_model as training
 
 #: The caches that are timed; the first is what the others are compared with.

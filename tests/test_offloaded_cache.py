@@ -471,7 +471,7 @@ def refused(match: str, **options: Any) -> None:
     ("options", "match"),
     [
         ({"pth": "/tmp"}, r"unknown key `pth` \(did you mean `path`\?\)"),
-        ({"nbits": 4}, r"unknown key `nbits`: .*'offloaded'` knows \['path'\]"),
+        ({"nbits": 4}, r"unknown key `nbits`\. .*'offloaded'` knows \['path'\]"),
         ({"path": 3}, "has to be the path of a folder, but is 3"),
         ({"path": ""}, "has to be the path of a folder, but is ''"),
         ({"path": "/no such folder"}, "'/no such folder'.* No such file or directory"),
@@ -486,7 +486,7 @@ def test_options_that_cannot_be_used(options: Any, match: str) -> None:
 
 def test_the_static_cache_has_no_path() -> None:
     refused(
-        r"unknown key `path`: .*'offloaded_static'` knows none",
+        r"unknown key `path`\. .*'offloaded_static'` knows none",
         cache_implementation="offloaded_static",
         cache_config={"path": "/tmp"},
     )

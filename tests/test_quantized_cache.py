@@ -21,7 +21,7 @@ from benchmarks.live_bytes import LiveBytes
 from hfgen.caches.layers import record_past, roll_back
 from hfgen.caches.packing import CHANNELS, TOKENS, Grouping, Packed, Scratch, pack, unpack
 from hfgen.caches.quantized import Padding, QuantizedCache, QuantizedLayer, States
-from hfgen.caches.quantized_settings import Settings
+from hfgen.caches.settings import Settings
 from hfgen.logs import logger
 from tests import tiny
 from tests.parity.decoder_families import Build

@@ -7,9 +7,8 @@ device, since they are small. The operating system reads mapped files as they ar
 from __future__ import annotations
 
 import copy
-import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from . import mapped
 from .dynamic import GrowingCache, GrowingLayer
 from .growing import GrowableTensor, GrowthPolicy, Spare
 from .mapped import Folder
+from .settings import as_dict, check_keys
 
 if TYPE_CHECKING:
     from .table import CacheRequest
@@ -39,7 +39,9 @@ def folder_of(options: Any) -> Folder | None:
 
     Raises ``ValueError`` for anything else that the ``cache_config`` says.
     """
-    path = _checked_keys(options, "offloaded", ["path"]).get("path")
+    options = as_dict(options)
+    check_keys(options, "offloaded", ["path"])
+    path = options.get("path")
     if path is None:
         return None
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
@@ -57,22 +59,7 @@ def check_settings(options: Any, config: Any = None) -> None:
 
 def check_no_settings(options: Any, config: Any = None) -> None:
     """Raise ``ValueError`` for any key in the ``cache_config`` of ``offloaded_static``."""
-    _checked_keys(options, "offloaded_static", [])
-
-
-def _checked_keys(options: Any, implementation: str, known: list[str]) -> dict[str, Any]:
-    if not isinstance(options, Mapping | None):
-        raise ValueError(f"`cache_config` has to be a dict, but is {options!r}.")
-    options = dict(options or {})
-    for key in options:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1)
-            raise ValueError(
-                f"`cache_config` has an unknown key `{key}`"
-                + (f" (did you mean `{nearest[0]}`?)" if nearest else "")
-                + f": `cache_implementation={implementation!r}` knows {known or 'none'}."
-            )
-    return options
+    check_keys(as_dict(options), "offloaded_static", [])
 
 
 # ---------------------------------------------------------------- the cache

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kw
 from ..logs import logger
 from .dynamic import GrowingCache
 from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
-from .quantized_settings import Settings, upstream_backend
+from .settings import Settings, upstream_backend
 
 if TYPE_CHECKING:
     from .table import CacheRequest

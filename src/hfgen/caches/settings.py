@@ -1,10 +1,10 @@
-"""What ``cache_config`` may say about the quantised cache, and the checks of it."""
+"""What ``cache_config`` may say about each kind of cache, and the checks of it."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,9 +24,28 @@ GROUP_SIZE = 64
 SYNONYMS = {"nbits": "bits", "q_group_size": "group_size"}
 
 
+def as_dict(options: Any) -> dict[str, Any]:
+    """A ``cache_config`` as a new dict. Raises ``ValueError`` for anything but a mapping or ``None``."""
+    if not isinstance(options, Mapping | None):
+        raise ValueError(f"`cache_config` has to be a dict, but is {options!r}.")
+    return dict(options or {})
+
+
+def check_keys(options: Mapping[str, Any], implementation: str, known: Collection[str]) -> None:
+    """Raise ``ValueError`` for a key of a ``cache_config`` that is not one of ``known``."""
+    for key in options:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1)
+            raise ValueError(
+                f"`cache_config` has an unknown key `{key}`"
+                + (f" (did you mean `{nearest[0]}`?)" if nearest else "")
+                + f". `cache_implementation={implementation!r}` knows {[*known] or 'none'}."
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``cache_config`` may say.
+    """What ``cache_config`` may say about the quantised cache.
 
     ``bits``: per number. ``group_size``: numbers that share a scale and a zero point: tokens of a
     key's channel, channels of a value. ``None``: 64 tokens, and as many channels as divide the head
@@ -41,21 +60,17 @@ class Settings:
     def __post_init__(self) -> None:
         if self.bits not in BITS or isinstance(self.bits, bool):
             raise ValueError(f"`bits` has to be one of {list(BITS)}, but is {self.bits!r}.")
-        self._check_is_positive("residual_length")
-        if self.group_size is None:
-            return
-        self._check_is_positive("group_size")
+        for name in ("residual_length", "group_size"):
+            value = getattr(self, name)
+            is_default = name == "group_size" and value is None
+            if not is_default and (type(value) is not int or value < 1):
+                raise ValueError(f"`{name}` has to be an integer above 0, but is {value!r}.")
         n_per_byte = 8 // self.bits
-        if self.group_size % n_per_byte:
+        if self.tokens % n_per_byte:
             raise ValueError(
                 f"`group_size`={self.group_size} does not fit `bits`={self.bits}: {n_per_byte} codes "
                 f"share a byte, so it has to be a multiple of {n_per_byte}."
             )
-
-    def _check_is_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`{name}` has to be an integer above 0, but is {value!r}.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, config: Any) -> Settings:
@@ -63,22 +78,22 @@ class Settings:
 
         Raises ``ValueError`` for what is unknown, out of range, or does not fit the head size.
         """
-        given: dict[str, Any] = {}
-        for key, value in (options or {}).items():
-            if key == "backend":
-                continue
-            name = SYNONYMS.get(key, key)
-            if name in ("axis_key", "axis_value"):
+        options = as_dict(options)
+        for key in ("axis_key", "axis_value"):
+            if key in options:
                 raise ValueError(
-                    f"`cache_config` has `{key}`={value!r}, but keys are always grouped per channel "
-                    "and values per token. Leave it out, or name the `backend` that it is for."
+                    f"`cache_config` has `{key}`={options[key]!r}, but keys are always grouped per "
+                    "channel and values per token. Leave it out, or name the `backend` that it is for."
                 )
-            if name not in NAMES:
-                raise ValueError(f"`cache_config` has an unknown key {_with_nearest(key)}.")
-            if name in given:
-                raise ValueError(f"`cache_config` has both `{name}` and `{key}`: give one of them.")
-            given[name] = value
-        settings = cls(**given)
+        names = [field.name for field in fields(cls)]
+        check_keys(options, "quantized", [*names, "backend", *SYNONYMS])
+        for synonym, name in SYNONYMS.items():
+            if synonym in options and name in options:
+                raise ValueError(
+                    f"`cache_config` has both `{name}` and `{synonym}`: give one of them."
+                )
+        options.pop("backend", None)
+        settings = cls(**{SYNONYMS.get(key, key): value for key, value in options.items()})
         if config is not None:
             for size in _value_sizes(config):
                 settings.channels(size)
@@ -102,26 +117,18 @@ class Settings:
         return min(divisors, key=lambda n: abs(math.log(n / GROUP_SIZE)))
 
 
-#: Keys of ``cache_config``.
-NAMES = tuple(field.name for field in fields(Settings))
-
-
 def upstream_backend(options: Any) -> str | None:
     """Which of upstream's backends a ``cache_config`` names; ``None``: hfgen's own method.
 
     Raises ``ValueError`` if it names another one, or is no dict.
     """
-    if not isinstance(options, Mapping | None):
-        raise ValueError(f"`cache_config` has to be a dict, but is {options!r}.")
-    backend = (options or {}).get("backend", OWN_BACKEND)
-    if backend == OWN_BACKEND:
-        return None
-    if backend not in UPSTREAM_BACKENDS:
+    backend = as_dict(options).get("backend", OWN_BACKEND)
+    if backend not in (OWN_BACKEND, *UPSTREAM_BACKENDS):
         raise ValueError(
             f"`backend` in `cache_config` has to be one of {[OWN_BACKEND, *UPSTREAM_BACKENDS]}, but is "
             f"{backend!r}."
         )
-    return str(backend)
+    return None if backend == OWN_BACKEND else str(backend)
 
 
 def _value_sizes(config: Any) -> Iterator[int]:
@@ -131,13 +138,7 @@ def _value_sizes(config: Any) -> Iterator[int]:
         _, head_sizes = get_head_shapes(config)
     except (AttributeError, TypeError, ZeroDivisionError):
         return  # heads under other names: the first update checks
-    layers = config.per_layer_config
     for index, kind in enumerate(kinds):
         size = head_sizes if isinstance(head_sizes, int) else head_sizes[index]
         if kind == "full_attention":
-            yield getattr(layers[index], "v_head_dim", None) or size
-
-
-def _with_nearest(key: Any) -> str:
-    nearest = difflib.get_close_matches(str(key), [*NAMES, "backend", *SYNONYMS], n=1)
-    return f"`{key}`" + (f" (did you mean `{nearest[0]}`?)" if nearest else "")
+            yield getattr(config.per_layer_config[index], "v_head_dim", None) or size
