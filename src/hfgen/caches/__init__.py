@@ -6,9 +6,12 @@ assign to it: see ``CacheKind``.
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
-from transformers import EncoderDecoderCache, GenerationConfig, MaxLengthCriteria
+import torch
+from transformers import EncoderDecoderCache, GenerationConfig, MaxLengthCriteria, StaticCache
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import get_head_shapes
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
@@ -17,7 +20,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from .. import families
 from ..call import Call, ModelKwargs, Prompt
 from ..logs import logger
-from . import given, layers, offloaded
+from . import layers, offloaded
+from .dynamic import GrowingCache
 from .static import fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
 from .table import CACHES as CACHES
@@ -56,8 +60,9 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     if isinstance(cache, Cache) and config.cache_implementation is None:
         if getattr(call.strategy, "rolls_back", False):
             layers.check_known(cache, "take tokens back out of")
-        cache = given.fit_rows(cache, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
-        given.expect(cache, max_length)
+        cache = _fit_rows(cache, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
+        if isinstance(decoder_cache := layers.decoder_cache(cache), GrowingCache):
+            decoder_cache.expect(max_length)
         fit_to_call(cache, config)
         model_kwargs[name] = cache
     config = offloaded.without_cuda(model, config)
@@ -74,13 +79,49 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
     It has to hold the prompt, and all that the call can reach if nothing but its length, among the
     stopping criteria, can end it.
     """
-    cache = prompt.model_kwargs.get(families.cache_argument(model))
-    if isinstance(cache, Cache) and call.config.cache_implementation is None:
-        criteria: Any = call.criteria
-        only_length = all(type(criterion) is MaxLengthCriteria for criterion in criteria)
-        may_end_early = not only_length or criteria.max_length < call.config.max_length
-        max_length = _max_length(model, call, prompt)
-        given.check_room(cache, max_length, prompt.ids.shape[1], may_end_early)
+    cache = prompt.model_kwargs.get(quirks.cache_argument(model))
+    if not isinstance(cache, Cache) or call.config.cache_implementation is not None:
+        return
+    held = layers.capacity(cache)
+    if held == math.inf:
+        return
+    criteria: Any = call.criteria
+    only_length = all(type(criterion) is MaxLengthCriteria for criterion in criteria)
+    may_end_early = not only_length or criteria.max_length < call.config.max_length
+    n_ids, past = prompt.ids.shape[1], int(cache.get_seq_length())
+    before = past if n_ids <= past else 0  # the ids that were passed may be new ones only
+    longest = before + _max_length(model, call, prompt)
+    shortest = before + n_ids if may_end_early else longest
+    if held < shortest:
+        raise ValueError(
+            f"`past_key_values` is a static cache of {held} tokens, but the call needs {shortest}"
+            + (f", and may reach {longest}" if longest > shortest else "")
+            + f". Make it with `max_cache_len={longest}`, or lower `max_new_tokens`."
+        )
+
+
+def _fit_rows(cache: Cache, batch_size: int, wanted: int, will_fan_out: bool) -> Cache:
+    """The caller's cache, for the ``wanted`` rows that ``batch_size`` prompts are expanded to.
+
+    Expanded caches are copies: the caller's stays as it is. If the call fans out after its prefill,
+    the copy is expanded then. A static cache that was emptied by ``reset()`` takes any number of
+    rows again. Raises ``ValueError`` for another number of rows.
+    """
+    rows = layers.count(cache)
+    if rows is None or rows == wanted:
+        return cache
+    if isinstance(cache, StaticCache) and int(cache.get_seq_length()) == 0:
+        layers.empty_rows(cache)
+        return cache
+    if rows == batch_size and hasattr(cache, "batch_repeat_interleave"):
+        cache = copy.deepcopy(cache)
+        if not will_fan_out:
+            layers.take(cache, torch.arange(rows).repeat_interleave(wanted // batch_size))
+        return cache
+    raise ValueError(
+        f"`past_key_values` holds {rows} sequences, but the call has {batch_size} prompts"
+        + (f", expanded to {wanted} rows." if wanted != batch_size else ".")
+    )
 
 
 def _max_length(model: Any, call: Call, prompt: Prompt) -> int:

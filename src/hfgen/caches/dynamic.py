@@ -52,7 +52,54 @@ def grows_in_place(states: Tensor) -> bool:
     )
 
 
-class GrowingLayer(DynamicLayer):
+#: Which of upstream's classes a layer of hfgen's stands for.
+UPSTREAM_KINDS: dict[type, type] = {}
+
+
+def stands_for(theirs: type) -> Callable[[type], Any]:
+    """Decorate a layer with the kind of upstream's that it replaces, whose name it takes.
+
+    Code that asks for a layer by its name then finds upstream's.
+    """
+
+    def register(own: type) -> type:
+        UPSTREAM_KINDS[own] = theirs
+        own.__name__ = theirs.__name__
+        return own
+
+    return register
+
+
+def upstream_kind(layer: Any) -> type:
+    """The class of upstream's that a layer is one of, or stands for."""
+    return UPSTREAM_KINDS.get(type(layer), type(layer))
+
+
+class MapsRows:
+    """The methods of a layer that choose rows, by one ``_map_rows(take)``."""
+
+    _map_rows: Callable[[Callable[[Tensor], Tensor]], None]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``i`` go on as row ``beam_idx[i]``; there may be more or fewer rows than before."""
+        self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self._map_rows(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep the rows ``indices``: numbers or a mask."""
+
+        def take(states: Tensor) -> Tensor:
+            here = indices.to(states.device) if isinstance(indices, Tensor) else indices
+            return states[here, ...]
+
+        self._map_rows(take)
+
+
+@stands_for(DynamicLayer)
+class GrowingLayer(MapsRows, DynamicLayer):
     """Full attention: ``keys (rows, heads, length, size)``, ``values`` alike; sizes may differ."""
 
     keys: Any = _growing("keys")
@@ -84,10 +131,6 @@ class GrowingLayer(DynamicLayer):
         spare = self._growth.spare
         return self._keys.append(key_states, spare), self._values.append(value_states, spare)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``i`` go on as row ``beam_idx[i]``; there may be more or fewer rows than before."""
-        self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
-
     def share_prompt(self) -> None:
         """Take all tokens so far to be alike in all rows of a prompt."""
         for states in (self._keys, self._values):
@@ -99,23 +142,13 @@ class GrowingLayer(DynamicLayer):
             for states in (self._keys, self._values):
                 states.map_rows_of_prompts(lambda s: s.index_select(0, rows.to(s.device)))
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        self._map_rows(lambda states: states.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows ``indices``: numbers or a mask."""
-        if isinstance(indices, Tensor):
-            self._map_rows(lambda states: states[indices.to(states.device), ...])
-        else:
-            super().batch_select_indices(indices)
-
     def _map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         if self.get_seq_length() > 0:
             self._keys.map_rows(take)
             self._values.map_rows(take)
 
 
+@stands_for(DynamicSlidingWindowLayer)
 class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
     """Sliding-window and chunked attention: the last ``sliding_window - 1`` tokens are kept.
 
@@ -150,6 +183,7 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
         return min(self._growth.spare(length), max(most - length, 0))
 
 
+@stands_for(DynamicIndexedLayer)
 class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
     """Full attention with an indexer's keys ``(rows, length, size)`` besides."""
 
@@ -181,10 +215,12 @@ class _WithLinearStates:
         GrowingLayer.reorder_beams(self, rows)
 
 
+@stands_for(LinearAttentionAndFullAttentionLayer)
 class GrowingHybridLayer(_WithLinearStates, LinearAttentionAndFullAttentionLayer, GrowingLayer):
     """Full attention beside linear attention."""
 
 
+@stands_for(LinearAttentionAndSlidingWindowAttentionLayer)
 class GrowingHybridSlidingLayer(
     _WithLinearStates, LinearAttentionAndSlidingWindowAttentionLayer, GrowingSlidingWindowLayer
 ):
@@ -192,19 +228,7 @@ class GrowingHybridSlidingLayer(
 
 
 #: Which layer stands for which of upstream's; other kinds, models' own among them, stay.
-KINDS: dict[type, type] = {
-    DynamicLayer: GrowingLayer,
-    DynamicSlidingWindowLayer: GrowingSlidingWindowLayer,
-    DynamicIndexedLayer: GrowingIndexedLayer,
-    LinearAttentionAndFullAttentionLayer: GrowingHybridLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer: GrowingHybridSlidingLayer,
-}
-UPSTREAM_KINDS = {ours: theirs for theirs, ours in KINDS.items()}
-
-
-def upstream_kind(layer: Any) -> type:
-    """The class of upstream's that a layer is one of, or stands for."""
-    return UPSTREAM_KINDS.get(type(layer), type(layer))
+KINDS = {theirs: own for own, theirs in UPSTREAM_KINDS.items()}
 
 
 def as_growing(layer: Any, growth: GrowthPolicy) -> Any:
@@ -246,18 +270,12 @@ class GrowingCache(DynamicCache):
             self._growth.n_tensors = 2 * len(self.layers)
         self.layers = [as_growing(layer, self._growth) for layer in self.layers]
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = partial(_new_layer, self._growth)
+            self.layer_class_to_replicate = partial(as_growing, DynamicLayer(), self._growth)
 
     def expect(self, max_length: int) -> None:
         """From now on, buffers get capacity for a call that ends with ``max_length`` tokens."""
         self._growth.max_length = max_length
 
 
-def _new_layer(growth: GrowthPolicy) -> Any:
-    return as_growing(DynamicLayer(), growth)
-
-
-# Code that asks for a cache or a layer by its name finds upstream's.
+# Code that asks for a cache by its name finds upstream's.
 GrowingCache.__name__ = DynamicCache.__name__
-for _own, _theirs in UPSTREAM_KINDS.items():
-    _own.__name__ = _theirs.__name__

@@ -52,6 +52,16 @@ APPENDABLE = (
 )
 
 
+#: What a layer keeps of a row, and the dimension of its tokens: ``None`` if states are of all at once.
+TOKEN_DIMS = {
+    "keys": -2,
+    "values": -2,
+    "indexer_keys": -2,
+    "conv_states": -1,  # an earlier token is zero where there is none
+    "recurrent_states": None,
+}
+
+
 def decoder_cache(cache: Any) -> Any:
     """The part that grows: of an encoder-decoder's cache, that of self-attention."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
@@ -229,9 +239,7 @@ def append(cache: Any, other: Any) -> tuple[int, int]:
     parts = [(decoder_cache(cache), decoder_cache(other))]
     if isinstance(cache, EncoderDecoderCache) and isinstance(other, EncoderDecoderCache):
         parts.append((cache.cross_attention_cache, other.cross_attention_cache))
-    pairs = [pair for one, two in parts for pair in _pairs(one, two)]
-    for layer, added in pairs:
-        _check_appendable(layer, added)
+    pairs = [pair for one, two in parts for pair in _matched(one, two)]
     lengths = [int(part.get_seq_length()) for part in parts[0]]
     for layer, added in pairs:
         _append_layer(layer, added)
@@ -239,64 +247,63 @@ def append(cache: Any, other: Any) -> tuple[int, int]:
     return longest - lengths[0], longest - lengths[1]
 
 
-def _pairs(cache: Any, other: Any) -> list[tuple[Any, Any]]:
+def _matched(cache: Any, other: Any) -> list[tuple[Any, Any]]:
+    """The layers of both, in pairs whose rows can be joined."""
     if len(cache.layers) != len(other.layers):
         raise ValueError(
             f"Rows of a cache of {len(other.layers)} layers cannot be put into one of "
             f"{len(cache.layers)} layers."
         )
-    return list(zip(cache.layers, other.layers, strict=True))
+    pairs = list(zip(cache.layers, other.layers, strict=True))
+    for layer, added in pairs:
+        kinds = upstream_kind(layer), upstream_kind(added)
+        for kind in kinds:
+            if kind not in APPENDABLE:
+                raise ValueError(f"Rows cannot be appended to layers of kind {kind.__name__}.")
+        forms = _form(layer), _form(added)
+        if kinds[0] is not kinds[1] or forms[0] != forms[1]:
+            raise ValueError(
+                f"Rows of a {kinds[1].__name__} with {forms[1]} cannot be put into a "
+                f"{kinds[0].__name__} with {forms[0]}."
+            )
+    return pairs
 
 
-def _check_appendable(layer: Any, added: Any) -> None:
-    kinds = upstream_kind(layer), upstream_kind(added)
-    for kind in kinds:
-        if kind not in APPENDABLE:
-            raise ValueError(f"Rows cannot be appended to layers of kind {kind.__name__}.")
-    forms = _form(layer), _form(added)
-    if kinds[0] is not kinds[1] or forms[0] != forms[1]:
-        raise ValueError(
-            f"Rows of a {kinds[1].__name__} with {forms[1]} cannot be put into a "
-            f"{kinds[0].__name__} with {forms[0]}."
-        )
+def _states(layer: Any) -> dict[tuple[str, int | None], Tensor]:
+    """The states of a layer, by attribute, and by number where the attribute is a dict."""
+    found: dict[tuple[str, int | None], Tensor] = {}
+    for name in TOKEN_DIMS:
+        states = getattr(layer, name, None)
+        each = states if isinstance(states, dict) else {None: states}
+        found |= {(name, index): state for index, state in each.items() if state is not None}
+    return found
 
 
 def _form(layer: Any) -> dict[str, Any]:
     """What two layers have to have in common: sizes that are neither rows nor tokens."""
     form: dict[str, Any] = {"window": getattr(layer, "sliding_window", None)}
-    for name in ("keys", "values", "indexer_keys"):
-        states = getattr(layer, name, None)
-        if states is not None:
-            form[name] = (*states.shape[1:-2], states.shape[-1], states.dtype)
-    for name in ("conv_states", "recurrent_states"):
-        for index, states in getattr(layer, name, {}).items():
-            end = -1 if name == "conv_states" else None
-            if states is not None:
-                form[f"{name}[{index}]"] = (*states.shape[1:end], states.dtype)
+    for (name, index), states in _states(layer).items():
+        tokens = range(states.ndim)[TOKEN_DIMS[name] or 0]
+        sizes = [size for dim, size in enumerate(states.shape) if dim not in (0, tokens)]
+        form[name if index is None else f"{name}[{index}]"] = (*sizes, states.dtype)
     return form
 
 
 def _append_layer(layer: Any, added: Any) -> None:
-    if isinstance(layer, LinearAttentionLayer):
-        for states, others in (
-            (layer.conv_states, added.conv_states),
-            (layer.recurrent_states, added.recurrent_states),
-        ):
-            for index, own in states.items():
-                if own is not None:  # an earlier token of a convolution is zero where there is none
-                    width = -1 if states is layer.conv_states else None
-                    states[index] = _joined(own, others[index], width)
-    if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
-        return
-    lengths = [layer.get_seq_length(), added.get_seq_length()]
-    longest = max(lengths)
+    has_keys = isinstance(layer, DynamicLayer) and layer.is_initialized
+    longest = max(layer.get_seq_length(), added.get_seq_length()) if has_keys else 0
     kept = min(longest, getattr(layer, "sliding_window", longest + 1) - 1) or longest
-    for name in ("keys", "values", "indexer_keys"):
-        if (own := getattr(layer, name, None)) is not None:
-            # A window that records what leaves it holds more than it shows.
-            rows = [s[..., -kept:, :] for s in (own, getattr(added, name))]
-            setattr(layer, name, _joined(rows[0], rows[1], -2))
-    if isinstance(layer, DynamicSlidingWindowLayer):
+    theirs = _states(added)
+    for (name, index), own in _states(layer).items():
+        rows, dim = [own, theirs[name, index]], TOKEN_DIMS[name]
+        if dim == -2:  # a window that records what leaves it holds more than it shows
+            rows = [states[..., -kept:, :] for states in rows]
+        joined = _joined(rows[0], rows[1], dim)
+        if index is None:
+            setattr(layer, name, joined)
+        else:
+            getattr(layer, name)[index] = joined
+    if has_keys and isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = longest
 
 
@@ -328,13 +335,6 @@ def record_past(cache: Any) -> None:
             layer.update = _Recorder(layer)
 
 
-def forget_past(cache: Any) -> None:
-    """Let static windows be as they were before ``record_past``."""
-    for layer in layers_of(cache):
-        if _recorder(layer) is not None:
-            del layer.update
-
-
 @contextmanager
 def recording(cache: Any) -> Iterator[None]:
     """Within, what ``roll_back`` needs is kept; static windows are left as they were."""
@@ -342,7 +342,9 @@ def recording(cache: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        forget_past(cache)
+        for layer in layers_of(cache):
+            if _recorder(layer) is not None:
+                del layer.update
 
 
 def roll_back(cache: Any, n_tokens: int) -> None:

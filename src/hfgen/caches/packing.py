@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .growing import use_count
 
@@ -128,9 +129,8 @@ class Packed:
         """
         n_old, tokens = self.n_groups, self.grouping.tokens
         n_new = states.shape[2] // tokens
-        longer = self.each(lambda tensor: _with_room(tensor, n_old + n_new))
-        for old, new in zip(longer.tensors, self.tensors, strict=True):
-            old[:, :, :n_old] = new
+        room = [0] * 2 * (CHANNELS - GROUPS) + [0, n_new]  # behind the groups
+        longer = self.each(lambda tensor: F.pad(tensor, room))
         for start, end in _blocks(n_new, states, tokens, PACKED_AT_ONCE):
             positions = slice(start * tokens, end * tokens)
             grouped = self.grouping.split(states[:, :, positions])
@@ -202,10 +202,6 @@ class Scratch:
 
     def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
         return Scratch, ()
-
-
-def _with_room(tensor: torch.Tensor, n_groups: int) -> torch.Tensor:
-    return tensor.new_empty(*tensor.shape[:GROUPS], n_groups, *tensor.shape[GROUPS + 1 :])
 
 
 def _without_padding(grouped: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:

@@ -162,8 +162,10 @@ def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
 class Lease:
     """The right to use buffers, held by the layers of one cache. Buffers go back to the pool with them."""
 
-    def __init__(self, pool: Pool, buffers: CacheBuffers) -> None:
+    def __init__(self, pool: Pool, buffers: CacheBuffers, asked: Size) -> None:
         self.pool, self.buffers = pool, buffers
+        #: What the call asked for; ``buffers`` may be larger.
+        self.asked = asked
         #: Tokens per row that the call can reach; ``max_cache_len`` may have asked for more.
         self.needed = 0
 
@@ -197,7 +199,7 @@ class Pool:
             buffers = CacheBuffers(size)
         else:
             buffers.clear()
-        return Lease(self, buffers)
+        return Lease(self, buffers, asked)
 
     def free(self) -> int:
         """Let go of the idle buffers; returns its bytes."""

@@ -24,7 +24,7 @@ from transformers import QuantizedCache as UpstreamQuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
 
 from ..logs import logger
-from .dynamic import GrowingCache
+from .dynamic import GrowingCache, MapsRows
 from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
 from .settings import Settings, upstream_backend
 
@@ -129,7 +129,23 @@ class States:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class QuantizedLayer(DynamicLayer):
+def _unpacked(name: str) -> Any:
+    """An attribute that is unpacked when read, and packed when assigned."""
+
+    def get(layer: QuantizedLayer) -> torch.Tensor | None:
+        return layer.states[name].joined() if name in layer.states else None
+
+    def assign(layer: QuantizedLayer, states: torch.Tensor | None) -> None:
+        if states is None:
+            layer.states.pop(name, None)
+            return
+        layer.states[name] = States(layer._grouping(name, states.shape[-1]), states)
+        layer.states[name].keep(states, layer.settings.residual_length)
+
+    return property(get, assign)
+
+
+class QuantizedLayer(MapsRows, DynamicLayer):
     """A layer that attends to everything. Its ``keys`` and ``values`` are unpacked when read."""
 
     def __init__(
@@ -147,31 +163,8 @@ class QuantizedLayer(DynamicLayer):
         self.states: dict[str, States] = {}
         super().__init__()
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        return self._read("keys")
-
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._write("keys", states)
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        return self._read("values")
-
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._write("values", states)
-
-    def _read(self, name: str) -> torch.Tensor | None:
-        return self.states[name].joined() if name in self.states else None
-
-    def _write(self, name: str, states: torch.Tensor | None) -> None:
-        if states is None:
-            self.states.pop(name, None)
-            return
-        self.states[name] = States(self._grouping(name, states.shape[-1]), states)
-        self.states[name].keep(states, self.settings.residual_length)
+    keys: Any = _unpacked("keys")
+    values: Any = _unpacked("values")
 
     def _grouping(self, name: str, size: int) -> Grouping:
         bits, tokens = self.settings.bits, self.settings.tokens
@@ -218,27 +211,18 @@ class QuantizedLayer(DynamicLayer):
         super().reset()
         self.padding = None
 
-    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _map_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for states in self.states.values():
             states.change(change)
         if self.padding is not None:
             self.padding = replace(self.padding, lengths=change(self.padding.lengths))
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._change(lambda tensor: tensor[indices.to(tensor.device), ...])
-
     def offload(self) -> None:
-        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
+        self._map_rows(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         if self.is_initialized:
-            self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
+            self._map_rows(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     @property
     def n_bytes(self) -> int:

@@ -7,7 +7,7 @@ pool (``pool.py``).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -87,17 +87,24 @@ def prepare_static_cache(
     length = max(max_cache_len, pool_of(self).needed)
     config = self.config.get_text_config(decoder=True)
     is_offloaded = "offloaded" in cache_implementation and offloaded.is_on_cuda(self)
-    source_length = 0
+    cache: Cache = StaticCache(config=config, max_cache_len=length, offloading=is_offloaded)
+    cross, source_length = None, 0
     if self.config.is_encoder_decoder:
         source_length = model_kwargs["encoder_outputs"][0].shape[1]
-    cache: Cache = StaticCache(config=config, max_cache_len=length, offloading=is_offloaded)
-    cross: Cache | None = None
-    if self.config.is_encoder_decoder:
         cross = StaticCache(config=config, max_cache_len=source_length, offloading=is_offloaded)
     if cache_implementation != "offloaded_static":
         lease = pool_of(self).lend(Size(batch_size, length, source_length))
-        _fill(cache, lease, length, is_whole=not families.masks_filled_static_cache(self))
-        _fill_cross(cross, lease)
+        kinds = {type(layer) for layer in cache.layers if isinstance(layer, StaticLayer)}
+        # Layers of a kind that is not known here attend to everything, and all share one mask.
+        is_whole = not kinds <= {StaticLayer, StaticSlidingWindowLayer}
+        visible = VisibleLength(is_whole or not quirks.masks_filled_static_cache(self))
+        makers = {
+            StaticLayer: lambda length: SlicedStaticLayer.new(length, visible),
+            StaticSlidingWindowLayer: lambda length: PooledSlidingWindowLayer(length, length),
+        }
+        _fill(cache, lease, makers)
+        if cross is not None:
+            _fill(cross, lease, {StaticLayer: PooledLayer})
     if cross is not None:
         cache = EncoderDecoderCache(cache, cross)
     elif prefill_chunk_size is not None and (shape := self._get_static_cache_init_shape()):
@@ -113,33 +120,13 @@ def prepare_static_cache(
     return cache
 
 
-def _fill(cache: Cache, lease: Lease, length: int, is_whole: bool) -> None:
-    """Put layers in place of upstream's that have their memory from ``lease``.
-
-    Kinds that are not known here stay. If one of them attends to everything, so do the others, since
-    all have the same mask.
-    """
-    kinds = {type(layer) for layer in cache.layers if isinstance(layer, StaticLayer)}
-    visible = VisibleLength(is_whole or not kinds <= {StaticLayer, StaticSlidingWindowLayer})
+def _fill(cache: Cache, lease: Lease, makers: Mapping[type, Callable[[int], Any]]) -> None:
+    """Put layers that have their memory from ``lease`` in place of upstream's in ``makers``."""
     for index, layer in enumerate(cache.layers):
-        pooled: Any
-        if type(layer) is StaticLayer:
-            pooled = SlicedStaticLayer.new(layer.max_cache_len, visible)
-        elif type(layer) is StaticSlidingWindowLayer:
-            pooled = PooledSlidingWindowLayer(layer.max_cache_len, layer.max_cache_len)
-            pooled._call_length = length
-        else:
-            continue
-        pooled._lease, pooled._index = lease, index
-        cache.layers[index] = pooled
-
-
-def _fill_cross(cache: Cache | None, lease: Lease) -> None:
-    for index, layer in enumerate(cache.layers if cache is not None else ()):
-        if type(layer) is StaticLayer:
-            pooled = PooledLayer(layer.max_cache_len)
+        if (make := makers.get(type(layer))) is not None:
+            pooled = make(layer.max_cache_len)
             pooled._lease, pooled._index = lease, index
-            cache.layers[index] = pooled  # type: ignore[union-attr]
+            cache.layers[index] = pooled
 
 
 def filled_layers(cache: Any) -> list[SlicedStaticLayer]:

@@ -7,7 +7,6 @@ filled ones, rounded up. ``update`` returns as many.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 from weakref import ref
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from .dynamic import UPSTREAM_KINDS
+from .dynamic import stands_for, upstream_kind
 from .pool import CROSS, FILLED, WINDOW, Lease
 
 #: Attention sees a multiple of this many tokens.
@@ -129,18 +128,9 @@ class Pooled:
 
     # ------------------------------------------------------------ copies are upstream's layers
 
-    def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _restored(
-            UPSTREAM_KINDS[_own_kind(self)],
-            {name: _own(value, memo) for name, value in self._state().items()},
-        )
-
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        state = {name: _compact(value) for name, value in self._state().items()}
-        return _restored, (UPSTREAM_KINDS[_own_kind(self)], state)
+        state = {k: _compact(v) for k, v in vars(self).items() if not k.startswith("_")}
+        return _restored, (upstream_kind(self), state)
 
     def __copy__(self) -> Any:
         twin: Any = type(self).__new__(type(self))
@@ -148,24 +138,27 @@ class Pooled:
         return twin
 
 
+@stands_for(StaticLayer)
 class PooledLayer(Pooled, StaticLayer):
     """Cross-attention: what the encoder said, all of it."""
 
     _kind = CROSS
 
 
+@stands_for(StaticSlidingWindowLayer)
 class PooledSlidingWindowLayer(Pooled, StaticSlidingWindowLayer):
     """Sliding-window and chunked attention."""
 
     _kind = WINDOW
     _dynamic = (0,)
 
-    def _capacity(self) -> int:
+    def _capacity(self: Any) -> int:
         # A window that is longer than the call is cut to it, and may be longer in the next one.
-        is_cut = self.max_cache_len == self._call_length
+        is_cut = self.max_cache_len == self._lease.asked.length
         return super()._capacity() if is_cut else self.max_cache_len
 
 
+@stands_for(StaticLayer)
 class SlicedStaticLayer(Pooled, StaticLayer):
     """Full attention: ``keys (rows, heads, max_cache_len, size)``, of which the filled part is shown."""
 
@@ -294,22 +287,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return self._length()
 
 
-UPSTREAM_KINDS.update(
-    {
-        PooledLayer: StaticLayer,
-        PooledSlidingWindowLayer: StaticSlidingWindowLayer,
-        SlicedStaticLayer: StaticLayer,
-    }
-)
-for _own_class, _theirs in list(UPSTREAM_KINDS.items()):
-    if issubclass(_own_class, Pooled):
-        _own_class.__name__ = _theirs.__name__  # code that asks for a layer by its name finds it
-
-
-def _own_kind(layer: Any) -> type:
-    return next(kind for kind in type(layer).__mro__ if kind in UPSTREAM_KINDS)
-
-
 def _restored(kind: Any, state: dict[str, Any]) -> Any:
     layer = kind.__new__(kind)
     vars(layer).update(state)
@@ -320,10 +297,6 @@ def _compact(value: Any) -> Any:
     """A tensor without the rest of the buffer that it is a part of."""
     is_tensor = isinstance(value, Tensor)
     return value.clone(memory_format=torch.contiguous_format) if is_tensor else value
-
-
-def _own(value: Any, memo: dict[int, Any]) -> Any:
-    return _compact(value) if isinstance(value, Tensor) else copy.deepcopy(value, memo)
 
 
 def _mark(states: Tensor, dynamic: tuple[int, ...]) -> None:
