@@ -6,14 +6,9 @@ pool (``pool.py``).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.fx.experimental import _config as fx_config
 from transformers import EncoderDecoderCache, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.configuration_utils import STATIC_CACHE_IMPLEMENTATIONS
@@ -28,9 +23,6 @@ from .static_layers import PooledLayer, PooledSlidingWindowLayer, SlicedStaticLa
 
 if TYPE_CHECKING:
     from .table import CacheRequest
-
-#: What forward may take tokens as.
-IDS = ("decoder_input_ids", "input_ids", "inputs_embeds")
 
 
 def make_static(request: CacheRequest) -> Cache:
@@ -129,9 +121,10 @@ def _fill(cache: Cache, lease: Lease, makers: Mapping[type, Callable[[int], Any]
             cache.layers[index] = pooled
 
 
-def filled_layers(cache: Any) -> list[SlicedStaticLayer]:
-    """The layers of ``cache`` that show attention what is filled."""
-    return [layer for layer in layers_of(cache) if isinstance(layer, SlicedStaticLayer)]
+def visible_length(cache: Any) -> VisibleLength | None:
+    """What the layers of ``cache`` that show attention what is filled share; ``None`` without such."""
+    layers = [layer for layer in layers_of(cache) if isinstance(layer, SlicedStaticLayer)]
+    return layers[0]._visible if layers else None
 
 
 def fit_to_call(cache: Any, config: GenerationConfig) -> None:
@@ -139,58 +132,6 @@ def fit_to_call(cache: Any, config: GenerationConfig) -> None:
 
     Attentions then have upstream's shapes, and cache and hidden states its values at padding.
     """
-    for layer in filled_layers(cache):
-        layer._visible.is_whole_to_prompts |= bool(config.return_dict_in_generate)
-        layer._visible.is_whole |= bool(config.output_attentions)
-
-
-class Compiled:
-    """A compiled forward that is not compiled again for another batch or another filled length."""
-
-    def __init__(self, forward: Callable, cache: Any) -> None:
-        self.forward = forward
-        for layer in filled_layers(cache):
-            layer._visible.is_coarse = True
-
-    def __call__(self, **inputs: Any) -> Any:
-        from torch._dynamo.utils import counters  # takes a second: not for those who do not compile
-
-        for value in inputs.values():
-            for tensor in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(tensor, Tensor):
-                    _mark_sizes(tensor)
-        ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), None)
-        n_graphs = counters["stats"]["unique_graphs"]
-        with nullcontext() if ids is None or len(ids) == 1 else _one_is_not_special():
-            outputs = self.forward(**inputs)
-        if counters["stats"]["unique_graphs"] != n_graphs:
-            gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them
-        for layer in filled_layers(inputs.get("past_key_values")):
-            visible = layer._visible
-            if visible.is_open:  # else the graph was left, and update() has counted
-                layer._note(visible.total)
-        for layer in filled_layers(inputs.get("past_key_values")):
-            layer._visible.is_open = False
-        return outputs
-
-
-def _mark_sizes(tensor: Tensor) -> None:
-    """Tell the compiler which sizes of an input differ from call to call.
-
-    Rows; of a mask ``(rows, 1, 1, keys)`` the keys, of what the encoder said the length.
-    """
-    dims = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}.get(tensor.ndim, ())
-    for dim in dims:
-        if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
-def _one_is_not_special() -> AbstractContextManager[Any]:
-    """Let a graph that was compiled for several rows take a single one."""
-    try:
-        context: AbstractContextManager[Any] = fx_config.patch(  # type: ignore[attr-defined]
-            backed_size_oblivious=True
-        )
-    except AttributeError:  # an older torch compiles once more for a single row
-        return nullcontext()
-    return context
+    if (visible := visible_length(cache)) is not None:
+        visible.is_whole_to_prompts |= bool(config.return_dict_in_generate)
+        visible.is_whole |= bool(config.output_attentions)

@@ -45,10 +45,19 @@ class VisibleLength:
         self.total = total
         self.is_open = True
         self.shown = shown
-        for layer in self.layers:
-            if (alive := layer()) is not None:
-                alive.open()
+        for layer in self._alive():
+            layer.open()
         return shown
+
+    def close(self) -> None:
+        """After a compiled forward: note its tokens, unless the graph was left and update() has."""
+        if self.is_open:
+            for layer in self._alive():
+                layer._note(self.total)
+        self.is_open = False
+
+    def _alive(self) -> list[SlicedStaticLayer]:
+        return [layer for each in self.layers if (layer := each()) is not None]
 
     def _rounded(self, total: int) -> int:
         grain = GRAIN

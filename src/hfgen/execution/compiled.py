@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config as fx_config
 from transformers import DynamicCache, GenerationConfig
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..caches.layers import decoder_cache
-from ..caches.static import Compiled
+from ..caches.static import visible_length
 from ..call import ModelKwargs
 from ..logs import logger
+
+#: What forward may take tokens as.
+IDS = ("decoder_input_ids", "input_ids", "inputs_embeds")
 
 
 def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:
@@ -90,3 +97,52 @@ def optimize_model_for_decode(self: Any) -> Iterator[None]:
         yield
     finally:
         self.set_experts_implementation(implementations)
+
+
+class Compiled:
+    """A compiled forward that is not compiled again for another batch or another filled length."""
+
+    def __init__(self, forward: Callable, cache: Any) -> None:
+        self.forward = forward
+        self.visible = visible_length(cache)
+        if self.visible is not None:
+            self.visible.is_coarse = True
+
+    def __call__(self, **inputs: Any) -> Any:
+        from torch._dynamo.utils import counters  # takes a second: not for those who do not compile
+
+        for value in inputs.values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, Tensor):
+                    _mark_sizes(tensor)
+        ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), None)
+        n_graphs = counters["stats"]["unique_graphs"]
+        with nullcontext() if ids is None or len(ids) == 1 else _one_is_not_special():
+            outputs = self.forward(**inputs)
+        if counters["stats"]["unique_graphs"] != n_graphs:
+            gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them
+        if self.visible is not None:
+            self.visible.close()
+        return outputs
+
+
+def _mark_sizes(tensor: Tensor) -> None:
+    """Tell the compiler which sizes of an input differ from call to call.
+
+    Rows; of a mask ``(rows, 1, 1, keys)`` the keys, of what the encoder said the length.
+    """
+    dims = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}.get(tensor.ndim, ())
+    for dim in dims:
+        if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _one_is_not_special() -> AbstractContextManager[Any]:
+    """Let a graph that was compiled for several rows take a single one."""
+    try:
+        context: AbstractContextManager[Any] = fx_config.patch(  # type: ignore[attr-defined]
+            backed_size_oblivious=True
+        )
+    except AttributeError:  # an older torch compiles once more for a single row
+        return nullcontext()
+    return context
