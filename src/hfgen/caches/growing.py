@@ -63,8 +63,8 @@ class GrowableTensor:
     __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
 
     def __init__(self, view: Tensor | None = None) -> None:
-        self.view = view
-        self.buffer: Tensor | None = None
+        self.view: Any = view
+        self.buffer: Any = None
         self.end = 0
         self.written = 0
         self.shared = 0
@@ -79,19 +79,19 @@ class GrowableTensor:
 
         ``spare(length)``: the room that a new buffer has behind ``length`` tokens.
         """
-        if self.buffer is None and self.view.numel() + new.numel() <= CONCATENATED:  # type: ignore[union-attr]
-            self.view = torch.cat([self.view, new], dim=-2)  # type: ignore[list-item]
+        if self.buffer is None and self.view.numel() + new.numel() <= CONCATENATED:
+            self.view = torch.cat([self.view, new], dim=-2)
             return self.view
         shape = new.shape
         added, size = shape[-2:]
         if not (self._takes(new) and self._has_room(added)):
             if not self._can_follow(new):
-                self.assign(torch.cat([self.view, new], dim=-2))  # type: ignore[list-item]
-                return self.view  # type: ignore[return-value]  # converted, or raised
+                self.assign(torch.cat([self.view, new], dim=-2))
+                return self.view  # converted, or raised
             self._make_room(new, spare)
-        buffer: Any = self.buffer
+        buffer = self.buffer
         buffer.as_strided(shape, self.stride, self.end * size).copy_(new)
-        length = self.view.shape[-2] + added  # type: ignore[union-attr]
+        length = self.view.shape[-2] + added
         self.end += added
         self.written = self.end
         # as_strided is a third of the cost of narrow(), which counts in a small model's step.
@@ -107,7 +107,7 @@ class GrowableTensor:
         Memory is given back if less than half of it is needed, with ``spare``: before that, a
         smaller buffer beside the one of a prompt would be more than the prompt alone.
         """
-        view: Any = self.view
+        view = self.view
         forgotten = view.shape[-2] - length
         if forgotten <= 0:
             return
@@ -131,16 +131,16 @@ class GrowableTensor:
     def _has_room(self, added: int) -> bool:
         end = self.end + added
         is_free = self.end == self.written or not self._is_shared()
-        return end <= self.buffer.shape[-2] and is_free  # type: ignore[union-attr]
+        return end <= self.buffer.shape[-2] and is_free
 
     def _is_shared(self) -> bool:
         """Whether a tensor that is not this object's own can see the buffer."""
-        self.view = self.view[...]  # type: ignore[index]  # whoever holds the former one counts
-        storage = self.buffer.untyped_storage()  # type: ignore[union-attr]
+        self.view = self.view[...]  # whoever holds the former one counts
+        storage = self.buffer.untyped_storage()
         return bool(use_count(storage._cdata) > 3)  # buffer, view and storage
 
     def _can_follow(self, new: Tensor) -> bool:
-        view: Any = self.view
+        view = self.view
         is_same = (view.dtype, view.device) == (new.dtype, new.device)
         return is_same and (
             _is_nothing(view)
@@ -149,9 +149,9 @@ class GrowableTensor:
 
     def _make_room(self, new: Tensor, spare: Spare) -> None:
         """Let ``new`` fit behind ``view``: in the same buffer if it is enough, or in another."""
-        before = 0 if _is_nothing(self.view) else self.view.shape[-2]  # type: ignore[union-attr]
+        before = 0 if _is_nothing(self.view) else self.view.shape[-2]
         length = before + new.shape[-2]
-        if self._takes(new) and length <= self.buffer.shape[-2] and not self._is_shared():  # type: ignore[union-attr]
+        if self._takes(new) and length <= self.buffer.shape[-2] and not self._is_shared():
             self._shift()
         elif before:
             self._move(self.view, length + spare(length))
@@ -160,8 +160,8 @@ class GrowableTensor:
 
     def _shift(self) -> None:
         """Move ``view`` to the start of its buffer, in steps that do not overlap."""
-        buffer: Any = self.buffer
-        length = self.view.shape[-2]  # type: ignore[union-attr]
+        buffer = self.buffer
+        length = self.view.shape[-2]
         step = self.end - length
         for start in range(0, length, max(step, 1)):
             count = min(step, length - start)
@@ -196,7 +196,7 @@ class GrowableTensor:
             self.buffer = None
             self.shared = 0
         else:
-            forgotten = start - (self.end - self.view.shape[-2])  # type: ignore[union-attr]
+            forgotten = start - (self.end - self.view.shape[-2])
             self.end = start + value.shape[-2]
             self.shared = min(max(self.shared - forgotten, 0), value.shape[-2])
         self.view = value
@@ -235,7 +235,7 @@ class GrowableTensor:
             self.map_rows(take)
             self.shared = shared
             return
-        own = self.view[..., shared:, :]  # type: ignore[index]
+        own = self.view[..., shared:, :]
         own.copy_(take(own))
 
     # ------------------------------------------------------------ copying: of the view alone

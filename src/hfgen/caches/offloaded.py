@@ -94,7 +94,9 @@ class Offloaded(GrowableTensor):
         if self.folder is None:
             return super()._empty(shape, like)
         *lead, capacity, size = shape
-        return self.folder.empty((*lead, self._until_the_end(capacity), size), like.dtype)
+        end = self.growth.max_length
+        room = end if end is not None and end >= capacity else capacity + capacity // 4
+        return self.folder.empty((*lead, room, size), like.dtype)
 
     def _adopt(self, buffer: Tensor, start: int, length: int) -> None:
         if buffer is not self.buffer:
@@ -110,13 +112,9 @@ class Offloaded(GrowableTensor):
     def _was_forked(self) -> bool:
         return self.folder is not None and self.n_forks != mapped.n_forks
 
-    def _until_the_end(self, length: int) -> int:
-        end = self.growth.max_length
-        return length + length // 4 if end is None or end < length else end
-
     def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         """Let ``take`` choose or repeat rows; of a file, some tokens at a time."""
-        view: Any = self.view
+        view = self.view
         if self.folder is None or self.buffer is None or not view.numel():
             super().map_rows(take)
             return
@@ -138,7 +136,7 @@ class Offloaded(GrowableTensor):
         if self.buffer is None:
             twin.view = copy.deepcopy(self.view, memo)
         else:
-            twin._move(self.view, self.view.shape[-2])  # type: ignore[union-attr]
+            twin._move(self.view, self.view.shape[-2])
         return twin
 
 
@@ -161,7 +159,7 @@ class OffloadedCache(GrowingCache):
         super().__init__(config=config, max_length=max_length)
         folder = folder_of({"path": path})
         for layer in self.layers:
-            if _grows(layer):
+            if isinstance(layer, GrowingLayer) and not isinstance(layer, DynamicSlidingWindowLayer):
                 for name in layer._names:
                     setattr(layer, name, Offloaded(self._growth, folder))
 
@@ -170,19 +168,24 @@ class OffloadedCache(GrowingCache):
 OffloadedCache.__name__ = GrowingCache.__name__
 
 
-def _grows(layer: Any) -> bool:
-    return isinstance(layer, GrowingLayer) and not isinstance(layer, DynamicSlidingWindowLayer)
-
-
 def make_offloaded(request: CacheRequest) -> Cache:
-    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files."""
-    folder = folder_of(request.config.cache_config)
-    if folder is not None:
-        _check_space(request, folder)
-    elif is_on_cuda(request.model):
-        return DynamicCache(config=request.decoder_config, offloading=True)
-    path = None if folder is None else folder.path
-    return OffloadedCache(request.decoder_config, path, max_length=request.max_length)
+    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files.
+
+    Raises ``ValueError`` if the folder has less space than the whole call takes, as far as is known.
+    """
+    config, folder = request.decoder_config, folder_of(request.config.cache_config)
+    if folder is None:
+        if is_on_cuda(request.model):
+            return DynamicCache(config=config, offloading=True)
+        return OffloadedCache(config, max_length=request.max_length)
+    needed, free = _needed_bytes(request), folder.free_bytes
+    if needed > free:
+        raise ValueError(
+            f"`path`={folder.path!r} in `cache_config` has {free:,} bytes free, but keys and values "
+            f"of {request.rows} sequences of up to {request.max_length:,} tokens take {needed:,}. "
+            "Generate fewer tokens, or name a folder with more space."
+        )
+    return OffloadedCache(config, folder.path, max_length=request.max_length)
 
 
 class CrossAttention(DynamicCache):
@@ -221,17 +224,6 @@ def is_on_cuda(model: Any) -> bool:
     return torch.cuda.is_available() and any(
         isinstance(device, int) or str(device).startswith("cuda") for device in devices
     )
-
-
-def _check_space(request: CacheRequest, folder: Folder) -> None:
-    """Raise ``ValueError`` if the folder has less space than the whole call takes, as far as is known."""
-    needed, free = _needed_bytes(request), folder.free_bytes
-    if needed > free:
-        raise ValueError(
-            f"`path`={folder.path!r} in `cache_config` has {free:,} bytes free, but keys and values "
-            f"of {request.rows} sequences of up to {request.max_length:,} tokens take {needed:,}. "
-            "Generate fewer tokens, or name a folder with more space."
-        )
 
 
 def _needed_bytes(request: CacheRequest) -> int:

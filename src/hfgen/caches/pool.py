@@ -7,9 +7,9 @@ to be given back explicitly, so exceptions need no handling.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,8 +27,7 @@ Place = tuple[str, int, str]
 FILLED, WINDOW, CROSS = "filled", "window", "cross"
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """What the caches of one call need: rows, tokens per row, tokens of the encoder's per row."""
 
     rows: int
@@ -37,11 +36,7 @@ class Size:
 
     def holds(self, asked: Size) -> bool:
         """Whether a cache of this size is enough."""
-        return (
-            asked.rows <= self.rows
-            and asked.length <= self.length
-            and asked.source_length <= self.source_length
-        )
+        return all(map(operator.le, asked, self))
 
     def enlarged(self, asked: Size, longest: int | None) -> Size:
         """The size of what replaces a cache of this size, which was not enough.
@@ -88,10 +83,8 @@ class CacheBuffers:
 
     def is_seen(self) -> bool:
         """Whether somebody kept a tensor of the last cache."""
-        # Two references are this object's buffer and the storage object that is looked at.
-        return any(
-            use_count(buffer.untyped_storage()._cdata) > 2 for buffer in self.tensors.values()
-        )
+        storages = (buffer.untyped_storage() for buffer in self.tensors.values())
+        return any(use_count(storage._cdata) > 2 for storage in storages)  # the buffer, and this
 
     def take(self, place: Place, states: Tensor, length: int, capacity: int) -> Tensor:
         """Zeros ``(rows, heads, length, size)`` for tokens such as ``states (rows, heads, n, size)``.
@@ -168,10 +161,6 @@ class Lease:
         self.asked = asked
         #: Tokens per row that the call can reach; ``max_cache_len`` may have asked for more.
         self.needed = 0
-
-    def note_allocated(self) -> None:
-        """The memory is there, so later caches may be as long as this call needed."""
-        self.pool.needed = max(self.pool.needed, self.needed)
 
     def __del__(self) -> None:
         self.pool.idle.append(self.buffers)

@@ -85,13 +85,13 @@ class Pooled:
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
         self.cumulative_length = self.cumulative_length.to(self.device)
         buffers, length, capacity = self._lease.buffers, self.max_cache_len, self._capacity()
-        self.keys = buffers.take((self._kind, self._index, "keys"), key_states, length, capacity)
-        self.values = buffers.take(
-            (self._kind, self._index, "values"), value_states, length, capacity
-        )
+        for name, states in (("keys", key_states), ("values", value_states)):
+            place = (self._kind, self._index, name)
+            setattr(self, name, buffers.take(place, states, length, capacity))
         torch._dynamo.mark_static_address(self.cumulative_length)
         self.is_initialized = True
-        self._lease.note_allocated()
+        pool = self._lease.pool  # the memory is there: later caches may be as long
+        pool.needed = max(pool.needed, self._lease.needed)
         self._adopt()
 
     def _capacity(self: Any) -> int:
