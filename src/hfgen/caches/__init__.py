@@ -79,7 +79,7 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
     It has to hold the prompt, and all that the call can reach if nothing but its length, among the
     stopping criteria, can end it.
     """
-    cache = prompt.model_kwargs.get(quirks.cache_argument(model))
+    cache = prompt.model_kwargs.get(families.cache_argument(model))
     if not isinstance(cache, Cache) or call.config.cache_implementation is not None:
         return
     held = layers.capacity(cache)

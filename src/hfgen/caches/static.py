@@ -89,7 +89,7 @@ def prepare_static_cache(
         kinds = {type(layer) for layer in cache.layers if isinstance(layer, StaticLayer)}
         # Layers of a kind that is not known here attend to everything, and all share one mask.
         is_whole = not kinds <= {StaticLayer, StaticSlidingWindowLayer}
-        visible = VisibleLength(is_whole or not quirks.masks_filled_static_cache(self))
+        visible = VisibleLength(is_whole or not families.masks_filled_static_cache(self))
         makers = {
             StaticLayer: lambda length: SlicedStaticLayer.new(length, visible),
             StaticSlidingWindowLayer: lambda length: PooledSlidingWindowLayer(length, length),
