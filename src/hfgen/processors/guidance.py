@@ -55,90 +55,64 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         )
         self.encoder_ids = default_ids if unconditional_ids is None else unconditional_ids
         self.encoder_mask = None if unconditional_ids is None else unconditional_attention_mask
-        self.decoder_mask = decoder_attention_mask
-        self.branch: UnconditionalBranch | None = None
+        self.decoder_mask, self.use_cache = decoder_attention_mask, use_cache
+        #: Of the branch of its own: what forward takes besides ids; the cache, and the ids that it holds.
+        self.encoded: dict[str, Any] | None = None
+        self.past: Any = None
+        self.seen: Any = None
 
     def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``(rows, length, vocab)`` of the unconditional branch for ``input_ids (rows, length)``.
+        """Logits ``(rows, n, vocab)`` of the unconditional branch for ``input_ids (rows, length)``.
 
         Raises ``ValueError`` if there is nothing to give to the encoder.
         """
-        if self.branch is None:
-            first_pass = self.unconditional_context["first_pass"]
-            use_cache, mask = self.unconditional_context["use_cache"], self.encoder_mask
+        if self.encoded is None:
+            first_pass, mask = self.unconditional_context["first_pass"], self.encoder_mask
             # The second token would fail: its mask covers more ids than the encoder is given.
-            fails = first_pass and use_cache and mask is not None and bool((mask == 0).any())
+            fails = first_pass and self.use_cache and mask is not None and bool((mask == 0).any())
             try:
                 if not fails:
                     return super().get_unconditional_logits(input_ids)
             except (RuntimeError, TypeError, ValueError):
                 if not first_pass:
                     raise
-            if self.encoder_ids is None:
-                raise ValueError(
-                    f"`guidance_scale` (={self.guidance_scale}) needs `negative_prompt_ids` here: the "
-                    f"input of {type(self.model).__name__} is not token ids, so there is no default."
-                )
-            self.branch = UnconditionalBranch(
-                self.model,
-                self.encoder_ids,
-                mask,
-                self.decoder_mask,
-                len(input_ids),
-                use_cache=use_cache,
+            self.encoded = self._encode(len(input_ids))
+        return self._decode(input_ids, self.encoded)
+
+    def _encode(self, rows: int) -> dict[str, Any]:
+        """What the decoder reads of the negative prompt, for ``rows`` sequences."""
+        ids, mask = self.encoder_ids, self.encoder_mask
+        if ids is None:
+            raise ValueError(
+                f"`guidance_scale` (={self.guidance_scale}) needs `negative_prompt_ids` here: the "
+                f"input of {type(self.model).__name__} is not token ids, so there is no default."
             )
-        return self.branch.logits(input_ids)
+        mask = torch.ones_like(ids) if mask is None else mask
+        encoder = self.model.get_encoder()
+        states = encoder(ids, attention_mask=mask, return_dict=True).last_hidden_state
+        outputs = BaseModelOutput(last_hidden_state=_expand(states, rows))
+        return {"encoder_outputs": outputs, "attention_mask": _expand(mask, rows)}
 
-
-class UnconditionalBranch:
-    """The decoder run on another encoder input, ``rows`` sequences at once, with its own cache."""
-
-    def __init__(
-        self,
-        model: Any,
-        encoder_ids: torch.Tensor,
-        encoder_mask: torch.Tensor | None,
-        decoder_mask: torch.Tensor | None,
-        rows: int,
-        *,
-        use_cache: bool,
-    ) -> None:
-        if encoder_mask is None and encoder_ids.dim() == 2:
-            encoder_mask = torch.ones_like(encoder_ids)
-        masked = {} if encoder_mask is None else {"attention_mask": encoder_mask}
-        states = model.get_encoder()(encoder_ids, return_dict=True, **masked).last_hidden_state
-        self.model = model
-        self.encoder_outputs = BaseModelOutput(last_hidden_state=_expand(states, rows))
-        self.masks = {name: _expand(mask, rows) for name, mask in masked.items()}
-        self.decoder_mask = decoder_mask
-        self.use_cache = use_cache
-        self.past: Any = None
-        self.seen = torch.empty(rows, 0, dtype=torch.long)  # ids whose keys the cache holds
-
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``(rows, n, vocab)`` of the decoder for the last n of ``input_ids (rows, length)``.
+    def _decode(self, input_ids: torch.Tensor, encoded: dict[str, Any]) -> torch.Tensor:
+        """Logits ``(rows, n, vocab)`` of the last n of ``input_ids (rows, length)``.
 
         n is 1 once the cache holds the tokens before; where beams changed places, all are run.
         """
-        n_seen, length = self.seen.shape[1], input_ids.shape[1]
-        if self.past is None or n_seen >= length or not self.seen.equal(input_ids[:, :n_seen]):
-            self.past, self.seen = None, input_ids[:, :0]
-        inputs: dict[str, Any] = dict(self.masks)
-        if self.decoder_mask is not None:
-            new = input_ids.shape[1] - self.decoder_mask.shape[1]
-            inputs["decoder_attention_mask"] = torch.nn.functional.pad(
-                self.decoder_mask, (0, new), value=1
-            )
+        length, n_seen = input_ids.shape[1], 0
+        if self.past is not None and self.seen.shape[1] < length:
+            n_seen = self.seen.shape[1]
+            n_seen = n_seen if self.seen.equal(input_ids[:, :n_seen]) else 0
+        if (mask := self.decoder_mask) is not None:
+            mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+            encoded = encoded | {"decoder_attention_mask": mask}
         outputs = execution.call(
             self.model,
-            encoder_outputs=self.encoder_outputs,
-            decoder_input_ids=input_ids[:, self.seen.shape[1] :],
-            past_key_values=self.past,
+            decoder_input_ids=input_ids[:, n_seen:],
+            past_key_values=self.past if n_seen else None,
             use_cache=self.use_cache,
-            **inputs,
+            **encoded,
         )
-        self.past = outputs.get("past_key_values")
-        self.seen = input_ids.clone()
+        self.past, self.seen = outputs.get("past_key_values"), input_ids.clone()
         return outputs.logits
 
 

@@ -86,19 +86,15 @@ def encoder_repetition_penalty(
 
 def repetition_penalty(penalty: float, context: Context) -> RepetitionPenaltyLogitsProcessor:
     name = "decoder_attention_mask" if context.is_encoder_decoder else "attention_mask"
-    mask = context.model_kwargs.get(name)
-    pads = None
-    if mask is not None and families.penalty_spares_padding():
-        pads = (mask != 0).int().argmax(dim=1)
-    processor = RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=pads)
+    mask = context.model_kwargs.get(name) if families.penalty_spares_padding() else None
+    pads = None if mask is None else (mask != 0).int().argmax(dim=1)
     _warn_without_prompt(context, "repetition_penalty")
-    return processor
+    return RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=pads)
 
 
 def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor:
-    processor = NoRepeatNGramLogitsProcessor(size)
     _warn_without_prompt(context, "no_repeat_ngram_size")
-    return processor
+    return NoRepeatNGramLogitsProcessor(size)
 
 
 def encoder_no_repeat_ngram(
@@ -114,19 +110,12 @@ def encoder_no_repeat_ngram(
 def _encoder_ids(context: Context, argument: str) -> torch.Tensor | None:
     ids = context.encoder_ids
     if ids is None:
-        warnings.warn(
-            f"`{argument}` is ignored: it works on token ids, and the input of this call has none.",
-            UserWarning,
-            stacklevel=2,
-        )
+        reason = "it works on token ids, and the input of this call has none."
+        warnings.warn(f"`{argument}` is ignored: {reason}", stacklevel=2)
     return ids
 
 
 def _warn_without_prompt(context: Context, argument: str) -> None:
     if context.lacks_prompt:
-        warnings.warn(
-            f"`{argument}` counts generated tokens only: the prompt was given as `inputs_embeds`, "
-            "without `input_ids`.",
-            UserWarning,
-            stacklevel=2,
-        )
+        reason = "the prompt was given as `inputs_embeds`, without `input_ids`."
+        warnings.warn(f"`{argument}` counts generated tokens only: {reason}", stacklevel=2)

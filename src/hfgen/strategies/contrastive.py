@@ -111,26 +111,23 @@ class Contrastive(Sample):
         is_invalid = probabilities[:, 0].isnan()  # one NaN makes all of its row
         self.invalid.note(is_invalid, self.n_steps, self.unfinished)
         # A token that a processor rules out is no candidate, however unlike the context it is.
-        probabilities = probabilities.masked_fill(
-            scores.gather(1, tokens) == -torch.inf, -torch.inf
-        )
-        self.candidates = probabilities, tokens
+        is_ruled_out = scores.gather(1, tokens) == -torch.inf
+        self.candidates = probabilities.masked_fill(is_ruled_out, -torch.inf), tokens
         return self.look_ahead(run)
 
     def look_ahead(self, run: Run) -> torch.Tensor:
         """Forward the candidates, keep the outputs of the chosen ones, and return these ``(rows,)``."""
         probabilities, tokens = self.candidates
         if self.is_sequential:
-            return self.look_ahead_one_by_one(run, probabilities, tokens)
+            return self.look_ahead_one_by_one(run)
         rows, k = tokens.shape
         cache = run.model_kwargs[self.cache_name]
         if self.n_expanded != k:
             batch = Batch(run.ids, run.model_kwargs)
             batch.repeat(k)
             run.model_kwargs, self.n_expanded = batch.model_kwargs, k
-        outputs = self.forward_tokens(
-            run, run.ids.repeat_interleave(k, dim=0), tokens.reshape(rows * k, 1)
-        )
+        ids = run.ids.repeat_interleave(k, dim=0)
+        outputs = self.executor.forward(run, torch.cat([ids, tokens.reshape(-1, 1)], dim=1))
         hidden = _last_hidden(run, outputs)[:, -1].view(rows, k, -1)
         best = self.best(probabilities, hidden)
         chosen = best + torch.arange(rows, device=best.device) * k
@@ -143,23 +140,17 @@ class Contrastive(Sample):
         self.chosen = outputs
         return tokens.gather(1, best[:, None]).squeeze(1)
 
-    def look_ahead_one_by_one(
-        self, run: Run, probabilities: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        cache = run.model_kwargs[self.cache_name]
-        hidden = []
+    def look_ahead_one_by_one(self, run: Run) -> torch.Tensor:
+        probabilities, tokens = self.candidates
+        cache, hidden = run.model_kwargs[self.cache_name], []
         for candidate in tokens.split(1, dim=1):
-            outputs = self.forward_tokens(run, run.ids, candidate)
+            outputs = self.executor.forward(run, torch.cat([run.ids, candidate], dim=1))
             hidden.append(_last_hidden(run, outputs)[:, -1])
             roll_back(cache, 1)
         best = self.best(probabilities, torch.stack(hidden, dim=1))
         chosen = tokens.gather(1, best[:, None])
-        self.chosen = self.forward_tokens(run, run.ids, chosen)
+        self.chosen = self.executor.forward(run, torch.cat([run.ids, chosen], dim=1))
         return chosen.squeeze(1)
-
-    def forward_tokens(self, run: Run, ids: torch.Tensor, tokens: torch.Tensor) -> ModelOutput:
-        """Forward ``tokens (n, 1)``, which follow ``ids (n, length)``."""
-        return self.executor.forward(run, torch.cat([ids, tokens], dim=1))
 
     def best(self, probabilities: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Which of the candidates ``(rows, k)`` is worth most; it joins the context: ``(rows,)``."""
