@@ -41,26 +41,6 @@ __all__ = [
 ]
 
 
-def _is_one(value: float) -> bool:
-    return value == 1.0
-
-
-def _is_none(value: float) -> bool:
-    return value <= 0
-
-
-def _is_all(mass: float) -> bool:
-    return mass >= 1.0
-
-
-def _is_no_share(value: float) -> bool:
-    return not 0.0 < value < 1.0
-
-
-def _is_not_true(value: Any) -> bool:
-    return value is not True
-
-
 def _warper(kind: Callable[..., Any], name: str) -> Callable[[Any, Context], Any]:
     """Builds a warper that leaves as many tokens as beams need."""
     return lambda value, c: kind(**{name: value}, min_tokens_to_keep=c.min_tokens_to_keep)
@@ -68,23 +48,23 @@ def _warper(kind: Callable[..., Any], name: str) -> Callable[[Any, Context], Any
 
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
-    Row("guidance_scale", guidance, _is_one),
+    Row("guidance_scale", guidance, lambda v: v == 1.0),
     Row("sequence_bias", lambda bias, c: vocabulary.SequenceBiasLogitsProcessor(bias)),
     Row("diversity_penalty", diversity_penalty, lambda penalty: not penalty),
-    Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, _is_one),
-    Row("repetition_penalty", repetition.repetition_penalty, _is_one),
-    Row("no_repeat_ngram_size", repetition.no_repeat_ngram, _is_none),
-    Row("encoder_no_repeat_ngram_size", repetition.encoder_no_repeat_ngram, _is_none),
+    Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, lambda v: v == 1.0),
+    Row("repetition_penalty", repetition.repetition_penalty, lambda v: v == 1.0),
+    Row("no_repeat_ngram_size", repetition.no_repeat_ngram, lambda n: n <= 0),
+    Row("encoder_no_repeat_ngram_size", repetition.encoder_no_repeat_ngram, lambda n: n <= 0),
     Row("bad_words_ids", lambda words, c: vocabulary.NoBadWordsLogitsProcessor(words, c.eos)),
-    Row("min_length", lengths.min_length, _is_none),
-    Row("min_new_tokens", lengths.min_new_tokens, _is_none),
+    Row("min_length", lengths.min_length, lambda n: n <= 0),
+    Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0),
     vocabulary.prefix_constrained,
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
     Row("forced_eos_token_id", lengths.forced_eos),
     Row(
         "remove_invalid_values",
         lambda flag, c: vocabulary.InfNanRemoveLogitsProcessor(),
-        _is_not_true,
+        lambda flag: flag is not True,
     ),
     Row("exponential_decay_length_penalty", lengths.exponential_decay),
     Row(
@@ -96,26 +76,30 @@ PROCESSORS: list[Builder] = [
 
 #: Run after the caller's own processors, when sampling.
 WARPERS: list[Builder] = [
-    Row("temperature", lambda value, c: TemperatureLogitsWarper(value), _is_one),
+    Row("temperature", lambda value, c: TemperatureLogitsWarper(value), lambda v: v == 1.0),
     Row("top_h", lambda share, c: TopHLogitsWarper(top_h=share)),
     Row("top_k", _warper(TopKLogitsWarper, "top_k"), lambda count: count == 0),
-    Row("top_p", _warper(sampling.TopPLogitsWarper, "top_p"), _is_all),
+    Row("top_p", _warper(sampling.TopPLogitsWarper, "top_p"), lambda mass: mass >= 1.0),
     Row("min_p", _warper(MinPLogitsWarper, "min_p")),
-    Row("typical_p", _warper(TypicalLogitsWarper, "mass"), _is_all),
-    Row("epsilon_cutoff", _warper(EpsilonLogitsWarper, "epsilon"), _is_no_share),
+    Row("typical_p", _warper(TypicalLogitsWarper, "mass"), lambda mass: mass >= 1.0),
+    Row(
+        "epsilon_cutoff",
+        _warper(EpsilonLogitsWarper, "epsilon"),
+        lambda share: not 0.0 < share < 1.0,
+    ),
     Row(
         "eta_cutoff",
         lambda epsilon, c: EtaLogitsWarper(
             epsilon=epsilon, min_tokens_to_keep=c.min_tokens_to_keep, device=c.device
         ),
-        _is_no_share,
+        lambda share: not 0.0 < share < 1.0,
     ),
 ]
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
     Row("watermarking_config", sampling.watermark),
-    Row("renormalize_logits", lambda flag, c: LogitNormalization(), _is_not_true),
+    Row("renormalize_logits", lambda flag, c: LogitNormalization(), lambda flag: flag is not True),
 ]
 
 

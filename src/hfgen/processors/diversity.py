@@ -24,12 +24,9 @@ class DiversityPenalty(LogitsProcessor):
 
     def penalised(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``scores (rows, vocab)`` for prompts whose earlier groups chose ``tokens (prompts, n)``."""
-        prompts, n = tokens.shape
-        if n == 0:
-            return scores
-        counts = scores.new_zeros(prompts, scores.shape[1])
+        counts = scores.new_zeros(len(tokens), scores.shape[1])
         counts.scatter_add_(1, tokens, scores.new_ones(1).expand_as(tokens))
-        by_prompt = scores.unflatten(0, (prompts, -1))
+        by_prompt = scores.unflatten(0, (len(tokens), -1))
         return (by_prompt - self.penalty * counts[:, None]).flatten(0, 1)
 
 

@@ -90,24 +90,35 @@ class Beam(NextToken):
         commit(run, model_outputs)
         self.active.widen(run, model_outputs)
         logits = last_logits(model_outputs, run.ids.device)
-        log_probs = run.processors(run.ids, logits.log_softmax(dim=-1))
-        if run.scores is not None:
-            run.scores += (log_probs.clone(),)
         observed = outputs.observe(run, model_outputs)
         del model_outputs
 
-        candidates = self.candidates(run, log_probs)
-        self.all_done = candidates.is_done.all()
-        self.add_finished(run, candidates)
-        candidates.scores = candidates.scores + candidates.is_done.float() * NEG_INF
-        self.go_on(run, candidates.best(self.beams))
+        candidates, scores = self.propose(run, logits.log_softmax(dim=-1))
+        self.go_on(run, self.advance(run, candidates))
         return Step(
             tokens=run.ids[:, -1:],
-            scores=(log_probs,),
+            scores=(scores,),
             logits=(logits,),
             settled=partial(self.settled, run),
             **observed,
         )
+
+    def propose(self, run: Run, log_probs: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
+        """Candidates ``(batch, n)``, the likeliest ``n_candidates`` first, and their scores.
+
+        From ``log_probs (rows, vocab)`` come the processed scores ``(rows, vocab)``, of the same.
+        """
+        scores = run.processors(run.ids, log_probs)
+        if run.scores is not None:
+            run.scores += (scores.clone(),)
+        return self.candidates(run, scores), scores
+
+    def advance(self, run: Run, candidates: Hypotheses) -> Hypotheses:
+        """Put candidates that end into ``finished``; return those ``(batch, beams)`` that go on."""
+        self.all_done = candidates.is_done.all()
+        self.add_finished(run, candidates)
+        candidates.scores = candidates.scores + candidates.is_done.float() * NEG_INF
+        return candidates.best(self.beams)
 
     def candidates(
         self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)

@@ -7,6 +7,7 @@ consensus of samples does not (Freitag et al. 2022, with learned utilities).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
@@ -31,11 +32,7 @@ def chrf() -> Utility:
             "and sacrebleu is not installed: pip install hfgen[mbr]"
         ) from error
     metric = CHRF()
-
-    def chrf(hypothesis: str, reference: str) -> float:
-        return metric.sentence_score(hypothesis, [reference]).score
-
-    return chrf
+    return lambda hypothesis, reference: metric.sentence_score(hypothesis, [reference]).score
 
 
 def token_f1(hypothesis: Sequence[Hashable], reference: Sequence[Hashable]) -> float:
@@ -107,7 +104,13 @@ def expected_utilities(samples: Sequence[Hashable], utility: Utility) -> list[fl
         total = 0.0
         for reference, count in counts.items():
             if weight := count - (reference == hypothesis):  # not against itself
-                total += weight * _number(utility(hypothesis, reference), hypothesis, reference)
+                value = float(utility(hypothesis, reference))
+                if math.isnan(value):
+                    raise ValueError(
+                        f"`utility` returned NaN for the hypothesis {hypothesis!r} and the reference "
+                        f"{reference!r}; samples cannot be ranked by it."
+                    )
+                total += weight * value
         expected[hypothesis] = total / (len(samples) - 1)
     return [expected[sample] for sample in samples]
 
@@ -116,13 +119,3 @@ def best_distinct(samples: Sequence[Hashable], expected: Sequence[float]) -> lis
     """Indices of ``samples``, best first, the earlier first where equal; repetitions come last."""
     is_repeated = [sample in samples[:index] for index, sample in enumerate(samples)]
     return sorted(range(len(samples)), key=lambda i: (is_repeated[i], -expected[i], i))
-
-
-def _number(value: Any, hypothesis: Hashable, reference: Hashable) -> float:
-    number = float(value)
-    if number != number:
-        raise ValueError(
-            f"`utility` returned NaN for the hypothesis {hypothesis!r} and the reference "
-            f"{reference!r}; samples cannot be ranked by it."
-        )
-    return number

@@ -14,12 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers.utils import ModelOutput
 
-from .. import outputs
-from ..call import Run, Step
-from ..execution import last_logits
-from ..loop import commit
+from ..call import Run
 from .beam import Beam
 from .hypotheses import NEG_INF, Hypotheses, ranking
 
@@ -50,13 +46,7 @@ class NBestBeam(Beam):
         self.finished.scores = torch.full_like(self.finished.scores, -torch.inf)
         self.is_closed = torch.zeros(self.batch, dtype=torch.bool, device=run.ids.device)
 
-    def step(self, run: Run, model_outputs: ModelOutput) -> Step:
-        commit(run, model_outputs)
-        logits = last_logits(model_outputs, run.ids.device)
-        observed = outputs.observe(run, model_outputs)
-        del model_outputs
-
-        candidates, scores = self.propose(run, logits.log_softmax(dim=-1))
+    def advance(self, run: Run, candidates: Hypotheses) -> Hypotheses:
         selection = self.select(run, candidates)
         is_last = self.is_last(candidates)
         chosen = candidates.at(selection.going_on)
@@ -71,19 +61,7 @@ class NBestBeam(Beam):
             chosen.is_done = self.may_be_cut_off(chosen)
             self.add(run, chosen, is_cut_off.expand_as(chosen.is_done))
             self.is_closed = self.is_closed | is_last.squeeze(1)
-
-        self.go_on(run, chosen)
-        return Step(tokens=run.ids[:, -1:], scores=(scores,), logits=(logits,), **observed)
-
-    def propose(self, run: Run, log_probs: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
-        """Candidates ``(batch, n)`` of all searches, the likeliest ``n_candidates`` first, and their scores.
-
-        From ``log_probs (rows, vocab)`` come the processed scores ``(rows, vocab)``, of the same.
-        """
-        scores = run.processors(run.ids, log_probs)
-        if run.scores is not None:
-            run.scores += (scores.clone(),)
-        return self.candidates(run, scores), scores
+        return chosen
 
     def is_last(self, candidates: Hypotheses) -> torch.Tensor:
         """``(batch, 1)``: whether criteria leave a search nothing to go on with."""
