@@ -355,7 +355,7 @@ def test_speculative_samples_are_distributed_as_the_targets(has_logits: bool) ->
     guesses = torch.multinomial(proposal.softmax(-1), rows, replacement=True)
     verification = SpeculativeSampling()
     scores = target.expand(rows, vocab)
-    verification.begin(scores[:, None].expand(rows, 2, vocab), 1, has_logits)
+    verification.begin(scores[:, None].expand(rows, 2, vocab), has_logits)
     logits = proposal.expand(rows, vocab) if has_logits else None
     guess = DraftColumn(guesses, torch.ones(rows, dtype=torch.bool), logits)
     tokens, is_accepted = verification.choose(0, scores, guess)

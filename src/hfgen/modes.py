@@ -24,7 +24,7 @@ from .fields import is_zero
 from .loop import finish
 from .outputs import GenerateOutput
 from .strategies import Beam, ConstrainedBeam, Contrastive, Dola, GroupBeam, Sample
-from .strategies.assisted import Assisted, assisted
+from .strategies.assisted import Assisted
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def _assisted(run: Run, arguments: dict[str, Any]) -> Strategy:
         arguments.get("inputs_tensor"),
         run.streamer is not None,
     )
-    return assisted(run, setup)
+    return Assisted(setup)
 
 
 _K = GenerationMode

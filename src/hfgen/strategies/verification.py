@@ -9,9 +9,14 @@ from what ``p`` has more than ``q``; what comes out is distributed as ``p``, wha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
+from torch.nn.functional import pad
+from transformers import EosTokenCriteria, MaxLengthCriteria
+
+from ..call import Run
+from .drafted_rows import DraftedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +32,6 @@ class DraftColumn:
     logits: torch.Tensor | None
 
 
-class Verification(Protocol):
-    """Chooses the tokens of one position after the other."""
-
-    def begin(self, scores: torch.Tensor, n_drafted: int, has_logits: bool) -> None:
-        """Start a round whose logits are ``scores (rows, n_drafted + 1, vocab)``."""
-
-    def choose(
-        self, position: int, scores: torch.Tensor, guess: DraftColumn
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens ``(rows,)`` for ``scores (rows, vocab)``, and in which rows it is the draft's."""
-
-
 class GreedyMatch:
     """Accepts what the target would have chosen.
 
@@ -49,12 +42,13 @@ class GreedyMatch:
     def __init__(self, weight: float | None = None) -> None:
         self.weight = weight
 
-    def begin(self, scores: torch.Tensor, n_drafted: int, has_logits: bool) -> None:
-        pass
+    def begin(self, logits: torch.Tensor, has_draft_logits: bool) -> None:
+        """Start a round whose logits are ``(rows, n_drafted + 1, vocab)``."""
 
     def choose(
         self, position: int, scores: torch.Tensor, guess: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``(rows,)`` for ``scores (rows, vocab)``, and in which rows it is the draft's."""
         tokens = scores.argmax(dim=-1)
         if self.weight is not None and guess.logits is not None:
             mixed = self.weight * scores.softmax(dim=-1)
@@ -69,22 +63,35 @@ class SpeculativeSampling:
     Draws one uniform number per drafted token and one row of exponential noise per sequence and
     round, in upstream's order: at one row the draws are upstream's. With an ensemble weight ``w``
     tokens are accepted with probability ``1 - w + w * p / q`` (as upstream does; no longer exact).
+
+    ``is_upstreams``: draws are upstream's also in rounds whose drafts have no scores. Every position
+    is then sampled, with noise of its own, and drafts are accepted as long as they are the samples.
+    That is exact too, but accepts no more and draws more.
     """
 
-    def __init__(self, weight: float | None = None) -> None:
-        self.weight = weight
+    def __init__(self, weight: float | None = None, is_upstreams: bool = False) -> None:
+        self.weight, self.is_upstreams = weight, is_upstreams
 
-    def begin(self, scores: torch.Tensor, n_drafted: int, has_logits: bool) -> None:
-        rows, _, vocab = scores.shape
-        self.uniform = torch.rand(rows, n_drafted, device=scores.device)
-        self.noise = exponential_noise((rows, vocab), scores)
+    def begin(self, logits: torch.Tensor, has_draft_logits: bool) -> None:
+        rows, n_positions, vocab = logits.shape
+        self.uniform: torch.Tensor | None = None
+        n_noise = n_positions
+        if has_draft_logits or not self.is_upstreams:
+            self.uniform = torch.rand(rows, n_positions - 1, device=logits.device)
+            n_noise = 1
+        noise = exponential_noise((rows * n_noise, vocab), logits)
+        self.noise = noise.view(rows, n_noise, vocab)
 
     def choose(
         self, position: int, scores: torch.Tensor, guess: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         p = scores.softmax(dim=-1)
+        if self.uniform is None:
+            tokens = gumbel_choice(p, self.noise[:, position])
+            return tokens, guess.is_drafted & (tokens == guess.tokens)
+        noise = self.noise[:, 0]
         if position >= self.uniform.shape[1]:
-            return gumbel_choice(p, self.noise), torch.zeros_like(guess.is_drafted)
+            return gumbel_choice(p, noise), torch.zeros_like(guess.is_drafted)
         index = guess.tokens[:, None]
         if guess.logits is None:  # drafted for certain
             q = torch.zeros_like(p).scatter_(1, index, 1.0)
@@ -98,46 +105,11 @@ class SpeculativeSampling:
         total = residual.sum(dim=-1, keepdim=True)
         is_usable = guess.is_drafted[:, None] & (total > torch.finfo(p.dtype).tiny)
         residual = torch.where(is_usable, residual / total, p)
-        tokens = gumbel_choice(residual, self.noise)
+        tokens = gumbel_choice(residual, noise)
         return torch.where(is_accepted, guess.tokens, tokens), is_accepted
 
 
-class SampledMatch:
-    """Samples every position and accepts as long as the samples are the draft.
-
-    What upstream does with drafts that have no probabilities: at one row the draws are upstream's.
-    Exact too, but accepts no more than ``SpeculativeSampling`` and draws more.
-    """
-
-    def begin(self, scores: torch.Tensor, n_drafted: int, has_logits: bool) -> None:
-        rows, n_positions, vocab = scores.shape
-        self.noise = exponential_noise((rows * n_positions, vocab), scores)
-        self.noise = self.noise.view(rows, n_positions, vocab)
-
-    def choose(
-        self, position: int, scores: torch.Tensor, guess: DraftColumn
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = gumbel_choice(scores.softmax(dim=-1), self.noise[:, position])
-        return tokens, guess.is_drafted & (tokens == guess.tokens)
-
-
-class UpstreamSampling:
-    """Draws as upstream does: by ``SpeculativeSampling`` where the drafter gave scores, else by
-    ``SampledMatch``. Which of them it is may change from round to round.
-    """
-
-    def __init__(self, weight: float | None = None) -> None:
-        self.speculative, self.match = SpeculativeSampling(weight), SampledMatch()
-        self.current: Verification = self.match
-
-    def begin(self, scores: torch.Tensor, n_drafted: int, has_logits: bool) -> None:
-        self.current = self.speculative if has_logits else self.match
-        self.current.begin(scores, n_drafted, has_logits)
-
-    def choose(
-        self, position: int, scores: torch.Tensor, guess: DraftColumn
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.current.choose(position, scores, guess)
+Verification: TypeAlias = GreedyMatch | SpeculativeSampling
 
 
 def exponential_noise(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -148,3 +120,106 @@ def exponential_noise(shape: tuple[int, int], like: torch.Tensor) -> torch.Tenso
 def gumbel_choice(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """One sample ``(rows,)`` of ``probabilities (rows, vocab)``, as ``torch.multinomial`` draws it."""
     return (probabilities / noise).argmax(dim=-1)
+
+
+def verify(
+    run: Run,
+    rows: DraftedRows,
+    verification: Verification,
+    logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Take ``logits (rows, width, vocab)`` position by position; write what ``rows`` know after it.
+
+    ``draft_logits (rows, n, vocab)``: the drafter's scores, if it gave any. Returns the processed
+    scores, and ``(rows,)`` the lengths at which those of a row were first invalid, or -1.
+
+    Processors and criteria are asked as in plain decoding: once for each length, before and after
+    its token. Those that look at each row by itself are also asked about rows that are further ahead
+    or behind; these answers are left aside.
+    """
+    start, width = run.ids.shape[1], logits.shape[1]
+    had_ended, is_open = rows.device_ended, ~rows.device_ended
+    guesses = pad(rows.guesses, (0, 1), value=-1)
+    invalid_at = torch.full_like(rows.device_known, -1)
+    if draft_logits is not None:
+        draft_logits = draft_logits.to(logits.device)
+    verification.begin(logits, draft_logits is not None)
+    all_scores: list[torch.Tensor] = []
+    for position in range(width):
+        raw, length = logits[:, position], start + position
+        is_active = is_open & (rows.device_known == length)
+        if rows.may_look and not is_active.any():
+            # Scores of known tokens are wanted if all rows have got here, and so will return them.
+            is_behind = ~had_ended & (rows.device_known <= length)
+            is_wanted = run.scores is not None and not is_behind.any()
+            all_scores.append(_processed(run, rows, raw, length) if is_wanted else raw)
+            continue
+        scores = _processed(run, rows, raw, length)
+        all_scores.append(scores)
+        column = rows.tokens[:, length]
+        is_drafted = is_active & (guesses[:, position] >= 0)
+        proposed = None
+        if draft_logits is not None and position < draft_logits.shape[1]:
+            proposed = draft_logits[:, position]
+        guess = DraftColumn(column, is_drafted, proposed)
+        tokens, is_accepted = verification.choose(position, scores, guess)
+        is_invalid = is_active & scores.gather(1, tokens[:, None]).isnan().squeeze(1)
+        invalid_at = torch.where(is_invalid & (invalid_at < 0), length, invalid_at)
+        column.copy_(torch.where(is_active, tokens, column))
+        rows.device_known = rows.device_known + is_active
+        so_far = None if run.scores is None else (*run.scores, *all_scores)
+        ends = is_active & run.criteria(rows.ids(length + 1), so_far)
+        rows.end(ends)
+        is_open = is_open & (is_accepted | ~is_active) & ~rows.device_ended
+        if rows.may_look and not is_open.any():
+            break
+        if rows.is_in_step and (ends.any() or not is_accepted[is_active].all()):
+            break
+    return tuple(all_scores), invalid_at
+
+
+def _processed(run: Run, rows: DraftedRows, logits: torch.Tensor, length: int) -> torch.Tensor:
+    """Scores ``(rows, vocab)`` of the position after ``length`` tokens."""
+    if not run.processors:
+        return logits
+    return run.processors(rows.ids(length), logits.clone() if run.config.output_logits else logits)
+
+
+def is_plain(run: Run, verification: Verification) -> bool:
+    """Whether tokens depend on logits alone, and ends on tokens and length alone."""
+    kinds = {type(criterion) for criterion in run.criteria}
+    return (
+        isinstance(verification, GreedyMatch)
+        and verification.weight is None
+        and not run.processors
+        and {MaxLengthCriteria} <= kinds <= {MaxLengthCriteria, EosTokenCriteria}
+    )
+
+
+def verify_at_once(
+    run: Run, rows: DraftedRows, logits: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """``verify`` for a call that ``is_plain``: all positions together."""
+    start, width = run.ids.shape[1], logits.shape[1]
+    lengths = torch.arange(start, start + width, device=logits.device)
+    window = rows.tokens[:, start : start + width]
+    is_new = lengths >= rows.device_known[:, None]
+    choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
+    is_end = torch.zeros_like(is_new)
+    for criterion in run.criteria:
+        if isinstance(criterion, EosTokenCriteria):
+            is_end = is_end | torch.isin(choice, criterion.eos_token_id.to(choice.device))
+        else:
+            is_end = is_end | (lengths + 1 >= criterion.max_length)
+    goes_on = ~is_new | ((choice == pad(rows.guesses, (0, 1), value=-1)) & ~is_end)
+    # A row knows what it went on through, and the choice after that.
+    n_known = (goes_on.cumprod(dim=1).sum(dim=1) + 1).clamp(max=width)
+    is_chosen = is_new & (lengths < start + n_known[:, None]) & ~rows.device_ended[:, None]
+    is_invalid = is_chosen & logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
+    window.copy_(torch.where(is_chosen, choice, window))
+    known = torch.maximum(rows.device_known, start + n_known)
+    rows.device_known = torch.where(rows.device_ended, rows.device_known, known)
+    rows.device_ended = rows.device_ended | (is_chosen & is_end).any(dim=1)
+    first = torch.where(is_invalid, lengths, -1).amax(dim=1)
+    return tuple(logits.unbind(dim=1)), first

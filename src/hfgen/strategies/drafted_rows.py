@@ -1,0 +1,108 @@
+"""The rows of assisted decoding: what is known and drafted of each, and which have ended."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+from transformers import MaxLengthCriteria
+
+from .. import stopping
+from ..call import Run
+from ..processors import is_row_wise
+from .base import InvalidScoresError, padding
+
+
+class DraftedRows:
+    """The rows of a call, on the device and, since the last ``read``, on the host."""
+
+    def __init__(self, run: Run, max_length: int) -> None:
+        n_rows, length = run.ids.shape
+        device = run.ids.device
+        self.prompt_length, self.max_length = length, max_length
+        self.has_padding = n_rows == 1 or stopping.has_eos_criterion(run.criteria)
+        self.pad = padding(run) if self.has_padding and n_rows > 1 else None
+        self.is_row_wise = all(map(is_row_wise, (*run.processors, *run.criteria)))
+        length_ends = all(isinstance(criterion, MaxLengthCriteria) for criterion in run.criteria)
+        #: Rows advance together if functions count on it, or if rows that have ended run on.
+        self.is_in_step = not self.is_row_wise or not (self.has_padding or length_ends)
+        #: Whether a look at a tensor after every position is free, or is asked for anyway.
+        self.may_look = device.type == "cpu" or self.is_in_step
+        #: ``(rows, …)``: known tokens, then drafted ones.
+        self.tokens = run.ids.to(torch.long, copy=True)
+        #: ``(rows, n_new)``: drafted tokens of the round, -1 where there is none.
+        self.guesses = self.tokens[:, :0]
+        #: ``(rows,)``: the length known of each, and whether it ends there.
+        self.device_known = torch.full((n_rows,), length, device=device)
+        self.device_ended = torch.zeros(n_rows, dtype=torch.bool, device=device)
+        #: ``(rows,)``: whether a row met a criterion, where no row ends before all do.
+        self.is_hit = self.device_ended
+        # The same on the host.
+        self.host_tokens = None if device.type == "cpu" else self.tokens.cpu()
+        self.known, self.has_ended = [length] * n_rows, [False] * n_rows
+        self.drafted = [0] * n_rows
+
+    def place(self, tokens: torch.Tensor, start: int, width: int) -> None:
+        """Write drafted ``tokens (rows, n)`` into ``width`` columns from ``start`` on: padding where a
+        row has ended, and nothing where it knows better. Sets ``guesses``.
+        """
+        self.reserve(start + width)
+        window = self.tokens[:, start : start + width]
+        positions = torch.arange(start, start + width, device=window.device)
+        tokens = pad(tokens[:, :width], (0, max(width - tokens.shape[1], 0)), value=-1)
+        is_new = (positions >= self.device_known[:, None]) & ~self.device_ended[:, None]
+        is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0
+        self.guesses = tokens.masked_fill(~is_new | is_over, -1)
+        window.copy_(torch.where(self.guesses >= 0, self.guesses, window))
+        self.write_padding(start, width)
+
+    def write_padding(self, start: int, width: int) -> None:
+        """Pad rows behind their end, in ``width`` columns from ``start`` on."""
+        if self.pad is None:
+            return
+        window = self.tokens[:, start : start + width]
+        positions = torch.arange(start, start + width, device=window.device)
+        is_behind = self.device_ended[:, None] & (positions >= self.device_known[:, None])
+        window.copy_(torch.where(is_behind, self.pad, window))
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens a row."""
+        capacity = self.tokens.shape[1]
+        if length > capacity:
+            more = max(length, min(2 * capacity, self.max_length)) - capacity
+            self.tokens = pad(self.tokens, (0, more))
+            if self.host_tokens is not None:
+                self.host_tokens = pad(self.host_tokens, (0, more))
+
+    def ids(self, length: int) -> torch.Tensor:
+        """All rows up to ``length``; functions of the caller's may count on ids that are contiguous."""
+        ids = self.tokens[:, :length]
+        return ids if self.is_row_wise else ids.contiguous()
+
+    def end(self, ends: torch.Tensor) -> None:
+        """Let the rows in ``ends (rows,)`` end with what is known of them.
+
+        Without an EOS token there is no padding either: rows run on until all are to end.
+        """
+        if not self.has_padding:
+            self.is_hit = self.is_hit | ends
+            ends = self.is_hit.all()
+        self.device_ended = self.device_ended | ends
+
+    def read(self, start: int, width: int, invalid_at: torch.Tensor) -> None:
+        """Take what the device has found out to the host: the one wait for it in a round.
+
+        Raises ``InvalidScoresError`` if a row's choice rests on scores that are NaN: those of the
+        length ``invalid_at (rows,)``, if that is not -1.
+        """
+        self.write_padding(start, width)
+        drafted = (self.guesses >= 0).sum(dim=1)
+        state = (self.device_known, self.device_ended, invalid_at, drafted)
+        window = self.tokens[:, start : start + width]
+        found = torch.cat([torch.stack(state, dim=1), window], dim=1).cpu()
+        if self.host_tokens is not None:
+            self.host_tokens[:, start : start + width] = found[:, 4:]
+        self.known, ended, invalid, self.drafted = found[:, :4].T.tolist()
+        self.has_ended = [bool(e) for e in ended]
+        if (first := min((length for length in invalid if length >= 0), default=-1)) >= 0:
+            rows = [row for row, length in enumerate(invalid) if length == first]
+            raise InvalidScoresError(rows, first - self.prompt_length)
