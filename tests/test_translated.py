@@ -427,7 +427,8 @@ def test_drafts_do_not_depend_on_the_rounds_before(kind: str, n_open: int) -> No
         forwards.clear()
         draft = drafter.draft(context)
         assert len(forwards) <= 4 + 8
-        fresh = type(drafter)(drafter.setup, 0.0)
+        fresh = type(drafter)(drafter.setup)
+        fresh.threshold = 0.0
         assert torch.equal(draft.tokens, fresh.draft(context).tokens)
         assert (draft.tokens[0] >= 0).any()
 

@@ -7,14 +7,22 @@ caller passes an object of their own as ``assistant_model``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from .assistant import Assistant
 from .base import Acceptance, Adapted, Draft, DraftContext, Drafter, Setup
 from .early_exit import EarlyExit
-from .lookup import AllowedPrefix, PromptLookup
-from .schedule import SCHEDULES, Adaptive, Constant, Heuristic, Schedule
-from .translated import translated_drafter
+from .lookup import PromptLookup, n_allowed
+from .schedule import (
+    DEFAULT_TOKENS,
+    SCHEDULES,
+    Adaptive,
+    Constant,
+    Heuristic,
+    Schedule,
+    schedule_named,
+)
+from .translated import BySharedTokens, ByText
 from .upstream import FromGenerators, make_newer, make_overridden
 
 __all__ = [
@@ -37,25 +45,19 @@ __all__ = [
     "make_schedule",
 ]
 
-#: What upstream's config has where nobody sets it.
-DEFAULT_TOKENS, DEFAULT_THRESHOLD = 20, 0.4
-
 
 def early_exit(setup: Setup) -> Drafter | None:
     n_layers = setup.run.config.assistant_early_exit
-    if n_layers is None:
-        return None
-    return EarlyExit(setup, int(n_layers), _setting(setup, "assistant_confidence_threshold"))
+    return None if n_layers is None else EarlyExit(setup, int(n_layers))
 
 
 def prompt_lookup(setup: Setup) -> Drafter | None:
-    config = setup.run.config
+    run, config = setup.run, setup.run.config
     if config.prompt_lookup_num_tokens is None:
         return None
     allowed = None
-    if setup.is_exact and setup.run.processors:
-        vocab = setup.run.model.config.get_text_config().vocab_size
-        allowed = AllowedPrefix(setup.run.processors, vocab)
+    if setup.is_exact and run.processors:
+        allowed = partial(n_allowed, run.processors, run.model.config.get_text_config().vocab_size)
     max_ngram = config.max_matching_ngram_size or 2
     return PromptLookup(int(max_ngram), config._eos_token_tensor, allowed, setup.is_exact)
 
@@ -72,13 +74,11 @@ def translated(setup: Setup) -> Drafter | None:
     """An assistant with another tokenizer."""
     if None in (setup.assistant_model, setup.tokenizer, setup.assistant_tokenizer):
         return None
-    return translated_drafter(setup, _setting(setup, "assistant_confidence_threshold"))
+    return BySharedTokens(setup) if setup.run.config.do_sample else ByText(setup)
 
 
 def assistant(setup: Setup) -> Drafter | None:
-    if setup.assistant_model is None:
-        return None
-    return Assistant(setup, threshold=_setting(setup, "assistant_confidence_threshold"))
+    return None if setup.assistant_model is None else Assistant(setup)
 
 
 #: Asked in this order; the first that answers drafts.
@@ -115,39 +115,18 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
     if drafter.schedule is not None:
         return drafter.schedule
     config = setup.run.config
-    is_lookup = isinstance(drafter, PromptLookup)
-    n_tokens = config.prompt_lookup_num_tokens if is_lookup else None
-    if n_tokens is None:
-        n_tokens = _setting(setup, "num_assistant_tokens") or DEFAULT_TOKENS
-    is_one = len(setup.run.ids) == 1
-    is_fixed = setup.is_exact or (is_one and (setup.has_streamer or is_lookup))
-    name = _setting(setup, "num_assistant_tokens_schedule", always=True)
+    is_one, is_lookup = len(setup.run.ids) == 1, isinstance(drafter, PromptLookup)
     if is_lookup:
-        name = config.num_assistant_tokens_schedule
-    if name is not None and name not in SCHEDULES:
-        raise ValueError(
-            f"`num_assistant_tokens_schedule` has to be one of {sorted(SCHEDULES)}, but is {name!r}."
-        )
-    make = SCHEDULES[name or ("constant" if is_fixed else "adaptive")]
+        n_tokens, name = config.prompt_lookup_num_tokens, config.num_assistant_tokens_schedule
+    else:
+        n_tokens, name = None, setup.of_assistant("num_assistant_tokens_schedule", always=True)
+    if n_tokens is None:
+        n_tokens = setup.of_assistant("num_assistant_tokens") or DEFAULT_TOKENS
+    is_fixed = setup.is_exact or (is_one and (setup.has_streamer or is_lookup))
+    make = schedule_named(name, default="constant" if is_fixed else "adaptive")
     # Prompt lookup may overshoot, by no more than it knows.
     longest = setup.max_length if is_lookup else setup.max_length - setup.run.ids.shape[1]
     schedule = make(max(min(int(n_tokens), longest), 1), len(setup.run.ids), drafter.cost)
     if name == "heuristic" and isinstance(schedule, Heuristic) and isinstance(drafter, Assistant):
         schedule.kept_in = drafter.model.generation_config
     return schedule
-
-
-def _setting(setup: Setup, name: str, always: bool = False) -> Any:
-    """A setting of the call or, by default, of the assistant's own config, where upstream has it.
-
-    Upstream ignores the call's. Where draws have to be upstream's, so does this, unless ``always``.
-    """
-    is_early_exit = setup.run.config.assistant_early_exit is not None
-    model = setup.run.model if is_early_exit else setup.assistant_model
-    calls = getattr(setup.run.config, name)
-    if calls is not None and (always or not setup.is_exact):
-        return calls
-    value = getattr(getattr(model, "generation_config", None), name, None)
-    if value is None and name == "assistant_confidence_threshold":
-        return DEFAULT_THRESHOLD
-    return value

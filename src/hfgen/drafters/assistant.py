@@ -27,13 +27,13 @@ class Assistant(Drafter):
     threshold. Upstream's ``assistant_model``.
     """
 
-    def __init__(self, setup: Setup, model: Any = None, threshold: float | None = None) -> None:
+    def __init__(self, setup: Setup, model: Any = None) -> None:
         self.setup = setup
         model = setup.assistant_model if model is None else model
         # An adapter's layers are in the model that PEFT has wrapped.
         model = getattr(model, "get_base_model", lambda: model)()
         self.model = setup.run.model._mixed_view(model)
-        self.threshold = threshold or 0.0
+        self.threshold = setup.threshold
         self.cost = relative_cost(self.model, setup.run.model)
         #: Made with the first draft, when the prompt is known.
         self.run: Run | None = None
@@ -41,8 +41,7 @@ class Assistant(Drafter):
         self.cached = self.length = 0
 
     def draft(self, context: DraftContext) -> Draft | None:
-        known = [k for k, done in zip(context.known, context.is_done, strict=True) if not done]
-        first = min(known, default=context.end)
+        first = min(context.known)
         if first >= context.end:
             return None
         ids = context.ids[:, : context.end].to(self.model.device, copy=True)
@@ -61,8 +60,9 @@ class Assistant(Drafter):
         # Looking whether all drafts have ended makes an accelerator wait, and makes draws depend on
         # where they end; without it the schedule finds the length that pays.
         may_look = self.setup.is_exact or (ids.device.type == "cpu" and not run.config.do_sample)
+        n_known = first - context.start
         tokens = ids[:, context.start :].clone()
-        tokens[:, first - context.start :] = -1
+        tokens[:, n_known:] = -1
         processors = run.processors
         if not all(map(is_row_wise, processors)):  # what has a state is not to see drafts
             processors = copy.deepcopy(processors)
@@ -71,14 +71,17 @@ class Assistant(Drafter):
             run.ids = ids[:, :position]
             logits = self.next_logits(run)
             scores = processors(run.ids, logits) if processors else logits
-            chosen = self.choose(run, scores)
+            chosen = scores.argmax(dim=-1)
+            if run.config.do_sample:
+                chosen = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
             is_known = position < known
             chosen = torch.where(is_known, ids[:, position], chosen)
             ids[:, position] = chosen
             column = position - context.start
             tokens[:, column] = torch.where(is_known | is_open, chosen, -1)
             if self.setup.needs_logits:
-                kept.append(scores)
+                # Positions that a row knows have no scores of their own.
+                kept += [scores] if kept else [torch.zeros_like(scores)] * n_known + [scores]
             ends = self.ends(run, chosen, scores)
             was_open, is_open = is_open, is_open & (is_known | ~ends)
             if not may_look:
@@ -88,15 +91,7 @@ class Assistant(Drafter):
             if not is_open.any():
                 break
         drafted = tokens[:, : position + 1 - context.start]
-        return Draft(
-            drafted, self.with_known(kept, first - context.start, len(ids)), tuple(lengths)
-        )
-
-    def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
-        """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
-        if not run.config.do_sample:
-            return scores.argmax(dim=-1)
-        return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+        return Draft(drafted, torch.stack(kept, dim=1) if kept else None, tuple(lengths))
 
     def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Which rows' drafts end with ``tokens (rows,)``."""
@@ -108,15 +103,6 @@ class Assistant(Drafter):
             confidence = scores.softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
             ends = ends | (confidence < self.threshold)
         return ends
-
-    @staticmethod
-    def with_known(kept: list[torch.Tensor], n_known: int, rows: int) -> torch.Tensor | None:
-        """Scores ``(rows, n, vocab)``, with a filling for the ``n_known`` positions before them."""
-        if not kept:
-            return None
-        scores = torch.stack(kept, dim=1)
-        filling = scores.new_zeros(rows, n_known, scores.shape[2])
-        return torch.cat([filling, scores], dim=1) if n_known else scores
 
     def next_logits(self, run: Run) -> torch.Tensor:
         """Forward what the cache does not hold of ``run.ids``: logits ``(rows, vocab)``."""

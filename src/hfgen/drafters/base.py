@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from .schedule import Schedule
 
 
+#: The probability below which an assistant's draft ends, where no config says; upstream's default.
+DEFAULT_THRESHOLD = 0.4
+
+
 @dataclass(frozen=True, slots=True)
 class DraftContext:
     """What a drafter has to go by.
@@ -91,7 +95,7 @@ class Drafter:
     schedule: Schedule | None = None
 
     def draft(self, context: DraftContext) -> Draft | None:
-        """DraftColumn how the rows go on; ``None`` if there is no guess."""
+        """Guess how the rows go on; ``None`` if there is no guess."""
         raise NotImplementedError(f"{type(self).__name__} has no `draft()`.")
 
     def observe(self, verdict: Acceptance) -> None:
@@ -128,27 +132,22 @@ def name_of(drafter: Drafter) -> str:
 
 
 def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
-    """``draft``, if it is one that has tokens.
+    """``draft``, or ``None`` if it is empty. ``name``: what errors call the drafter.
 
-    Raises ``TypeError`` for something else, ``ValueError`` for tokens of a wrong shape or type.
+    Raises ``TypeError`` if it is no draft of tensors, ``ValueError`` for tokens of a wrong shape or type.
     """
-    wrong = f"{name}.draft() has to return "
     if draft is None:
         return None
     if not isinstance(draft, Draft):
-        raise TypeError(f"{wrong}a hfgen.Draft or None, but returned {type(draft).__name__}.")
-    rows, tokens = len(context.known), draft.tokens
-    expected = f"int64 tokens of shape ({rows}, at most {context.n_tokens})"
+        raise _wrong(TypeError, name, "a hfgen.Draft or None", type(draft).__name__)
+    rows, n, tokens = len(context.known), context.n_tokens, draft.tokens
+    expected = f"int64 tokens of shape ({rows}, at most {n})"
     if not isinstance(tokens, torch.Tensor):
-        raise TypeError(f"{wrong}{expected}, but returned {type(tokens).__name__}.")
+        raise _wrong(TypeError, name, expected, type(tokens).__name__)
     shape = tuple(tokens.shape)
-    if (
-        len(shape) != 2
-        or shape[0] != rows
-        or shape[1] > context.n_tokens
-        or tokens.dtype != torch.long
-    ):
-        raise ValueError(f"{wrong}{expected}, but returned {tokens.dtype} of shape {shape}.")
+    is_fine = tokens.ndim == 2 and len(tokens) == rows and shape[1] <= n
+    if not is_fine or tokens.dtype != torch.long:
+        raise _wrong(ValueError, name, expected, f"{tokens.dtype} of shape {shape}")
     return draft if shape[1] else None
 
 
@@ -162,25 +161,24 @@ def n_filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: f
         lead = min(known - context.start, len(drafted))
         new = drafted[lead:]
         new = new[: new.index(-1)] if -1 in new else new
-        if new and not (min(new) >= 0 and max(new) < vocab):
-            token = next(token for token in new if not 0 <= token < vocab)
-            raise ValueError(
-                f"{name}.draft() has to return tokens from 0 to {vocab - 1:.0f}, or -1 where a draft "
-                f"ends, but returned {token} for row {row}."
-            )
+        if (token := next((t for t in new if not 0 <= t < vocab), None)) is not None:
+            expected = f"tokens from 0 to {vocab - 1:.0f}, or -1 where a draft ends"
+            raise _wrong(ValueError, name, expected, f"{token} for row {row}")
         lengths.append(lead + len(new))
     return lengths
 
 
 def check_logits(name: str, draft: Draft, vocab: int) -> None:
     """Raise if ``draft.logits`` are not scores of ``draft.tokens`` over the target's vocabulary."""
-    if draft.logits is None:
-        return
-    wrong = f"{name}.draft() has to return logits of shape {(*draft.tokens.shape, vocab)}, but returned "
-    if not isinstance(draft.logits, torch.Tensor):
-        raise TypeError(f"{wrong}{type(draft.logits).__name__}.")
-    if draft.logits.shape != (*draft.tokens.shape, vocab):
-        raise ValueError(f"{wrong}{tuple(draft.logits.shape)}.")
+    logits, expected = draft.logits, (*draft.tokens.shape, vocab)
+    if logits is not None and not isinstance(logits, torch.Tensor):
+        raise _wrong(TypeError, name, f"logits of shape {expected}", type(logits).__name__)
+    if logits is not None and logits.shape != expected:
+        raise _wrong(ValueError, name, f"logits of shape {expected}", str(tuple(logits.shape)))
+
+
+def _wrong(kind: type[Exception], name: str, expected: str, returned: str) -> Exception:
+    return kind(f"{name}.draft() has to return {expected}, but returned {returned}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +208,21 @@ class Setup:
         """Whether verification compares probabilities and not only tokens."""
         config = self.run.config
         return bool(config.do_sample) or config.assistant_ensemble_weight is not None
+
+    def of_assistant(self, name: str, always: bool = False) -> Any:
+        """A setting of the call or, by default, of the assistant's own config, where upstream has it.
+
+        Upstream ignores the call's. Where draws have to be upstream's, so does this, unless ``always``.
+        """
+        config = self.run.config
+        model = self.assistant_model if config.assistant_early_exit is None else self.run.model
+        value = getattr(config, name)
+        if value is not None and (always or not self.is_exact):
+            return value
+        return getattr(getattr(model, "generation_config", None), name, None)
+
+    @property
+    def threshold(self) -> float:
+        """The probability of a token below which an assistant's draft ends."""
+        threshold = self.of_assistant("assistant_confidence_threshold")
+        return float(DEFAULT_THRESHOLD if threshold is None else threshold)

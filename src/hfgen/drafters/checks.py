@@ -11,7 +11,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .. import vocabularies
 from ..fields import is_integer
-from .schedule import SCHEDULES
+from .schedule import schedule_named
 
 #: Classes of assistants that attend to the target's keys, and of targets that hand them out.
 GEMMA_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
@@ -64,11 +64,7 @@ def check_drafting(
 
 
 def _check_fields(config: GenerationConfig, assistant: Any) -> None:
-    name = config.num_assistant_tokens_schedule
-    if name is not None and name not in SCHEDULES:
-        raise ValueError(
-            f"`num_assistant_tokens_schedule` has to be one of {sorted(SCHEDULES)}, but is {name!r}."
-        )
+    schedule_named(config.num_assistant_tokens_schedule, default="constant")
     drafting = {
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
         "assistant_early_exit": config.assistant_early_exit,

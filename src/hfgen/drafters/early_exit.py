@@ -24,8 +24,8 @@ COMPILED = ("_compiled_call", "_last_compile_config", "_compiled_call_impl")
 class EarlyExit(Assistant):
     """Drafts with the first ``n_layers`` layers of the model itself (``assistant_early_exit``)."""
 
-    def __init__(self, setup: Setup, n_layers: int, threshold: float | None = None) -> None:
-        super().__init__(setup, first_layers(setup.run.model, n_layers), threshold)
+    def __init__(self, setup: Setup, n_layers: int) -> None:
+        super().__init__(setup, first_layers(setup.run.model, n_layers))
         self.n_layers = n_layers
 
     def prepare(self, ids: torch.Tensor) -> Run:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
 from .base import Draft, DraftContext, Drafter
-
-#: Scores ``(rows, vocab)`` after processing, for ids ``(rows, length)``.
-Processors: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PromptLookup(Drafter):
@@ -28,7 +25,7 @@ class PromptLookup(Drafter):
         allowed: Callable[[torch.Tensor, torch.Tensor], int] | None = None,
         overshoots: bool = False,
     ) -> None:
-        """``eos (n_eos,)``: a draft ends before these. ``allowed``: see ``AllowedPrefix``.
+        """``eos (n_eos,)``: a draft ends before these. ``allowed``: see ``n_allowed``.
 
         ``overshoots``: drafts may go beyond the call's maximum length, as upstream's do.
         """
@@ -84,24 +81,16 @@ class PromptLookup(Drafter):
             yield from begins.tolist()
 
 
-class AllowedPrefix:
-    """How many tokens of a draft the processors leave possible, as upstream counts them.
+def n_allowed(processors: Any, vocab: int, ids: torch.Tensor, tokens: torch.Tensor) -> int:
+    """How many ``tokens (n,)`` after ``ids (1, length)`` the processors leave possible.
 
-    Only asked where draws have to be upstream's: they depend on the number of drafted tokens. A
-    copy of the processors is asked, so that those with a state see no draft.
+    Counted as upstream does, with a copy of the processors: those with a state see no draft. Only
+    asked where draws have to be upstream's, since they depend on the number of drafted tokens.
     """
-
-    def __init__(self, processors: Processors, vocab: int) -> None:
-        self.processors = processors
-        self.vocab = vocab
-
-    def __call__(self, ids: torch.Tensor, tokens: torch.Tensor) -> int:
-        """``ids (1, length)``, ``tokens (n,)``."""
-        processors = copy.deepcopy(self.processors)
-        for n_tokens, token in enumerate(tokens.tolist()):
-            scores = torch.ones(1, self.vocab, device=ids.device)
-            score = processors(ids, scores)[0, token]
-            if score <= torch.finfo(score.dtype).min:
-                return n_tokens
-            ids = torch.cat([ids, tokens[None, n_tokens : n_tokens + 1]], dim=1)
-        return len(tokens)
+    processors = copy.deepcopy(processors)
+    for n_tokens, token in enumerate(tokens.tolist()):
+        score = processors(ids, torch.ones(1, vocab, device=ids.device))[0, token]
+        if score <= torch.finfo(score.dtype).min:
+            return n_tokens
+        ids = torch.cat([ids, tokens[None, n_tokens : n_tokens + 1]], dim=1)
+    return len(tokens)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from .base import Acceptance
 
+#: Tokens of a draft where neither the call nor an assistant's config says; upstream's default.
+DEFAULT_TOKENS = 20
 
-class Schedule(Protocol):
+
+class Schedule:
     """Decides on the length of the next draft."""
 
     #: Tokens to draft in the next round; 0 to decode without a draft.
@@ -21,17 +24,11 @@ class Schedule(Protocol):
         """The call is over."""
 
 
-class Constant:
+class Constant(Schedule):
     """Always the same. Upstream's ``num_assistant_tokens_schedule="constant"``."""
 
     def __init__(self, n_tokens: int, rows: int = 1, cost: float = 0.0) -> None:
         self.n_tokens = n_tokens
-
-    def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 class Heuristic(Constant):
@@ -156,3 +153,12 @@ SCHEDULES: dict[str, Callable[[int, int, float], Schedule]] = {
     "heuristic": Heuristic,
     "heuristic_transient": Heuristic,
 }
+
+
+def schedule_named(name: str | None, default: str) -> Callable[[int, int, float], Schedule]:
+    """Raises ``ValueError`` for a name that there is none of."""
+    if name is not None and name not in SCHEDULES:
+        raise ValueError(
+            f"`num_assistant_tokens_schedule` has to be one of {sorted(SCHEDULES)}, but is {name!r}."
+        )
+    return SCHEDULES[name or default]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..vocabularies import INCOMPLETE, Spelling
 
 
@@ -13,21 +15,23 @@ class Row:
     """
 
     def __init__(
-        self, target: Spelling, own: Spelling, lookbehind: int, own_lookbehind: int
+        self,
+        target: Spelling,
+        own: Spelling,
+        lookbehind: int,
+        own_lookbehind: int,
+        opening: Sequence[int] = (),
     ) -> None:
+        """``opening``: ids that the assistant's begin with."""
         self.target, self.own = target, own
         self.lookbehind, self.own_lookbehind = lookbehind, own_lookbehind
         self.tokens: list[int] = []
         self.begin = 0  # of the window, in `tokens`
         self.limit = 2 * lookbehind  # tokens in a window that is about to move
         #: The assistant's ids up to the window; how many that begin the window's encoding are theirs.
-        self.before: list[int] = []
+        self.before = list(opening)
         self.n_overlap = 0
         self.newest: list[int] = []  # the end of the last context
-
-    def open(self, opening: list[int]) -> None:
-        """Let the assistant's context begin with these."""
-        self.before = list(opening)
 
     def read(self, tokens: list[int]) -> None:
         self.tokens += tokens

@@ -37,19 +37,20 @@ class UniversalDrafter(Assistant):
     #: By how many columns rows may have drifted apart.
     DRIFT = 8
 
-    def __init__(self, setup: Setup, threshold: float | None = None) -> None:
-        super().__init__(setup, threshold=threshold)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self.target = Spelling(setup.tokenizer, n_scores(setup.run.model))
         self.own = Spelling(setup.assistant_tokenizer, n_scores(self.model))
         self.encoder_mask: torch.Tensor | None = None
         self.translate_encoder_input()
         config = self.model.generation_config
         windows = (config.target_lookbehind or 10, config.assistant_lookbehind or 10)
-        self.rows = [Row(self.target, self.own, *windows) for _ in range(len(setup.run.ids))]
+        self.rows: list[Row] = []
+        for tokens in _prompts(setup.run):
+            opening = self.opening(self.target.text(tokens))
+            self.rows.append(Row(self.target, self.own, *windows, opening))
+            self.rows[-1].read(tokens)
         self.n_read = [setup.run.ids.shape[1]] * len(self.rows)
-        for row, tokens in zip(self.rows, _prompts(setup.run), strict=True):
-            row.open(self.opening(self.target.text(tokens)))
-            row.read(tokens)
         text_config = self.model.config.get_text_config()
         self.positions: float = getattr(text_config, "max_position_embeddings", None) or math.inf
         self.pads = [0] * len(self.rows)
@@ -72,15 +73,14 @@ class UniversalDrafter(Assistant):
         if all(context.is_done):
             return None
         self.read(context)
-        rooms = [
-            0 if done else max(context.end - known, 0)
-            for known, done in zip(context.known, context.is_done, strict=True)
-        ]
         columns = [
             [] if done else row.context()
             for row, done in zip(self.rows, context.is_done, strict=True)
         ]
-        rooms = [room if ids else 0 for room, ids in zip(rooms, columns, strict=True)]
+        rooms = [
+            max(context.end - known, 0) if ids else 0
+            for known, ids in zip(context.known, columns, strict=True)
+        ]
         own = self.laid_out(columns, rooms) if any(rooms) else None
         if own is None:
             return None
@@ -118,7 +118,10 @@ class UniversalDrafter(Assistant):
         lengths = [pad + len(ids) for pad, ids in zip(self.pads, contexts, strict=True)]
         first, end = _span(lengths, rooms)
         n_kept = min(self.n_valid, first - 1, self.cached)
-        is_lost = n_kept < self.n_kept and not _can_forget_all(self.run)
+        # Some caches can be taken back by the last draft alone.
+        is_lost = n_kept < self.n_kept and not (
+            self.run is not None and keeps_all_tokens(self.run.model_kwargs["past_key_values"])
+        )
         if self.run is None or is_lost or end - first > max(rooms) + self.DRIFT:
             self.run, self.cached, self.length = None, 0, 0
             longest = max(map(len, contexts))
@@ -238,14 +241,12 @@ class BySharedTokens(UniversalDrafter):
     Its scores go through the target's processors, in the target's vocabulary.
     """
 
-    def __init__(self, setup: Setup, threshold: float | None = None) -> None:
-        target = Spelling(setup.tokenizer, n_scores(setup.run.model))
-        own = Spelling(setup.assistant_tokenizer, n_scores(setup.assistant_model))
-        self.to_target = shared_tokens(target, own)
-        super().__init__(setup, threshold)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.to_target = shared_tokens(self.target, self.own)
         processors = [p for p in setup.run.processors if is_row_wise(p)]
         self.restriction = Restriction(
-            self.to_target, target.size, LogitsProcessorList(processors), setup.run.ids.device
+            self.to_target, self.target.size, LogitsProcessorList(processors), setup.run.ids.device
         )
 
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
@@ -280,12 +281,6 @@ class BySharedTokens(UniversalDrafter):
         return Draft(result.tokens, self.restriction.to_target(logits[rows, columns]))
 
 
-def translated_drafter(setup: Setup, threshold: float | None) -> UniversalDrafter:
-    """By text if the call is greedy, by shared tokens if it samples."""
-    kind = BySharedTokens if setup.run.config.do_sample else ByText
-    return kind(setup, threshold)
-
-
 def _span(lengths: list[int], rooms: list[int]) -> tuple[int, int]:
     """The first column to draft for any row, and the first that is not."""
     spans = [(n, n + room) for n, room in zip(lengths, rooms, strict=True) if room]
@@ -300,9 +295,3 @@ def _prompts(run: Run) -> list[list[int]]:
     if mask is None or mask.shape != run.ids.shape:
         return ids
     return [run.ids[row][mask[row].bool()].tolist() for row in range(len(ids))]
-
-
-def _can_forget_all(run: Run | None) -> bool:
-    """Whether the run's cache can be taken back as far as one likes, and not only the last draft."""
-    cache = None if run is None else run.model_kwargs["past_key_values"]
-    return keeps_all_tokens(cache)

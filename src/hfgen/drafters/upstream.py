@@ -20,17 +20,15 @@ from transformers.generation import candidate_generator as kinds
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import ModelOutput
 
+from ..batch import row_dim
 from ..call import ModelKwargs, Run
 from ..processors import is_row_wise
 from .base import Draft, DraftContext, Drafter, Setup
 from .checks import has_foreign_generator
-from .schedule import Constant
+from .schedule import DEFAULT_TOKENS, Constant
 
 #: More than a generator drafts at once, unless the call has room for still more.
 MANY_TOKENS = 128
-
-#: What a Gemma assistant drafts if neither its config nor the call says; upstream's default.
-DEFAULT_TOKENS = 20
 
 
 def _kind(name: str) -> Any:
@@ -50,47 +48,56 @@ class FromGenerators(Drafter):
     that stands in the place of a draft.
     """
 
-    def __init__(self, setup: Setup, generators: list[CandidateGenerator]) -> None:
+    def __init__(self, setup: Setup, generators: list[Any]) -> None:
         self.setup, self.generators = setup, generators
+        first = generators[0]
         #: Drafts may go beyond the last token, and are made for it too, where draws depend on them.
         self.overshoots = self.is_always_asked = setup.is_exact
         room = setup.max_length - setup.run.ids.shape[1]
         self.schedule = Constant(max(room, MANY_TOKENS))
-        #: What the target model's forward gets besides its inputs.
-        self.forward_arguments = _overrides(setup.run, generators[0])
+        #: Whether ``get_candidates`` takes what the target model returned in the last round.
+        self.reads_outputs = bool(getattr(first, "requires_model_outputs", False))
+        if self.reads_outputs:
+            self.forward_arguments = dict(getattr(first, "model_kwargs_overrides", {}))
+            if setup.run.config.output_hidden_states:  # all, and not only those that it reads
+                self.forward_arguments.pop("output_hidden_states", None)
         self.outputs: ModelOutput | None = None
         self.n_matches = 0
         self.is_prompt = False
-        self.padding = _padding(setup.run) if _is_known(generators[0]) else [0] * len(generators)
+        self.padding = _padding(setup.run) if _is_known(first) else [0] * len(generators)
 
     def draft(self, context: DraftContext) -> Draft | None:
-        drafted: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        for row, is_done in enumerate(context.is_done):
-            nothing = context.ids.new_empty(0), None
-            drafted.append(nothing if is_done else self.ask(row, context))
+        nothing = context.ids.new_empty(0), None
+        drafted = [
+            nothing if is_done else self.ask(row, context)
+            for row, is_done in enumerate(context.is_done)
+        ]
         width = max(len(tokens) for tokens, _ in drafted)
         if width == 0:
             return None
-        tokens = context.ids.new_full((len(drafted), width), -1)
-        for row, (drafts, _) in enumerate(drafted):
-            tokens[row, : len(drafts)] = drafts
-        return Draft(_as_far_as_known(tokens, context), self.scores(drafted, width))
+        result = context.ids.new_full((len(drafted), width), -1)
+        for row, (tokens, _) in enumerate(drafted):
+            result[row, : len(tokens)] = tokens
+        # What was drafted after another token than the row knows is not worth a try.
+        known = torch.tensor(context.known, device=result.device)[:, None] - context.start
+        ids = context.ids[:, context.start : context.start + width]
+        is_other = (torch.arange(width, device=result.device) < known) & (result != ids)
+        result.masked_fill_(is_other.cumsum(dim=1) > 0, -1)
+        return Draft(result, self.scores(drafted, width))
 
     def ask(self, row: int, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens ``(n,)`` drafted for a row, and their scores ``(n, vocab)`` if there are any."""
-        generator: Any = self.generators[row]
-        n_pads = self.padding[row]
-        ids = context.ids[row : row + 1, n_pads : context.start]
-        if _reads_outputs(generator):
-            candidates, logits = generator.get_candidates(
-                ids,
-                model_kwargs=self.model_kwargs(row),
-                model_outputs=self.row_outputs(row),
-                is_first_iteration=self.outputs is None,
-                n_last_matches=self.n_matches,
-            )
-        else:
-            candidates, logits = generator.get_candidates(ids)
+        generator = self.generators[row]
+        ids = context.ids[row : row + 1, self.padding[row] : context.start]
+        arguments: dict[str, Any] = {}
+        if self.reads_outputs:
+            arguments = {
+                "model_kwargs": self.model_kwargs(row),
+                "model_outputs": self.row_outputs(row),
+                "is_first_iteration": self.outputs is None,
+                "n_last_matches": self.n_matches,
+            }
+        candidates, logits = generator.get_candidates(ids, **arguments)
         length, shape = ids.shape[1], tuple(candidates.shape)
         if len(shape) != 2 or shape[0] != 1 or shape[1] < length:
             raise ValueError(
@@ -133,21 +140,31 @@ class FromGenerators(Drafter):
             if kwargs.get("position_ids") is None:
                 positions = torch.arange(run.ids.shape[1], device=run.ids.device)
                 kwargs["position_ids"] = positions.expand_as(run.ids)
-        rows = len(self.generators)
-        if rows == 1:
+        if len(self.generators) == 1:
             return kwargs
-        kwargs = {name: _of_row(name, value, row, rows) for name, value in kwargs.items()}
+        kwargs = _of_row(kwargs, row, len(self.generators))
         for name in ("attention_mask", "position_ids") if n_pads else ():
             kwargs[name] = kwargs[name][..., n_pads:]
         return kwargs
 
     def row_outputs(self, row: int) -> ModelOutput | None:
-        """What the target model said in the last round about a row."""
+        """What the target model returned in the last round for a row, without its padding."""
         if self.outputs is None or len(self.generators) == 1:
             return self.outputs
-        outputs: Any = _of_row("", self.outputs, row, len(self.generators))
-        if n_pads := self.padding[row]:
-            _strip(outputs, n_pads, self.is_prompt)
+        outputs: Any = _of_row(self.outputs, row, len(self.generators))
+        n_pads = self.padding[row]
+        if n_pads and self.is_prompt and outputs.hidden_states is not None:  # (1, length, size)
+            outputs["hidden_states"] = tuple(
+                None if layer is None else layer[:, n_pads:] for layer in outputs.hidden_states
+            )
+        if n_pads and (shared := getattr(outputs, "shared_kv_states", None)):
+            length = max(keys.shape[2] for keys, _ in shared.values())  # sliding windows hold less
+            outputs["shared_kv_states"] = {
+                kind: tuple(
+                    states[:, :, max(n_pads - (length - states.shape[2]), 0) :] for states in pair
+                )
+                for kind, pair in shared.items()
+            }
         return outputs
 
     def see(
@@ -165,64 +182,23 @@ class FromGenerators(Drafter):
             if getattr(type(generator), "update_candidate_strategy", idle) is not idle:
                 row_scores = torch.stack([score[row] for score in scores])[None]
                 generator.update_candidate_strategy(
-                    run.ids[row : row + 1],
-                    row_scores,
-                    self.n_matches,
+                    run.ids[row : row + 1], row_scores, self.n_matches
                 )
 
 
-def _of_row(name: str, value: Any, row: int, rows: int) -> Any:
-    """``value`` with the batch dimension of every tensor in it cut to one row.
-
-    A cache is left out: what it holds is all rows' together.
-    """
-    if isinstance(value, torch.Tensor):
-        if name == "position_ids" and value.ndim == 3:  # (3, rows, length)
-            return value[:, row : row + 1]
-        return value[row : row + 1] if value.ndim and len(value) == rows else value
-    if isinstance(value, ModelOutput):
-        outputs = copy.copy(value)
-        for key, item in value.items():
-            outputs[key] = _of_row(key, item, row, rows)
-        return outputs
+def _of_row(value: Any, row: int, rows: int, name: str = "") -> Any:
+    """``value`` with all tensors in it cut to one row; ``None`` for a cache, which holds all rows."""
     if isinstance(value, Mapping):
-        return {key: _of_row(key, item, row, rows) for key, item in value.items()}
+        items = {key: _of_row(item, row, rows, key) for key, item in value.items()}
+        return type(value)(**items) if isinstance(value, ModelOutput) else items
     if isinstance(value, tuple | list):
-        items = [_of_row(name, item, row, rows) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return None if isinstance(value, Cache) else value
-
-
-def _reads_outputs(generator: Any) -> bool:
-    """Whether a generator is told what the target model said in the last round."""
-    return bool(getattr(generator, "requires_model_outputs", False))
-
-
-def _overrides(run: Run, generator: Any) -> dict[str, Any]:
-    """Arguments that a generator wants the target's forward to get.
-
-    All hidden states are returned to a caller who asks for them, not only those that it reads.
-    """
-    if not _reads_outputs(generator):
-        return {}
-    overrides = dict(getattr(generator, "model_kwargs_overrides", {}))
-    if run.config.output_hidden_states:
-        overrides.pop("output_hidden_states", None)
-    return overrides
-
-
-def _as_far_as_known(tokens: torch.Tensor, context: DraftContext) -> torch.Tensor:
-    """``tokens (rows, n)`` with -1 after the first that differs from one that its row knows.
-
-    What was drafted after another token is not worth a try.
-    """
-    known = torch.tensor(context.known, device=tokens.device)[:, None] - context.start
-    ids = context.ids[:, context.start : context.start + tokens.shape[1]]
-    is_other = (torch.arange(tokens.shape[1], device=tokens.device) < known) & (tokens != ids)
-    return tokens.masked_fill(is_other.cumsum(dim=1) > 0, -1)
-
-
-# --- padding ------------------------------------------------------------------------------------
+        kind = list if isinstance(value, list) else tuple
+        return kind(_of_row(item, row, rows, name) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return None if isinstance(value, Cache) else value
+    dim = row_dim(name, value)
+    is_of_rows = value.ndim > dim and value.shape[dim] == rows
+    return value.narrow(dim, row, 1) if is_of_rows else value
 
 
 def _is_known(generator: Any) -> bool:
@@ -243,73 +219,51 @@ def _padding(run: Run) -> list[int]:
     return counts
 
 
-def _strip(outputs: Any, n_pads: int, is_prompt: bool) -> None:
-    """Cut the padding off hidden states ``(1, length, size)`` of a prompt, and off shared keys."""
-    if is_prompt and outputs.hidden_states is not None:
-        outputs["hidden_states"] = tuple(
-            None if layer is None else layer[:, n_pads:] for layer in outputs.hidden_states
-        )
-    if shared := getattr(outputs, "shared_kv_states", None):
-        length = max(keys.shape[2] for keys, _ in shared.values())  # sliding windows hold less
-        outputs["shared_kv_states"] = {
-            kind: tuple(
-                states[:, :, max(n_pads - (length - states.shape[2]), 0) :] for states in pair
-            )
-            for kind, pair in shared.items()
-        }
-
-
-# --- making them --------------------------------------------------------------------------------
-
-
 def make_overridden(setup: Setup) -> FromGenerators | None:
     """What a model's own ``_get_candidate_generator`` returns."""
     hook = setup.run.model._get_candidate_generator
-    if getattr(hook, "__func__", None) is GenerationMixin._get_candidate_generator:
-        return None
-    return _from_hook(setup)
+    is_inherited = getattr(hook, "__func__", None) is GenerationMixin._get_candidate_generator
+    return None if is_inherited else _from_hook(setup)
 
 
 def make_newer(setup: Setup) -> FromGenerators | None:
     """The kinds that upstream's ``_get_candidate_generator`` makes and hfgen has no drafter for."""
     if hasattr(setup.assistant_model, "get_candidates"):
         return _made(setup, setup.assistant_model)
-    if has_foreign_generator(setup.run.config, setup.assistant_model):
-        return _from_hook(setup)
-    return None
+    is_foreign = has_foreign_generator(setup.run.config, setup.assistant_model)
+    return _from_hook(setup) if is_foreign else None
 
 
 def _from_hook(setup: Setup) -> FromGenerators:
     """What the model's hook makes: one generator, or one for each row."""
-    rows = len(setup.run.ids)
     first = _call_hook(setup)
     if isinstance(first, SINGLE_POSITION) and first.num_assistant_tokens is None:
         first.num_assistant_tokens = setup.run.config.num_assistant_tokens or DEFAULT_TOKENS
     if _is_known(first):
         return _made(setup, first)
-    return FromGenerators(setup, [first, *(_call_hook(setup, row) for row in range(1, rows))])
+    rows = range(1, len(setup.run.ids))
+    return FromGenerators(setup, [first, *(_call_hook(setup, row) for row in rows)])
 
 
 def _made(setup: Setup, generator: Any) -> FromGenerators:
     """From one generator that is there, twins for all rows: the same weights, caches of their own."""
     run, rows = setup.run, len(setup.run.ids)
-    if not _is_known(generator):
-        if rows > 1:
-            raise ValueError(
-                f"`assistant_model` is one {type(generator).__name__}, which follows one sequence, "
-                f"and there are {rows}. Return one from `_get_candidate_generator` of the model's "
-                "class, which is called for each, or pass a `hfgen.Drafter`."
-            )
-        return FromGenerators(setup, [generator])
-    _check_prompt(run, generator)
+    is_known = _is_known(generator)
+    if rows > 1 and not is_known:
+        raise ValueError(
+            f"`assistant_model` is one {type(generator).__name__}, which follows one sequence, and "
+            f"there are {rows}. Return one from `_get_candidate_generator` of the model's class, "
+            "which is called for each, or pass a `hfgen.Drafter`."
+        )
+    if is_known:
+        _check_prompt(run, generator)
     if rows == 1:
         return FromGenerators(setup, [generator])
     twins = []
     for row, n_pads in enumerate(_padding(run)):
         twin = copy.copy(generator)
-        for name, value in vars(generator).items():
-            if isinstance(value, Cache):
-                setattr(twin, name, copy.deepcopy(value))
+        caches = {k: copy.deepcopy(v) for k, v in vars(twin).items() if isinstance(v, Cache)}
+        vars(twin).update(caches)
         if hasattr(twin, "logits_processor"):
             twin.logits_processor = _ForRow(run, row, n_pads)
         twins.append(twin)
@@ -322,7 +276,7 @@ def _call_hook(setup: Setup, row: int = 0) -> Any:
     processors, model_kwargs, encoder_input = run.processors, run.model_kwargs, setup.encoder_input
     if rows > 1:
         processors = LogitsProcessorList([_ForRow(run, row)])
-        model_kwargs = {k: _of_row(k, v, row, rows) for k, v in model_kwargs.items()}
+        model_kwargs = _of_row(model_kwargs, row, rows)
         if encoder_input is not None and len(run.ids) % len(encoder_input) == 0:
             row_of_batch = row * len(encoder_input) // rows
             encoder_input = encoder_input[row_of_batch : row_of_batch + 1]
