@@ -1,9 +1,8 @@
 """Rows that have ended leave the batch while others go on: ``drop_finished=True``.
 
-Only the forwards get narrower. Ids, processors, criteria and draws are still those of all rows, in
-their places, so what is drawn for a row does not depend on which others have ended. Kernels may: a
-row's logits can differ in the last digits when it is forwarded with fewer others, which is why this
-is asked for and not the default.
+Only the forwards get narrower. Ids, processors, criteria and draws are still those of all rows, so
+what is drawn for a row does not depend on which others have ended. It is not the default, since with
+fewer rows a kernel's logits can differ in the last digits.
 """
 
 from __future__ import annotations

@@ -15,18 +15,17 @@ LIBRARIES = ("accelerate", "torch", "transformers", __name__.partition(".")[0])
 
 
 def counts_rows(model: Any, model_kwargs: ModelKwargs, n_rows: int) -> bool:
-    """Whether something expects a forward of all rows: a hook on a module, or a list with one entry each.
+    """Whether a hook of the caller's, or a list with one entry per row, expects a forward of all rows.
 
-    Hooks of the libraries do not. One of the caller's may say so by an attribute ``is_row_wise``.
+    A hook with the attribute ``is_row_wise = True`` does not.
     """
+    lists = (value for value in model_kwargs.values() if isinstance(value, list | tuple))
     hooks = (
         hook
         for module in model.modules()
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     )
-    return any(
-        isinstance(value, list | tuple) and len(value) == n_rows for value in model_kwargs.values()
-    ) or not all(map(_is_row_wise, hooks))
+    return any(len(value) == n_rows for value in lists) or not all(map(_is_row_wise, hooks))
 
 
 def _is_row_wise(hook: Any) -> bool:
@@ -44,11 +43,12 @@ class ModuleStates:
 
     def have_changed(self) -> bool:
         """Whether a module has another one since, or one was written to."""
-        return any(
-            value is not was or version != version_then
-            for key, (value, version) in _held(self.model).items()
-            for was, version_then in [self.held.get(key, (None, None))]
-        )
+        nothing = (None, None)
+        for key, (value, version) in _held(self.model).items():
+            was, version_then = self.held.get(key, nothing)
+            if value is not was or version != version_then:
+                return True
+        return False
 
 
 def _held(model: Any) -> dict[tuple[int, str], tuple[torch.Tensor, int | None]]:

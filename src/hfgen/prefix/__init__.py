@@ -31,9 +31,7 @@ class Asked:
     def refuse(self, reason: Reason) -> None:
         """Count a call without stored prefixes; raise ``ValueError`` if two arguments contradict."""
         if self.by_name and reason.is_choice:
-            raise ValueError(
-                f"`prefix_cache` cannot be used: {reason.text}. Leave one of them out."
-            )
+            raise ValueError(f"`prefix_cache` cannot be used: {reason.text}. Leave one out.")
         self.prefixes._bypass(reason.text)
 
 
@@ -48,10 +46,8 @@ def take_argument(model: Any, request: Request) -> Asked | None:
         return None
     if not isinstance(prefixes, PrefixCache):
         name = "prefix_cache" if by_name else "model.prefix_cache"
-        raise TypeError(
-            f"`{name}` has to be a hfgen.PrefixCache, but is {type(prefixes).__name__} "
-            f"({str(prefixes)[:60]})."
-        )
+        given = f"{type(prefixes).__name__} ({str(prefixes)[:60]})"
+        raise TypeError(f"`{name}` has to be a hfgen.PrefixCache, but is {given}.")
     asked = Asked(prefixes, by_name)
     if request.kwargs.get("cache_implementation") == "paged":
         asked.refuse(Reason("`cache_implementation` is 'paged'"))
@@ -83,9 +79,7 @@ def begin(asked: Asked | None, model: Any, call: Call, prompt: Prompt) -> None:
     layout = Layout.of(rows.ids, rows.model_kwargs)
     if isinstance(layout, Reason):
         return asked.refuse(layout)
-    session = PrefixSession(
-        asked.prefixes, model, call.config, cache, rows.ids, rows.model_kwargs, layout
-    )
+    session = PrefixSession(asked.prefixes, model, call.config, cache, rows, layout)
     per_token, limit = session.bytes_per_token(), asked.prefixes.max_bytes
     if per_token is not None and (needed := session.needed(per_token)) > limit:
         if asked.by_name:

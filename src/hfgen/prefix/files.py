@@ -1,12 +1,13 @@
 """Stored prefixes as a safetensors file, and back.
 
-One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata says which
-model they are of (``fingerprint.content``) and which node is whose parent. It has a checksum, and each
-node has one. ``load`` checks the structure besides: checksums find damage, but can be forged.
+One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata names the
+model (``fingerprint.content``) and each node's parent. Metadata and nodes have checksums. ``load`` also
+checks the structure: checksums find damage, but can be forged.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -53,8 +54,8 @@ class Entry:
 
     def is_valid(self, index: int) -> bool:
         """Whether fields are of their types, and the parent comes before the node ``index``."""
-        types = [type(part) for part in self.offset] if isinstance(self.offset, list) else None
-        is_placed = types == [str, int] if self.parent == -1 else self.offset is None
+        types = [str, int] if self.parent == -1 else []
+        is_placed = [type(part) for part in self.offset or ()] == types
         return type(self.parent) is int and -1 <= self.parent < index and is_placed
 
 
@@ -75,12 +76,10 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
     tensors: dict[str, Tensor] = {}
     indices: dict[Node | None, int] = {}
     for index, (node, parent, offset) in enumerate(nodes):
-        indices[node] = index
-        above = indices.get(parent, -1)
+        indices[node], above = index, indices.get(parent, -1)
         own = {"tokens": node.tokens} | {str(i): states for i, states in enumerate(node.states)}
         tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        place = list(offset) if above == -1 else None
-        entries.append(Entry(above, place, fingerprint.digest(own)))
+        entries.append(Entry(above, list(offset) if above == -1 else None, fingerprint.digest(own)))
     texts = {
         "format": FORMAT,
         "content": json.dumps(content),
@@ -110,12 +109,11 @@ def _private_folder(target: Path) -> Iterator[Path]:
             lock = _lock(folder)  # unless another writer, who takes it for a dead one's, was faster
             break
     try:
-        for name in os.listdir(target.parent):
-            if name.startswith(prefix) and name.endswith(suffix) and name != folder.name:
-                with suppress(OSError):
-                    if (other := _lock(target.parent / name)) is not None:
-                        shutil.rmtree(target.parent / name, ignore_errors=True)
-                        os.close(other)
+        for other in target.parent.glob(f"{glob.escape(prefix)}*{suffix}"):
+            with suppress(OSError):
+                if other != folder and (its_lock := _lock(other)) is not None:
+                    shutil.rmtree(other, ignore_errors=True)
+                    os.close(its_lock)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -168,9 +166,8 @@ def load(forest: Forest, path: str | os.PathLike[str], model: Any) -> None:
 
 def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[Entry]:
     if texts.get("format") != FORMAT:
-        raise NotAPrefixFile(
-            path, f"its format is {texts.get('format')!r}, not {FORMAT!r} of PrefixCache.save()"
-        )
+        given = f"its format is {texts.get('format')!r}"
+        raise NotAPrefixFile(path, f"{given}, not {FORMAT!r} of PrefixCache.save()")
     if texts.pop("checksum", None) != fingerprint.digest_of_text(sorted(texts.items())):
         raise NotAPrefixFile(path, "its metadata are not those that were saved")
     theirs, ours = dict(json.loads(texts["content"])), fingerprint.content(model)

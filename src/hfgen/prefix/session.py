@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import execution
 from ..caches.dynamic import GrowingCache
-from ..call import ModelKwargs, Run, Step
+from ..call import ModelKwargs, Prompt, Run, SharedPrompt, Step
 from . import fingerprint, windows
 from .cache import PrefixCache
 from .padding import Layout, best_end, lagging
@@ -36,14 +36,13 @@ class PrefixSession:
         model: Any,
         config: Any,
         cache: Any,
-        ids: Tensor,
-        model_kwargs: ModelKwargs,
+        prompt: Prompt | SharedPrompt,
         layout: Layout,
     ) -> None:
         self.prefixes, self.model, self.cache = prefixes, model, cache
         # Not the config, which holds this call: the cache would outlive it by a cycle.
         self.eos, self.pad = config._eos_token_tensor, config._pad_token_tensor
-        self.ids, self.model_kwargs, self.layout = ids, model_kwargs, layout
+        self.ids, self.model_kwargs, self.layout = prompt.ids, prompt.model_kwargs, layout
         self.identity = fingerprint.identity(model)
         self.keys = [(self.identity, offset) for offset in layout.offsets]
         self.is_prompt_stored = False
@@ -69,8 +68,7 @@ class PrefixSession:
         is_told = shape is not None and getattr(text, "num_key_value_heads", None)
         if not is_told or torch.is_autocast_enabled(self.model.device.type):
             return None
-        n_layers = len(self.layers)
-        heads, sizes = (n if isinstance(n, list) else n_layers * [n] for n in shape)
+        heads, sizes = (n if isinstance(n, list) else len(self.layers) * [n] for n in shape)
         if len(heads) != len(sizes):  # layers that share others' keys are among them
             return None
         numbers = sum(map(operator.mul, heads, sizes))
@@ -112,7 +110,6 @@ class PrefixSession:
         caught_up: Sequence[tuple[list[int], KeyValues]] = (),
     ) -> None:
         """Put the first ``end`` columns of ``rows`` into ``cache``: stored ones or ``caught_up``."""
-        behind = {row for group, _ in caught_up for row in group}
         sample: KeyValues = next(m.nodes[0].states for m in matches if m.nodes)
 
         def filled(which: int) -> Tensor:
@@ -120,7 +117,7 @@ class PrefixSession:
             states = sample[which].new_zeros(len(rows), heads, end, head_size)
             for place, row in enumerate(rows):
                 pad = self.layout.pads[row]
-                for start, run in matches[row].runs(end - pad if row not in behind else 0):
+                for start, run in matches[row].runs(end - pad):
                     at = pad + start
                     states[place, :, at : at + run[which].shape[1]] = run[which]
             for group, known in caught_up:
@@ -211,10 +208,9 @@ class PrefixSession:
         """Where a sequence ends: behind its first EOS token, or before its padding."""
         n_prompt = self.ids.shape[1]
         generated = sequence[n_prompt:]
-        if self.eos is not None:
-            ends = torch.isin(generated, self.eos.cpu()).nonzero()
-            if len(ends):
-                return n_prompt + int(ends[0]) + 1
+        ends = generated.new_zeros(0) if self.eos is None else torch.isin(generated, self.eos.cpu())
+        if ends.any():
+            return n_prompt + int(ends.int().argmax()) + 1
         if self.pad is None:
             return len(sequence)
         kept = (generated != self.pad.cpu()).nonzero()
