@@ -87,20 +87,17 @@ def prepare_multimodal_encoder_kwargs_for_generation(
         if modality not in self.input_modalities or encoder is None:
             continue
         accepted = inspect.signature(encoder).parameters
-        encoder_kwargs = {
-            name: model_kwargs[name]
-            for name in accepted
-            if name != "kwargs" and name in model_kwargs
-        }
-        consumed |= encoder_kwargs.keys()
-        if not any(name in encoder_kwargs for name in PIXELS):
+        names = accepted.keys() & model_kwargs.keys()
+        consumed |= names
+        if names.isdisjoint(PIXELS):
             continue
         if encoded.get(modality) is not None:
             raise ValueError(
                 f"The {modality} input came both as pixels and encoded, in "
                 f"`mm_encoder_outputs['{modality}']`. Pass one of them."
             )
-        encoded[modality] = encoder(**encoder_kwargs, return_dict=True)
+        inputs = {name: model_kwargs[name] for name in names}
+        encoded[modality] = encoder(**inputs, return_dict=True)
     for name in consumed:  # only now: modalities may share arguments
         model_kwargs.pop(name, None)
     return model_kwargs

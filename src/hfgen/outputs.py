@@ -22,7 +22,6 @@ from .call import Run, Step, Strategy
 #: What ``generate`` returns if not a tensor of ids.
 GenerateOutput: TypeAlias = GenerateNonBeamOutput | GenerateBeamOutput
 
-
 #: The class of the output: of an encoder-decoder or not, with beams or without.
 OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
     (False, False): GenerateDecoderOnlyOutput,

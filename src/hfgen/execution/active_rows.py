@@ -74,26 +74,24 @@ class ActiveRows:
         self.index, self.n_active = index, n_open
 
     def can_leave(self, run: Run, cache: Any) -> bool:
-        """Whether all that remembers rows is in tensors, and in a cache from which they can be taken."""
+        """Whether rows are only in tensors, and in a cache from which they can be taken."""
         model, model_kwargs = run.model, run.model_kwargs
         plain = (Tensor, ModelOutput, bool, int, float, str, type(None))
-        has_others = not all(
-            value is cache or isinstance(value, plain)
-            for name, value in model_kwargs.items()
-            if name not in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
-        )
-        if has_others or hasattr(model, "_reorder_cache"):
+        others = {*model_kwargs} - {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
+        given = [model_kwargs[name] for name in others]
+        if not all(value is cache or isinstance(value, plain) for value in given):
             return False
-        assert self.states is not None
-        if counts_rows(model, model_kwargs, self.n_rows) or self.states.have_changed():
+        if hasattr(model, "_reorder_cache") or counts_rows(model, model_kwargs, self.n_rows):
             return False
-        if cache is None:
-            return True
-        if not isinstance(cache, Cache) or layers.count(cache) not in (None, self.n_rows):
+        if self.states is not None and self.states.have_changed():
             return False
+        if not isinstance(cache, Cache):
+            return cache is None
         # The word of a kind that somebody registered is taken for its layers.
         is_registered = not is_upstreams(run.config.cache_implementation)
-        return is_registered or not (layers.is_static(cache) or layers.is_foreign(cache))
+        return layers.count(cache) in (None, self.n_rows) and (
+            is_registered or not (layers.is_static(cache) or layers.is_foreign(cache))
+        )
 
     def local(self, rows: Tensor) -> Tensor:
         """``rows (rows,)``, a row of all for each, as numbers of active rows for the active ones."""

@@ -43,8 +43,7 @@ def resized(run: Run, n_new: int) -> ModelKwargs:
         if (tensor := model_kwargs.get(name)) is not None:
             grows = n_new > 0
             model_kwargs[name] = buffers.grow(tensor, n_new, fill) if grows else tensor[..., :n_new]
-    has_mask = any(n.endswith("_mask") and model_kwargs.get(n) is not None for n in fillers)
-    if has_mask:
+    if any(name.endswith("_mask") and model_kwargs.get(name) is not None for name in fillers):
         for name in ("cross_attention_mask", "image_attention_mask"):  # (rows, length, …)
             tensor = model_kwargs.get(name)
             if tensor is not None and tensor.shape[1]:
