@@ -45,8 +45,8 @@ def row_dim(name: str, tensor: Tensor) -> int:
 def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
     """An argument of forward for the rows ``index (wanted,)`` of ``n_rows``.
 
-    Tensors with another number of rows are shared by all, as positions ``(1, length)`` are, and stay;
-    so does what only the caller reads of an encoder's outputs, its tuples of states.
+    Tensors with another number of rows are shared by all, as positions ``(1, length)`` are, and stay. So
+    do an encoder's tuples of states, which only the caller reads.
     """
     if isinstance(value, ModelOutput):
         return type(value)(**{key: take_rows(v, index, n_rows, key) for key, v in value.items()})
@@ -123,19 +123,15 @@ class Batch:
         """
         joined = _joined_kwargs(self, other)
         if self.caches.keys() != other.caches.keys():
-            raise ValueError(
-                f"A batch with the caches {sorted(other.caches)} cannot join one with "
-                f"{sorted(self.caches)}."
-            )
+            theirs, ours = sorted(other.caches), sorted(self.caches)
+            raise ValueError(f"A batch with the caches {theirs} cannot join one with {ours}.")
         for name, cache in self.caches.items():
             layers.append(cache, other.caches[name])
             joined[name] = cache
         length = max(self.ids.shape[1], other.ids.shape[1])
-        padded = (
-            F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id)
-            for ids in (self.ids, other.ids)
-        )
-        self.ids = torch.cat([*padded])
+        both = (self.ids, other.ids)
+        padded = [F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id) for ids in both]
+        self.ids = torch.cat(padded)
         self.model_kwargs = joined
 
 
@@ -195,8 +191,6 @@ def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]
         parts = [F.pad(t, (*behind, longest - t.shape[columns], 0)) for t in parts]
     shapes = [(*t.shape[:dim], *t.shape[dim + 1 :]) for t in parts]
     if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"Rows cannot be joined: `{name}` has the shapes {tuple(one.shape)} and "
-            f"{tuple(two.shape)}."
-        )
+        given = f"{tuple(one.shape)} and {tuple(two.shape)}"
+        raise ValueError(f"Rows cannot be joined: `{name}` has the shapes {given}.")
     return torch.cat([parts[0], parts[1].to(parts[0].device)], dim=dim)

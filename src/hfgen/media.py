@@ -66,13 +66,11 @@ def media_by_chunk(
             continue
         is_placeholder = prompt == getattr(self.config, f"{modality}_token_id")
         feature_rows = is_placeholder.flatten().cumsum(0).view_as(is_placeholder) - 1
-        start = 0
-        for index, chunk in enumerate(chunks):
-            part = slice(start, start + chunk.shape[1])
-            start = part.stop
-            if (filled := is_placeholder[:, part]).any():
-                rows = feature_rows[:, part][filled]
-                media.setdefault(index, {})[modality] = _take_features(outputs, rows)
+        widths = [chunk.shape[1] for chunk in chunks]
+        parts = zip(is_placeholder.split(widths, 1), feature_rows.split(widths, 1), strict=True)
+        for index, (is_filled, rows) in enumerate(parts):
+            if is_filled.any():
+                media.setdefault(index, {})[modality] = _take_features(outputs, rows[is_filled])
     return media
 
 

@@ -20,7 +20,7 @@ from ..batch import Batch, map_outputs
 from ..caches import layers
 from ..caches.table import is_upstreams
 from ..call import Run
-from .row_states import ModuleStates, counts_rows
+from .row_states import counts_rows, have_changed, module_tensors
 
 #: Rows leave when the batch can become smaller by that share; each time, the cache is copied.
 WORTHWHILE = 1 / 8
@@ -33,7 +33,7 @@ class ActiveRows:
         # A recipe may run on a model that is not mixed, whose config lacks the field.
         self.may_leave = bool(getattr(run.config, "drop_finished", False)) and len(run.ids) > 1
         self.n_rows = self.n_active = len(run.ids)
-        self.states = ModuleStates(run.model) if self.may_leave else None
+        self.states = module_tensors(run.model) if self.may_leave else {}
         self.index: Tensor | None = None
 
     def ids(self, run: Run) -> Tensor:
@@ -83,7 +83,7 @@ class ActiveRows:
             return False
         if hasattr(model, "_reorder_cache") or counts_rows(model, model_kwargs, self.n_rows):
             return False
-        if self.states is not None and self.states.have_changed():
+        if have_changed(model, self.states):
             return False
         if not isinstance(cache, Cache):
             return cache is None

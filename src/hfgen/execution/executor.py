@@ -59,10 +59,7 @@ class Executor:
 
 
 def next_token(run: Run, execute: Callable, ids: torch.Tensor | None = None) -> ModelOutput:
-    """Forward what the cache does not hold yet: the newest token, or all without a cache.
-
-    ``ids (rows, length)`` stand for ``run.ids`` if some rows have left the batch.
-    """
+    """Forward the newest token of ``ids (rows, length)`` or ``run.ids``, or all without a cache."""
     model_inputs = run.model.prepare_inputs_for_generation(
         run.ids if ids is None else ids,
         next_sequence_length=1 if run.model_kwargs["use_cache"] else None,

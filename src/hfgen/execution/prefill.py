@@ -84,16 +84,15 @@ def _prefill_in_chunks(
     new_length: int | None,
     is_first_iteration: bool,
 ) -> ModelOutput:
-    """Forward ``config.prefill_chunk_size`` tokens of the prompt at a time.
+    """Forward ``config.prefill_chunk_size`` tokens at a time, so that activations take less memory.
 
-    Activations then take the memory of a chunk, not of the prompt. Raises ``ValueError`` without
-    a cache, or if raw images would have to be cut.
+    Raises ``ValueError`` without a cache, or if raw images would have to be cut.
     """
     cache = model_kwargs.get("past_key_values")
     if cache is None:
         raise ValueError(
-            f"`prefill_chunk_size`={config.prefill_chunk_size} needs a cache to put the chunks "
-            "into, and `use_cache` is False or the model has none."
+            f"`prefill_chunk_size`={config.prefill_chunk_size} needs a cache to put the chunks into, "
+            "and `use_cache` is False or the model has none."
         )
     prompt = input_ids if embeds is None else embeds
     prompt = prompt[:, -(new_length or 0) :]
@@ -106,9 +105,8 @@ def _prefill_in_chunks(
             "its forward. Leave it out."
         )
     execute = fastest_forward(self, config, model_kwargs)
-    media = {}
-    if is_first_iteration:
-        media = media_by_chunk(self, prompt, chunks, model_kwargs.get("mm_encoder_outputs") or {})
+    encoded = model_kwargs.get("mm_encoder_outputs") if is_first_iteration else None
+    media = media_by_chunk(self, prompt, chunks, encoded or {})
     past = cache.get_seq_length()
     for index, chunk in enumerate(chunks):
         end = past + chunk.shape[1]
@@ -128,6 +126,6 @@ def _prefill_in_chunks(
         outputs = execute(**model_inputs, return_dict=True)
         model_kwargs["past_key_values"] = outputs.past_key_values
         past = end
-    for name in ("attention_mask", "position_ids"):
-        model_kwargs.setdefault(name, None)
+    model_kwargs.setdefault("attention_mask", None)
+    model_kwargs.setdefault("position_ids", None)
     return outputs

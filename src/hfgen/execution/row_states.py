@@ -35,29 +35,25 @@ def _is_row_wise(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] in LIBRARIES
 
 
-class ModuleStates:
-    """The tensors that a model's modules hold as plain attributes, as they are now."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.held = model, _held(model)
-
-    def have_changed(self) -> bool:
-        """Whether a module has another one since, or one was written to."""
-        nothing = (None, None)
-        for key, (value, version) in _held(self.model).items():
-            was, version_then = self.held.get(key, nothing)
-            if value is not was or version != version_then:
-                return True
-        return False
-
-
-def _held(model: Any) -> dict[tuple[int, str], tuple[torch.Tensor, int | None]]:
+def module_tensors(model: Any) -> dict[tuple[int, str], tuple[torch.Tensor, int | None]]:
+    """The tensors that modules hold as plain attributes, and how often each was written to."""
     return {
         (id(module), name): (value, buffers.n_writes(value))
         for module in model.modules()
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def have_changed(
+    model: Any, before: dict[tuple[int, str], tuple[torch.Tensor, int | None]]
+) -> bool:
+    """Whether a module got another tensor since ``module_tensors``, or one was written to."""
+    for key, (value, version) in module_tensors(model).items():
+        was, version_then = before.get(key, (None, None))
+        if value is not was or version != version_then:
+            return True
+    return False
 
 
 def has_other_caches(outputs: ModelOutput) -> bool:

@@ -19,7 +19,7 @@ from .. import families
 from ..batch import map_outputs
 from ..caches import layers
 from ..call import Call, Prompt, Run, SharedPrompt
-from .row_states import LIBRARIES, ModuleStates, counts_rows, has_other_caches
+from .row_states import LIBRARIES, counts_rows, has_other_caches, have_changed, module_tensors
 
 #: The hooks that expand the inputs of a call.
 EXPANDING = ("_expand_inputs_for_generation", "_expand_multimodal_outputs")
@@ -38,9 +38,9 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
         shared, call.shared_prompt = call.shared_prompt, None
     cache = run.model_kwargs.get("past_key_values")
     if _can_fan_out(shared, run.model, run.ids, cache):
-        states, spare = ModuleStates(run.model), copy.deepcopy(cache)
+        states, spare = module_tensors(run.model), copy.deepcopy(cache)
         outputs = _prefill_prompts(run, shared, is_first_iteration)
-        if not (states.have_changed() or has_other_caches(outputs)):
+        if not (have_changed(run.model, states) or has_other_caches(outputs)):
             del spare
             _expand(run, shared, outputs)
             return outputs

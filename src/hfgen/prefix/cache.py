@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..fields import FieldError
 from . import files, fingerprint
 from .radix import Forest, KeyValues, Match, bytes_per_token
 
@@ -20,10 +21,10 @@ from .radix import Forest, KeyValues, Match, bytes_per_token
 class PrefixStats:
     """What a ``PrefixCache`` did since it was made, and what it holds.
 
-    ``lookups`` counts prompts, ``hits`` those of which something was reused; ``tokens`` those of all
-    prompts that were looked up, ``tokens_saved`` those that were not forwarded. ``bytes`` and
-    ``sequences`` (that no other goes on from) are held now; ``evictions`` counts runs of tokens.
-    ``bypassed``: reason -> calls that went by without stored prefixes.
+    ``lookups`` counts prompts, ``hits`` prompts of which something was reused; ``tokens`` those of all
+    prompts, ``tokens_saved`` those that were not forwarded. ``bytes`` and ``sequences`` (which no other
+    continues) are held now; ``evictions`` counts runs of tokens. ``bypassed``: calls by the reason why
+    they used no stored prefixes.
     """
 
     lookups: int
@@ -50,13 +51,9 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int = 2 * 1024**3) -> None:
-        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int):
-            raise TypeError(
-                f"`max_bytes` has to be an integer, but is {max_bytes!r} "
-                f"({type(max_bytes).__name__})."
-            )
-        if max_bytes <= 0:
-            raise ValueError(f"`max_bytes` has to be positive, but is {max_bytes}.")
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
+            given = f"{max_bytes!r} ({type(max_bytes).__name__})"
+            raise FieldError(f"`max_bytes` has to be a positive integer, but is {given}.")
         self.max_bytes = max_bytes
         self._lock = Lock()
         self._forest = Forest(max_bytes)

@@ -147,8 +147,8 @@ def content(model: Any) -> dict[str, str]:
     for what, is_there in unknown.items():
         if is_there:
             raise ValueError(
-                f"Prefixes of a model with {what} cannot be saved or loaded: what these do to its keys "
-                "and values cannot be compared."
+                f"Prefixes of a model with {what} cannot be saved or loaded: their effect on keys and "
+                "values cannot be compared."
             )
     configs, modules = _held(model, lambda value: getattr(value, "__qualname__", str(type(value))))
     return {

@@ -81,8 +81,7 @@ class Match:
 def n_common(a: Tensor, b: Tensor) -> int:
     """How many tokens two sequences begin with alike."""
     n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.int().argmax()) if differs.any() else n
+    return int((a[:n] == b[:n]).int().cumprod(0).sum())
 
 
 class Forest:
