@@ -5,20 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from . import validate
 from .call import Run, Strategy
 from .loop import finish
+from .outputs import GenerateOutput
 from .strategies.minimum_bayes_risk import MinimumBayesRisk, Utility, chrf
-
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
-
-    from .outputs import GenerateOutput
 
 #: The methods that a strategy has to have.
 METHODS = tuple(name for name in vars(Strategy) if not name.startswith("_"))
@@ -99,11 +96,11 @@ def recipe(strategy_class: type, **options: Any) -> Recipe:
 
 class _MinimumBayesRisk(Recipe):
     def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+        n_best, samples = self.options["n_best"], config.num_return_sequences
         if arguments.get("streamer") is not None:
             raise ValueError(
                 "`streamer` cannot follow minimum_bayes_risk(), which chooses among ended samples."
             )
-        samples = config.num_return_sequences
         if not config.do_sample or config.num_beams > 1 or samples < 2:
             raise ValueError(
                 "minimum_bayes_risk() needs `do_sample=True` (with a `temperature` above 0), "
@@ -111,9 +108,9 @@ class _MinimumBayesRisk(Recipe):
                 f"`do_sample`={config.do_sample}, `num_beams`={config.num_beams}, "
                 f"`num_return_sequences`={samples}."
             )
-        if self.options["n_best"] > samples:
+        if n_best > samples:
             raise ValueError(
-                f"`n_best` (={self.options['n_best']}) of minimum_bayes_risk() has to be at most "
+                f"`n_best` (={n_best}) of minimum_bayes_risk() has to be at most "
                 f"`num_return_sequences` (={samples})."
             )
         if not self.options["on_tokens"]:

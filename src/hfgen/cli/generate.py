@@ -49,7 +49,6 @@ def generate(
         streamer = text_streamer(loaded) if stream else None
         result = measure.generate(loaded, inputs, config, seed, streamer)
         texts = [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in result.rows]
-        peak = measure.peak_memory()
         if as_json:  # times in seconds, memory in bytes
             pairs = zip(texts, result.rows, strict=True)
             sequences = [{"text": text, "tokens": row} for text, row in pairs]
@@ -68,7 +67,7 @@ def generate(
                         "time_per_output_token": result.per_token,
                         "tokens_per_second": result.per_second,
                     },
-                    "peak_memory": peak,
+                    "peak_memory": measure.peak_memory(),
                 }
             )
         elif not stream:
@@ -77,7 +76,7 @@ def generate(
             say(
                 f"[dim]{result.tokens} tokens · first after {duration(result.first)} · "
                 f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
-                f"peak {mebibytes(peak)}[/]"
+                f"peak {mebibytes(measure.peak_memory())}[/]"
             )
 
 

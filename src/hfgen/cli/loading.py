@@ -58,14 +58,12 @@ def load(
 
     if dtype not in DTYPES:
         raise CliError(f"--dtype takes one of {', '.join(DTYPES)}, but {dtype!r} was given")
-    if device not in (None, "auto"):
-        try:
-            torch.device(device)
-        except RuntimeError as error:
-            raise CliError(
-                f"--device takes cpu, cuda, cuda:1, mps or auto, but {device!r} was given"
-            ) from error
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.device("cpu" if device == "auto" else device)
+    except RuntimeError as error:
+        known = "cpu, cuda, cuda:1, mps or auto"
+        raise CliError(f"--device takes {known}, but {device!r} was given") from error
     drafts = None if assistant is None else load(assistant, None, dtype, device, trust_remote_code)
     try:
         if name in BUILTIN:
