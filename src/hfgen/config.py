@@ -231,7 +231,7 @@ def _normalise(config: transformers.GenerationConfig) -> None:
 def _drop_path_of_checkpoint(
     config: transformers.GenerationConfig, own: transformers.GenerationConfig
 ) -> None:
-    """Leave out ``cache_config["path"]`` if it is the model's own: who calls says where files go.
+    """Leave out ``cache_config["path"]`` if it is the model's own: only the caller says where files go.
 
     A ``generation_config.json`` may have been written by anybody, and pipelines pass it on.
     """
@@ -281,17 +281,11 @@ def prepare_special_tokens(
     # One sequence has no padding, and a given mask says where it is: then a guess does no harm.
     is_guessing = kwargs_has_attention_mask is False and (batch_size is None or batch_size > 1)
     if eos is not None:
-        if pad is None:
-            if is_guessing:
-                logger.warning(
-                    "A batch came with neither an `attention_mask` nor a `pad_token_id`: padding is "
-                    "read as text. Pass the tokenizer's `attention_mask`."
-                )
-            pad = eos[0]
-        if torch.isin(eos, pad).any() and is_guessing:
+        pad = eos[0] if pad is None else pad
+        if is_guessing and torch.isin(eos, pad).any():
             logger.warning_once(
-                "A batch came without `attention_mask`, and none can be inferred since the pad "
-                "token is an EOS token: padding is read as text. Pass the tokenizer's "
+                "A batch came without `attention_mask`, and none can be inferred since no pad token "
+                "is set, or an EOS token is: padding is read as text. Pass the tokenizer's "
                 "`attention_mask`."
             )
         if torch.is_floating_point(eos) or (eos < 0).any():
@@ -318,37 +312,25 @@ def prepare_generated_length(
     decoder-only prompt given as embeddings has no ids, so its length comes off.
     """
     config = generation_config
-    embeds_length = 0
-    if (
-        model_input_name == "inputs_embeds"
-        and input_ids_length != inputs_tensor.shape[1]
-        and not self.config.is_encoder_decoder
-    ):
-        embeds_length = inputs_tensor.shape[1]
-
-    if config.max_new_tokens is not None:
-        if not has_default_max_length and config.max_length is not None:
-            _warn_both("max_new_tokens", "max_length", config)
-        config.max_length = int(config.max_new_tokens) + input_ids_length
-    elif has_default_max_length:
-        # Upstream keeps the default within the model's positions only where it extends it.
-        config.max_length += input_ids_length
-        if (positions := getattr(self.config, "max_position_embeddings", None)) is not None:
-            config.max_length = min(config.max_length, positions)
-    elif embeds_length:
-        config.max_length -= embeds_length
-
-    if config.min_new_tokens is not None:
-        if not has_default_min_length:
-            _warn_both("min_new_tokens", "min_length", config)
-        config.min_length = int(config.min_new_tokens) + input_ids_length
-    elif embeds_length:
-        config.min_length = max(config.min_length - embeds_length, 0)
+    has_embeds = model_input_name == "inputs_embeds" and not self.config.is_encoder_decoder
+    embeds_length = inputs_tensor.shape[1] if has_embeds else 0
+    if embeds_length == input_ids_length:
+        embeds_length = 0
+    for side, has_default in (("max", has_default_max_length), ("min", has_default_min_length)):
+        n_new, given = (getattr(config, f"{side}_{unit}") for unit in ("new_tokens", "length"))
+        length = given
+        if n_new is not None:
+            length = int(n_new) + input_ids_length
+            if given is not None and not has_default:
+                logger.warning(
+                    f"Both `{side}_new_tokens`={n_new} and `{side}_length`={given} are set; "
+                    f"`{side}_new_tokens` wins."
+                )
+        elif side == "max" and has_default:
+            # Upstream keeps the default within the model's positions only where it extends it.
+            length += input_ids_length
+            length = min(length, getattr(self.config, "max_position_embeddings", None) or length)
+        elif embeds_length:
+            length = max(given - embeds_length, 0)
+        setattr(config, f"{side}_length", length)
     return config
-
-
-def _warn_both(new_tokens: str, length: str, config: transformers.GenerationConfig) -> None:
-    logger.warning(
-        f"Both `{new_tokens}`={getattr(config, new_tokens)} and `{length}`={getattr(config, length)} "
-        f"are set; `{new_tokens}` wins."
-    )

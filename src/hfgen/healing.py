@@ -52,14 +52,12 @@ def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> to
     return ids
 
 
-def follow_length(
-    model: Any, prompt: Prompt, ids: torch.Tensor, healed: torch.Tensor, pad: Any
-) -> None:
-    """Mask and positions for healed prompts that retokenising made longer, or that have padding.
+def follow_length(model: Any, prompt: Prompt, ids: torch.Tensor, pad: Any) -> None:
+    """Mask and positions for ``prompt.ids`` that healing made longer than ``ids``, or that have padding.
 
     Where it made unpadded prompts shorter, their positions start later, as upstream's do.
     """
-    model_kwargs = prompt.model_kwargs
+    model_kwargs, healed = prompt.model_kwargs, prompt.ids
     is_padded = model_kwargs.get("attention_mask") is not None
     if healed.shape == ids.shape or not (is_padded or healed.shape[1] > ids.shape[1]):
         return

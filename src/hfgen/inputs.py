@@ -97,11 +97,10 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
         is_encoder_decoder=model.config.is_encoder_decoder,
         **prompt.model_kwargs,
     )
-    if config.token_healing:
-        healed = model.heal_tokens(ids, call.mode_kwargs.get("tokenizer"))
-        follow_length(model, prompt, ids, healed, config._pad_token_tensor)
-        ids = healed
     prompt.ids = ids
+    if config.token_healing:
+        prompt.ids = model.heal_tokens(ids, call.mode_kwargs.get("tokenizer"))
+        follow_length(model, prompt, ids, config._pad_token_tensor)
 
 
 def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
@@ -109,12 +108,9 @@ def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
     if pad is None or prompt.batch_size == 1 or ids.ndim != 2:
         return
     mask = prompt.model_kwargs.get("attention_mask")
-    # The mask knows; the ids can only be guessed from, since the pad may be an ordinary token.
-    if mask is not None and mask.shape == ids.shape:
-        is_right_padded = (mask[:, -1] == 0).any()
-    else:
-        is_right_padded = (ids[:, -1] == pad).any()
-    if is_right_padded:
+    # Without a mask this is a guess, since the pad may be an ordinary token.
+    is_masked = mask is not None and mask.shape == ids.shape
+    if (mask[:, -1] == 0 if is_masked else ids[:, -1] == pad).any():
         logger.warning(
             "Some rows end in padding. A decoder-only model continues from the last token: set "
             "`padding_side='left'` on the tokenizer."

@@ -31,10 +31,8 @@ def _is_dflash(config: GenerationConfig) -> bool:
 
 def _uses_heads(config: GenerationConfig) -> bool:
     """Whether the model's own heads draft: unless a kind that upstream puts first is asked for."""
-    is_other = config.assistant_early_exit is not None or (
-        config.prompt_lookup_num_tokens is not None
-    )
-    return bool(getattr(config, "use_mtp", None)) and not is_other
+    first = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
+    return bool(getattr(config, "use_mtp", None)) and first == (None, None)
 
 
 def has_foreign_generator(config: GenerationConfig, assistant: Any) -> bool:
@@ -170,8 +168,7 @@ def _check_assistant(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) ->
             ):
                 raise ValueError(
                     f"`assistant_model` is decoder-only and its config's `{name}` differs from the "
-                    "model's, so it cannot read the model's encoder. Load the assistant as an "
-                    "encoder-decoder, for example with AutoModelForSpeechSeq2Seq."
+                    "model's, so it cannot read the model's encoder. Load it as an encoder-decoder."
                 )
     size = model.config.get_text_config().vocab_size
     assistants = assistant.config.get_text_config().vocab_size
@@ -204,8 +201,8 @@ def decoder_layers(model: Any) -> tuple[nn.Module, nn.Module, str]:
     )
     module, name, layers = next(lists, (decoder, "", []))
     if len(layers) != n_layers or n_layers == 0:
+        name = type(model).__name__
         raise ValueError(
-            "`assistant_early_exit` needs a decoder with a list of its layers; "
-            f"{type(model).__name__} has none."
+            f"`assistant_early_exit` needs a decoder with a list of its layers; {name} has none."
         )
     return decoder, module, name

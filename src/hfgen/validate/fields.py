@@ -17,11 +17,11 @@ from ..fields import FIELDS, is_on, is_zero
 def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
     """``unknown`` names, each with the known one that it may be a slip of."""
     known = list(known)
-    named = []
-    for name in unknown:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        named.append(f"`{name}` (did you mean `{nearest[0]}`?)" if nearest else f"`{name}`")
-    return ", ".join(named)
+    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in unknown}
+    return ", ".join(
+        f"`{name}` (did you mean `{found[0]}`?)" if found else f"`{name}`"
+        for name, found in nearest.items()
+    )
 
 
 def check_cache_implementation(name: Any) -> None:
@@ -30,10 +30,8 @@ def check_cache_implementation(name: Any) -> None:
         return
     names = table.names()
     nearest = difflib.get_close_matches(str(name), names, n=1)
-    raise ValueError(
-        f"`cache_implementation` has to be one of {names}, but is {name!r}"
-        + (f" (did you mean {nearest[0]!r}?)." if nearest else ".")
-    )
+    meant = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    raise ValueError(f"`cache_implementation` has to be one of {names}, but is {name!r}{meant}.")
 
 
 def check_fields(values: dict[str, Any]) -> None:
