@@ -17,7 +17,7 @@ import transformers
 from . import families, validate
 from .caches import table
 from .call import Call, ModelKwargs, Prompt, Request
-from .fields import FIELDS, OWN_FIELDS, is_zero
+from .fields import FIELDS, OWN_FIELDS, is_zero, with_suggestions
 from .logs import logger
 from .modes import MODES
 
@@ -37,9 +37,7 @@ class GenerationConfig(transformers.GenerationConfig):
         super().__init__(**kwargs)
         known = transformers.GenerationConfig().__dict__ | OWN_FIELDS
         if strict and (unknown := [name for name in kwargs if name not in known]):
-            raise ValueError(
-                f"GenerationConfig does not know {validate.with_suggestions(unknown, known)}."
-            )
+            raise ValueError(f"GenerationConfig does not know {with_suggestions(unknown, known)}.")
 
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
         """Upstream's checks; ``max_new_tokens=0`` is allowed and returns the prompt."""

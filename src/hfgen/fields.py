@@ -5,6 +5,7 @@ Validation, the options of the command line, and ``OWN_FIELDS`` read this table.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,16 @@ class FieldError(TypeError, ValueError):
 
     Both classes, since upstream raises the one for some fields and the other for the rest.
     """
+
+
+def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """``unknown`` names, each with the known one that it may be a slip of."""
+    known = list(known)
+    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in unknown}
+    return ", ".join(
+        f"`{name}` (did you mean `{found[0]}`?)" if found else f"`{name}`"
+        for name, found in nearest.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,9 @@ def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
     if pad is None or prompt.batch_size == 1 or ids.ndim != 2:
         return
     mask = prompt.model_kwargs.get("attention_mask")
-    # Without a mask this is a guess, since the pad may be an ordinary token.
-    is_masked = mask is not None and mask.shape == ids.shape
-    if (mask[:, -1] == 0 if is_masked else ids[:, -1] == pad).any():
+    if mask is None or mask.shape != ids.shape:
+        mask = ids != pad  # a guess, since the pad may be an ordinary token
+    if (mask[:, -1] == 0).any():
         logger.warning(
             "Some rows end in padding. A decoder-only model continues from the last token: set "
             "`padding_side='left'` on the tokenizer."

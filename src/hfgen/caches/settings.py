@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -10,6 +9,8 @@ from typing import Any
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.configuration_utils import get_head_shapes
+
+from ..fields import with_suggestions
 
 #: What ``backend`` calls hfgen's own method, and upstream's.
 OWN_BACKEND = "hfgen"
@@ -35,11 +36,9 @@ def check_keys(options: Mapping[str, Any], implementation: str, known: Collectio
     """Raise ``ValueError`` for a key of a ``cache_config`` that is not one of ``known``."""
     for key in options:
         if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1)
             raise ValueError(
-                f"`cache_config` has an unknown key `{key}`"
-                + (f" (did you mean `{nearest[0]}`?)" if nearest else "")
-                + f". `cache_implementation={implementation!r}` knows {[*known] or 'none'}."
+                f"`cache_config` has an unknown key {with_suggestions([str(key)], known)}. "
+                f"`cache_implementation={implementation!r}` knows {[*known] or 'none'}."
             )
 
 

@@ -13,7 +13,6 @@ from .fields import (
     require_eos,
     require_tokenizer,
     validate_generated_length,
-    with_suggestions,
 )
 from .prompt import check_prompt
 
@@ -29,5 +28,4 @@ __all__ = [
     "require_tokenizer",
     "validate_generated_length",
     "validate_model_kwargs",
-    "with_suggestions",
 ]

@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils import TransformersKwargs
 
 from ..call import Request
-from .fields import with_suggestions
+from ..fields import with_suggestions
 
 
 def _has(*methods: str) -> Callable[[Any], bool]:

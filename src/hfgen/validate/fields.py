@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
@@ -12,16 +11,6 @@ from transformers.generation.configuration_utils import GenerationConfig
 from .. import constraints
 from ..caches import table
 from ..fields import FIELDS, is_on, is_zero
-
-
-def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """``unknown`` names, each with the known one that it may be a slip of."""
-    known = list(known)
-    nearest = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in unknown}
-    return ", ".join(
-        f"`{name}` (did you mean `{found[0]}`?)" if found else f"`{name}`"
-        for name, found in nearest.items()
-    )
 
 
 def check_cache_implementation(name: Any) -> None:
