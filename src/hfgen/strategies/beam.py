@@ -171,7 +171,7 @@ class Beam(NextToken):
         config = run.config
         ends_now = candidates.is_done & self.may_end
         scores = self.normalised(run, candidates.scores, candidates.ids.shape[2])
-        # Sums and not one mask: so rows that none may enter stay ordered as upstream's are.
+        # Sums, not one mask: scores of candidates that may not enter keep the order of upstream's.
         if config.early_stopping is True:
             is_full = self.finished.is_done.all(dim=-1, keepdim=True)
             scores = scores + is_full.float() * NEG_INF
@@ -197,7 +197,7 @@ class Beam(NextToken):
             return
         cache = run.model_kwargs[name]
         rows = self.active.local(rows)
-        if hasattr(run.model, "_reorder_cache"):  # RAG and others know better
+        if hasattr(run.model, "_reorder_cache"):  # RAG reorders documents, too
             run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
         elif hasattr(cache, "reorder_cache"):
             # Looking is free where no device has to be waited for; copying the cache is not.

@@ -275,7 +275,7 @@ def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
 
 
 def guard(chosen: list[Candidate], found: list[Candidate], n: int, n_left: int) -> None:
-    """See to it that ``n`` of ``chosen`` can meet the constraints within ``n_left`` more tokens.
+    """Let ``n`` of ``chosen`` be candidates that can meet the constraints within ``n_left`` more tokens.
 
     As far as there are such candidates in ``found``, the furthest and likeliest of them take the
     places of the last that cannot.

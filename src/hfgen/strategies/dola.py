@@ -65,11 +65,11 @@ class Dola(Sample):
         early = early.to(logits.device)
         # (layers, rows, vocab) and (rows, vocab)
         log_early, log_final = early.float().log_softmax(dim=-1), logits.log_softmax(dim=-1)
-        if len(self.layers) > 1:
-            furthest = _divergence(log_early, log_final).argmax(dim=0)
-            log_early = log_early[furthest, torch.arange(len(furthest), device=furthest.device)]
-        else:
-            log_early = log_early[0]
+        # Divergences from the mean of both distributions, as 4.49.0 and the paper's code take them.
+        mean = 0.5 * (log_early.exp() + log_final.exp())
+        from_mean = [F.kl_div(p, mean, reduction="none") for p in (log_final, log_early)]
+        furthest = (from_mean[0].mean(dim=-1) + from_mean[1].mean(dim=-1)).argmax(dim=0)
+        log_early = log_early[furthest, torch.arange(len(furthest), device=furthest.device)]
         threshold = log_final.amax(dim=-1, keepdim=True) + math.log(PLAUSIBLE)
         return (log_final - log_early).masked_fill(log_final < threshold, -torch.inf)
 
@@ -85,20 +85,6 @@ class Dola(Sample):
             )
         logits: torch.Tensor = self.head(states[layer][:, -1])
         return logits
-
-
-def _divergence(log_early: torch.Tensor, log_final: torch.Tensor) -> torch.Tensor:
-    """How far each layer is from the last one, ``(layers, rows)``, but for a constant factor.
-
-    The divergences are taken of the mean distribution from each of the two, as 4.49.0 and the
-    paper's code do.
-    """
-    log_final = log_final.expand_as(log_early)
-    mean = 0.5 * (log_early.exp() + log_final.exp())
-    return sum(
-        F.kl_div(log_probs, mean, reduction="none").mean(dim=-1)
-        for log_probs in (log_final, log_early)
-    )  # type: ignore[return-value]
 
 
 def candidate_layers(model: Any, dola_layers: str | list[int]) -> list[int]:
