@@ -13,6 +13,9 @@ from ..call import ModelKwargs
 #: Packages whose hooks, of models and of modules, look at each row by itself.
 LIBRARIES = ("accelerate", "torch", "transformers", __name__.partition(".")[0])
 
+#: Tensors by module and name, each with how often it was written to.
+ModuleTensors = dict[tuple[int, str], tuple[torch.Tensor, int | None]]
+
 
 def counts_rows(model: Any, model_kwargs: ModelKwargs, n_rows: int) -> bool:
     """Whether a hook of the caller's, or a list with one entry per row, expects a forward of all rows.
@@ -35,7 +38,7 @@ def _is_row_wise(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] in LIBRARIES
 
 
-def module_tensors(model: Any) -> dict[tuple[int, str], tuple[torch.Tensor, int | None]]:
+def module_tensors(model: Any) -> ModuleTensors:
     """The tensors that modules hold as plain attributes, and how often each was written to."""
     return {
         (id(module), name): (value, buffers.n_writes(value))
@@ -45,9 +48,7 @@ def module_tensors(model: Any) -> dict[tuple[int, str], tuple[torch.Tensor, int 
     }
 
 
-def have_changed(
-    model: Any, before: dict[tuple[int, str], tuple[torch.Tensor, int | None]]
-) -> bool:
+def have_changed(model: Any, before: ModuleTensors) -> bool:
     """Whether a module got another tensor since ``module_tensors``, or one was written to."""
     for key, (value, version) in module_tensors(model).items():
         was, version_then = before.get(key, (None, None))

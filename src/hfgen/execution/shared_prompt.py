@@ -74,10 +74,9 @@ def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
     # Without a cache, the model forwards all ids again at the next step.
     n, rows_of_states = shared.n, families.rows_of_states(run.model)
     map_outputs(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
+    # Idefics feeds its images again.
     if isinstance(images := outputs.get("image_hidden_states"), torch.Tensor):
-        outputs["image_hidden_states"] = images.repeat_interleave(
-            n, dim=0
-        )  # Idefics feeds them again
+        outputs["image_hidden_states"] = images.repeat_interleave(n, dim=0)
 
 
 def _prompts_of_rows(run: Run, shared: SharedPrompt) -> torch.Tensor:
