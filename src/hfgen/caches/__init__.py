@@ -26,8 +26,7 @@ from .static import fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
 from .table import CACHES as CACHES
 from .table import CacheKind as CacheKind
-from .table import CacheRequest as CacheRequest
-from .table import cache_kind as cache_kind
+from .table import CacheRequest, cache_kind
 
 
 def check_config(model: Any, call: Call) -> None:

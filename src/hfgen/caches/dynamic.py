@@ -8,7 +8,7 @@ The layers subclass upstream's. They override ``update`` and the selection of ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,10 @@ from .growing import GrowableTensor, GrowthPolicy
 def _growing(name: str) -> Any:
     """An attribute that is the view of the ``GrowableTensor`` behind it."""
     hidden = f"_{name}"
-
-    def get(layer: Any) -> Tensor | None:
-        view: Tensor | None = vars(layer)[hidden].view
-        return view
-
-    def assign(layer: Any, value: Tensor | None) -> None:
-        vars(layer)[hidden].assign(value)
-
-    return property(get, assign)
+    return property(
+        lambda layer: vars(layer)[hidden].view,
+        lambda layer, value: vars(layer)[hidden].assign(value),
+    )
 
 
 def grows_in_place(states: Tensor) -> bool:
@@ -139,7 +134,8 @@ class GrowingLayer(MapsRows, DynamicLayer):
     def reorder_beams(self, rows: Tensor) -> None:
         """``reorder_cache`` where each row goes on as one of its own prompt: moves what differs."""
         if self.get_seq_length() > 0:
-            for states in (self._keys, self._values):
+            for name in self._names:
+                states = vars(self)[name]
                 states.map_rows_of_prompts(lambda s: s.index_select(0, rows.to(s.device)))
 
     def _map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
@@ -196,11 +192,7 @@ class GrowingIndexedLayer(DynamicIndexedLayer, GrowingLayer):
             return super().update_indexer(indexer_key_states)
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
-        states: Tensor = self._indexer_keys.append(indexer_key_states, self._growth.spare)
-        return states
-
-    def reorder_beams(self, rows: Tensor) -> None:
-        self.reorder_cache(rows)  # the indexer's states, too
+        return self._indexer_keys.append(indexer_key_states, self._growth.spare)
 
 
 class _WithLinearStates:
@@ -253,18 +245,10 @@ class GrowingCache(DynamicCache):
     layers: list[Any]
     layer_class_to_replicate: Any
 
-    def __init__(
-        self,
-        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
-        config: Any = None,
-        offloading: bool = False,
-        offload_only_non_sliding: bool = False,
-        *,
-        max_length: int | None = None,
-    ) -> None:
-        super().__init__(ddp_cache_data, config, offloading, offload_only_non_sliding)
+    def __init__(self, *args: Any, max_length: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._growth = GrowthPolicy(max_length=max_length)
-        if offloading:
+        if self.offloading:
             return
         if self.layers:
             self._growth.n_tensors = 2 * len(self.layers)

@@ -95,11 +95,9 @@ class GrowableTensor:
         self.end += added
         self.written = self.end
         # as_strided is a third of the cost of narrow(), which counts in a small model's step.
-        view: Tensor = buffer.as_strided(
-            (*shape[:-2], length, size), self.stride, (self.end - length) * size
-        )
-        self.view = view
-        return view
+        start = (self.end - length) * size
+        self.view = buffer.as_strided((*shape[:-2], length, size), self.stride, start)
+        return self.view
 
     def keep_last(self, length: int, spare: int) -> None:
         """Forget all but the last ``length`` tokens.
@@ -107,11 +105,10 @@ class GrowableTensor:
         Memory is given back if less than half of it is needed, with ``spare``: before that, a
         smaller buffer beside the one of a prompt would be more than the prompt alone.
         """
-        view = self.view
-        forgotten = view.shape[-2] - length
+        forgotten = self.view.shape[-2] - length
         if forgotten <= 0:
             return
-        self.view = view[..., forgotten:, :]
+        self.view = self.view[..., forgotten:, :]
         self.shared = max(self.shared - forgotten, 0)
         if self.buffer is not None and self.buffer.shape[-2] >= 2 * (length + spare):
             self._move(self.view, length + spare)
@@ -135,7 +132,7 @@ class GrowableTensor:
 
     def _is_shared(self) -> bool:
         """Whether a tensor that is not this object's own can see the buffer."""
-        self.view = self.view[...]  # whoever holds the former one counts
+        self.view = self.view[...]  # so that other holders of the former view are counted
         storage = self.buffer.untyped_storage()
         return bool(use_count(storage._cdata) > 3)  # buffer, view and storage
 
@@ -155,7 +152,7 @@ class GrowableTensor:
             self._shift()
         elif before:
             self._move(self.view, length + spare(length))
-        else:  # a prompt's own tensors are alive beside it: no time for more than it needs
+        else:  # the activations of the prompt need memory too: no room beyond its length
             self._move(new[..., :0, :], length)
 
     def _shift(self) -> None:
@@ -258,5 +255,5 @@ class GrowableTensor:
 
 
 def _is_nothing(view: Tensor | None) -> bool:
-    """As upstream's layers start: without even a shape."""
+    """Whether a view is the empty tensor ``(0,)`` that upstream's layers begin with."""
     return view is not None and view.dim() == 1 and view.numel() == 0

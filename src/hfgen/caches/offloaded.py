@@ -189,7 +189,7 @@ def make_offloaded(request: CacheRequest) -> Cache:
 
 
 class CrossAttention(DynamicCache):
-    """The dynamic cache, also for models that ask for upstream's offloaded one where it cannot be."""
+    """The dynamic cache, even with ``offloading``, which T5Gemma passes to this class without CUDA."""
 
     def __init__(self, config: Any = None, offloading: bool = False) -> None:
         super().__init__(config=config)

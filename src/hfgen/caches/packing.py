@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +96,7 @@ class Packed:
         """No groups yet, of states like ``like (rows, heads, length, size)``."""
         rows, heads, _, size = like.shape
         no_tokens = like.new_zeros(rows, heads, grouping.tokens, size)
-        none = cls(grouping, *grouping.encode(grouping.split(no_tokens)))
-        return none.first(0)
+        return cls(grouping, *grouping.encode(grouping.split(no_tokens))).first(0)
 
     @property
     def n_groups(self) -> int:
@@ -114,8 +112,7 @@ class Packed:
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """With ``change`` applied to all tensors; their first dimension are the rows."""
-        codes, scale, zero = map(change, self.tensors)
-        return replace(self, codes=codes, scale=scale, zero=zero)
+        return Packed(self.grouping, *map(change, self.tensors))
 
     def first(self, n_groups: int) -> Packed:
         """The first groups, as copies: the memory of the others is free again."""
@@ -188,7 +185,7 @@ class Scratch:
 
     @property
     def n_bytes(self) -> int:
-        return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
+        return 0 if self.buffer is None else self.buffer.nbytes
 
     @staticmethod
     def _has_room(buffer: torch.Tensor, n_numbers: int, dtype: torch.dtype) -> bool:
@@ -197,11 +194,8 @@ class Scratch:
         is_fitting = buffer.dtype == dtype and n_numbers <= buffer.numel() <= 4 * n_numbers
         return is_fitting and may_be_written and not is_seen
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scratch:
-        return Scratch()
-
     def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
-        return Scratch, ()
+        return Scratch, ()  # copies begin empty
 
 
 def _without_padding(grouped: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:

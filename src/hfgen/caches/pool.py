@@ -82,7 +82,7 @@ class CacheBuffers:
         return sum(buffer.untyped_storage().nbytes() for buffer in self.tensors.values())
 
     def is_seen(self) -> bool:
-        """Whether somebody kept a tensor of the last cache."""
+        """Whether a tensor outside of this object shares memory with a buffer."""
         storages = (buffer.untyped_storage() for buffer in self.tensors.values())
         return any(use_count(storage._cdata) > 2 for storage in storages)  # the buffer, and this
 
@@ -101,7 +101,7 @@ class CacheBuffers:
             shape = (max(rows, self.size.rows), heads, max(length, capacity), size)
             try:
                 self.tensors[place] = buffer = states.new_zeros(shape)
-            except (RuntimeError, MemoryError):  # whoever asks next gets memory of another size
+            except (RuntimeError, MemoryError):  # the next call may ask for less
                 self.tensors.clear()
                 self.written.clear()
                 raise
@@ -172,7 +172,7 @@ class Pool:
     def __init__(self) -> None:
         # Adding to a deque and taking from it are atomic, which a lock in __del__ could not be.
         self.idle: deque[CacheBuffers] = deque(maxlen=1)
-        #: How long the worst call is, if the caller said so.
+        #: Tokens per row of the longest call to come, if known.
         self.longest: int | None = None
         #: Tokens per row that the longest call so far needed, and got.
         self.needed = 0

@@ -83,11 +83,7 @@ class States:
         return joined
 
     def extend(
-        self,
-        new: torch.Tensor,
-        n_exact: int,
-        scratch: Scratch,
-        padding: Padding | None = None,
+        self, new: torch.Tensor, n_exact: int, scratch: Scratch, padding: Padding | None = None
     ) -> torch.Tensor:
         """Add ``new`` states, and return all of them for attention; the other arguments are ``keep``'s."""
         joined = self.joined(new, scratch) if len(self) else new
@@ -125,8 +121,7 @@ class States:
 
     @property
     def n_bytes(self) -> int:
-        tensors = (*self.packed.tensors, self.recent)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in (*self.packed.tensors, self.recent))
 
 
 def _unpacked(name: str) -> Any:
@@ -240,10 +235,7 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
     """
 
     def __init__(
-        self,
-        config: Any,
-        settings: Settings | None = None,
-        padding: Padding | None = None,
+        self, config: Any, settings: Settings | None = None, padding: Padding | None = None
     ) -> None:
         config = config.get_text_config(decoder=True)
         settings = settings or Settings()

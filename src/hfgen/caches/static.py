@@ -29,7 +29,10 @@ def make_static(request: CacheRequest) -> Cache:
     """Of fixed length, as ``torch.compile`` needs it, in memory that is kept; ``offloaded_static`` too."""
     config = request.config
     max_length = request.max_length
-    pool_of(request.model).longest = _longest(request)
+    longest = config.max_cache_len or getattr(
+        request.decoder_config, "max_position_embeddings", None
+    )
+    pool_of(request.model).longest = int(longest) if isinstance(longest, int | float) else None
     if config.max_cache_len is not None:  # sized for the worst call to come
         if config.max_cache_len < max_length:
             logger.warning_once(
@@ -37,7 +40,7 @@ def make_static(request: CacheRequest) -> Cache:
                 "this call may reach: its cache is made that long."
             )
         max_length = max(max_length, int(config.max_cache_len))
-    cache: Cache = request.model._prepare_static_cache(
+    cache = request.model._prepare_static_cache(
         cache_implementation=config.cache_implementation,
         batch_size=request.rows,
         max_cache_len=max_length,
@@ -49,13 +52,6 @@ def make_static(request: CacheRequest) -> Cache:
             lease.needed = request.max_length
     fit_to_call(cache, config)
     return cache
-
-
-def _longest(request: CacheRequest) -> int | None:
-    """What a call may reach at most, as far as somebody says."""
-    positions = getattr(request.decoder_config, "max_position_embeddings", None)
-    longest = request.config.max_cache_len or positions
-    return int(longest) if isinstance(longest, int | float) else None
 
 
 def make_deprecated_static(request: CacheRequest) -> Cache:
@@ -101,14 +97,7 @@ def prepare_static_cache(
         cache = EncoderDecoderCache(cache, cross)
     elif prefill_chunk_size is not None and (shape := self._get_static_cache_init_shape()):
         # The prefill is compiled too, and would be again if the first chunk found no tensors.
-        heads, head_size = shape
-        cache.early_initialization(
-            batch_size=batch_size,
-            num_heads=heads,
-            head_dim=head_size,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        cache.early_initialization(batch_size, *shape, dtype=self.dtype, device=self.device)
     return cache
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from .dynamic import stands_for, upstream_kind
-from .pool import CROSS, FILLED, WINDOW, Lease
+from .pool import CROSS, FILLED, WINDOW, Lease, Place
 
 #: Attention sees a multiple of this many tokens.
 GRAIN = 64
@@ -25,12 +25,12 @@ class VisibleLength:
     """How many cached tokens attention may see. All layers of full attention share one object."""
 
     def __init__(self, is_whole: bool) -> None:
-        #: Everything is shown, as upstream does: always, or to a prompt. What a model computes at
-        #: padding, where nothing is visible, is a mean over all that is shown.
+        #: Whether everything is shown, as upstream does: always, or to a prompt. Where a mask hides
+        #: everything (padding), attention is a mean over all that is shown.
         self.is_whole = self.is_whole_to_prompts = is_whole
-        #: Each size costs a compilation or a recorded graph: then there are few.
+        #: Whether sizes are few, since each costs a compilation or a recorded graph.
         self.is_coarse = False
-        #: How many tokens are shown, and with how many it was last asked for; ``None`` until then.
+        #: How many tokens the last ``show`` returned, and for which ``total``; ``None`` until then.
         self.shown: int | None = None
         self.total = 0
         #: Whether the forward pass to come sees ``shown`` tokens: read by compiled graphs.
@@ -86,8 +86,7 @@ class Pooled:
         self.cumulative_length = self.cumulative_length.to(self.device)
         buffers, length, capacity = self._lease.buffers, self.max_cache_len, self._capacity()
         for name, states in (("keys", key_states), ("values", value_states)):
-            place = (self._kind, self._index, name)
-            setattr(self, name, buffers.take(place, states, length, capacity))
+            setattr(self, name, buffers.take(self._place(name), states, length, capacity))
         torch._dynamo.mark_static_address(self.cumulative_length)
         self.is_initialized = True
         pool = self._lease.pool  # the memory is there: later caches may be as long
@@ -128,12 +127,13 @@ class Pooled:
             self._adopt()
 
     def _with_rows(self: Any, name: str, rows: int) -> Tensor:
-        states: Tensor = getattr(self, name)
-        part = None
+        states, part = getattr(self, name), None
         if self._lease is not None:
-            place = (self._kind, self._index, name)
-            part = self._lease.buffers.with_rows(place, rows, states)
+            part = self._lease.buffers.with_rows(self._place(name), rows, states)
         return states.new_zeros((rows, *states.shape[1:])) if part is None else part
+
+    def _place(self, name: str) -> Place:
+        return self._kind, self._index, name
 
     # ------------------------------------------------------------ copies are upstream's layers
 
@@ -149,7 +149,7 @@ class Pooled:
 
 @stands_for(StaticLayer)
 class PooledLayer(Pooled, StaticLayer):
-    """Cross-attention: what the encoder said, all of it."""
+    """Cross-attention: keys and values of the encoder, all of which attention gets."""
 
     _kind = CROSS
 
@@ -255,7 +255,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         if visible.total == end:
             self.open()
             keys, values = self._seen
-        else:  # nobody asked: somebody has a mask for everything
+        else:  # get_mask_sizes was not called: the mask is for the whole cache
             keys, values = self.keys, self.values
         keys.narrow(2, start, added).copy_(key_states)
         values.narrow(2, start, added).copy_(value_states)

@@ -140,9 +140,6 @@ def _mark_sizes(tensor: Tensor) -> None:
 def _one_is_not_special() -> AbstractContextManager[Any]:
     """Let a graph that was compiled for several rows take a single one."""
     try:
-        context: AbstractContextManager[Any] = fx_config.patch(  # type: ignore[attr-defined]
-            backed_size_oblivious=True
-        )
+        return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     except AttributeError:  # an older torch compiles once more for a single row
         return nullcontext()
-    return context

@@ -63,7 +63,7 @@ def _check_layers(model: Any, name: str, cache: Cache) -> None:
     """Compare the number of layers: of a cache that has states, or was made for a config."""
     layers = cache_layers.decoder_cache(cache).layers
     if not layers or type(cache_layers.decoder_cache(cache)).__module__ != DynamicCache.__module__:
-        return  # models' own caches know best
+        return  # a model's own class of cache decides how many layers it has
     expected = len(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
     if expected and len(layers) != expected:
         raise ValueError(
@@ -90,7 +90,7 @@ def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
 
 @contextmanager
 def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
-    """Say what is wrong if keys cannot be put behind those of the caller's ``cache``.
+    """Within, explain errors of updates whose keys do not fit behind those of the caller's ``cache``.
 
     Configs do not tell reliably how many heads of which size a model caches, so the first layer's
     update is the check. It comes before anything is written.
