@@ -23,6 +23,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 import hfgen
 from hfgen.caches import growing, layers
+from hfgen.caches.append import append
 from hfgen.caches.dynamic import GrowingCache
 from tests import SHIPPED, tiny
 from tests.parity.family import seeded
@@ -98,7 +99,7 @@ def test_two_joined_batches_go_on_as_each_alone(
         ids.append(prompt)
         caches.append(cache)
     before = [copy.deepcopy(layer.values) for layer in caches[1].layers if hasattr(layer, "values")]
-    padding = layers.append(caches[0], caches[1])
+    padding = append(caches[0], caches[1])
     longest = max(lengths)
     assert padding == (longest - lengths[0], longest - lengths[1])
     joined = torch.cat(
@@ -125,7 +126,7 @@ def test_appended_columns_by_hand() -> None:
     states = torch.arange(1.0, 7.0).view(1, 1, 6, 1)
     one.update(states[:, :, :2], -states[:, :, :2], 0)
     two.update(states[:, :, 2:5], -states[:, :, 2:5], 0)
-    assert layers.append(one, two) == (1, 0)
+    assert append(one, two) == (1, 0)
     assert one.layers[0].keys.view(2, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert one.layers[0].values.view(2, 3).tolist() == [[0, -1, -2], [-3, -4, -5]]
     assert two.layers[0].keys.flatten().tolist() == [3, 4, 5]
@@ -168,11 +169,11 @@ def with_own_layer() -> Any:
 def test_rows_that_do_not_fit_are_refused_and_change_nothing(other: Any, match: str | None) -> None:
     cache = growing_cache()
     if match is None:
-        layers.append(cache, other())
+        append(cache, other())
         assert layers.count(cache) == 2
         return
     with pytest.raises(ValueError, match=match):
-        layers.append(cache, other())
+        append(cache, other())
     assert [layer.keys.shape[0] for layer in cache.layers] == [1, 1]
 
 

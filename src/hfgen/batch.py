@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from .caches import layers
+from .caches.append import append
 from .call import ModelKwargs
 
 #: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.
@@ -126,7 +127,7 @@ class Batch:
             theirs, ours = sorted(other.caches), sorted(self.caches)
             raise ValueError(f"A batch with the caches {theirs} cannot join one with {ours}.")
         for name, cache in self.caches.items():
-            layers.append(cache, other.caches[name])
+            append(cache, other.caches[name])
             joined[name] = cache
         length = max(self.ids.shape[1], other.ids.shape[1])
         both = (self.ids, other.ids)

@@ -129,7 +129,7 @@ class Compiled:
 def _mark_sizes(tensor: Tensor) -> None:
     """Tell the compiler which sizes of an input differ from call to call.
 
-    Rows; of a mask ``(rows, 1, 1, keys)`` the keys, of what the encoder said the length.
+    Rows; of a mask ``(rows, 1, 1, keys)`` the keys, of an encoder's states the length.
     """
     dims = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}.get(tensor.ndim, ())
     for dim in dims:
