@@ -23,8 +23,8 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 import hfgen
 from hfgen.caches import growing, layers
-from hfgen.caches.append import append
 from hfgen.caches.dynamic import GrowingCache
+from hfgen.caches.joining import append
 from tests import SHIPPED, tiny
 from tests.parity.family import seeded
 

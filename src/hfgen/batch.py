@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from .caches import layers
-from .caches.append import append
+from .caches.joining import append
 from .call import ModelKwargs
 
 #: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.

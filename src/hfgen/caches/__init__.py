@@ -53,11 +53,12 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     what the mode asks of them.
     """
     config, model_kwargs = call.config, prompt.model_kwargs
+    rolls_back = getattr(call.strategy, "rolls_back", False)
     max_length = _max_length(model, call, prompt)
     name = families.cache_argument(model)
     cache = model_kwargs.get(name)
     if isinstance(cache, Cache) and config.cache_implementation is None:
-        if getattr(call.strategy, "rolls_back", False):
+        if rolls_back:
             layers.check_known(cache, "take tokens back out of")
         cache = _fit_rows(cache, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
         if isinstance(decoder_cache := layers.decoder_cache(cache), GrowingCache):
@@ -68,8 +69,8 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     model._prepare_cache_for_generation(
         config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )
-    needed = ("crop",) if getattr(call.strategy, "rolls_back", False) else ()
-    layers.check_methods(model_kwargs.get(name), "update", "get_mask_sizes", *needed)
+    needed = ("update", "get_mask_sizes", "crop") if rolls_back else ("update", "get_mask_sizes")
+    layers.check_methods(model_kwargs.get(name), *needed)
 
 
 def check_room(model: Any, call: Call, prompt: Prompt) -> None:

@@ -13,7 +13,6 @@ packed states there is one layer in full precision at most, unless the model kee
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -287,6 +286,4 @@ def make_quantized(request: CacheRequest) -> Cache:
             f"The backend {backend!r} of `cache_implementation='quantized'` does not work with "
             f"encoder-decoder models such as {type(model).__name__}. Leave `backend` out."
         )
-    options = copy.deepcopy(options)
-    options.setdefault("config", request.decoder_config)
-    return UpstreamQuantizedCache(**options)
+    return UpstreamQuantizedCache(**{"config": request.decoder_config, **options})

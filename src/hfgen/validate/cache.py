@@ -126,7 +126,7 @@ def checking_updates(cache: Any) -> Iterator[None]:
     It has to be keys and values ``(rows, heads, length, size)``, with the new ones among them.
     """
     parts: Any = [cache, *cache_layers.layers_of(cache)] if isinstance(cache, Cache) else []
-    parts = [part for part in parts if cache_layers.is_somebodys_own(part)]
+    parts = list(filter(cache_layers.is_somebodys_own, parts))
     for part in parts:
         part.update = _checked(part.update, f"{type(part).__name__}.update()")
     try:
