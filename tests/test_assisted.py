@@ -37,7 +37,8 @@ from hfgen.strategies.verification import (
 )
 from tests import tiny
 from tests.parity import speculation
-from tests.parity.options import SAMPLE
+from tests.parity.harness import Case
+from tests.parity.options import GREEDY, SAMPLE
 from tests.parity.options import tokenizer as letters
 
 IDS = torch.tensor(
@@ -106,14 +107,34 @@ def test_speculation_is_plain_decoding_row_for_row() -> None:
     """All drafters on random families, batches and options; more with ``tests.parity.speculation``."""
     checked, left_out = swept(seed=11, count=160)
     assert min(checked[name] for name in speculation.DRAFTERS) >= 8
-    assert left_out.total() <= 54, left_out
+    assert checked.total() >= 0.6 * 160, left_out
     assert left_out["the plain call raises"] <= 1
+
+
+def test_which_families_are_not_speculated_for() -> None:
+    """Of these, without any option: what no drafter can do, and what an assistant cannot."""
+    names = (
+        "llama bart t5 whisper lfm3 nllb_moe mamba rwkv recurrent_gemma fsmt kosmos2 moshi_speech "
+        "reformer minimax cpmant musicgen blip"
+    ).split()
+    expected = {
+        None: 7,
+        "a state that cannot be rolled back": 3,
+        "several tokens at once are answered otherwise": 3,
+        "upstream sees no cache under the model's own cache name": 2,
+        "upstream's output changes with drafted tokens": 1,
+        "more than one token is written at a time": 1,
+    }
+    media = {None: 6, "the assistant is not given the media": 1}
+    for drafter, reasons in {"oracle": expected, "assistant": expected | media}.items():
+        cases = [speculation.Speculated(Case(name, GREEDY, rows=2), drafter) for name in names]
+        assert Counter(map(speculation.left_out, cases)) == reasons
 
 
 def test_a_seed_fixes_samples_of_all_families() -> None:
     checked, left_out = swept(seed=5, count=70, mode=SAMPLE)
     assert min(checked[name] for name in speculation.DRAFTERS) >= 4
-    assert left_out.total() <= 19, left_out
+    assert checked.total() >= 0.6 * 70, left_out
     assert left_out["the plain call raises"] == 0
 
 

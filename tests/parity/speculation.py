@@ -133,6 +133,10 @@ NO_EARLY_EXIT = {
 }
 
 
+#: Families with a static cache of a kind of their own. The call has to say that it cannot be rolled back.
+OWN_STATIC_CACHE = ("minimax_m3_vl_text",)
+
+
 def left_out(speculated: Speculated) -> str | None:
     """Why a case cannot be speculated for, if so."""
     case, drafter = speculated.case, speculated.drafter
@@ -186,6 +190,10 @@ def check(speculated: Speculated) -> list[str] | str:
     drafted = run(model, case, amend=lambda call: enter(call, plain))
     if speculated.drafter == "early exit" and (reason := NO_EARLY_EXIT.get(case.family)):
         says_so = "assistant_early_exit" in drafted.message
+        return reason if says_so else [f"should be refused: {reason}"]
+    if is_static and case.family in OWN_STATIC_CACHE:
+        reason = "a static cache of its own kind cannot be rolled back"
+        says_so = "static cache of its own kind" in drafted.message
         return reason if says_so else [f"should be refused: {reason}"]
     if case.mode == SAMPLE:
         again = run(model, case, amend=lambda call: enter(call, plain))

@@ -31,7 +31,7 @@ class Restriction:
     def begin(self, context: DraftContext) -> None:
         """Start a draft behind ``context``."""
         self.known = torch.tensor(context.known, device=self.device)
-        self.ids = context.ids.to(self.device, copy=True)
+        self.ids = context.ids.to(self.device)
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``ids (rows, length)`` and ``scores (rows, vocab)`` of the assistant; the same back."""
@@ -63,18 +63,13 @@ class Restriction:
 
         Rows that are shorter repeat their first id: processors ask what occurred, and what is newest.
         """
-        n_drafted = ids.shape[1] - torch.tensor(self.own_known, device=self.device)
-        n_drafted = n_drafted.clamp(min=0)
-        lengths = self.known + n_drafted
+        own_known = torch.tensor(self.own_known, device=self.device)[:, None]
+        lengths = self.known[:, None] + (ids.shape[1] - own_known).clamp(min=0)
         longest = int(lengths.max())
-        if longest > self.ids.shape[1]:
-            more = self.ids.new_zeros(len(self.ids), longest - self.ids.shape[1])
-            self.ids = torch.cat([self.ids, more], dim=1)
-        is_new = n_drafted > 0
-        mapped = self.target[
-            torch.searchsorted(self.own, ids[:, -1].contiguous()).clamp(max=len(self.own) - 1)
-        ]
-        rows = torch.arange(len(ids), device=self.device)
-        self.ids[rows[is_new], lengths[is_new] - 1] = mapped[is_new]
-        columns = torch.arange(longest, device=self.device) - longest + lengths[:, None]
-        return self.ids.gather(1, columns.clamp(min=0))
+        columns = torch.arange(longest, device=self.device) - longest + lengths
+        columns = columns.clamp(min=0)
+        known = self.ids.gather(1, columns.clamp(max=self.ids.shape[1] - 1))
+        index = torch.searchsorted(self.own, ids.contiguous()).clamp(max=len(self.own) - 1)
+        drafts = columns - self.known[:, None]  # from 0 on, behind what is known
+        drafted = (own_known + drafts).clamp(0, ids.shape[1] - 1)
+        return torch.where(drafts >= 0, self.target[index].gather(1, drafted), known)
