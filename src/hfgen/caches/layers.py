@@ -116,10 +116,17 @@ def capacity(cache: Any) -> float:
 
 
 def windows(cache: Any) -> list[float] | None:
-    """How many keys each layer lets a position attend to, itself included; ``None`` if static."""
+    """How many keys each attention layer lets a position attend to, itself included.
+
+    ``None`` if static. Layers that are a convolution alone have no keys, and are left out.
+    """
     if is_static(cache):
         return None
-    return [getattr(layer, "sliding_window", None) or math.inf for layer in layers_of(cache)]
+    return [
+        getattr(layer, "sliding_window", None) or math.inf
+        for layer in layers_of(cache)
+        if hasattr(layer, "keys") or not isinstance(layer, LinearAttentionCacheLayerMixin)
+    ]
 
 
 def keeps_all_tokens(cache: Any) -> bool:
