@@ -29,6 +29,12 @@ EOS = 3  # which no call here generates, unless it says so
 SHORT, LONG = 3, 9
 
 
+@pytest.fixture(autouse=True)
+def _checks_of_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On, as torch has them; compiling a model, which other tests do, switches them off for good."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     """Its early layers know the next token often enough for drafts to be accepted."""

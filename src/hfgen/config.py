@@ -279,11 +279,17 @@ def prepare_special_tokens(
     # One sequence has no padding, and a given mask says where it is: then a guess does no harm.
     is_guessing = kwargs_has_attention_mask is False and (batch_size is None or batch_size > 1)
     if eos is not None:
-        pad = eos[0] if pad is None else pad
+        if pad is None:
+            if is_guessing:
+                logger.warning(
+                    "A batch came with neither an `attention_mask` nor a `pad_token_id`: padding is "
+                    "read as text. Pass the tokenizer's `attention_mask`."
+                )
+            pad = eos[0]
         if is_guessing and torch.isin(eos, pad).any():
             logger.warning_once(
-                "A batch came without `attention_mask`, and none can be inferred since no pad token "
-                "is set, or an EOS token is: padding is read as text. Pass the tokenizer's "
+                "A batch came without `attention_mask`, and none can be inferred since the pad "
+                "token is an EOS token: padding is read as text. Pass the tokenizer's "
                 "`attention_mask`."
             )
         if torch.is_floating_point(eos) or (eos < 0).any():
