@@ -280,6 +280,7 @@ NO_PLACES = {"continuation": "the ids left after the cache hold no places for th
 UNSPLIT = {"chunked": "media are not split into chunks"}
 TWO_POSITIONS = {"chunked": "the decoder is given its positions twice"}
 BLIND = {"assistant": "the assistant is not given the media"}
+EMBEDDED = {"assisted": "passes embeddings on, and upstream loses what is drafted behind them"}
 TOKENS_ONLY = {"assisted": "more than one token is written at a time"}
 UNCACHED = {"no_cache": "the mask grows, the inputs do not"}
 NOT_RETURNED = {"attentions": "only ids are returned", "hidden_states": "only ids are returned"}
@@ -380,7 +381,8 @@ TEXT: list[Family] = [
     seq2seq("marian_seq2seq", "Marian", BART, head="MTModel", seed=12),
     seq2seq("fsmt", "FSMT", BART |
         {"langs": ["en", "de"], "src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB, "num_beams": 1},
-        unsupported=NO_EMBEDS),
+        unsupported=NO_EMBEDS | {"assisted": "with a cache there is no causal mask: what is fed "
+        "together sees all of itself"}),
     seq2seq("t5", "T5", T5, seed=5),
     seq2seq("mt5", "MT5", T5),
     seq2seq("umt5", "UMT5", T5),
@@ -607,9 +609,9 @@ VISION: list[Family] = [
     vision("smolvlm", "SmolVLM", within(images(16), 4), {"vision_config": VIT | {"image_size": 16},
         "text_config": like("llama"), "image_token_id": MEDIA, "pad_token_id": PAD}, seed=1,
         unsupported=NO_PLACES),
-    vision("blip_2", "Blip2", within(image(), 4), BLIP, seed=2, unsupported=BLIND | NO_EMBEDS |
-        {"chunked": "the mask is not split"}),
-    vision("instructblip", "InstructBlip", within(question, 4), BLIP, seed=2, unsupported=BLIND |
+    vision("blip_2", "Blip2", within(image(), 4), BLIP, seed=2, unsupported=EMBEDDED |
+        NO_EMBEDS | {"chunked": "the mask is not split"}),
+    vision("instructblip", "InstructBlip", within(question, 4), BLIP, seed=2, unsupported=EMBEDDED |
         NO_EMBEDS | {"chunked": "the mask is not split"}),
     vision("gemma3", "Gemma3", within(image(16), 4, "token_type_ids"), PLACE | {
         "vision_config": SIGLIP | {"image_size": 16}, "text_config": SLIDING,
@@ -993,7 +995,8 @@ AUDIO: list[Family] = [
         "hidden_size": 16, "latent_size": 8, "num_hidden_layers": 1, "intermediate_size": 16,
         "frequency_embedding_size": 8}, "pad_token_id": PAD, "eos_token_id": EOS,
         "audio_bos_token_id": 60, "audio_eos_token_id": 61, "audio_token_id": 62},
-        seed=7, unsupported=UNCACHED | {"continuation": "returns sound, not ids"}),
+        seed=7, unsupported=UNCACHED | {"continuation": "returns sound, not ids", "assistant":
+        "upstream's assistant makes sound of what it drafts, and draws noise for it"}),
     audio("dia", "Dia", text, {"encoder_config": LLAMA | {"num_key_value_heads": 2},
         "decoder_config": DIA_DECODER, "delay_pattern": [0, 1, 2]}, modes=ONE_BEAM,
         unsupported=TOKENS_ONLY | NO_EMBEDS | TWO_POSITIONS | {"num_return_sequences": "refused"}),
@@ -1006,8 +1009,7 @@ AUDIO: list[Family] = [
         "attentions": LOST_ENCODER, "hidden_states": LOST_ENCODER,
         "num_return_sequences": LOST_ENCODER}),
     audio("bark_semantic", "BarkSemantic", bark, BARK, head="Model", unsupported=NOT_RETURNED |
-        NO_EMBEDS | {"assistant": "the assistant is not told how to read",
-        "chunked": "the prompt is passed as embeddings, next to longer ids",
+        NO_EMBEDS | EMBEDDED | {"chunked": "the prompt is passed as embeddings, next to longer ids",
         "continuation": "returns new ids alone"}),
     audio("moshi_speech", "Moshi", conversation, LLAMA | {"ffn_dim": 32, "num_codebooks": 3,
         "audio_vocab_size": CODES, "audio_encoder_config": MIMI, "depth_decoder_config": LLAMA | {

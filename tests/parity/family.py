@@ -64,7 +64,7 @@ class Family:
     def __post_init__(self) -> None:
         limits = {Limit(name): reason for name, reason in self.unsupported.items()}
         object.__setattr__(self, "unsupported", limits)
-        if {Limit.ASSISTED, Limit.ASSISTANT} & limits.keys():
+        if Limit.ASSISTED in limits:
             modes = tuple(mode for mode in self.modes if mode != MODES[-1])
             object.__setattr__(self, "modes", modes)
 

@@ -57,6 +57,9 @@ MANY_EOS = list(range(8, 60, 4))
 #: keys by an index.
 STATIC_COUNTS = ("fsmt", "gpt_neo", "imagegpt", "kyutai_speech_to_text", "nllb_moe")
 
+#: Families that compute a row with the states of the others (``(rows, 1, size) + (rows, size)``).
+MIXES_ROWS = ("rwkv",)
+
 #: Families whose own ``generate`` takes no streamer, returns no scores of sequences, or cuts ids off.
 OWN_GENERATE = ("csm", "rag_token", "whisper")
 
@@ -219,6 +222,8 @@ def check_alone(lawful: Lawful) -> list[str]:
     """A row of a batch is decoded as it is alone; what follows its end is padding."""
     if FAMILIES[lawful.case.family].kind not in TEXT:
         raise LeftOutError("media of a batch are not cut into rows here")
+    if lawful.case.family in MIXES_ROWS:
+        raise LeftOutError("the model mixes the rows of a batch")
     together = sequences(plain(lawful, **WITH_SCORES))
     assert together is not None
     found = []

@@ -552,7 +552,7 @@ OPTIONS: tuple[Option, ...] = (
     # assisted
     Option("prompt_lookup_num_tokens", (1, 5), modes=(ASSISTED,)),
     Option("max_matching_ngram_size", (1,), modes=(ASSISTED,)),
-    Option("assistant", ("same",), _assistant, modes=(ASSISTED,)),
+    Option("assistant", ("same",), _assistant, modes=(ASSISTED,), needs=("assistant",)),
     # caches
     Option("use_cache", (False, True), needs=("no_cache",), modes=MODES[:4]),
     Option("cache_implementation", ("dynamic", "static"), needs=("no_cache", "static")),
@@ -625,10 +625,12 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("continue", INTENDED + "upstream's drafting forwards again what the cache holds", _assisted()),
     Exclusion("stop_strings", INTENDED + "upstream's drafting overshoots, or asks for a tokenizer", _assisted()),
     Exclusion("user_criteria", INTENDED + "upstream's drafting overshoots", _assisted()),
+    Exclusion("token_healing", INTENDED + "upstream's assistant heals again, without a tokenizer", _with("assistant")),
     Exclusion("watermark", INTENDED + "upstream's SynthID remembers rejected tokens", _assisted(watermark="synthid")),
     Exclusion("guidance_scale", INTENDED + "upstream's guidance remembers rejected tokens", _assisted()),
     Exclusion("hidden_states", INTENDED + "upstream's first round gives those of the prompt", _assisted()),
     Exclusion("attentions", INTENDED + "upstream's first round gives those of the prompt", _assisted()),
+    Exclusion("outputs", "the model amplifies rounding, and hfgen forwards no drafts beyond the last token", lambda f, c: c.mode == ASSISTED and f.name == "hrm_text"),
     # one argument, two writers
     *(Exclusion(name, _BOTH_SAME, _with(*_PROMPTS[:i])) for i, name in enumerate(_PROMPTS) if i),
     Exclusion("mask", _BOTH_SAME, _with("no_prompt", "continue", "embeds", "encoder_embeds", "encoder_outputs", "token_healing")),

@@ -103,8 +103,9 @@ UNSTEADY = ("hrm_text",)
 
 #: Models whose forward answers otherwise if it gets several tokens at once, and when.
 LIMITS: dict[str, Callable[[Case], bool]] = {
-    # positions are counted from the ids, and a pad among them shifts those after it
+    # with a cache there is no causal mask
     "fsmt": lambda case: True,
+    # positions are counted from the ids, and a pad among them shifts those after it
     "kosmos2": lambda case: True,
     "kosmos2_5": lambda case: True,
     "m2m_100": lambda case: "decoder_ids" in case.options,
@@ -147,7 +148,7 @@ def left_out(speculated: Speculated) -> str | None:
         return "a state that cannot be rolled back"
     if GREEDY not in family.modes:
         return "no greedy decoding"
-    limits = [Limit.NO_CACHE, Limit.ASSISTED] + [Limit.ASSISTANT] * (drafter != "oracle")
+    limits = [Limit.NO_CACHE, Limit.ASSISTED] + [Limit.ASSISTANT] * (drafter == "assistant")
     reason = next(
         (family.unsupported[limit] for limit in limits if limit in family.unsupported), None
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.family import MODES, Limit
+from tests.parity.family import MODES
 from tests.parity.harness import (
     FAMILIES,
     Case,
@@ -23,7 +23,7 @@ from tests.parity.harness import (
     settle,
     upstream,
 )
-from tests.parity.options import EXCLUSIONS, OPTIONS, tokenizer
+from tests.parity.options import ASSISTED, BY_NAME, EXCLUSIONS, OPTIONS, Recorder, tokenizer
 from tests.versions import since_5_23
 
 CASE = Case("llama", "greedy_search", 2, True, 3, {"outputs": ["scores"], "streamer": True})
@@ -123,12 +123,25 @@ def test_what_excuses_upstream_demands_greedy_tokens(monkeypatch: pytest.MonkeyP
     assert check(case).differences[0].startswith("greedy tokens: ")
 
 
+def test_other_lengths_of_chunks_do_not_excuse_other_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"assistant": "same", "streamer": True, "forced_eos_token_id": 7}
+    case = Case("donut", ASSISTED, seed=898, options=options)
+    report = check(case)
+    assert report.differences == []
+    assert report.excused == "upstream's assistant goes on from a text that nobody wrote"
+    put = Recorder.put
+    monkeypatch.setattr(Recorder, "put", lambda self, value: put(self, value + len(self.seen)))
+    assert check(case).differences[0].startswith("streamed[0]: ")
+
+
 def test_limits_are_known() -> None:
     with pytest.raises(ValueError, match="beam"):
         replace(FAMILIES["llama"], unsupported={"beam": "a typing error"})
     blind = replace(FAMILIES["llama"], unsupported={"assistant": "not given the media"})
-    assert blind.modes == MODES[:4]
-    assert Limit.ASSISTANT in blind.unsupported
+    assert not BY_NAME["assistant"].fits(blind, ASSISTED)
+    assert BY_NAME["prompt_lookup_num_tokens"].fits(blind, ASSISTED)
 
 
 @since_5_23

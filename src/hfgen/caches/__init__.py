@@ -192,14 +192,18 @@ def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[
     """Heads and head size, on this device, to allocate a static cache by before its first update.
 
     A list has one value per layer. ``None`` where the first update has to tell: layers on several
-    devices, keys and values of different sizes (MLA), heads that the devices cannot share evenly.
+    devices, keys and values of different sizes (MLA), heads that the devices cannot share evenly, a
+    config that has no sizes of its own (BLT).
     """
     if len(set(getattr(self, "hf_device_map", {}).values())) > 1:
         return None
     config = self.config.get_text_config(decoder=True)
     if any(getattr(layer, "qk_head_dim", None) is not None for layer in config.per_layer_config):
         return None
-    heads, head_size = get_head_shapes(config)
+    try:
+        heads, head_size = get_head_shapes(config)
+    except AttributeError:
+        return None
     devices = getattr(self, "_tp_size", None) or 1
     if devices > 1:
         heads = get_kv_heads_per_rank(self.tp_plan, heads, devices)

@@ -9,7 +9,7 @@ from what ``p`` has more than ``q``; what comes out is distributed as ``p``, wha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -187,14 +187,21 @@ def _processed(run: Run, rows: DraftedRows, logits: torch.Tensor, length: int) -
 
 
 def is_plain(run: Run, verification: Verification) -> bool:
-    """Whether tokens depend on logits alone, and ends on tokens and length alone."""
+    """Whether tokens depend on logits alone, and ends on tokens and a length that nobody warns of."""
     kinds = {type(criterion) for criterion in run.criteria}
     return (
         isinstance(verification, GreedyMatch)
         and verification.weight is None
         and not run.processors
         and {MaxLengthCriteria} <= kinds <= {MaxLengthCriteria, EosTokenCriteria}
+        and not any(map(_warns, run.criteria))
     )
+
+
+def _warns(criterion: Any) -> bool:
+    """Whether it warns of lengths beyond the model's positions, which come before the last length."""
+    positions = getattr(criterion, "max_position_embeddings", None)
+    return positions is not None and criterion.max_length > positions + 1
 
 
 def verify_at_once(

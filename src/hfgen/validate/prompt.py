@@ -178,6 +178,8 @@ def _check_mask(model: Any, prompt: Prompt) -> None:
     name = prompt.main_input_name
     if name not in ("input_ids", "inputs_embeds") or mask is None:
         return
+    if getattr(prompt.model_kwargs.get("encoder_outputs"), "attention_mask", None) is not None:
+        return  # an encoder with a mask of its own adds to the tokens: UDOP, the parts of an image
     is_table = mask.ndim == 2 or (mask.ndim > 2 and name == "inputs_embeds")
     _check_shape(is_table, "attention_mask", mask, "be (batch, length)")
     if mask.ndim != 2 or main.ndim < 2:

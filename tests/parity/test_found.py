@@ -1,0 +1,50 @@
+"""Cases in which random sweeps once found a difference; see ``sweep.py`` and its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity import caches, speculation
+from tests.parity.cache_kinds import Cached
+from tests.parity.harness import Case, check
+from tests.parity.options import ASSISTED, BEAM, GREEDY
+from tests.parity.speculation import Speculated
+
+MANY_EOS = list(range(5, 17))
+
+#: Why each differed.
+BESIDE_UPSTREAM = {
+    "no logged reminder of a length beyond the positions": Case(
+        "seamless_m4t_speech", ASSISTED, seed=419, options={"max_length": 1}
+    ),
+}
+
+CACHED = {
+    "a config that does not say how large its heads are": Cached(
+        "prefix",
+        (Case("blt", BEAM, seed=886, options={"eos_token_id": MANY_EOS}),),
+        {"seed": 411, "max_bytes": 200_000},
+    ),
+}
+
+SPECULATED = {
+    "an encoder that adds the parts of an image to the mask": Speculated(
+        Case("udop", GREEDY, 2, True, 869), "assistant"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE_UPSTREAM.values(), ids=BESIDE_UPSTREAM)
+def test_beside_upstream(case: Case) -> None:
+    report = check(case)
+    assert (report.differences, report.excused) == ([], None)
+
+
+@pytest.mark.parametrize("cached", CACHED.values(), ids=CACHED)
+def test_caches(cached: Cached) -> None:
+    assert caches.check(cached) == []
+
+
+@pytest.mark.parametrize("speculated", SPECULATED.values(), ids=SPECULATED)
+def test_speculation(speculated: Speculated) -> None:
+    assert speculation.check(speculated) == []
