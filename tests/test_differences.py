@@ -241,6 +241,14 @@ def test_healing_that_shortens_a_padded_batch():
     assert torch.equal(out, model.generate(healed, attention_mask=is_text, max_new_tokens=4))
 
 
+def test_healing_with_an_assistant():
+    model, words = hfgen.builtin_model(draft=True)
+    options = {"token_healing": True, "tokenizer": words, "max_new_tokens": 4}
+    ids = words("def fibo", return_tensors="pt").input_ids
+    healed = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, assistant_model=model, **options), healed)
+
+
 def test_stop_strings_on_a_forward_that_takes_no_other_kwargs():
     class Strict(type(tiny.llama())):  # type: ignore[misc]
         def forward(  # type: ignore[no-untyped-def]
