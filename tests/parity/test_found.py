@@ -31,6 +31,9 @@ SPECULATED = {
     "an encoder that adds the parts of an image to the mask": Speculated(
         Case("udop", GREEDY, 2, True, 869), "assistant"
     ),
+    "windows of attention beside layers that have none": Speculated(
+        Case("lfm3", GREEDY, 2, seed=194, options={"attentions": ["attentions"]}), "oracle"
+    ),
 }
 
 
