@@ -7,7 +7,7 @@ import pytest
 from tests.parity import caches, speculation
 from tests.parity.cache_kinds import Cached
 from tests.parity.harness import Case, check
-from tests.parity.options import ASSISTED, BEAM, GREEDY
+from tests.parity.options import ASSISTED, BEAM, GREEDY, SAMPLE
 from tests.parity.speculation import Speculated
 
 MANY_EOS = list(range(5, 17))
@@ -30,6 +30,10 @@ CACHED = {
 SPECULATED = {
     "an encoder that adds the parts of an image to the mask": Speculated(
         Case("udop", GREEDY, 2, True, 869), "assistant"
+    ),
+    "start tokens of prompts with several samples": Speculated(
+        Case("t5", SAMPLE, 2, options={"start_per_row": True, "num_return_sequences": 2}),
+        "assistant",
     ),
     "windows of attention beside layers that have none": Speculated(
         Case("lfm3", GREEDY, 2, seed=194, options={"attentions": ["attentions"]}), "oracle"

@@ -173,6 +173,9 @@ class Assistant(Drafter):
         if self.model.config.is_encoder_decoder:  # chunks of a decoder's prompt are not worth it
             config.prefill_chunk_size = None
         config.num_return_sequences = 1  # the rows are expanded already
+        if isinstance(starts := config.decoder_start_token_id, list):
+            n = len(self.setup.run.ids) // len(starts)
+            config.decoder_start_token_id = [start for start in starts for _ in range(n)]
         config.use_cache, config.use_mtp = True, False
         return config
 
