@@ -1,7 +1,7 @@
 """What generated text has to contain: the constraints of constrained beam search.
 
-``force_words_ids`` covers most needs: a list of phrases, each a list of token ids, or a list of
-alternatives of which one suffices. ``constraints`` takes objects, of the classes here or of your own.
+``force_words_ids`` takes phrases as token ids, or lists of phrases of which one suffices.
+``constraints`` takes objects, of the classes here or of your own.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from .fields import tokens_in
 class Constraint(ABC):
     """Something that is met token by token; subclass it for a constraint of your own.
 
-    An object knows how much of it has been generated. ``advance()`` names tokens that bring it one
-    step further, ``update(token)`` takes a generated token into account. Whoever always generates a
-    token of ``advance()`` has to meet the constraint at some time.
+    An object knows how much of it has been generated. It has to be met at some time if each generated
+    token is one of ``advance()``.
     """
 
     def __init__(self) -> None:
@@ -163,8 +162,7 @@ def _height(node: dict[int, Any]) -> int:
 
 def wanted(constraint: Any) -> list[int]:
     """The tokens that bring ``constraint`` one step further."""
-    tokens = constraint.advance()
-    if tokens is None:
+    if (tokens := constraint.advance()) is None:
         return []
     return [int(token) for token in tokens] if isinstance(tokens, Iterable) else [int(tokens)]
 

@@ -48,11 +48,10 @@ def makes_its_own_cache(class_name: str) -> bool:
 
 
 def masks_filled_static_cache(model: Any) -> bool:
-    """Whether the model masks as many keys as a static cache says are visible.
+    """Whether the model masks as many keys as a static cache says are visible: compilable ones do.
 
-    Models that can be compiled do. Others cut their own masks by the length of the keys, or attend
-    to all keys (GPT-Neo, FSMT, LED, …). Bloom pads its mask, which gives positions, to the length
-    of the cache.
+    Others cut their own masks, or attend to all keys (GPT-Neo, FSMT, LED, …). Bloom pads the mask by
+    which it counts positions.
     """
     return bool(model._can_compile_fullgraph) and model.config.model_type != "bloom"
 
@@ -63,10 +62,7 @@ def tokens_before_prompt(model: Any) -> int:
 
 
 def keeps_other_state(model: Any) -> bool:
-    """Whether states of forwarded rows are kept besides the cache.
-
-    RecurrentGemma's modules keep some; Voxtral's realtime encoder has its own cache.
-    """
+    """Whether states are kept besides the cache: in RecurrentGemma's modules, in Voxtral's encoder."""
     return model.config.model_type in ("recurrent_gemma", "voxtral_realtime")
 
 
@@ -76,11 +72,7 @@ def rows_of_states(model: Any) -> int:
 
 
 def keeps_decoder_prompt(model: Any) -> bool:
-    """Whether decoder ids are used without a start token before them.
-
-    Whisper's prompts and Donut's task prompts start with other special tokens. Donut checkpoints
-    are vision encoder-decoders with a Donut encoder.
-    """
+    """Whether decoder ids get no start token: Whisper's and Donut's prompts start with other ones."""
     config, names = model.config, type(model).__name__
     if config.model_type == "vision-encoder-decoder":
         names += config.encoder.model_type

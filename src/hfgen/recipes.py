@@ -29,10 +29,7 @@ class Recipe:
     options: dict[str, Any]
 
     def check_call(self, config: GenerationConfig, arguments: dict[str, Any]) -> None:
-        """Raise for what the strategy cannot do, before anything is computed.
-
-        ``arguments`` has the streamer and the tokenizer where they were passed.
-        """
+        """Raise for what the strategy cannot do; ``arguments`` has the streamer and tokenizer."""
 
     # generate() passes `synced_gpus`, `streamer` and `tokenizer` since they are named here.
     def __call__(
@@ -68,9 +65,8 @@ def recipe(strategy_class: type, **options: Any) -> Recipe:
     The call is prepared, streamed, stopped and recorded as any other. See docs/write-a-strategy.md.
 
     Args:
-        strategy_class: A class with the methods of ``hfgen.types.Strategy``. Each call makes an
-            instance, of the ``hfgen.types.Run`` and the options.
-        options: Keyword arguments of its constructor.
+        strategy_class: A class with the methods of ``hfgen.types.Strategy``.
+        options: Keyword arguments of its constructor, besides the ``hfgen.types.Run`` of a call.
 
     Raises:
         TypeError: Not a class, a method is missing, or the constructor does not take the options.
@@ -124,8 +120,8 @@ def minimum_bayes_risk(
     """Draw samples and return those that are most like the others.
 
     ``generate(ids, custom_generate=hfgen.minimum_bayes_risk(), do_sample=True,
-    num_return_sequences=16, tokenizer=tokenizer)`` returns one of 16 samples per prompt, the one
-    with the highest mean utility against the other 15; the earlier one where two are equal.
+    num_return_sequences=16, tokenizer=tokenizer)`` returns the sample with the highest mean utility
+    against the other 15 of its prompt; the earlier one where two are equal.
 
     With ``return_dict_in_generate``, ``sequences_scores`` are these means. Scores, attentions,
     hidden states and the cache are of all samples; ``beam_indices`` says in which row each returned

@@ -37,8 +37,7 @@ class Spelling:
 
     def opening(self, text: str) -> list[int]:
         """The special tokens that the tokenizer puts before ``text``; BOS if the text is empty."""
-        plain = self.ids(text)
-        if not plain:
+        if not (plain := self.ids(text)):
             bos = getattr(self.tokenizer, "bos_token_id", None)
             return [] if bos is None else [bos]
         whole = list(self.tokenizer.encode(text))
@@ -47,10 +46,7 @@ class Spelling:
 
 
 def shared_tokens(target: Spelling, other: Spelling) -> dict[int, int]:
-    """One-to-one map of ``other``'s ids to ``target``'s, ascending, of tokens spelled alike.
-
-    The signs that stand for a leading space count as equal.
-    """
+    """Ascending map of ``other``'s ids to ``target``'s, of tokens alike but for signs of spaces."""
     vocab, others = target.tokenizer.get_vocab(), other.tokenizer.get_vocab()
     sign, other_sign = _space_sign(target.tokenizer), _space_sign(other.tokenizer)
     if sign and other_sign and sign != other_sign:
@@ -72,13 +68,12 @@ def _space_sign(tokenizer: Any) -> str:
 def check_translation(
     model: Any, assistant: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
 ) -> None:
-    """Raise if the assistant's tokens cannot be translated to the model's.
+    """Raise ``TypeError`` or ``ValueError`` if the assistant's tokens cannot be translated.
 
-    ``TypeError``: a tokenizer that cannot translate. ``ValueError``: nothing to sample from, or an
-    assistant that would read the model's encoder.
+    Also raise if there is nothing to sample from, or the assistant would read the model's encoder.
     """
-    needed = ["decode", "encode", "get_vocab", "convert_ids_to_tokens"]
-    needed = needed if config.do_sample else needed[:2]
+    sampling = ["get_vocab", "convert_ids_to_tokens"] if config.do_sample else []
+    needed = ["decode", "encode", *sampling]
     for name in ("tokenizer", "assistant_tokenizer"):
         tokenizer = mode_kwargs[name]
         if missing := [f"{method}()" for method in needed if not hasattr(tokenizer, method)]:

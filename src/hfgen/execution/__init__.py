@@ -1,8 +1,4 @@
-"""Running the model. Nothing outside of this package calls it.
-
-A strategy has an ``Executor``; the hooks that models override are in ``step_inputs``, ``prefill`` and
-``compiled``.
-"""
+"""Running the model. Nothing outside of this package calls it."""
 
 from .executor import Executor, call, continued, last_logits, next_token, prefill
 from .step_inputs import resized

@@ -1,8 +1,7 @@
 """Rows that have ended leave the batch while others go on: ``drop_finished=True``.
 
-Only the forwards get narrower. Ids, processors, criteria and draws are still those of all rows, so
-what is drawn for a row does not depend on which others have ended. It is not the default, since with
-fewer rows a kernel's logits can differ in the last digits.
+Only the forwards get narrower. Ids, processors, criteria and draws are still those of all rows. It is
+not the default, since with fewer rows a kernel's logits can differ in the last digits.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ class ActiveRows:
         return run.ids if self.index is None else run.ids[self.index]
 
     def widen(self, run: Run, model_outputs: ModelOutput) -> None:
-        """Give a forward's outputs all rows, in place; those that have left are zero.
-
-        After ``commit``: what a model keeps of its outputs for the next step stays narrow.
-        """
+        """Give a forward's outputs all rows, in place; those that have left are zero."""
         if self.index is None:
             return
         index, n_rows = self.index, self.n_rows

@@ -37,9 +37,9 @@ def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwa
 def valid_auto_compile_criteria(
     self: Any, model_kwargs: ModelKwargs, generation_config: GenerationConfig
 ) -> bool:
-    """Whether to compile forward: a cache of fixed shape, and nothing offloaded.
+    """Whether to compile forward: the cache has a fixed shape, and nothing is offloaded.
 
-    Accelerators compile by themselves, a CPU if there is a ``compile_config``.
+    Accelerators compile by default, a CPU if there is a ``compile_config``.
     """
     compile_config = generation_config.compile_config
     if generation_config.disable_compile:
@@ -79,20 +79,14 @@ def valid_auto_compile_criteria(
 
 @contextmanager
 def optimize_model_for_decode(self: Any) -> Iterator[None]:
-    """Within, mixture-of-experts layers use the kernel that is faster for few tokens.
-
-    On accelerators, that is ``batched_mm`` in place of ``grouped_mm``. Sub-models may have experts of
-    their own, so the implementation of each part is replaced, and restored afterwards.
-    """
+    """Let experts on accelerators use ``batched_mm``, which is faster for few tokens."""
     implementations = self.get_experts_implementation()
     if self.device.type == "cpu" or "grouped_mm" not in implementations.values():
         yield
         return
     logger.info_once("Decoding with the `batched_mm` experts instead of `grouped_mm`.")
     faster = {"grouped_mm": "batched_mm"}
-    self.set_experts_implementation(
-        {part: faster.get(name, name) for part, name in implementations.items()}
-    )
+    self.set_experts_implementation({k: faster.get(v, v) for k, v in implementations.items()})
     try:
         yield
     finally:
@@ -127,10 +121,7 @@ class Compiled:
 
 
 def _mark_sizes(tensor: Tensor) -> None:
-    """Tell the compiler which sizes of an input differ from call to call.
-
-    Rows; of a mask ``(rows, 1, 1, keys)`` the keys, of an encoder's states the length.
-    """
+    """Tell the compiler which sizes of an input differ between calls: rows, keys, and lengths."""
     dims = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}.get(tensor.ndim, ())
     for dim in dims:
         if tensor.shape[dim] > 1:  # one row or one token is a graph of its own

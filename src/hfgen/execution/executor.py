@@ -18,10 +18,7 @@ from .step_inputs import resized
 
 
 class Executor:
-    """Runs the model of one call, always through the hooks of its class.
-
-    A decoding step is compiled where cache and device allow it, if it ``may_compile``.
-    """
+    """Runs the model of one call, through the hooks of its class; decoding steps may be compiled."""
 
     def __init__(self, run: Run, may_compile: bool = False) -> None:
         self.call: Callable[..., ModelOutput] = run.model.__call__
@@ -42,8 +39,7 @@ class Executor:
         """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
 
         Logits are those of the last known token and of the ``n_new`` ones. The first forward includes
-        what the cache lacks of the prompt. ``run.model_kwargs`` stay as they are. ``overrides``: other
-        arguments of forward.
+        what the cache lacks of the prompt. ``overrides``: other arguments of forward.
         """
         model_kwargs = resized(run, n_new)
         n_fed: int | None = n_new + 1
@@ -93,10 +89,7 @@ def call(model: Any, **inputs: Any) -> ModelOutput:
 
 
 def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
-    """Logits ``(rows, vocab)`` of the last position, float32.
-
-    A copy, since a view would keep the logits of the whole prompt alive.
-    """
+    """The last position's logits ``(rows, vocab)``, float32: a copy, for a view keeps all alive."""
     return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
 
 

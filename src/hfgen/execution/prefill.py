@@ -24,8 +24,7 @@ def prefill(
 ) -> ModelOutput:
     """Forward the prompt, or as much of it as the cache does not hold; returns the last outputs.
 
-    A continued prompt comes in full, or only its new tokens with a mask over all of it. An
-    assistant is called again and again with a growing prompt: not its first iteration.
+    A continued prompt comes in full, or only its new tokens with a mask over all of it.
     """
     embeds = None
     if is_first_iteration and not self.config.is_encoder_decoder:
@@ -61,9 +60,8 @@ def uncached_length(
         return int(embeds.shape[1] - cache.get_seq_length())
     prefix = "decoder_" if self.config.is_encoder_decoder else ""
     mask = model_kwargs.get(prefix + "attention_mask")
-    if input_ids.shape[1] != (
-        getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-    ):
+    width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    if input_ids.shape[1] != width:
         return None
     n_new = int(input_ids.shape[1] - cache.get_seq_length())
     if n_new < 1 and self.config.is_encoder_decoder and not config.is_assistant:
@@ -84,18 +82,13 @@ def _prefill_in_chunks(
     new_length: int | None,
     is_first_iteration: bool,
 ) -> ModelOutput:
-    """Forward ``config.prefill_chunk_size`` tokens at a time, so that activations take less memory.
-
-    Raises ``ValueError`` without a cache, or if raw images would have to be cut.
-    """
-    cache = model_kwargs.get("past_key_values")
-    if cache is None:
+    """Forward ``config.prefill_chunk_size`` tokens at a time, so that activations take less memory."""
+    if (cache := model_kwargs.get("past_key_values")) is None:
         raise ValueError(
             f"`prefill_chunk_size`={config.prefill_chunk_size} needs a cache to put the chunks into, "
             "and `use_cache` is False or the model has none."
         )
-    prompt = input_ids if embeds is None else embeds
-    prompt = prompt[:, -(new_length or 0) :]
+    prompt = (input_ids if embeds is None else embeds)[:, -(new_length or 0) :]
     chunks = torch.split(prompt, int(config.prefill_chunk_size), dim=1)
     media_names = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL} - {"mm_encoder_outputs"}
     raw_media = sorted(name for name in media_names if model_kwargs.get(name) is not None)
@@ -117,9 +110,7 @@ def _prefill_in_chunks(
         if embeds is not None:
             kwargs["inputs_embeds"] = chunk
         model_inputs = self.prepare_inputs_for_generation(
-            chunk if embeds is None else input_ids,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
+            chunk if embeds is None else input_ids, is_first_iteration=is_first_iteration, **kwargs
         )
         if index in media:
             model_inputs["mm_encoder_outputs"] = media[index]

@@ -18,10 +18,7 @@ ModuleTensors = dict[tuple[int, str], tuple[torch.Tensor, int | None]]
 
 
 def counts_rows(model: Any, model_kwargs: ModelKwargs, n_rows: int) -> bool:
-    """Whether a hook of the caller's, or a list with one entry per row, expects a forward of all rows.
-
-    A hook with the attribute ``is_row_wise = True`` does not.
-    """
+    """Whether a hook that is not ``is_row_wise``, or a list with an entry per row, needs all rows."""
     lists = (value for value in model_kwargs.values() if isinstance(value, list | tuple))
     hooks = (
         hook

@@ -1,7 +1,7 @@
 """Prefill once, fan out: beams and samples of one prompt share its forward pass.
 
-The hooks see expanded inputs, as upstream's do: one row per beam or returned sequence. The prefill runs
-on the inputs as they were before; its outputs and cache are expanded instead. Tokens are the same.
+The hooks see one row per beam or returned sequence, as upstream's do. The prefill runs on the inputs
+as they were before that; its outputs and cache are expanded instead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ _NOT_SHARED: WeakSet[type] = WeakSet()
 def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     """Forward the prompt of each row, once where rows have the same one.
 
-    Rows are forwarded one by one, as upstream's are, where a forward leaves states of its rows
-    anywhere but in the cache. That shows afterwards, so the cache is put back then.
+    A forward that leaves states of its rows outside of the cache is undone; all rows are forwarded.
     """
     call, shared = run.call, None
     if call is not None:  # its tensors are not needed after this
@@ -58,9 +57,8 @@ def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -
     given = shared.model_kwargs
     added = {name: value for name, value in run.model_kwargs.items() if name not in given}
     kwargs = given | added | {"past_key_values": run.model_kwargs["past_key_values"]}
-    if kwargs.get("encoder_outputs") is not None:
+    if (states := kwargs.get("encoder_outputs")) is not None:
         # Some decoders write to what they get, and the encoder's hidden states may be the same.
-        states = kwargs["encoder_outputs"]
         copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in states.items()}
         kwargs["encoder_outputs"] = type(states)(**copies)
     return run.model._prefill(shared.ids, run.config, kwargs, is_first_iteration=is_first_iteration)

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.generation.utils import (
-    ALL_CACHE_NAMES,
-    MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL,
-)
+from transformers.generation.utils import ALL_CACHE_NAMES, MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.masking_utils import create_masks_for_generate
 from transformers.pytorch_utils import move_to_device
 from transformers.utils import ModelOutput
@@ -38,18 +35,16 @@ def resized(run: Run, n_new: int) -> ModelKwargs:
     model_kwargs = dict(run.model_kwargs)
     if n_new == 0:
         return model_kwargs
-    fillers = _fillers(run.is_encoder_decoder)
+    fillers, grows = _fillers(run.is_encoder_decoder), n_new > 0
     for name, fill in fillers.items():
         if (tensor := model_kwargs.get(name)) is not None:
-            grows = n_new > 0
             model_kwargs[name] = buffers.grow(tensor, n_new, fill) if grows else tensor[..., :n_new]
     if any(name.endswith("_mask") and model_kwargs.get(name) is not None for name in fillers):
         for name in ("cross_attention_mask", "image_attention_mask"):  # (rows, length, …)
             tensor = model_kwargs.get(name)
             if tensor is not None and tensor.shape[1]:
                 more = tensor[:, -1:].expand(-1, max(n_new, 0), *tensor.shape[2:])
-                length = tensor.shape[1] + n_new
-                model_kwargs[name] = torch.cat([tensor, more], dim=1)[:, :length]
+                model_kwargs[name] = torch.cat([tensor, more], dim=1)[:, : tensor.shape[1] + n_new]
     return model_kwargs
 
 
@@ -67,8 +62,7 @@ def prepare_inputs_for_generation(
 
     ``input_ids (rows, length)`` and all that has a column per token are cut to the last
     ``next_sequence_length``. Embeddings take the place of ids in the first forward only. For a
-    compilable cache the mask becomes four-dimensional, so that the compiled graph sees one shape. Other
-    kwargs are passed on.
+    compilable cache the mask becomes four-dimensional. Other kwargs are passed on.
     """
     is_encoder_decoder = self.config.is_encoder_decoder
     prefix = "decoder_" if is_encoder_decoder else ""
@@ -100,9 +94,7 @@ def prepare_inputs_for_generation(
         mask = create_masks(
             config=self.config,
             # Only shape, dtype and device of the embeddings are read.
-            inputs_embeds=torch.empty(
-                (batch_size, length, 0), dtype=self.dtype, device=input_ids.device
-            ),
+            inputs_embeds=input_ids.new_empty((batch_size, length, 0), dtype=self.dtype),
             attention_mask=mask,
             past_key_values=past_key_values,
             position_ids=inputs.get(positions_name),
@@ -152,10 +144,7 @@ def update_model_kwargs_for_generation(
     is_encoder_decoder: bool = False,
     num_new_tokens: int = 1,
 ) -> ModelKwargs:
-    """Take the cache from ``outputs``; add ``num_new_tokens`` to mask, positions and token types.
-
-    Nothing is cut here; ``prepare_inputs_for_generation`` cuts.
-    """
+    """Take the cache from ``outputs``; add ``num_new_tokens`` to mask, positions and token types."""
     for name in ALL_CACHE_NAMES:
         if name in outputs:
             # XLNet and Reformer return their caches under names that they do not take them by.

@@ -1,7 +1,6 @@
 """Common prefixes of prompts, computed once and kept across calls.
 
-``begin`` is a stage of ``generate`` before decoding: it fills the call's own empty cache with the stored
-part of its prompts. From there on the call is one that continues a cache.
+``begin`` fills the call's own empty cache before decoding; the call then continues a cache.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class Asked:
 
 
 def take_argument(model: Any, request: Request) -> Asked | None:
-    """The call's ``prefix_cache``, or the model's own unless the call says ``None``.
-
-    Raises ``TypeError`` for anything that is no ``PrefixCache``.
-    """
+    """The call's ``prefix_cache`` if it has one, else the model's. ``TypeError`` for other types."""
     by_name = "prefix_cache" in request.kwargs
     prefixes = request.kwargs.get("prefix_cache", getattr(model, "prefix_cache", None))
     if prefixes is None:
@@ -66,10 +62,7 @@ def check(asked: Asked | None, model: Any, call: Call, model_kwargs: ModelKwargs
 
 
 def begin(asked: Asked | None, model: Any, call: Call, prompt: Prompt) -> None:
-    """Fill the call's cache with the stored part of its prompts; set ``call.prefix_session``.
-
-    Raises ``ValueError`` for a prompt that cannot be used, if ``prefix_cache`` was an argument.
-    """
+    """Fill the call's cache with stored prefixes, and set ``call.prefix_session``; or ``refuse``."""
     if asked is None:
         return None
     if (reason := eligibility.of_prompt(model, call, prompt)) is not None:

@@ -21,10 +21,9 @@ from .radix import Forest, KeyValues, Match, bytes_per_token
 class PrefixStats:
     """What a ``PrefixCache`` did since it was made, and what it holds.
 
-    ``lookups`` counts prompts, ``hits`` prompts of which something was reused; ``tokens`` those of all
-    prompts, ``tokens_saved`` those that were not forwarded. ``bytes`` and ``sequences`` (which no other
-    continues) are held now; ``evictions`` counts runs of tokens. ``bypassed``: calls by the reason why
-    they used no stored prefixes.
+    ``lookups`` and ``tokens`` count prompts and their tokens; ``hits`` and ``tokens_saved``, what was
+    reused. ``bytes`` and ``sequences`` (which no other continues) are held now; ``evictions`` counts
+    runs of tokens. ``bypassed``: calls by the reason why they used no stored prefixes.
     """
 
     lookups: int
@@ -40,14 +39,9 @@ class PrefixStats:
 class PrefixCache:
     """Keys and values of prompts, for later calls whose prompts begin alike.
 
-    Pass it to ``generate(prefix_cache=…)``, or set it once as ``model.prefix_cache``. Several models
-    and several threads may use the same one.
-
-    Args:
-        max_bytes: Memory for keys, values and tokens; the least recently used go first.
-
-    Raises:
-        TypeError, ValueError: ``max_bytes`` is no positive integer.
+    Pass it to ``generate(prefix_cache=…)``, or set it once as ``model.prefix_cache``. Models and
+    threads may share one. ``max_bytes`` limits keys, values and tokens; the least recently used go
+    first. Raises ``TypeError`` or ``ValueError`` if it is no positive integer.
     """
 
     def __init__(self, max_bytes: int = 2 * 1024**3) -> None:
@@ -95,11 +89,8 @@ class PrefixCache:
         """
         content, identity = fingerprint.content(model), fingerprint.identity(model)
         with self._lock:  # splitting a node changes the parents of others
-            nodes = [
-                (node, node.parent, key[1])
-                for node, key in reversed(self._forest.nodes.items())
-                if key[0] == identity
-            ]
+            items = reversed(self._forest.nodes.items())
+            nodes = [(node, node.parent, key[1]) for node, key in items if key[0] == identity]
         files.save(nodes, path, content)
 
     @classmethod
@@ -114,8 +105,6 @@ class PrefixCache:
         prefixes = cls(max_bytes)
         files.load(prefixes._forest, path, model)
         return prefixes
-
-    # ------------------------------------------------------------ for calls
 
     def _match(self, keys: Sequence[Hashable], rows: Sequence[Tensor]) -> list[Match]:
         with self._lock:

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StaticCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import StaticCache, cache_utils
 
 from .. import families
 from ..caches import cache_kind
@@ -26,8 +20,7 @@ KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_c
 
 CACHE = "past_key_values"
 
-#: Rotary positions whose frequencies change once the sequence is long: from which length on, by a
-#: field of their parameters or of the config.
+#: Rotary positions whose frequencies change above a length, and the field that has this length.
 LENGTH_DEPENDENT = {
     "longrope": "original_max_position_embeddings",
     "dynamic": "max_position_embeddings",
@@ -47,10 +40,10 @@ PER_ROW = ("adapter_names", "alora_offsets")
 
 #: Layers whose first ``m`` tokens are what they hold after a prompt of ``m`` tokens.
 CUTTABLE = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.StaticLayer,
+    cache_utils.StaticSlidingWindowLayer,
     *families.EMPTY_LAYERS,
 )
 
@@ -137,7 +130,8 @@ def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
         own.remove("mm_encoder_outputs")
     if own:
         return Reason(f"{type(model).__name__} adds `{min(own)}` to its inputs", is_choice=False)
-    windows = (n for n in cache.layers if upstream_kind(n) is StaticSlidingWindowLayer)
+    ring = cache_utils.StaticSlidingWindowLayer
+    windows = (layer for layer in cache.layers if upstream_kind(layer) is ring)
     if any(window.max_cache_len < config.max_length for window in windows):
         return Reason("a static cache overwrites what leaves its sliding windows")
     if not all(upstream_kind(layer) in CUTTABLE for layer in cache.layers):

@@ -1,8 +1,7 @@
 """Stored prefixes as a safetensors file, and back.
 
 One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata names the
-model (``fingerprint.content``) and each node's parent. Metadata and nodes have checksums. ``load`` also
-checks the structure: checksums find damage, but can be forged.
+model (``fingerprint.content``), each node's parent, and checksums. ``load`` checks the structure, too.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ try:
 except ImportError:  # Windows: what a killed process leaves behind stays
     fcntl = None  # type: ignore[assignment]
 
-#: Of files of this kind.
 FORMAT = "hfgen prefixes 2"
 
 #: A node, its parent, and where the first token of its tree is (``padding.Offset``).
@@ -43,10 +41,7 @@ Placed = tuple[Node, Node | None, Offset]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the metadata says of a node.
-
-    ``parent``: its index, -1 for none. ``offset``: where the first token is of a node without a parent.
-    """
+    """The metadata of a node. ``parent``: its index, or -1 and the node has an ``offset``."""
 
     parent: int
     offset: list | None
@@ -66,9 +61,6 @@ class NotAPrefixFile(ValueError):
         super().__init__(f"{os.fspath(path)!r} cannot be loaded as stored prefixes: {reason}.")
 
 
-# ---------------------------------------------------------------- writing
-
-
 @torch.no_grad()
 def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[str, str]) -> None:
     """Write nodes of the model of ``content``: the most recently used first, parents before children."""
@@ -86,22 +78,18 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
         "nodes": json.dumps([asdict(entry) for entry in entries]),
     }
     texts["checksum"] = fingerprint.digest_of_text(sorted(texts.items()))
-    target = Path(path)
-    with _private_folder(target) as folder:
+    with _private_folder(Path(path)) as folder:
         partial = folder / "file"
         save_file(tensors, partial, texts)
         with partial.open("rb+") as file:
             os.chmod(partial, 0o600)
             os.fsync(file.fileno())
-        os.replace(partial, target)
+        os.replace(partial, path)
 
 
 @contextmanager
 def _private_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside ``target`` that only this user may enter; gone at the end.
-
-    Its writer holds its lock. Folders without one were left by processes that were killed, and go.
-    """
+    """A new folder beside ``target``, locked by its writer; those of dead writers are removed."""
     prefix, suffix = f".{target.name}.", ".partial"
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, target.parent))
@@ -122,10 +110,7 @@ def _private_folder(target: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that locks ``folder`` until it is closed; ``None`` where folders have no locks.
-
-    Raises ``BlockingIOError`` if it is locked, ``FileNotFoundError`` if it is gone.
-    """
+    """A descriptor that locks ``folder`` until it is closed; ``None`` where folders have no locks."""
     if fcntl is None:
         return None
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -138,9 +123,6 @@ def _lock(folder: Path) -> int | None:
             raise
         return None
     return descriptor
-
-
-# ---------------------------------------------------------------- reading
 
 
 @torch.no_grad()

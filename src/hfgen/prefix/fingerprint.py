@@ -1,7 +1,6 @@
 """Which model computed some keys and values, and how: what they are stored under.
 
-``identity`` is for one process, and cheap enough for every call. ``content`` is the same between
-processes, and reads all weights.
+``identity`` is for one process, and cheap. ``content`` is for any, and reads all weights.
 """
 
 from __future__ import annotations
@@ -19,13 +18,10 @@ from transformers import PreTrainedConfig
 
 #: Numbers of each tensor that are looked at in every call.
 N_SAMPLES = 8
-
-#: Names that begin with an underscore are left out, but for those by which PEFT chooses adapters.
+#: The names with an underscore that count: by them PEFT chooses adapters.
 ADAPTERS = ("_active_adapter", "_disable_adapters")
-
 #: Fields that say where a model came from.
 ORIGIN = ("name_or_path", "transformers_version")
-
 #: Values that are compared as they are.
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -47,10 +43,9 @@ _lock = Lock()
 def identity(model: Any) -> Identity:
     """The identity of ``model`` as it is now.
 
-    Weights that are replaced or written to show by address, version and a few sampled values: an
-    edit through ``.data`` leaves the version as it is. Config and attributes of modules show by their
-    values, functions and classes by which objects they are, hooks by their handles, which are never
-    given twice. What a hook or a function reads elsewhere does not show, nor tensors in attributes.
+    Weights show by address, version and a few values, since an edit through ``.data`` leaves the version
+    as it is. Config and attributes of modules show by value, functions and classes as objects, hooks by
+    handle. What a hook or a function reads elsewhere does not show, nor do tensors in attributes.
     """
     tensors, state = _look(model)
     state = (*state, tuple(settings(model).items()), _samples(tensors))
@@ -59,10 +54,7 @@ def identity(model: Any) -> Identity:
 
 
 def is_unchanged(model: Any, known: Identity) -> bool:
-    """Whether ``identity(model)`` is still what is ``known``, but for edits through ``.data``.
-
-    Kernels may be other ones while decoding than they were for the prompt.
-    """
+    """Whether ``identity(model)`` is still ``known``, but for edits through ``.data`` and kernels."""
     return _look(model)[1] == known.state[:-2]
 
 
@@ -85,10 +77,7 @@ def _look(model: Any) -> tuple[list[Tensor], tuple[Hashable, ...]]:
 
 
 def _held(model: Any, name: Callable[[Any], Hashable]) -> tuple[Hashable, Hashable]:
-    """What the configs of a model say; what each of its modules is and holds in plain attributes.
-
-    ``name`` makes functions and classes comparable.
-    """
+    """What a model's configs and modules hold in plain attributes; ``name`` stands for callables."""
     configs: list[Any] = [model.config]
 
     def attributes(state: dict[str, Any]) -> tuple[Hashable, ...]:
@@ -124,22 +113,18 @@ def settings(model: Any) -> dict[str, str]:
     """What decides which kernels compute, and in which precision."""
     device = model.device.type
     configs = (model.config, model.config.get_text_config(decoder=True))
-    is_autocast = torch.is_autocast_enabled(device)
-    autocast = str(torch.get_autocast_dtype(device)) if is_autocast else "off"
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else "off"
     return {
         "dtype": str(model.dtype),
         "attention": "/".join(str(c._attn_implementation) for c in configs),
         "experts": "/".join(str(getattr(c, "_experts_implementation", None)) for c in configs),
-        "autocast": autocast,
+        "autocast": str(autocast),
         "precision of matrix products": torch.get_float32_matmul_precision(),
     }
 
 
 def content(model: Any) -> dict[str, str]:
-    """What ``identity`` says, by name, so that another process computes the same.
-
-    Raises ``ValueError`` if hooks change the forward pass or weights are offloaded, which have none.
-    """
+    """What ``identity`` says, by name. Raises ``ValueError`` for hooks and for offloaded weights."""
     unknown = {
         "forward hooks": any(list(_hooks(vars(module))) for module in model.modules()),
         "offloaded weights": any(tensor.is_meta for tensor in model.parameters()),
@@ -161,7 +146,7 @@ def content(model: Any) -> dict[str, str]:
 
 
 def _number(value: Any) -> Hashable:
-    """A number that no other object has, be it one at the same address later on; a class itself."""
+    """A number that no other object ever has; a class itself."""
     if isinstance(value, type):
         return value
     try:
@@ -180,8 +165,7 @@ def _hooks(state: dict[str, Any]) -> Iterator[int]:
 
 def _place(tensor: Tensor) -> tuple:
     try:
-        version = 0 if tensor.is_inference() else tensor._version
-        return id(tensor), tensor.data_ptr(), version
+        return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
     except (RuntimeError, NotImplementedError):  # tensors of other libraries, without memory
         return (id(tensor),)
 

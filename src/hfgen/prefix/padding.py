@@ -1,7 +1,6 @@
 """Where the tokens of a padded batch are, and which rows to forward from which column on.
 
-Columns are positions in the padded batch. Row ``i`` has its tokens behind ``pads[i]`` columns. The
-states before column ``starts[i]`` are known.
+Columns are positions in the padded batch. States of row ``i`` before column ``starts[i]`` are known.
 """
 
 from __future__ import annotations
@@ -18,17 +17,13 @@ from .eligibility import Reason
 #: What a forward pass costs besides its tokens, in tokens.
 FORWARD = 64
 
-#: Where a first token is: ``("position", n)``; of models that take no positions, and so may count
-#: columns, ``("column", n)``.
+#: Where a first token is: ``("position", n)``, or ``("column", n)`` if the model takes no positions.
 Offset = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of a batch are: row ``i`` has ``ids[i, pads[i]:]``, at ``offsets[i]`` and on.
-
-    ``ids (rows, length)`` on the CPU.
-    """
+    """Row ``i`` has ``ids[i, pads[i]:]``, from ``offsets[i]`` on. ``ids (rows, length)`` on the CPU."""
 
     ids: Tensor
     pads: list[int]
@@ -66,10 +61,7 @@ class Layout:
 
 
 def lagging(starts: Sequence[int], end: int) -> dict[int, list[int]]:
-    """The rows that start before column ``end``, by the column from which on they catch up together.
-
-    They are in one group where another forward would cost more.
-    """
+    """Rows that start before column ``end``, by the column from which on they catch up together."""
     groups: dict[int, list[int]] = {}
     for start, row in sorted((start, row) for row, start in enumerate(starts) if start < end):
         last = max(groups, default=-FORWARD)

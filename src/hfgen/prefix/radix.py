@@ -1,8 +1,7 @@
 """Radix trees of token sequences with their keys and values: what ``PrefixCache`` stores in.
 
-There is one tree per key. A node holds a run of tokens with their keys and values in each layer.
-Sequences that begin alike share the nodes of their common prefix. The tensors of a node are never
-written to: they can be read without a lock, also after the node was split or evicted.
+A node holds a run of tokens with their keys and values in each layer. There is one tree per key. The
+tensors of a node are never written to, so they can be read without a lock, also after an eviction.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def size(n_tokens: int, bytes_per_token: int, n_states: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of tokens that follows its parent's.
-
-    ``tokens (n,)`` int64 on the CPU, ``states`` with as many; a root has neither.
-    """
+    """A run of tokens behind its parent's: ``tokens (n,)`` int64 on the CPU; a root has none."""
 
     tokens: Tensor
     states: KeyValues
@@ -85,16 +81,12 @@ def n_common(a: Tensor, b: Tensor) -> int:
 
 
 class Forest:
-    """Trees by key, of ``max_bytes`` at most in all; the least recently used leaves go first.
-
-    Not safe under threads by itself: its owner has the lock.
-    """
+    """Trees by key, of ``max_bytes`` in all; the least recently used leaves go first. No lock."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.roots: dict[Any, Node] = {}
-        #: The key of each node. The least recently used node comes first, and each node before its
-        #: parent, since using a node uses its parent. So the first node is always a leaf.
+        #: The key of each node, least recently used first. Children precede parents: it is a leaf.
         self.nodes: OrderedDict[Node, Any] = OrderedDict()
         self.n_bytes = 0
         self.n_evicted = 0
@@ -103,8 +95,7 @@ class Forest:
         """The longest prefix of ``tokens (n,)`` in the tree of ``key``; it counts as used now."""
         node, length, path = self.roots.get(key), 0, []
         while node is not None and length < len(tokens):
-            node = node.children.get(int(tokens[length]))
-            if node is None:
+            if (node := node.children.get(int(tokens[length]))) is None:
                 break
             n = n_common(node.tokens, tokens[length:])
             path.append(node)
@@ -116,10 +107,7 @@ class Forest:
         return Match(length, tuple(path))
 
     def insert(self, key: Hashable, tokens: Tensor, states: KeyValues) -> None:
-        """Store ``tokens (n,)``, or as many of the first of them as fit into ``max_bytes``.
-
-        What is missing is copied from ``states``, each ``(heads, n, size)``.
-        """
+        """Store ``tokens (n,)`` with ``states``, each ``(heads, n, size)``: the first that fit."""
         match, per_token = self.match(key, tokens), bytes_per_token(states)
         path = list(match.nodes)
         taken = match.length * per_token + (len(path) + 1) * size(0, 0, len(states))
@@ -138,17 +126,13 @@ class Forest:
     def attach(self, key: Hashable, parent: Node | None, node: Node) -> None:
         """Put ``node`` below ``parent``, or first into the tree of ``key``; it counts as used now."""
         if parent is None:
-            root = Node(torch.empty(0, dtype=torch.long), ())
-            parent = self.roots.setdefault(key, root)
+            parent = self.roots.setdefault(key, Node(torch.empty(0, dtype=torch.long), ()))
         parent.add(node)
         self.nodes[node] = key
         self.n_bytes += node.n_bytes
 
     def _split(self, node: Node, n: int) -> Node:
-        """Split ``node`` behind its first ``n`` tokens; returns the upper half.
-
-        Both halves are copies, so that evicting one frees its memory.
-        """
+        """Split ``node`` behind its first ``n`` tokens into copies; returns the upper half."""
         parent: Node = node.parent  # type: ignore[assignment]
         upper = Node.copy(node.tokens, node.states, 0, n)
         lower = Node.copy(node.tokens, node.states, n, len(node.tokens))

@@ -1,8 +1,7 @@
 """One call with a ``PrefixCache``: it fills its own cache from the store, and adds to the store.
 
-The cache is filled up to one column ``end`` of the padded batch, the same for all rows, and the
-ordinary prefill goes on from there. Rows with a longer stored prefix forward some of it again. Rows
-with a shorter one are forwarded up to ``end`` first: they catch up.
+The cache is filled up to the same column ``end`` in all rows, and the ordinary prefill goes on from
+there. Rows with a shorter stored prefix are forwarded up to ``end`` first: they catch up.
 """
 
 from __future__ import annotations
@@ -53,13 +52,8 @@ class PrefixSession:
         """The layers of the cache that hold keys and values; a forward may replace them."""
         return attention_layers(self.cache)
 
-    # ------------------------------------------------------------ looking up
-
     def bytes_per_token(self) -> int | None:
-        """Bytes that a token takes in store, or ``None`` if unknown before the first forward.
-
-        From what is stored, or from the config where a static cache is allocated by it.
-        """
+        """Bytes that a token takes in store; ``None`` if neither the store nor the config tells."""
         if (stored := self.prefixes._bytes_per_token(self.keys[0])) is not None:
             return stored
         text = self.model.config.get_text_config(decoder=True)
@@ -80,10 +74,7 @@ class PrefixSession:
         return size(n_tokens, per_token, 2 * len(self.layers))
 
     def fill(self, config: Any) -> None:
-        """Put into the call's empty cache what is stored of the rows' prompts.
-
-        One token of each prompt at least is left to forward, since its logits are needed.
-        """
+        """Fill the call's empty cache with stored states of all but the last token of each prompt."""
         length = self.ids.shape[1]
         tokens = [self.layout.tokens(row, length - 1) for row in range(len(self.ids))]
         matches = self.prefixes._match(self.keys, tokens)
@@ -142,14 +133,11 @@ class PrefixSession:
         for name in ("attention_mask", "position_ids"):
             if (tensor := self.model_kwargs.get(name)) is not None:
                 is_shared = tensor.shape[-2] == 1  # positions of prompts without padding
-                own = tensor if is_shared else tensor[..., rows, :]
-                model_kwargs[name] = own[..., :end]
+                model_kwargs[name] = (tensor if is_shared else tensor[..., rows, :])[..., :end]
         config = copy.copy(config)
         config._mask_length = end
         execution.prefill(self.model, self.ids[rows, :end], config, model_kwargs)
         return key_values(attention_layers(cache))
-
-    # ------------------------------------------------------------ storing
 
     def add(self, run: Run, strategy: Any, step: Step) -> None:
         """Store the prompts after the first step; later steps do nothing."""
@@ -185,11 +173,7 @@ class PrefixSession:
         self.prefixes._bypass(reason)
 
     def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
-        """Store the result's ``sequences (wanted, length)``, as far as the cache holds their states.
-
-        Of beams, some that are returned ended before the others, and the cache has gone on: the row
-        that agrees with one for longest has the states up to there.
-        """
+        """Store each of ``sequences (wanted, length)`` from the row that agrees with it longest."""
         rows = self._cached_rows(run, strategy) if self.is_prompt_stored else []
         if rows and not self.is_given_up and not self._has_changed():
             sequences: Tensor = result["sequences"]

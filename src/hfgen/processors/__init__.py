@@ -1,7 +1,7 @@
 """Stage 5a: the logits processors of a call, in one fixed order.
 
-Each row of a table builds one processor from the ``Context`` of the call, or returns ``None``. Adding a
-processor is one row here, and a builder beside its family if it takes more than the field's value.
+Each row of a table builds one processor from the ``Context`` of the call, or ``None``. Processors take
+``input_ids (rows, length)`` and ``scores (rows, vocab)``, and do not write to them.
 """
 
 from __future__ import annotations
@@ -82,17 +82,13 @@ WARPERS: list[Builder] = [
     Row("top_p", _warper(sampling.TopPLogitsWarper, "top_p"), lambda mass: mass >= 1.0),
     Row("min_p", _warper(MinPLogitsWarper, "min_p")),
     Row("typical_p", _warper(TypicalLogitsWarper, "mass"), lambda mass: mass >= 1.0),
-    Row(
-        "epsilon_cutoff",
-        _warper(EpsilonLogitsWarper, "epsilon"),
-        lambda share: not 0.0 < share < 1.0,
-    ),
+    Row("epsilon_cutoff", _warper(EpsilonLogitsWarper, "epsilon"), lambda v: not 0.0 < v < 1.0),
     Row(
         "eta_cutoff",
         lambda epsilon, c: EtaLogitsWarper(
             epsilon=epsilon, min_tokens_to_keep=c.min_tokens_to_keep, device=c.device
         ),
-        lambda share: not 0.0 < share < 1.0,
+        lambda v: not 0.0 < v < 1.0,
     ),
 ]
 
@@ -117,9 +113,8 @@ def get_logits_processor(
 ) -> Any:
     """All processors of a call, the caller's ``logits_processor`` among them.
 
-    The hook ``GenerationMixin._get_logits_processor``, with upstream's order and conditions.
     ``input_ids_seq_length`` is the length of the decoder's prompt, ``encoder_input_ids`` the main
-    input of the call.  Raises ``ValueError`` for options outside their range.
+    input of the call. Raises ``ValueError`` for options outside their range.
     """
     context = Context(
         model=self,

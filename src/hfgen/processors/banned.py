@@ -8,10 +8,9 @@ import torch
 
 
 class Banning:
-    """What they share: ids are cut to the vocabulary and moved to the scores once.
+    """What they share: ids are moved to the scores once, without those outside the vocabulary.
 
-    Ids outside the vocabulary are dropped: -1 stands for "none" in some configs, and models with
-    several vocabularies name ids that a head does not have.
+    Some configs say "none" by -1. Models with several vocabularies name ids that a head lacks.
     """
 
     _place: tuple[int, torch.device] | None = None

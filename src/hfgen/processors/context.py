@@ -16,9 +16,8 @@ PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
 class Context:
     """The facts of one ``generate`` call that decide which processors it needs.
 
-    ``prompt_length`` counts the ids that the decoder starts from, pads included; it is 0 where the
-    prompt is known as embeddings only.  ``encoder_input_ids`` is the main input of the call, of
-    whatever shape: see :attr:`encoder_ids`.
+    ``prompt_length`` counts the ids that the decoder starts from, pads included; 0 if there are only
+    embeddings. ``encoder_input_ids`` is the main input of the call, of any shape.
     """
 
     model: Any
@@ -42,11 +41,7 @@ class Context:
 
     @property
     def encoder_ids(self) -> torch.Tensor | None:
-        """The main input ``(rows, length)`` if it is token ids, else ``None``.
-
-        Features and embeddings have more dimensions, and some models fill in -100 for ids that
-        they do not have.
-        """
+        """The main input ``(rows, length)`` if it is token ids; some models fill in -100 for none."""
         ids = self.encoder_input_ids
         return ids if ids is not None and ids.dim() == 2 and not (ids < 0).any() else None
 
@@ -68,11 +63,7 @@ Builder: TypeAlias = Callable[[Context], LogitsProcessor | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A builder that is asked only where the config's ``field`` is set to something.
-
-    ``build(value, context)`` makes the processor, or stopping criterion; ``is_off(value)``: values
-    besides ``None`` that switch it off.
-    """
+    """Builds a processor or criterion from a config's ``field`` that is neither ``None`` nor off."""
 
     field: str
     build: Callable[[Any, Any], Any]

@@ -11,15 +11,13 @@ from .context import Context
 class DiversityPenalty(LogitsProcessor):
     """Takes ``penalty`` off the score of a token for each beam that has just chosen it.
 
-    Only in ``strategies.group_beam`` do beams choose one after the other. To other strategies it
-    is a processor that changes nothing.
+    Only ``strategies.group_beam`` calls ``penalised``: its groups choose one after the other.
     """
 
     def __init__(self, penalty: float) -> None:
         self.penalty = penalty
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``scores (rows, vocab)``, as they are: nothing has been chosen."""
         return scores
 
     def penalised(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

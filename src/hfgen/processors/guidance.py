@@ -1,7 +1,6 @@
 """Classifier-free guidance: scores are pushed away from those of an unconditional branch.
 
-The unconditional branch is the same model with another prompt.  Method: Sanchez et al., "Stay on
-topic with Classifier-Free Guidance" (2023).
+That branch has another prompt. Sanchez et al., "Stay on topic with Classifier-Free Guidance" (2023).
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
 class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
     """Guidance for encoder-decoders.
 
-    Upstream gives the negative prompt to the model without decoder ids.  Models that derive those
-    from the encoder's ids (BART, mBART) are left that way, for equal tokens.  The others raise on
-    it, as do those with a cache on a padded negative prompt: here they get a branch of their own,
-    in which the encoder reads the negative prompt and the decoder the tokens so far.
+    Upstream gives the negative prompt to the model without decoder ids. Where models derive these from
+    the encoder's ids (BART, mBART), the same is done here, for equal tokens. Where that raises, or would
+    for a padded negative prompt, the encoder reads that prompt and the decoder the tokens so far.
     """
 
     def __init__(
@@ -62,10 +60,7 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         self.seen: Any = None
 
     def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``(rows, n, vocab)`` of the unconditional branch for ``input_ids (rows, length)``.
-
-        Raises ``ValueError`` if there is nothing to give to the encoder.
-        """
+        """Logits ``(rows, n, vocab)``; ``ValueError`` if there is nothing to give to the encoder."""
         if self.encoded is None:
             first_pass, mask = self.unconditional_context["first_pass"], self.encoder_mask
             # The second token would fail: its mask covers more ids than the encoder is given.
@@ -94,10 +89,7 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         return {"encoder_outputs": outputs, "attention_mask": _expand(mask, rows)}
 
     def _decode(self, input_ids: torch.Tensor, encoded: dict[str, Any]) -> torch.Tensor:
-        """Logits ``(rows, n, vocab)`` of the last n of ``input_ids (rows, length)``.
-
-        n is 1 once the cache holds the tokens before; where beams changed places, all are run.
-        """
+        """Logits ``(rows, n, vocab)`` of the last n ``input_ids``: all where beams changed places."""
         length, n_seen = input_ids.shape[1], 0
         if self.past is not None and self.seen.shape[1] < length:
             n_seen = self.seen.shape[1]

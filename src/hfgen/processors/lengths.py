@@ -12,15 +12,13 @@ from .. import validate
 from .banned import Banning
 from .context import Context
 
-# A processor that does nothing returns a copy where upstream's does: if a later one edits the scores
-# in place, the recorded logits stay as they were.
+# Some return a copy in any case, as upstream's do: a later edit in place then spares the logits.
 
 
 class MinLengthLogitsProcessor(Banning, upstream.MinLengthLogitsProcessor):
     """No EOS while the sequence, prompt and left pads included, is shorter than ``min_length``."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         is_short = input_ids.shape[-1] < self.min_length
         return self.without(self.eos_token_id, scores) if is_short else scores.clone()
 
@@ -29,9 +27,7 @@ class MinNewTokensLengthLogitsProcessor(Banning, upstream.MinNewTokensLengthLogi
     """No EOS before ``min_new_tokens`` tokens are generated."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
-        new_tokens = input_ids.shape[-1] - self.prompt_length_to_skip
-        is_short = new_tokens < self.min_new_tokens
+        is_short = input_ids.shape[-1] - self.prompt_length_to_skip < self.min_new_tokens
         return self.without(self.eos_token_id, scores) if is_short else scores.clone()
 
 
@@ -41,7 +37,6 @@ class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
     eos_token_id: torch.Tensor
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         late = input_ids.shape[-1] - self.regulation_start
         if late <= 0:
             return scores

@@ -14,20 +14,15 @@ from ..logs import logger
 
 
 class LogitsProcessorList(transformers.LogitsProcessorList):
-    """Processors, applied in order.
-
-    Processors whose ``__call__`` takes more than ids and scores get the keyword arguments of the
-    call, all of which have to be there.
-    """
+    """Processors, applied in order; those that take more get the keyword arguments of the call."""
 
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
         """Processed scores ``(rows, vocab)`` of ``input_ids (rows, length)``.
 
-        ``scores`` may come with a multiple of the rows, for guidance to fold.  Raises
-        ``ValueError`` if a processor lacks an argument, or returns anything but scores for the
-        rows it got, or for the rows of the ids, over the same vocabulary.
+        ``scores`` may have a multiple of the rows, for guidance to fold. Raises ``ValueError`` if a
+        processor lacks an argument, or returns anything but scores over the same vocabulary.
         """
         given = scores
         for processor in self:
@@ -77,8 +72,7 @@ def is_librarys(kind: type) -> bool:
 def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any) -> Any:
     """The defaults, with the caller's objects in the place of defaults of the same public type.
 
-    The caller's other objects follow in their order.  Lists of processors and of stopping
-    criteria alike; the result has the type of ``default_list``.
+    The caller's other objects follow in their order. The result has the type of ``default_list``.
     """
     if len(custom_list) == 0:
         return default_list
@@ -87,9 +81,8 @@ def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any
         kind = public_type(default)
         custom = next((item for item in custom_list if public_type(item) is kind), None)
         if custom is not None:
-            what = (
-                "stopping criteria" if isinstance(custom, StoppingCriteria) else "logits processor"
-            )
+            is_criterion = isinstance(custom, StoppingCriteria)
+            what = "stopping criteria" if is_criterion else "logits processor"
             logger.warning_once(
                 f"A custom {what} of type {type(custom)} has been passed to `.generate()`, but it was "
                 "also created in `.generate()`: the custom one is used."
@@ -103,9 +96,8 @@ def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any
 
 def public_type(item: Any) -> type:
     """The class that a caller knows ``item`` by: hfgen's own subclasses count as upstream's."""
-    package = __name__.partition(".")[0]
     kinds = type(item).__mro__
-    kind = next(kind for kind in kinds if kind.__module__.partition(".")[0] != package)
+    kind = next(kind for kind in kinds if kind.__module__.partition(".")[0] != "hfgen")
     return type(item) if kind in (transformers.LogitsProcessor, StoppingCriteria) else kind
 
 
@@ -123,8 +115,7 @@ _WITH_STATE = (
 def is_row_wise(function: Any) -> bool:
     """Whether a processor or criterion looks at each row by itself, and remembers nothing.
 
-    Known of the libraries' own. One of the caller's may say so by an attribute ``is_row_wise``;
-    otherwise it is called once for every length, with all rows, as in plain decoding.
+    The libraries' own are known. The caller's say so by an attribute ``is_row_wise``.
     """
     if (said := getattr(function, "is_row_wise", None)) is not None:
         return bool(said)

@@ -32,7 +32,6 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
         self.prompt_ignore_length = ignored
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         if scores.dim() != 2 or input_ids.dim() != 2:
             return super().__call__(input_ids, scores)
         vocab = scores.shape[-1]
@@ -61,7 +60,6 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
     """Rules out the token that would complete an n-gram of the encoder's input."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         start = input_ids.shape[-1] + 1 - self.ngram_size
         scores = scores.clone()  # upstream's copies too: a later in-place edit spares the logits
         if start < 0:
@@ -108,8 +106,7 @@ def encoder_no_repeat_ngram(
 
 
 def _encoder_ids(context: Context, argument: str) -> torch.Tensor | None:
-    ids = context.encoder_ids
-    if ids is None:
+    if (ids := context.encoder_ids) is None:
         reason = "it works on token ids, and the input of this call has none."
         warnings.warn(f"`{argument}` is ignored: {reason}", stacklevel=2)
     return ids

@@ -19,12 +19,11 @@ SORTED_AT_ONCE = 8192
 class TopPLogitsWarper(UpstreamTopP):
     """Keeps the likeliest tokens whose probabilities sum to ``top_p``.
 
-    Upstream sorts the whole vocabulary.  Where an earlier warper (top-k) has left few tokens, only
-    those are sorted here; the sums are taken over the same full rows, so that the result is equal.
+    Upstream sorts the whole vocabulary. Where an earlier warper (top-k) has left few tokens, only
+    those are sorted here; the sums are over the same full rows, so that the result is equal.
     """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         left = self._tokens_left(scores)
         if not self.min_tokens_to_keep <= left <= scores.shape[-1] // 4:
             return super().__call__(input_ids, scores)
@@ -33,8 +32,7 @@ class TopPLogitsWarper(UpstreamTopP):
         drop = ascending.softmax(dim=-1).cumsum(dim=-1)[:, -left:] <= 1 - self.top_p
         drop[:, -self.min_tokens_to_keep :] = False
         # Which of equal scores fall on which side of the cut is up to the order of the full sort.
-        at_cut = drop[:, :-1] & ~drop[:, 1:] & (values[:, :-1] == values[:, 1:])
-        if at_cut.any():
+        if (drop[:, :-1] & ~drop[:, 1:] & (values[:, :-1] == values[:, 1:])).any():
             return super().__call__(input_ids, scores)
         return scores.scatter(1, tokens, values.masked_fill(drop, -math.inf))
 
@@ -48,6 +46,5 @@ class TopPLogitsWarper(UpstreamTopP):
 
 
 def watermark(config: Any, context: Context) -> LogitsProcessor:
-    return config.construct_processor(
-        context.model.config.get_text_config().vocab_size, context.device
-    )
+    vocab_size = context.model.config.get_text_config().vocab_size
+    return config.construct_processor(vocab_size, context.device)

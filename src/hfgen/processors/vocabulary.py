@@ -39,7 +39,6 @@ class _OneCopyBias:
         ]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         if not self.prepared_bias_variables:
             self._prepare_bias_variables(scores)
         if not self.longer:
@@ -65,7 +64,6 @@ class SuppressTokensLogitsProcessor(Banning, upstream.SuppressTokensLogitsProces
     """Rules out given tokens at every step."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         return self.without(self.suppress_tokens, scores)
 
 
@@ -73,7 +71,6 @@ class SuppressTokensAtBeginLogitsProcessor(Banning, upstream.SuppressTokensAtBeg
     """Rules out given tokens where the sequence is ``begin_index`` tokens long."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         if input_ids.shape[-1] != self.begin_index:
             return scores
         return self.without(self.begin_suppress_tokens, scores)
@@ -83,13 +80,11 @@ class InfNanRemoveLogitsProcessor(UpstreamInfNanRemove):
     """NaN becomes 0, infinities the largest finite values of the dtype."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """``input_ids (rows, length)``, ``scores (rows, vocab)``: the latter are not changed."""
         return scores.nan_to_num(nan=0.0)
 
 
 def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor | None:
-    allowed = context.prefix_allowed_tokens_fn
-    if allowed is None:
+    if (allowed := context.prefix_allowed_tokens_fn) is None:
         return None
     return PrefixConstrainedLogitsProcessor(allowed, context.config.num_beams)
 
