@@ -57,23 +57,17 @@ __all__ = [
     "unpatch",
 ]
 
-_HOMES = {  # names that live elsewhere than in `patching`
-    "Constraint": "constraints",
-    "DisjunctiveConstraint": "constraints",
-    "Draft": "drafters",
-    "DraftContext": "drafters",
-    "Acceptance": "drafters",
-    "Drafter": "drafters",
-    "GenerationConfig": "config",
-    "GenerationMixin": "mixin",
-    "InvalidScoresError": "strategies.base",
-    "PhrasalConstraint": "constraints",
-    "PrefixCache": "prefix",
-    "builtin_model": "builtin",
-    "free_caches": "caches.pool",
-    "minimum_bayes_risk": "recipes",
-    "recipe": "recipes",
-    "token_f1": "strategies.minimum_bayes_risk",
+_HOMES = {  # the modules of the names that are not in `patching`
+    "builtin": ["builtin_model"],
+    "caches.pool": ["free_caches"],
+    "config": ["GenerationConfig"],
+    "constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
+    "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter"],
+    "mixin": ["GenerationMixin"],
+    "prefix": ["PrefixCache"],
+    "recipes": ["minimum_bayes_risk", "recipe"],
+    "strategies.base": ["InvalidScoresError"],
+    "strategies.minimum_bayes_risk": ["token_f1"],
 }
 
 
@@ -81,8 +75,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that ``hfgen --help`` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = import_module(f".{_HOMES.get(name, 'patching')}", __name__)
-    globals()[name] = value = getattr(home, name)
+    home = next((module for module, names in _HOMES.items() if name in names), "patching")
+    globals()[name] = value = getattr(import_module(f".{home}", __name__), name)
     return value
 
 

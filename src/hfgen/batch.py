@@ -35,19 +35,14 @@ PER_ROW = (
 
 
 def row_dim(name: str, tensor: Tensor) -> int:
-    """Which dimension of an argument of forward has the rows.
-
-    The first, as the hook that expands inputs takes for granted; of multimodal rotary positions
-    ``(3, rows, length)`` the second.
-    """
+    """Which dimension has the rows: the first, or of rotary positions ``(3, rows, length)`` the second."""
     return 1 if name.endswith("position_ids") and tensor.ndim == 3 else 0
 
 
 def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
     """An argument of forward for the rows ``index (wanted,)`` of ``n_rows``.
 
-    Tensors with another number of rows are shared by all, as positions ``(1, length)`` are, and stay. So
-    do an encoder's tuples of states, which only the caller reads.
+    Tensors with another number of rows, as positions ``(1, length)``, and tuples of states stay.
     """
     if isinstance(value, ModelOutput):
         return type(value)(**{key: take_rows(v, index, n_rows, key) for key, v in value.items()})
@@ -60,9 +55,9 @@ def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
 
 
 def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None:
-    """Let ``take(states, dim of the rows)`` replace all that a step reads of a model's outputs.
+    """Let ``take(states, dim of the rows)`` replace the outputs of a model that a step reads.
 
-    ``rows_of_states``: which dimension of four-dimensional hidden states has the rows.
+    ``rows_of_states``: that dimension of four-dimensional hidden states.
     """
     for name in PER_ROW:
         value = outputs.get(name)
@@ -78,11 +73,7 @@ def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None
 
 @dataclass(slots=True)
 class Batch:
-    """All that a decoding step reads and that has a dimension for rows, between two steps.
-
-    ``ids (rows, length)``; ``model_kwargs``, the cache among them, which holds all tokens but the
-    newest.
-    """
+    """What a decoding step reads: ``ids (rows, length)``, and arguments with a cache of all but the last."""
 
     ids: Tensor
     model_kwargs: ModelKwargs
@@ -97,10 +88,7 @@ class Batch:
         return {name: self.model_kwargs[name] for name in named.values()}
 
     def take(self, index: Tensor) -> None:
-        """Let row ``i`` become what row ``index[i]`` was: ``index (wanted,)``.
-
-        The cache is changed in place; tensors of the arguments are copied.
-        """
+        """Let row ``i`` become what row ``index[i]`` was, the cache in place: ``index (wanted,)``."""
         for cache in self.caches.values():
             layers.take(cache, index.to(self.ids.device))
         self.model_kwargs = {
@@ -116,11 +104,9 @@ class Batch:
     def append(self, other: Batch, pad_token_id: int = 0) -> None:
         """Put the rows of ``other`` behind these; it stays as it was.
 
-        The newest tokens of all rows share a column: the shorter batch is padded on the left, with
-        ``pad_token_id`` in the ids, zeros in the cache, and a mask that hides both.
-
-        Raises ``ValueError``, before anything is changed, if the two have different arguments, or
-        caches whose rows cannot be joined.
+        The shorter batch is padded on the left: ``pad_token_id`` in the ids, zeros in the cache, and
+        a mask that hides both. Raises ``ValueError``, before anything is changed, if arguments or
+        caches cannot be joined.
         """
         joined = _joined_kwargs(self, other)
         if self.caches.keys() != other.caches.keys():
@@ -129,19 +115,17 @@ class Batch:
         for name, cache in self.caches.items():
             append(cache, other.caches[name])
             joined[name] = cache
-        length = max(self.ids.shape[1], other.ids.shape[1])
         both = (self.ids, other.ids)
+        length = max(ids.shape[1] for ids in both)
         padded = [F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id) for ids in both]
-        self.ids = torch.cat(padded)
-        self.model_kwargs = joined
+        self.ids, self.model_kwargs = torch.cat(padded), joined
 
 
 def _joined_kwargs(batch: Batch, other: Batch) -> ModelKwargs:
     """The arguments of both, but for caches."""
-    both = batch, other
-    name = _own_mask(batch.model_kwargs)
-    needs_mask = batch.ids.shape[1] != other.ids.shape[1]
-    needs_mask = needs_mask or any(b.model_kwargs.get(name) is not None for b in both)
+    both, name = (batch, other), _own_mask(batch.model_kwargs)
+    has_mask = any(b.model_kwargs.get(name) is not None for b in both)
+    needs_mask = has_mask or batch.ids.shape[1] != other.ids.shape[1]
     ours, theirs = (_completed(b, needs_mask) for b in both)
     joined: ModelKwargs = {}
     for name in ours.keys() | theirs.keys():

@@ -1,9 +1,7 @@
 """Tensors that grow by a column per token without being copied per token.
 
-A buffer with spare columns is allocated, and the tensor handed out is a view of its start. Growing
-the view takes the next columns of the same buffer, which hold their final values already, so the
-views stay valid however often and by whomever they are grown. A view that was written to gets a new
-buffer, since what follows it may depend on what was written.
+A grown tensor is a view of a buffer, whose spare columns hold their final values already. All views
+of a buffer stay valid. A view that was written to gets a new buffer when it grows.
 """
 
 from __future__ import annotations
@@ -60,10 +58,9 @@ def count_on(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class TokenBuffer:
-    """Token ids ``(rows, length)`` with room for the tokens to come.
+    """Token ids ``(rows, length)`` with room for the tokens to come, about ``limit`` in all.
 
-    ``ids`` is a view of the filled part. At most ``limit`` columns are expected; more make the
-    buffer double. With ``is_contiguous``, ``ids`` is contiguous, at the price of a copy per token.
+    With ``is_contiguous``, ``ids`` is contiguous, at the price of a copy per token.
     """
 
     def __init__(self, ids: torch.Tensor, limit: int, is_contiguous: bool = False) -> None:
@@ -84,8 +81,7 @@ class TokenBuffer:
         end = self.length + tokens.shape[1]
         if end > capacity:
             n_more = tokens.shape[1] if self.is_contiguous else max(end, capacity)
-            spare = self._buffer.new_empty((rows, n_more))
-            self._buffer = torch.cat([self._buffer, spare], dim=1)
+            self._buffer = torch.cat([self._buffer, self._buffer.new_empty((rows, n_more))], dim=1)
         self._buffer[:, self.length : end] = tokens
         self.length = end
         return self.ids

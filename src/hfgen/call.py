@@ -7,8 +7,7 @@ Shapes, everywhere in hfgen:
 * ``length``: tokens in a sequence so far, prompt included; ``n_new``: tokens added by one step.
 * ``vocab``: width of the logits.
 
-``model_kwargs`` is the one open dict, because the hooks of model classes speak it. It lives in
-``Prompt`` while the stages prepare it, then in ``Run`` while the loop decodes.
+``model_kwargs`` is an open dict, as in the hooks of model classes: of ``Prompt``, then of ``Run``.
 """
 
 from __future__ import annotations
@@ -63,10 +62,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class SharedPrompt:
-    """The inputs of a call before each of its rows was repeated ``n`` times.
-
-    ``ids (batch, length)``, and what forward takes besides. See ``execution.shared_prompt``.
-    """
+    """Inputs before each row is repeated ``n`` times: ``ids (batch, length)``, and other arguments."""
 
     ids: torch.Tensor
     model_kwargs: ModelKwargs
@@ -77,8 +73,7 @@ class SharedPrompt:
 class Call:
     """One call, from its arguments to the method that decodes it; made by ``prepare.prepare``.
 
-    It travels to that method on the call's private config, as ``config._call``, since the hook's
-    signature is upstream's. That is hfgen's only private name there.
+    The method finds it as ``config._call``, since the hook's signature is upstream's.
     """
 
     request: Request
@@ -116,9 +111,8 @@ class Call:
     @property
     def strategy(self) -> Any:
         """The strategy's class, if the method is known to decode with one; it says what it can do."""
-        if self.is_own_method:
-            return self.mode.strategy
-        return getattr(self.method, "strategy_class", None)
+        own = self.mode.strategy if self.is_own_method else None
+        return own or getattr(self.method, "strategy_class", None)
 
     @property
     def is_own_method(self) -> bool:
@@ -173,8 +167,7 @@ class Call:
 class Speculation:
     """How well drafting went: ``output.speculation``, with ``output_speculation=True``.
 
-    Counts over all rows: ``drafted`` and ``accepted`` tokens, ``generated`` tokens in all; and over the
-    call: ``rounds`` with a draft, ``forwards`` of the target model.
+    Tokens are counted over all rows. ``rounds`` have a draft; ``forwards`` are the target model's.
     """
 
     drafted: int = 0
@@ -241,11 +234,7 @@ class Run:
         synced_gpus: bool,
         model_kwargs: ModelKwargs,
     ) -> Run:
-        """The state that a decoding method starts with, of the arguments that the hook gets.
-
-        ``model_kwargs`` may hold arguments of the mode; those are taken out, since forward has no
-        use for them.
-        """
+        """The state that a decoding method starts with; ``model_kwargs`` without the mode's own."""
         kwargs = {name: value for name, value in model_kwargs.items() if name not in OF_MODES}
         run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
         run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
@@ -267,12 +256,10 @@ class Step:
 
     ``tokens (rows, n_new)``; ``scores`` and ``logits`` are ``n_new``-tuples of ``(rows, vocab)``
     float32, or ``None`` if not asked for; attentions and hidden states come as the model returned
-    them, one entry per new token. A step never holds whole model outputs: the logits of a long
-    prompt must not outlive the step that read them.
+    them, one entry per new token. It never holds whole model outputs, which are large.
 
-    A streamer gets ``tokens``. A strategy that may revise them says with ``settled`` what it gets
-    in their place: tokens ``(batch, n)`` that no later step changes, in the order of the result.
-    It is called only if there is a streamer, after the strategy's ``stop``.
+    A streamer gets ``tokens``, or what ``settled`` returns: tokens ``(batch, n)`` that no later step
+    changes, in the order of the result. It is called after the strategy's ``stop``.
     """
 
     tokens: torch.Tensor
@@ -287,18 +274,14 @@ class Step:
 class Strategy(Protocol):
     """How the next tokens are chosen. ``loop.steps`` pulls it; see ``strategies/sample.py``.
 
-    What else a strategy can do is declared by attributes of its class. What is not declared is not
-    assumed:
+    What else it can do is declared by attributes of its class, and not assumed otherwise:
 
-    * ``continues_cache = True``: its prefill forwards only what the cache lacks of the prompt, so
-      that a ``PrefixCache`` may fill the cache beforehand.
+    * ``continues_cache = True``: its prefill forwards only what the cache lacks (``PrefixCache``).
     * ``drops_rows = True``: rows that have finished may leave the batch (``drop_finished``).
-    * ``rolls_back = True``: it takes tokens back out of the cache, which has to be of a kind that can.
+    * ``rolls_back = True``: it takes tokens out of the cache, which has to be of a kind that can.
     * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.
-    * ``tokens_ahead = n``: it forwards ``n`` tokens after the last one that is fed otherwise; a
-      cache of fixed length gets room for them. Default: 0.
-    * ``streams = False``: no token is final before the end, so a streamer is refused. Default:
-      ``True``, since ``Step`` says which tokens are final.
+    * ``tokens_ahead = n``: a cache of fixed length gets room for ``n`` more tokens. Default: 0.
+    * ``streams = False``: no token is final before the end, so a streamer is refused.
     """
 
     def prefill(self, run: Run) -> ModelOutput | None:

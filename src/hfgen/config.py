@@ -28,9 +28,8 @@ NOT_THE_MODELS = ("prefix_cache", "trust_remote_code")
 class GenerationConfig(transformers.GenerationConfig):
     """transformers' ``GenerationConfig``, which also takes what ``generate`` in hfgen takes.
 
-    ``strict=True`` raises ``ValueError`` on a field that nobody knows, naming the nearest one;
-    upstream stores any name, so that a typo silently does nothing. ``strict`` itself is not
-    stored: the saved ``generation_config.json`` is upstream's.
+    ``strict=True`` raises ``ValueError`` on a field that nobody knows, naming the nearest one.
+    ``strict`` itself is not stored: the saved ``generation_config.json`` is upstream's.
     """
 
     def __init__(self, strict: bool = False, **kwargs: Any) -> None:
@@ -88,12 +87,9 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
     Precedence: kwargs, then the passed config, then the model's, then the library's defaults.
     """
     kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}
+    companions = request.synced_gpus, request.assistant_model, request.streamer
     mode_kwargs = model._extract_generation_mode_kwargs(
-        request.custom_generate,
-        kwargs,
-        request.synced_gpus,
-        request.assistant_model,
-        request.streamer,
+        request.custom_generate, kwargs, *companions
     )
     given = (request.generation_config, model.generation_config)
 
@@ -101,15 +97,11 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
         configs = (config for config in given if config is not None)
         return kwargs.get(name) is None and all(getattr(c, name) is None for c in configs)
 
-    has_default_max_length = nobody_set("max_length")
-    has_default_min_length = nobody_set("min_length")
+    has_default = nobody_set("max_length"), nobody_set("min_length")
     config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
     mode = MODES[config.get_generation_mode(request.assistant_model)]
     method: Any = request.custom_generate or getattr(type(model), mode.hook)
-    call = Call(
-        request, config, mode, mode_kwargs, has_default_max_length, has_default_min_length, method
-    )
-    return call, model_kwargs
+    return Call(request, config, mode, mode_kwargs, *has_default, method), model_kwargs
 
 
 def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
@@ -145,11 +137,7 @@ def extract_generation_mode_kwargs(
     assistant_model: Any,
     streamer: Any,
 ) -> dict[str, Any]:
-    """The arguments that go to the decoding method and not to the model.
-
-    A callable ``custom_generate`` gets those that its signature names, and takes its own
-    arguments out of ``kwargs``.
-    """
+    """The arguments of the decoding method, taken out of ``kwargs``; a callable's by its signature."""
     mode_kwargs = {
         "tokenizer": kwargs.pop("tokenizer", None),
         "assistant_tokenizer": kwargs.pop("assistant_tokenizer", None),
@@ -182,12 +170,7 @@ def prepare_generation_config(
             )
         generation_config = transformers.GenerationConfig()
     config, own = copy.deepcopy(generation_config), self.generation_config
-    known = {
-        name: value
-        for source in (own, config)
-        for name, value in vars(source).items()
-        if value is not None
-    }
+    known = {k: v for source in (own, config) for k, v in vars(source).items() if v is not None}
     validate.check_fields(known | kwargs)
     unset = {name for name, row in FIELDS.items() if not row.has_default}
     defaults = own._get_default_generation_params().items()
@@ -200,9 +183,7 @@ def prepare_generation_config(
     _normalise(config)
     if kwargs.get("cache_config") is None:
         _drop_path_of_checkpoint(config, own)
-
-    # Old checkpoints ask for this static cache by name; the dynamic one does the same work.
-    if config.cache_implementation == "hybrid":
+    if config.cache_implementation == "hybrid":  # of old checkpoints; the dynamic one does as well
         config.cache_implementation = None
     if is_config_given and (overridden := set(kwargs) - set(model_kwargs)):
         logger.warning_once(
@@ -229,10 +210,7 @@ def _normalise(config: transformers.GenerationConfig) -> None:
 def _drop_path_of_checkpoint(
     config: transformers.GenerationConfig, own: transformers.GenerationConfig
 ) -> None:
-    """Leave out ``cache_config["path"]`` if it is the model's own: only the caller says where files go.
-
-    A ``generation_config.json`` may have been written by anybody, and pipelines pass it on.
-    """
+    """Leave out the checkpoint's own ``cache_config["path"]``: only the caller says where files go."""
     settings, owns = config.cache_config, own.cache_config
     if not isinstance(settings, dict) or not isinstance(owns, dict) or "path" not in settings:
         return
@@ -274,11 +252,10 @@ def prepare_special_tokens(
                 "An encoder-decoder model needs `decoder_start_token_id` or `bos_token_id` to start "
                 "decoding from; both are None. Set one on model.generation_config."
             )
-    if eos is not None and eos.ndim == 0:
-        eos = eos.unsqueeze(0)
     # One sequence has no padding, and a given mask says where it is: then a guess does no harm.
     is_guessing = kwargs_has_attention_mask is False and (batch_size is None or batch_size > 1)
     if eos is not None:
+        eos = torch.atleast_1d(eos)
         if pad is None:
             if is_guessing:
                 logger.warning(
@@ -312,8 +289,8 @@ def prepare_generated_length(
 ) -> transformers.GenerationConfig:
     """Turn every way to say how long into ``max_length`` and ``min_length``, prompt included.
 
-    ``max_new_tokens`` and ``min_new_tokens`` win. The default of 20 means 20 new tokens. A
-    decoder-only prompt given as embeddings has no ids, so its length comes off.
+    ``max_new_tokens`` and ``min_new_tokens`` win. The default of 20 means 20 new tokens. The length
+    of embeddings, which have no ids, comes off.
     """
     config = generation_config
     has_embeds = model_input_name == "inputs_embeds" and not self.config.is_encoder_decoder

@@ -21,11 +21,7 @@ def runs_elsewhere(request: Request) -> Callable[[Any, Request], Any] | None:
 
 
 def generate_from_repository(model: Any, request: Request) -> Any:
-    """Run ``custom_generate/generate.py`` of the repository that ``custom_generate`` names.
-
-    It gets the arguments of ``generate``, with ``model`` for ``self``. Its code is loaded only
-    with ``trust_remote_code=True``.
-    """
+    """Run ``custom_generate/generate.py`` of a repository, if ``trust_remote_code=True`` allows that."""
     kwargs = dict(request.kwargs)
     # Never None, for which transformers asks on standard input.
     trust = {"trust_remote_code": bool(kwargs.pop("trust_remote_code", False))}
@@ -50,8 +46,8 @@ NOT_BATCHED = (
 def generate_paged(model: Any, request: Request) -> torch.Tensor:
     """Continue the prompts by continuous batching (``cache_implementation="paged"``).
 
-    Returns ``(1, batch, length)``, upstream's shape, without masked prompt tokens and padded on the
-    right. Raises ``NotImplementedError`` for arguments in ``NOT_BATCHED``.
+    Returns ``(1, batch, length)``, as upstream does, without masked tokens and padded on the right.
+    Raises ``NotImplementedError`` for arguments in ``NOT_BATCHED``.
     """
     logger.warning(
         "`cache_implementation='paged'` means continuous batching: generate_batch() does it directly."

@@ -24,10 +24,7 @@ def maybe_prepare_encoder_kwargs_for_generation(
     model_input_name: str | None,
     generation_config: GenerationConfig,
 ) -> ModelKwargs:
-    """Add ``encoder_outputs`` or ``mm_encoder_outputs`` to the model kwargs, if the model has such.
-
-    One entry for both, since some vision-language models feed the one encoder to the other.
-    """
+    """Add ``encoder_outputs`` or ``mm_encoder_outputs`` to the model kwargs, if the model has such."""
     if self.config.is_encoder_decoder and model_kwargs.get("encoder_outputs") is None:
         return self._prepare_text_encoder_decoder_kwargs_for_generation(
             inputs_tensor=inputs_tensor,
@@ -96,8 +93,7 @@ def prepare_multimodal_encoder_kwargs_for_generation(
                 f"The {modality} input came both as pixels and encoded, in "
                 f"`mm_encoder_outputs['{modality}']`. Pass one of them."
             )
-        inputs = {name: model_kwargs[name] for name in names}
-        encoded[modality] = encoder(**inputs, return_dict=True)
+        encoded[modality] = encoder(**{n: model_kwargs[n] for n in names}, return_dict=True)
     for name in consumed:  # only now: modalities may share arguments
         model_kwargs.pop(name, None)
     return model_kwargs

@@ -1,7 +1,4 @@
-"""The fields of a generation config, upstream's and hfgen's own: one row of ``FIELDS`` each.
-
-Validation, the options of the command line, and ``OWN_FIELDS`` read this table.
-"""
+"""The fields of a generation config, upstream's and hfgen's own: one row of ``FIELDS`` each."""
 
 from __future__ import annotations
 
@@ -17,10 +14,7 @@ from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 
 class FieldError(TypeError, ValueError):
-    """A value that a field cannot have.
-
-    Both classes, since upstream raises the one for some fields and the other for the rest.
-    """
+    """A value that a field cannot have; upstream raises the one class or the other."""
 
 
 def with_suggestions(unknown: Iterable[str], known: Iterable[str]) -> str:
@@ -135,7 +129,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _builds(make: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Whether upstream's class, which knows best what it accepts, can be made of the value."""
+    """Whether upstream's class can be made of the value."""
 
     def accepts(value: Any) -> bool:
         try:
@@ -158,9 +152,7 @@ FLAG_OR_NEVER = Kind(
     lambda value: isinstance(value, int | float | str) and value in (True, False, "never"),
     option="true or false",
 )
-FLAG_OR_LAYERS = Kind(
-    "True or False, or a list of layers", _is_flag_or_layers, option="true or false"
-)
+FLAG_OR_LAYERS = Kind("True or False, or a list of layers", _is_flag_or_layers, option=FLAG.option)
 INTEGER = Kind("an integer", is_integer, int, "an integer")
 SIZE = Kind("an integer", lambda n: n is not True and is_integer(n), int, "an integer")
 NUMBER = Kind("a number", is_number, _plain_number, "a number")

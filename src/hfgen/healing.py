@@ -15,9 +15,8 @@ from .call import Prompt
 def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
     """Replace the last token of each prompt by the likeliest token that starts with its text.
 
-    A prompt cut within a word ends in a token that rarely stands before the rest of that word.
-    ``input_ids (rows, length)``; returns ids of the stripped and retokenised prompts, whose length
-    may differ. Raises ``ValueError`` without a tokenizer.
+    Returns ids ``(rows, length)`` of the stripped and retokenised prompts, whose length may differ.
+    Raises ``ValueError`` without a tokenizer.
     """
     validate.require_tokenizer(tokenizer, "token_healing", True)
     bos_id, pad_id = tokenizer.bos_token_id, tokenizer.pad_token_id
@@ -53,10 +52,7 @@ def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> to
 
 
 def follow_length(model: Any, prompt: Prompt, ids: torch.Tensor, pad: Any) -> None:
-    """Mask and positions for ``prompt.ids`` that healing made longer than ``ids``, or that have padding.
-
-    Where it made unpadded prompts shorter, their positions start later, as upstream's do.
-    """
+    """Mask and positions for healed ``prompt.ids``, longer than ``ids`` or padded, as upstream has them."""
     model_kwargs, healed = prompt.model_kwargs, prompt.ids
     is_padded = model_kwargs.get("attention_mask") is not None
     if healed.shape == ids.shape or not (is_padded or healed.shape[1] > ids.shape[1]):

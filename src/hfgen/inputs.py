@@ -66,11 +66,10 @@ def _prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask
         model_kwargs.get("past_key_values"), StaticCache
     )
     needs_mask = is_flash_attention_requested(model.config) and is_static
-    if "attention_mask" in accepted and not needs_mask:
-        mask = model_kwargs["attention_mask"]
-        if (mask == 1).all():
-            config._mask_length = mask.shape[1]  # tells the prefill what a cache already covers
-            model_kwargs["attention_mask"] = None
+    mask = model_kwargs["attention_mask"] if "attention_mask" in accepted else None
+    if mask is not None and not needs_mask and (mask == 1).all():
+        config._mask_length = mask.shape[1]  # tells the prefill what a cache already covers
+        model_kwargs["attention_mask"] = None
 
 
 def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
@@ -84,10 +83,9 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
             decoder_start_token_id=config._decoder_start_token_tensor,
             device=prompt.main_input.device,
         )
-    elif prompt.main_input_name == "input_ids":
-        ids = prompt.main_input
     else:
-        ids = prompt.model_kwargs.pop("input_ids")
+        is_ids = prompt.main_input_name == "input_ids"
+        ids = prompt.main_input if is_ids else prompt.model_kwargs.pop("input_ids")
     expand_size = max(config.num_beams, config.num_return_sequences)
     if expand_size > 1 and not config.token_healing:
         call.shared_prompt = SharedPrompt(ids, dict(prompt.model_kwargs), expand_size)
@@ -139,13 +137,12 @@ def prepare_model_inputs(
 ) -> tuple[torch.Tensor, str | None, ModelKwargs]:
     """The main input, its name, and the model kwargs without it.
 
-    It comes as ``inputs``, under its own name, or as ``inputs_embeds``; otherwise it is one BOS
-    token per row. Raises ``ValueError`` if it comes twice, or not at all and there is no BOS.
+    It comes as ``inputs``, by name, or as ``inputs_embeds``; else it is one BOS token per row.
+    Raises ``ValueError`` if it comes twice, or not at all and there is no BOS.
     """
     is_encoder_decoder = self.config.is_encoder_decoder
-    name = self.main_input_name
-    if is_encoder_decoder and hasattr(self, "encoder"):
-        name = self.encoder.main_input_name
+    has_encoder = is_encoder_decoder and hasattr(self, "encoder")
+    name = (self.encoder if has_encoder else self).main_input_name
     named = model_kwargs.pop(name, None)
     if named is not None and inputs is not None:
         raise ValueError(
@@ -184,10 +181,7 @@ def maybe_initialize_input_ids_for_generation(
     bos_token_id: torch.Tensor | None,
     model_kwargs: ModelKwargs,
 ) -> torch.Tensor:
-    """``inputs``, or ids in their place: none beside embeddings, else a BOS token per row.
-
-    An encoder whose outputs are given is not run: its ids are -100, which no embedding takes.
-    """
+    """``inputs``, or ids in their place: none beside embeddings, -100 of encoded ones, else BOS."""
     if inputs is not None:
         return inputs
     encoder_outputs = model_kwargs.get("encoder_outputs")
@@ -211,10 +205,7 @@ def maybe_initialize_input_ids_for_generation(
 def prepare_position_ids_for_generation(
     self: Any, inputs_tensor: torch.Tensor, model_kwargs: ModelKwargs
 ) -> torch.Tensor:
-    """Positions ``(batch, length)`` that count attended tokens; pads sit at 0.
-
-    Without a mask ``(1, length)``, the tokens in the cache included.
-    """
+    """Positions ``(batch, length)`` of attended tokens, 0 for pads; without a mask ``(1, length)``."""
     mask = model_kwargs.get("attention_mask")
     if mask is not None:
         return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
@@ -256,8 +247,7 @@ def prepare_decoder_input_ids_for_generation(
 ) -> tuple[torch.Tensor, ModelKwargs]:
     """Decoder ids ``(batch, length)`` of an encoder-decoder model, starting with its start token.
 
-    ``decoder_start_token_id`` is a scalar, or ``(batch,)`` for one start per row; another length
-    raises ``ValueError``.
+    Raises ``ValueError`` unless ``decoder_start_token_id`` is a scalar or ``(batch,)``.
     """
     if decoder_start_token_id.ndim == 1:
         if decoder_start_token_id.shape[0] != batch_size:
@@ -267,12 +257,11 @@ def prepare_decoder_input_ids_for_generation(
             )
         start = decoder_start_token_id.view(-1, 1)
     else:
-        start = decoder_start_token_id * torch.ones(
-            (batch_size, 1), dtype=torch.long, device=self.device if device is None else device
-        )
-    name = "decoder_input_ids"
-    if name not in model_kwargs and model_input_name != "input_ids":
-        name = "input_ids"
+        start_device = self.device if device is None else device
+        ones = torch.ones((batch_size, 1), dtype=torch.long, device=start_device)
+        start = decoder_start_token_id * ones
+    is_named = "decoder_input_ids" in model_kwargs or model_input_name == "input_ids"
+    name = "decoder_input_ids" if is_named else "input_ids"
     if (ids := model_kwargs.pop(name, None)) is None:
         return start, model_kwargs
     if not families.keeps_decoder_prompt(self) and (ids[:, 0] != start[:, 0]).all():
@@ -321,7 +310,6 @@ def expand_inputs_for_generation(
 
 def _expand_tensors(values: Any, expand_size: int) -> Any:
     for name in values:
-        if isinstance(values[name], torch.Tensor):
-            dim = row_dim(name, values[name])
-            values[name] = values[name].repeat_interleave(expand_size, dim=dim)
+        if isinstance(value := values[name], torch.Tensor):
+            values[name] = value.repeat_interleave(expand_size, dim=row_dim(name, value))
     return values

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
-    """Decode until every sequence is finished, yielding each step as it is made.
-
-    Closing the iterator stops decoding; the model is left as it was.
-    """
+    """Decode until every sequence is finished, yielding each step; closing the iterator stops it."""
     outputs = strategy.prefill(run)  # None: the first forward takes the prompt itself
     with strategy.decoding(run):
         while unfinished(run):
@@ -39,10 +36,7 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
 
 
 def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
-    """``steps``, of each of which ``run.observers`` are told before it is yielded.
-
-    Without new tokens to generate there are none, and nothing is forwarded.
-    """
+    """``steps``, of each of which ``run.observers`` are told before it is yielded."""
     if is_zero(run.config.max_new_tokens):
         return
     with closing(steps(run, strategy)) as iterator:
@@ -85,16 +79,14 @@ class Streaming:
 
 def unfinished(run: Run) -> bool:
     """Whether any sequence, on any device, is still being decoded."""
-    return bool(
-        run.model._has_unfinished_sequences(run.finished, run.synced_gpus, device=run.ids.device)
-    )
+    has_unfinished = run.model._has_unfinished_sequences
+    return bool(has_unfinished(run.finished, run.synced_gpus, device=run.ids.device))
 
 
 def commit(run: Run, outputs: ModelOutput, **num_new_tokens: int) -> None:
     """Take a forward's cache, and one more mask column and position, into ``run.model_kwargs``.
 
-    The only caller of the hook. ``num_new_tokens`` is passed by strategies that draft, and only
-    by them: some models' hooks do not take it.
+    ``num_new_tokens`` is passed by strategies that draft alone: some models' hooks do not take it.
     """
     run.model_kwargs = run.model._update_model_kwargs_for_generation(
         outputs, run.model_kwargs, is_encoder_decoder=run.is_encoder_decoder, **num_new_tokens

@@ -18,8 +18,7 @@ def expand_multimodal_outputs(
 ) -> dict[str, Any]:
     """Repeat encoded images and videos like the rows that show them.
 
-    A row may show several: they are repeated as a group, ``A B`` to ``A B A B``. Which belong to
-    a row follows from how many placeholder tokens it has.
+    Those of a row, as its placeholder tokens tell, stay together: ``A B`` becomes ``A B A B``.
     """
     for modality in ("image", "video"):
         outputs: Any = mm_encoder_output.get(modality)
@@ -56,10 +55,7 @@ def expand_multimodal_outputs(
 def media_by_chunk(
     self: Any, prompt: torch.Tensor, chunks: tuple[torch.Tensor, ...], encoded: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """The encoded images and videos of each chunk: the features of the placeholders that it has.
-
-    Feature row ``i`` of a modality fills its ``i``-th placeholder, counted row by row through the batch.
-    """
+    """The encoded images and videos of each chunk; feature row ``i`` fills the batch's ``i``-th place."""
     media: dict[int, dict[str, Any]] = {}
     for modality, outputs in encoded.items():
         if outputs is None:

@@ -1,8 +1,7 @@
 """``GenerationMixin``: ``generate()`` as the list of its stages, and the table of hooks.
 
 A stage is a function that takes ``self`` first and is assigned here, under the name by which models
-override and call it. Names and signatures are upstream's
-(``transformers.generation.utils.GenerationMixin``, 5.23).
+override and call it. Names and signatures are those of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ from .prepare import prepare
 
 
 def mixed_view(model: Any) -> Any:
-    """An object that shares everything with ``model`` but generates with hfgen.
+    """An object that shares everything with ``model``, which stays as it is, but generates with hfgen.
 
-    ``model`` itself stays as it is: for models that are a caller's, and only looked at. Of a wrapper
-    (PEFT, ``torch.compile``) it is a view of the model within.
+    Of a wrapper (PEFT, ``torch.compile``) it is a view of the model within.
     """
     if isinstance(model, nn.Module):
         parts = (part for part in model.modules() if isinstance(part, transformers.GenerationMixin))
@@ -73,18 +71,9 @@ def mixed_class(cls: Any) -> Any:
         )
     if issubclass(cls, GenerationMixin):
         return cls
-    namespace = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduce,
-        "_unmixed_class": cls,
-    }
+    namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    namespace |= {"__reduce_ex__": _reduce, "_unmixed_class": cls}
     return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
-
-
-#: Where transformers keeps the compiled forward of a model.
-COMPILED = ("_compiled_call", "_last_compile_config")
 
 
 def _reduce(self: Any, protocol: Any) -> str | tuple:
@@ -93,7 +82,8 @@ def _reduce(self: Any, protocol: Any) -> str | tuple:
         return object.__reduce_ex__(self, protocol)
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
     if isinstance(state, dict):  # a compiled forward cannot be pickled, and a copy needs its own
-        state = {name: value for name, value in state.items() if name not in COMPILED}
+        compiled = ("_compiled_call", "_last_compile_config")
+        state = {name: value for name, value in state.items() if name not in compiled}
     return _new, (type(self)._unmixed_class,), state
 
 
@@ -103,10 +93,9 @@ def _new(cls: Any) -> Any:
 
 
 class GenerationMixin(transformers.GenerationMixin):
-    """Generation for any transformers model; put it after the model's class among the bases.
+    """Generation for any transformers model: ``class Mine(LlamaForCausalLM, hfgen.GenerationMixin)``.
 
-    ``class Mine(LlamaForCausalLM, hfgen.GenerationMixin)``. See ``hfgen.mix_into`` for models that
-    are loaded already.
+    See ``hfgen.mix_into`` for models that are loaded already.
     """
 
     @torch.no_grad()
@@ -255,7 +244,7 @@ for _name, _hook in vars(GenerationMixin).items():
 
 @contextmanager
 def _ending(streamer: BaseStreamer | None) -> Iterator[None]:
-    """End the streamer if an exception ends the call, so that nobody waits for it for ever."""
+    """End the streamer if an exception ends the call."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,6 @@
 """The decoding modes: ``MODES`` says which hook and which strategy stand behind each.
 
-What a mode can do is declared by its strategy (``call.Strategy``) and read here: whether it streams,
-lets rows leave, continues a filled cache.
+What a mode can do is declared by its strategy (``call.Strategy``) and read here.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Mode:
 
     kind: GenerationMode
     hook: str
-    #: Its attributes declare what the mode can do; ``check_config(model, config)``, if it has one,
-    #: raises for a model or fields that the mode cannot decode with.
+    #: ``check_config(model, config)``, if it has one, raises for what it cannot decode with.
     strategy: type
     #: Makes the strategy of a run and the arguments of the mode; by default of the run alone.
     make: Callable[[Run, dict[str, Any]], Strategy] | None = None
@@ -53,15 +51,9 @@ class Mode:
 def _assisted(run: Run, arguments: dict[str, Any]) -> Strategy:
     if is_zero(run.config.max_new_tokens):  # nothing to draft: the prompt as it is
         return Sample(run)
-    setup = Setup(
-        run,
-        arguments.get("assistant_model"),
-        arguments.get("tokenizer"),
-        arguments.get("assistant_tokenizer"),
-        arguments.get("inputs_tensor"),
-        run.streamer is not None,
-    )
-    return Assisted(setup)
+    get = arguments.get
+    drafting = get("assistant_model"), get("tokenizer"), get("assistant_tokenizer")
+    return Assisted(Setup(run, *drafting, get("inputs_tensor"), run.streamer is not None))
 
 
 _K = GenerationMode
@@ -114,17 +106,12 @@ def validate_generation_mode(
     generation_config: GenerationConfig,
     generation_mode_kwargs: dict[str, Any],
 ) -> None:
-    """Raise ``ValueError`` for a mode that the model, or the other arguments, rule out.
-
-    The hook ``GenerationMixin._validate_generation_mode``.
-    """
+    """Raise ``ValueError`` for a mode that the model, or the other arguments, rule out."""
     supported = getattr(self, "_supported_generation_modes", None)
     if supported is not None and generation_mode not in supported:
         names = ", ".join(mode.value for mode in supported)
-        raise ValueError(
-            f"{type(self).__name__} decodes with {names}; the arguments ask for "
-            f"{generation_mode.value}."
-        )
+        asked = f"the arguments ask for {generation_mode.value}"
+        raise ValueError(f"{type(self).__name__} decodes with {names}; {asked}.")
     mode = MODES[generation_mode]
     if "streamer" in generation_mode_kwargs and not getattr(mode.strategy, "streams", True):
         raise ValueError(
@@ -139,8 +126,7 @@ def validate_generation_mode(
 def check_call(call: Call) -> None:
     """Raise for what the strategy of the call has not declared that it can do.
 
-    A callable of the caller's may have a method ``check_call(config, arguments)``, which is asked;
-    ``arguments`` are those that it will get: the streamer, the tokenizer, ….
+    ``check_call(config, arguments)`` of a caller's callable, if it has one, is asked as well.
     """
     if (check := getattr(call.request.custom_generate, "check_call", None)) is not None:
         check(call.config, call.mode_kwargs)

@@ -52,10 +52,9 @@ def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
 
 
 def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> dict[str, Any]:
-    """``observe`` for a forward whose last ``width`` positions were verified: one entry per token.
+    """``observe`` where the last ``width`` positions were verified: an entry for each of ``n_tokens``.
 
-    The entries are those of plain decoding, for the first ``n_tokens`` of these positions; the
-    first has what was fed before, too.
+    The entries are those of plain decoding; the first has what was fed before, too.
     """
     observed = observe(run, outputs)
     windows = cache_layers.windows(run.model_kwargs.get("past_key_values"))
@@ -147,12 +146,8 @@ def compute_transition_scores(
         beam_indices = beam_indices.expand(-1, len(scores))
     n_steps = int((beam_indices >= 0).sum(-1).max())
     beam_indices = beam_indices[:, :n_steps]
-    is_past_end = beam_indices < 0
-
     by_step = torch.stack(scores)  # (steps, rows, vocab)
-    if normalize_logits:
-        by_step = by_step.log_softmax(dim=-1)
+    by_step = by_step.log_softmax(dim=-1) if normalize_logits else by_step
     by_step = by_step.reshape(len(scores), rows * vocab)
-    tokens = sequences[:, sequences.shape[1] - n_steps :]
-    flat = beam_indices.clamp(min=0) * vocab + tokens
-    return by_step[:n_steps].gather(1, flat.T).T.masked_fill(is_past_end, 0)
+    flat = beam_indices.clamp(min=0) * vocab + sequences[:, sequences.shape[1] - n_steps :]
+    return by_step[:n_steps].gather(1, flat.T).T.masked_fill(beam_indices < 0, 0)

@@ -20,12 +20,8 @@ def mix_into(model: T) -> T:
     """Let ``model`` generate with hfgen, and return it; or, given a class, return the mixed class.
 
     A model is switched in place: weights, hooks, adapters, quantisation and device map stay, and so
-    do the name and the module of its class. Models inside of it that generate are switched too: in
-    a wrapper (PEFT, ``torch.compile``), in RAG, the depth decoder of a speech model. Doing it twice
-    changes nothing.
-
-    Raises:
-        TypeError: ``model`` cannot generate, or is not a model.
+    do the name and the module of its class. Models inside of it that generate are switched too, as
+    in PEFT's wrapper or in RAG. Raises ``TypeError`` for what is no model, or cannot generate.
     """
     if isinstance(model, type):
         return mixed_class(model)
@@ -36,8 +32,7 @@ def mix_into(model: T) -> T:
     parts = [module for module in model.modules() if isinstance(module, UpstreamMixin)]
     for part in parts or [model]:  # a model without such parts is refused by its class
         part.__class__ = mixed_class(part.__class__)
-    if hasattr(model, "base_model_prepare_inputs_for_generation"):
-        # PEFT kept the method that the model had when it was wrapped.
+    if hasattr(model, "base_model_prepare_inputs_for_generation"):  # kept by PEFT as it was before
         method = model.get_base_model().prepare_inputs_for_generation  # type: ignore[operator]
         model.base_model_prepare_inputs_for_generation = method
     return model
@@ -85,8 +80,7 @@ _lock = threading.RLock()
 def patch() -> None:
     """Let every transformers model generate with hfgen until ``unpatch()``, one for each call.
 
-    hfgen's stages are put into ``transformers.GenerationMixin`` itself, so that models' calls of
-    ``super()`` and of the mixin by name reach them too.
+    hfgen's stages are put into ``transformers.GenerationMixin``, also for calls of ``super()``.
     """
     global _patches
     with _lock:

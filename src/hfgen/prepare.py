@@ -12,10 +12,9 @@ from .execution import shared_prompt
 
 
 def prepare(model: Any, request: Request) -> Call:
-    """Resolve, check and prepare a call: everything that ``generate`` does before it decodes.
+    """Resolve, check and prepare a call; an encoder is run, the decoder is not.
 
-    An encoder is run, the decoder is not; a streamer gets the prompt. Raises ``ValueError``,
-    ``TypeError`` or ``IndexError`` for arguments that cannot be used.
+    Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used.
     """
     validate.check_request(request)
     prefixes = prefix.take_argument(model, request)
@@ -27,8 +26,7 @@ def prepare(model: Any, request: Request) -> Call:
         if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
             request.streamer.put(prompt.ids[:: call.config.num_beams].cpu())
         config.set_lengths(model, call, prompt)
-        will_fan_out = shared_prompt.is_ahead(model, call, prompt)
-        caches.prepare(model, call, prompt, will_fan_out)
+        caches.prepare(model, call, prompt, shared_prompt.is_ahead(model, call, prompt))
         inputs.warn_of_foreign_device(model, prompt.ids)
         prepare_functions(model, call, prompt)
         caches.check_room(model, call, prompt)

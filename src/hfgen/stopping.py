@@ -20,10 +20,7 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
     """Criteria of which one suffices to end a row."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)`` and the scores of each step.
-
-        Raises ``ValueError`` if one of the caller's criteria returns anything else than bools or integers.
-        """
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``ValueError`` if a caller's returns others."""
         is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
         for criterion in self:
             ends = criterion(input_ids, scores, **kwargs)
@@ -35,8 +32,7 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
     @property
     def max_length(self) -> int | None:
         """The length at which all rows end, if there is one; upstream's is that of the first criterion."""
-        limits = [c.max_length for c in self if isinstance(c, MaxLengthCriteria)]
-        return min(limits, default=None)
+        return min((c.max_length for c in self if isinstance(c, MaxLengthCriteria)), default=None)
 
     @property
     def length_only(self) -> bool:
@@ -45,7 +41,7 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
 
 
 def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:
-    """What a criterion of the caller's returned, as bools: of all rows, or ``(rows,)`` as ``is_done``."""
+    """What a criterion of the caller's returned, as one bool or bools ``(rows,)``."""
     if isinstance(ends, int):  # a bool, too
         return bool(ends)
     if not isinstance(ends, torch.Tensor):
@@ -63,11 +59,7 @@ def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:
 
 
 class StopStringCriteria(transformers.StopStringCriteria):
-    """Ends a row at a stop string that lies within the generated text.
-
-    ``prompt_length`` tokens at the start of the ids are left out.  (Upstream's criterion also
-    ends a row where a stop string begins in the prompt.)
-    """
+    """Ends a row at a stop string after the first ``prompt_length`` tokens; upstream's reads these, too."""
 
     def __init__(self, tokenizer: Any, stop_strings: str | list[str], prompt_length: int = 0):
         super().__init__(tokenizer, stop_strings)
@@ -123,9 +115,8 @@ CRITERIA: list[Callable[[Any], StoppingCriteria | None]] = [
 def get_stopping_criteria(
     self: Any, generation_config: Any, stopping_criteria: Any, tokenizer: Any = None
 ) -> Any:
-    """All criteria of a call, the caller's ``stopping_criteria`` among them.
+    """All criteria of a call in upstream's order, the caller's ``stopping_criteria`` among them.
 
-    The hook ``GenerationMixin._get_stopping_criteria``, with upstream's order and conditions.
     Raises ``ValueError`` for stop strings without a tokenizer.
     """
     context = Context(self, generation_config, tokenizer)

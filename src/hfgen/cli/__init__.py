@@ -1,7 +1,6 @@
 """The command line: ``hfgen generate``, ``hfgen chat``, ``hfgen compare``, ``hfgen demo``.
 
-Nothing here imports torch or transformers before a command needs them, so that ``--help`` is
-immediate.
+Commands import torch and transformers when they run, so that ``--help`` does not wait.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ __all__ = ["app", "main"]
 
 
 class OneLineErrors(TyperGroup):
-    """Ends a failed command with one line on standard error; ``--debug`` shows the traceback.
-
-    Exit code 2: wrong input. Exit code 1: the tokens differ, or an unexpected error.
-    """
+    """Ends a failed command with one line on standard error; exit code 2 is wrong input."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
@@ -79,9 +75,8 @@ def hfgen(
         typer.echo(context.get_help())
 
 
-app.command(cls=GenerationCommand)(generate.generate)
-app.command(cls=GenerationCommand)(chat.chat)
-app.command(cls=GenerationCommand)(compare.compare)
+for _command in (generate.generate, chat.chat, compare.compare):
+    app.command(cls=GenerationCommand)(_command)
 app.command()(demo.demo)
 
 

@@ -75,10 +75,8 @@ def chat(
         if sys.stdin.isatty():
             say(HELP)
         if not conversation.has_template:
-            say(
-                "[yellow]note:[/] this tokenizer has no chat template, "
-                "so the model continues the conversation as plain text"
-            )
+            reason = "this tokenizer has no chat template"
+            say(f"[yellow]note:[/] {reason}, so the model continues the conversation as plain text")
         while (line := read_line()) is not None:
             if line == "/exit":
                 break

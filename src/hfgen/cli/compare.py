@@ -38,9 +38,8 @@ class Difference:
         place = f"row {self.row}, new token {self.position + 1}"
         gap = "no logits there"
         if self.logit_gap is not None:
-            is_tie = self.logit_gap < NEAR_TIE
             gap = f"top-2 logit gap {self.logit_gap:.2e}"
-            gap += ", a near tie that rounding can decide" if is_tie else ""
+            gap += ", a near tie that rounding can decide" if self.logit_gap < NEAR_TIE else ""
         return f"[red]{place}:[/] {escape(self.found)}; {gap}"
 
 
@@ -112,10 +111,7 @@ def compare(
 def compare_call(
     loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int, repeat: int
 ) -> Comparison:
-    """One warm-up and ``repeat`` timed calls of each library, in turn.
-
-    Raises ``CliError`` when a library cannot run the call, naming it.
-    """
+    """One warm-up and ``repeat`` timed calls of each library, in turn; ``CliError`` if one fails."""
     runs: dict[str, list[measure.Generated]] = {library: [] for library in LIBRARIES}
     for turn in range(repeat + 1):
         # The order alternates, so that neither library always runs on warm caches.
@@ -145,10 +141,7 @@ def run(library: str, loaded: Loaded, *call: Any) -> measure.Generated:
 def find_difference(
     loaded: Loaded, row: int, theirs: list[int], ours: list[int], output: Any
 ) -> Difference:
-    """Where row ``row`` of transformers and of hfgen, which is not equal, differs first.
-
-    ``output`` is transformers' output for the call with its logits.
-    """
+    """Where ``theirs`` and ``ours`` differ first; ``output`` is transformers', with its logits."""
     pairs = enumerate(zip_longest(theirs, ours))
     position, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     tokens = dict(zip(LIBRARIES, pair, strict=True))

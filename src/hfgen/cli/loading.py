@@ -46,11 +46,9 @@ def load(
     device: str | None,
     trust_remote_code: bool = False,
 ) -> Loaded:
-    """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``) for generation.
+    """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``); raises ``CliError``.
 
-    ``dtype`` is one of ``DTYPES``; ``device`` is a torch device, ``auto`` to spread the model over
-    all devices, or None for the GPU where there is one. Python code of a checkpoint runs only with
-    ``trust_remote_code``. Raises ``CliError``.
+    ``device`` is a torch device, ``auto`` for all of them, or None for the GPU where there is one.
     """
     import torch
 
@@ -116,13 +114,10 @@ def offline() -> bool:
     """Whether the hub's name cannot be resolved; without this, loading retries for half a minute."""
     from huggingface_hub.constants import ENDPOINT
 
-    if getproxies():
-        return False
     try:
-        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
+        return not getproxies() and not socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
     except OSError:
         return True
-    return False
 
 
 @contextmanager

@@ -68,10 +68,7 @@ class Generated:
 
 
 def encode(loaded: Loaded, prompts: list[str]) -> dict[str, Any]:
-    """Model inputs ``(prompts, longest)`` on the model's device, padded on the left.
-
-    Raises ``CliError`` for a prompt without tokens.
-    """
+    """Inputs ``(prompts, longest)``, padded on the left; ``CliError`` for a prompt without tokens."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -94,11 +91,7 @@ def generate(
     seed: int | None = None,
     streamer: Any = None,
 ) -> Generated:
-    """Generate once and time it; ``seed`` sets torch's random generator before.
-
-    ``streamer`` sees the tokens as they come. Raises ``CliError`` with the reason when ``generate``
-    raises.
-    """
+    """Generate once with torch's generator at ``seed``, and time it; errors become ``CliError``."""
     import torch
 
     if seed is not None:
@@ -121,13 +114,10 @@ def generate(
     padded = sequences[:, length:].tolist()
     seconds = time.perf_counter() - clock.started
     eos = own.eos_token_id if config.eos_token_id is None else config.eos_token_id
-    rows = [_until(eos if isinstance(eos, list) else [eos], row) for row in padded]
+    eos = eos if isinstance(eos, list) else [eos]
+    ends = [next((i for i, token in enumerate(row, 1) if token in eos), None) for row in padded]
+    rows = [row[:end] for row, end in zip(padded, ends, strict=True)]
     return Generated(padded, rows, seconds, clock.first, output)
-
-
-def _until(eos: list[int | None], row: list[int]) -> list[int]:
-    """``row`` up to and including its first end-of-sequence token."""
-    return row[: next((i for i, token in enumerate(row, 1) if token in eos), None)]
 
 
 def peak_memory() -> int | None:

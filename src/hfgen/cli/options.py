@@ -71,9 +71,7 @@ def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict
     """Separate generation fields from a command's own arguments, whose options are ``own``.
 
     ``--top-k 5``, ``--top_k=5``, ``--do-sample``, ``--no-use-cache`` and ``--use-cache false`` are
-    understood; what follows ``--`` is left alone.
-    Returns the arguments that are left and the fields with their values.
-    Raises ``CliError`` for an unknown name, a missing value or a value of the wrong kind.
+    understood; what follows ``--`` is left alone. Raises ``CliError`` for what is not understood.
     """
     rest: list[str] = []
     fields: dict[str, Any] = {}
@@ -136,10 +134,7 @@ def is_switch(name: str, text: str) -> bool:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """The value of ``text`` for the field ``name``: JSON where it is JSON, otherwise the text.
-
-    Raises ``CliError`` where the field takes another kind of value.
-    """
+    """The value of ``text`` for the field ``name``: JSON or text. Raises ``CliError`` if it fits not."""
     try:
         value = WORDS[text.lower()] if text.lower() in WORDS else json.loads(text)
     except json.JSONDecodeError:
@@ -165,9 +160,8 @@ def parse_value(name: str, text: str) -> Any:
 
 
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
-    """The ``hfgen.GenerationConfig`` of ``fields``, before those of the model's own.
+    """The config of ``fields``; ``default_new_tokens`` are the limit where these and the model have none.
 
-    ``default_new_tokens`` limits the output where neither of them does.
     Raises ``CliError`` for a value that the config refuses.
     """
     import transformers
@@ -197,16 +191,14 @@ def note_idle(fields: dict[str, Any], config: Any, model: Any) -> None:
     for name, row in FIELDS.items():
         if name not in fields or row.needs is None or is_on(row.needs, chosen(row.needs)):
             continue
-        if name == "top_k" and chosen("penalty_alpha"):  # read by contrastive search
-            continue
-        without = option_name(row.needs)
-        say(f"[yellow]note:[/] {option_name(name)} does nothing without {without}")
+        if name != "top_k" or not chosen("penalty_alpha"):  # contrastive search reads top_k
+            idle, needed = option_name(name), option_name(row.needs)
+            say(f"[yellow]note:[/] {idle} does nothing without {needed}")
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The prompt from the command line, or from standard input when it is piped or ``-``.
+    """The prompt of the command line, or of standard input (piped or ``-``) without its line end.
 
-    One line end at the end of standard input, which ``echo`` adds, is removed.
     Raises ``CliError`` for a prompt that is missing, empty or not UTF-8.
     """
     if prompt is None and sys.stdin.isatty():

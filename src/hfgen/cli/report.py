@@ -32,10 +32,7 @@ class CliError(Exception):
 
 @dataclass(slots=True)
 class TerminalText:
-    """Takes control codes out of a model's text on its way to a terminal, also split ones.
-
-    A pipe or a file gets the text as it is.
-    """
+    """Takes control codes, also split ones, out of text for a terminal, not for a pipe or a file."""
 
     held: str = ""  # the beginning of a control code
 
