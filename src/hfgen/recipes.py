@@ -123,16 +123,14 @@ def minimum_bayes_risk(
     num_return_sequences=16, tokenizer=tokenizer)`` returns the sample with the highest mean utility
     against the other 15 of its prompt; the earlier one where two are equal.
 
-    With ``return_dict_in_generate``, ``sequences_scores`` are these means. Scores, attentions,
-    hidden states and the cache are of all samples; ``beam_indices`` says in which row each returned
-    token is recorded, as for beams.
+    ``sequences_scores`` are these means. What is recorded, and the cache, are of all samples;
+    ``beam_indices`` says in which row each returned token is recorded, as for beams.
 
     Args:
         utility: ``(hypothesis, reference) -> float`` on the generated texts, more is better.
             Default: sacrebleu's chrF (``pip install hfgen[mbr]``).
         n_best: How many per prompt, best first. Repetitions of a sample come after all others.
-        on_tokens: The utility takes token ids, without padding and EOS, in place of texts, so that
-            no tokenizer is needed: ``hfgen.token_f1`` for example.
+        on_tokens: The utility takes token ids without padding and EOS, not texts: ``hfgen.token_f1``.
 
     Raises:
         ImportError: No utility was passed, and sacrebleu is not installed.

@@ -54,7 +54,7 @@ class ActiveRows:
         map_outputs(model_outputs, widen, families.rows_of_states(run.model))
 
     def keep(self, run: Run, is_open: Tensor, n_open: int) -> None:
-        """Let rows leave: all but ``is_open (rows,)``, which are ``n_open``."""
+        """Let all rows leave but those of ``is_open (rows,)``, which are ``n_open``."""
         if not self.may_leave or n_open == 0 or n_open > self.n_active * (1 - WORTHWHILE):
             return
         cache = families.given_cache(run.model_kwargs)

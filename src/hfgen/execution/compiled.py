@@ -122,8 +122,7 @@ class Compiled:
 
 def _mark_sizes(tensor: Tensor) -> None:
     """Tell the compiler which sizes of an input differ between calls: rows, keys, and lengths."""
-    dims = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}.get(tensor.ndim, ())
-    for dim in dims:
+    for dim in {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}.get(tensor.ndim, ()):
         if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
 

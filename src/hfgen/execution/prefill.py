@@ -26,9 +26,8 @@ def prefill(
 
     A continued prompt comes in full, or only its new tokens with a mask over all of it.
     """
-    embeds = None
-    if is_first_iteration and not self.config.is_encoder_decoder:
-        embeds = model_kwargs.get("inputs_embeds")
+    reads_embeds = is_first_iteration and not self.config.is_encoder_decoder
+    embeds = model_kwargs.get("inputs_embeds") if reads_embeds else None
     new_length = uncached_length(self, input_ids, generation_config, model_kwargs, embeds)
     if generation_config.prefill_chunk_size is not None:
         return _prefill_in_chunks(

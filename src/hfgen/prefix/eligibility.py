@@ -17,7 +17,6 @@ from ..strategies.assisted import Assisted
 
 #: Inputs whose influence on a token's keys and values is known.
 KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")
-
 CACHE = "past_key_values"
 
 #: Rotary positions whose frequencies change above a length, and the field that has this length.

@@ -41,7 +41,7 @@ Placed = tuple[Node, Node | None, Offset]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The metadata of a node. ``parent``: its index, or -1 and the node has an ``offset``."""
+    """The metadata of a node: the index of its ``parent``, or -1 and an ``offset``."""
 
     parent: int
     offset: list | None
@@ -89,7 +89,7 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
 
 @contextmanager
 def _private_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside ``target``, locked by its writer; those of dead writers are removed."""
+    """A locked folder beside ``target`` that only this user may enter; dead writers' are removed."""
     prefix, suffix = f".{target.name}.", ".partial"
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, target.parent))

@@ -86,7 +86,7 @@ class Forest:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.roots: dict[Any, Node] = {}
-        #: The key of each node, least recently used first. Children precede parents: it is a leaf.
+        #: The key of each node, least recently used first, children before parents: first is a leaf.
         self.nodes: OrderedDict[Node, Any] = OrderedDict()
         self.n_bytes = 0
         self.n_evicted = 0

@@ -85,9 +85,7 @@ WARPERS: list[Builder] = [
     Row("epsilon_cutoff", _warper(EpsilonLogitsWarper, "epsilon"), lambda v: not 0.0 < v < 1.0),
     Row(
         "eta_cutoff",
-        lambda epsilon, c: EtaLogitsWarper(
-            epsilon=epsilon, min_tokens_to_keep=c.min_tokens_to_keep, device=c.device
-        ),
+        lambda v, c: EtaLogitsWarper(v, min_tokens_to_keep=c.min_tokens_to_keep, device=c.device),
         lambda v: not 0.0 < v < 1.0,
     ),
 ]

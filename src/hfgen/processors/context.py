@@ -46,11 +46,6 @@ class Context:
         return ids if ids is not None and ids.dim() == 2 and not (ids < 0).any() else None
 
     @property
-    def lacks_prompt(self) -> bool:
-        """Whether a decoder-only prompt is known as embeddings only."""
-        return not self.is_encoder_decoder and self.prompt_length == 0
-
-    @property
     def min_tokens_to_keep(self) -> int:
         """Tokens that a warper has to leave: beams need one that is not EOS to go on with."""
         if self.config.num_beams is None or self.config.num_beams <= 1:

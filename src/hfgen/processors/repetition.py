@@ -75,11 +75,9 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
         return scores
 
 
-def encoder_repetition_penalty(
-    penalty: float, context: Context
-) -> EncoderRepetitionPenaltyLogitsProcessor | None:
+def encoder_repetition_penalty(value: float, context: Context) -> upstream.LogitsProcessor | None:
     ids = _encoder_ids(context, "encoder_repetition_penalty")
-    return None if ids is None else EncoderRepetitionPenaltyLogitsProcessor(penalty, ids)
+    return None if ids is None else EncoderRepetitionPenaltyLogitsProcessor(value, ids)
 
 
 def repetition_penalty(penalty: float, context: Context) -> RepetitionPenaltyLogitsProcessor:
@@ -95,11 +93,8 @@ def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor
     return NoRepeatNGramLogitsProcessor(size)
 
 
-def encoder_no_repeat_ngram(
-    size: int, context: Context
-) -> EncoderNoRepeatNGramLogitsProcessor | None:
-    ids = _encoder_ids(context, "encoder_no_repeat_ngram_size")
-    if ids is None:
+def encoder_no_repeat_ngram(size: int, context: Context) -> upstream.LogitsProcessor | None:
+    if (ids := _encoder_ids(context, "encoder_no_repeat_ngram_size")) is None:
         return None
     # Upstream's time grows with the size, also above the length, where no n-gram is left.
     return EncoderNoRepeatNGramLogitsProcessor(min(size, ids.shape[1] + 1), ids)
@@ -113,6 +108,6 @@ def _encoder_ids(context: Context, argument: str) -> torch.Tensor | None:
 
 
 def _warn_without_prompt(context: Context, argument: str) -> None:
-    if context.lacks_prompt:
+    if not context.is_encoder_decoder and context.prompt_length == 0:
         reason = "the prompt was given as `inputs_embeds`, without `input_ids`."
         warnings.warn(f"`{argument}` counts generated tokens only: {reason}", stacklevel=2)
