@@ -19,8 +19,7 @@ from .fields import tokens_in
 class Constraint(ABC):
     """Something that is met token by token; subclass it for a constraint of your own.
 
-    An object knows how much of it has been generated. It has to be met at some time if each generated
-    token is one of ``advance()``.
+    If each generated token is one of ``advance()``, it has to be met at some time.
     """
 
     def __init__(self) -> None:

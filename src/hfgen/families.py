@@ -50,8 +50,7 @@ def makes_its_own_cache(class_name: str) -> bool:
 def masks_filled_static_cache(model: Any) -> bool:
     """Whether the model masks as many keys as a static cache says are visible: compilable ones do.
 
-    Others cut their own masks, or attend to all keys (GPT-Neo, FSMT, LED, …). Bloom pads the mask by
-    which it counts positions.
+    Others cut their masks, or attend to all keys (GPT-Neo, FSMT, LED, …). Bloom counts by its mask.
     """
     return bool(model._can_compile_fullgraph) and model.config.model_type != "bloom"
 

@@ -64,12 +64,8 @@ def recipe(strategy_class: type, **options: Any) -> Recipe:
 
     The call is prepared, streamed, stopped and recorded as any other. See docs/write-a-strategy.md.
 
-    Args:
-        strategy_class: A class with the methods of ``hfgen.types.Strategy``.
-        options: Keyword arguments of its constructor, besides the ``hfgen.types.Run`` of a call.
-
-    Raises:
-        TypeError: Not a class, a method is missing, or the constructor does not take the options.
+    ``strategy_class`` has the methods of ``hfgen.types.Strategy``; its constructor takes the
+    ``hfgen.types.Run`` of a call and the ``options``. Raises ``TypeError`` if that is not so.
     """
     if not isinstance(strategy_class, type):
         raise TypeError(
@@ -121,10 +117,9 @@ def minimum_bayes_risk(
 
     ``generate(ids, custom_generate=hfgen.minimum_bayes_risk(), do_sample=True,
     num_return_sequences=16, tokenizer=tokenizer)`` returns the sample with the highest mean utility
-    against the other 15 of its prompt; the earlier one where two are equal.
-
-    ``sequences_scores`` are these means. What is recorded, and the cache, are of all samples;
-    ``beam_indices`` says in which row each returned token is recorded, as for beams.
+    against the other 15 of its prompt; the earlier one where two are equal. ``sequences_scores`` are
+    these means. What is recorded, and the cache, are of all samples; ``beam_indices`` says in which
+    row each returned token is recorded, as for beams.
 
     Args:
         utility: ``(hypothesis, reference) -> float`` on the generated texts, more is better.

@@ -9,10 +9,7 @@ from .context import Context
 
 
 class DiversityPenalty(LogitsProcessor):
-    """Takes ``penalty`` off the score of a token for each beam that has just chosen it.
-
-    Only ``strategies.group_beam`` calls ``penalised``: its groups choose one after the other.
-    """
+    """Takes ``penalty`` off the score of a token for each beam of earlier groups that has chosen it."""
 
     def __init__(self, penalty: float) -> None:
         self.penalty = penalty
