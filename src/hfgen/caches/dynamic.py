@@ -1,9 +1,7 @@
 """The dynamic cache. Like upstream's, except that layers grow in place.
 
-Upstream concatenates each token to all before it, which copies the whole cache per token. Here a
-layer writes the token into the spare capacity of a buffer and returns a view of the filled part.
-The layers subclass upstream's. They override ``update`` and the selection of rows; ``keys`` and
-``values`` are properties that may be assigned.
+Upstream copies the whole cache to append a token. Here a layer writes the token into the spare
+capacity of a buffer and returns a view of the filled part.
 """
 
 from __future__ import annotations
@@ -37,14 +35,9 @@ def _growing(name: str) -> Any:
 
 
 def grows_in_place(states: Tensor) -> bool:
-    """Whether ``states`` may be written into a buffer.
-
-    Not with gradients, which need the tensors of earlier steps unchanged; nor for tracers and
-    subclasses of tensors, which know upstream's operations only.
-    """
-    return (
-        not torch.is_grad_enabled() and type(states) is Tensor and not torch.compiler.is_compiling()
-    )
+    """Whether ``states`` may be written into a buffer: not with gradients, subclasses, or tracers."""
+    is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return type(states) is Tensor and not is_traced
 
 
 #: Which of upstream's classes a layer of hfgen's stands for.
@@ -52,10 +45,7 @@ UPSTREAM_KINDS: dict[type, type] = {}
 
 
 def stands_for(theirs: type) -> Callable[[type], Any]:
-    """Decorate a layer with the kind of upstream's that it replaces, whose name it takes.
-
-    Code that asks for a layer by its name then finds upstream's.
-    """
+    """Decorate a layer with the kind of upstream's that it replaces, whose name code may ask for."""
 
     def register(own: type) -> type:
         UPSTREAM_KINDS[own] = theirs
@@ -146,10 +136,7 @@ class GrowingLayer(MapsRows, DynamicLayer):
 
 @stands_for(DynamicSlidingWindowLayer)
 class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
-    """Sliding-window and chunked attention: the last ``sliding_window - 1`` tokens are kept.
-
-    They move through a buffer, and back to its start where it ends.
-    """
+    """Sliding-window and chunked attention: the last ``sliding_window - 1`` tokens are kept."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -165,15 +152,14 @@ class GrowingSlidingWindowLayer(DynamicSlidingWindowLayer, GrowingLayer):
     def _slide(self, states: GrowableTensor, new: Tensor) -> Tensor:
         n_before = self.sliding_window - 1
         if self.record_past:
-            full = states.append(new, self._growth.spare)
-            return full[:, :, -(n_before + new.shape[-2]) :]
+            return states.append(new, self._growth.spare)[:, :, -(n_before + new.shape[-2]) :]
         full = states.append(new, self._spare)
         # A window of one token keeps them all, as upstream's does.
         states.keep_last(n_before or full.shape[-2], self._growth.behind_window(n_before))
         return full
 
     def _spare(self, length: int) -> int:
-        """GrowthPolicy behind ``length`` tokens, of which no more than a window will be kept."""
+        """Spare tokens behind ``length`` tokens, of which no more than a window will be kept."""
         n_before = self.sliding_window - 1
         most = n_before + self._growth.behind_window(n_before)
         return min(self._growth.spare(length), max(most - length, 0))
@@ -236,10 +222,9 @@ def as_growing(layer: Any, growth: GrowthPolicy) -> Any:
 
 
 class GrowingCache(DynamicCache):
-    """``DynamicCache`` of layers that grow in place; it takes the same arguments.
+    """``DynamicCache`` of layers that grow in place; upstream's, unchanged, with ``offloading=True``.
 
-    ``max_length``: tokens at the end of the call; buffers get no capacity beyond it. With
-    ``offloading=True`` the cache is upstream's, unchanged.
+    ``max_length``: tokens at the end of the call; buffers get no capacity beyond it.
     """
 
     layers: list[Any]

@@ -21,9 +21,7 @@ SMALLEST_BLOCK = 32
 class GrowthPolicy:
     """How many spare tokens a new buffer gets. All layers of a cache share one policy.
 
-    Concatenating needs the memory of one more tensor for a moment. Here all tensors of the cache
-    share that much as spare capacity. So a long cache needs no more memory than upstream's while it
-    grows, and it is copied once per block instead of once per token.
+    Together, spare tokens take the memory of one tensor, as concatenating does for a moment.
     """
 
     #: Tensors that grow together.
@@ -53,11 +51,9 @@ Spare = Callable[[int], int]
 class GrowableTensor:
     """A tensor ``view (…, length, size)``, and the buffer that it is a part of, if there is one.
 
-    ``buffer (…, capacity, size)`` belongs to this object alone; what lies behind ``view`` in it is
-    free, up to the positions that were ``written`` before a crop. Those are written again only if
-    no other tensor shares the memory, so whoever kept an earlier view keeps its values.
-
-    The first ``shared`` tokens of ``view`` are alike in all rows of a prompt. Set by ``layers.repeat``.
+    ``buffer (…, capacity, size)`` belongs to this object alone. What was ``written`` behind ``view``
+    before a crop is overwritten only if no other tensor shares the memory. The first ``shared`` tokens
+    of ``view`` are alike in all rows of a prompt.
     """
 
     __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
@@ -72,13 +68,8 @@ class GrowableTensor:
         self.lead: torch.Size | None = None
         self.stride: tuple[int, ...] = ()
 
-    # ------------------------------------------------------------ growing
-
     def append(self, new: Tensor, spare: Spare) -> Tensor:
-        """The tensor with ``new (…, n, size)`` behind it.
-
-        ``spare(length)``: the room that a new buffer has behind ``length`` tokens.
-        """
+        """The tensor with ``new (…, n, size)`` behind it."""
         if self.buffer is None and self.view.numel() + new.numel() <= CONCATENATED:
             self.view = torch.cat([self.view, new], dim=-2)
             return self.view
@@ -89,9 +80,8 @@ class GrowableTensor:
                 self.assign(torch.cat([self.view, new], dim=-2))
                 return self.view  # converted, or raised
             self._make_room(new, spare)
-        buffer = self.buffer
+        buffer, length = self.buffer, self.view.shape[-2] + added
         buffer.as_strided(shape, self.stride, self.end * size).copy_(new)
-        length = self.view.shape[-2] + added
         self.end += added
         self.written = self.end
         # as_strided is a third of the cost of narrow(), which counts in a small model's step.
@@ -100,11 +90,7 @@ class GrowableTensor:
         return self.view
 
     def keep_last(self, length: int, spare: int) -> None:
-        """Forget all but the last ``length`` tokens.
-
-        Memory is given back if less than half of it is needed, with ``spare``: before that, a
-        smaller buffer beside the one of a prompt would be more than the prompt alone.
-        """
+        """Forget all but the last ``length`` tokens; give memory back if less than half is needed."""
         forgotten = self.view.shape[-2] - length
         if forgotten <= 0:
             return
@@ -126,9 +112,8 @@ class GrowableTensor:
         )
 
     def _has_room(self, added: int) -> bool:
-        end = self.end + added
         is_free = self.end == self.written or not self._is_shared()
-        return end <= self.buffer.shape[-2] and is_free
+        return self.end + added <= self.buffer.shape[-2] and is_free
 
     def _is_shared(self) -> bool:
         """Whether a tensor that is not this object's own can see the buffer."""
@@ -157,8 +142,7 @@ class GrowableTensor:
 
     def _shift(self) -> None:
         """Move ``view`` to the start of its buffer, in steps that do not overlap."""
-        buffer = self.buffer
-        length = self.view.shape[-2]
+        buffer, length = self.buffer, self.view.shape[-2]
         step = self.end - length
         for start in range(0, length, max(step, 1)):
             count = min(step, length - start)
@@ -177,21 +161,16 @@ class GrowableTensor:
         return like.new_empty(shape)
 
     def _adopt(self, buffer: Tensor, start: int, length: int) -> None:
-        self.buffer = buffer
-        self.lead = buffer.shape[:-2]
-        self.stride = buffer.stride()
-        self.is_inference = buffer.is_inference()
+        self.buffer, self.is_inference = buffer, buffer.is_inference()
+        self.lead, self.stride = buffer.shape[:-2], buffer.stride()
         self.end = self.written = start + length
         self.view = buffer.narrow(-2, start, length)
-
-    # ------------------------------------------------------------ changing
 
     def assign(self, value: Tensor | None) -> None:
         """Become ``value``; the buffer stays only if ``value`` is a part of it."""
         start = self._position(value)
         if value is None or start is None:
-            self.buffer = None
-            self.shared = 0
+            self.buffer, self.shared = None, 0
         else:
             forgotten = start - (self.end - self.view.shape[-2])
             self.end = start + value.shape[-2]
@@ -216,13 +195,11 @@ class GrowableTensor:
     def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         """Let ``take`` choose or repeat rows, with their spare room."""
         self.shared = 0
-        if self.view is None:
-            return
-        if self.buffer is None:
+        if self.buffer is not None:
+            length = self.view.shape[-2]
+            self._adopt(take(self.buffer), self.end - length, length)
+        elif self.view is not None:
             self.view = take(self.view)
-            return
-        length = self.view.shape[-2]
-        self._adopt(take(self.buffer), self.end - length, length)
 
     def map_rows_of_prompts(self, take: Callable[[Tensor], Tensor]) -> None:
         """Let ``take`` choose rows, each from those of its own prompt: what they share stays."""
@@ -234,8 +211,6 @@ class GrowableTensor:
             return
         own = self.view[..., shared:, :]
         own.copy_(take(own))
-
-    # ------------------------------------------------------------ copying: of the view alone
 
     def __copy__(self) -> GrowableTensor:
         return GrowableTensor(self.view)
@@ -249,9 +224,8 @@ class GrowableTensor:
         return GrowableTensor, (self._compact(),)
 
     def _compact(self) -> Tensor | None:
-        if self.view is None or self.buffer is None:
-            return self.view
-        return self.view.clone(memory_format=torch.contiguous_format)
+        is_part = self.view is not None and self.buffer is not None
+        return self.view.clone(memory_format=torch.contiguous_format) if is_part else self.view
 
 
 def _is_nothing(view: Tensor | None) -> bool:

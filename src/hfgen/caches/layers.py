@@ -1,9 +1,7 @@
 """Operations on the layers of a cache: one function per operation, for every kind of layer.
 
-Other modules name no layer class. A cache is any ``Cache``; of an encoder-decoder's, the functions
-act on the decoder's part unless they say otherwise. Layers of transformers' own kinds are known, and
-so are layers that a model's code derives from them. What a layer of another kind does to its rows or
-tokens is not known, and is not guessed: see ``check_known``.
+A cache is any ``Cache``; of an encoder-decoder's, the functions act on the decoder's part unless they
+say otherwise. What layers of no ``KNOWN`` kind do to rows and tokens is not guessed: see ``check_known``.
 """
 
 from __future__ import annotations
@@ -88,10 +86,7 @@ def is_static(cache: Any) -> bool:
 
 
 def check_known(cache: Any, operation: str) -> None:
-    """Raise ``ValueError``, naming the class, if ``cache`` has layers of a kind that is not known.
-
-    ``operation``: what is asked of them, for the message.
-    """
+    """Raise ``ValueError`` for layers of an unknown kind; ``operation`` is what is asked of them."""
     for layer in layers_of(cache):
         if not isinstance(layer, KNOWN):
             raise ValueError(
@@ -116,15 +111,12 @@ def capacity(cache: Any) -> float:
 
 
 def windows(cache: Any) -> list[float] | None:
-    """How many keys each attention layer lets a position attend to, itself included.
-
-    ``None`` if static. Layers that are a convolution alone have no keys, and are left out.
-    """
+    """How many keys a position sees in each attention layer, its own included; ``None`` if static."""
     if is_static(cache):
         return None
     return [
         getattr(layer, "sliding_window", None) or math.inf
-        for layer in layers_of(cache)
+        for layer in layers_of(cache)  # a convolution alone has no keys
         if hasattr(layer, "keys") or not isinstance(layer, LinearAttentionCacheLayerMixin)
     ]
 
@@ -158,10 +150,7 @@ def count(cache: Any) -> int | None:
 
 
 def take(cache: Any, rows: Tensor) -> None:
-    """Let row ``i`` become what row ``rows[i]`` was: ``rows (wanted,)``, more or fewer than before.
-
-    Also in the encoder's part.
-    """
+    """Let row ``i`` become what row ``rows[i]`` was, in both parts; there may be more or fewer rows."""
     if isinstance(cache, EncoderDecoderCache):
         take(cache.self_attention_cache, rows)
         take(cache.cross_attention_cache, rows)
@@ -184,11 +173,10 @@ def repeat(cache: Any, rows: Tensor) -> None:
 def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
     """Let row ``i`` of a repeated cache go on as row ``rows[i]``, which is of the same prompt.
 
-    What its rows share stays where it is: the prompt's part, and what comes from an encoder. (A
-    decoder-only model may have cross-attention too, BLT's grows.)
+    What the rows of a prompt share stays: the prompt's part, and what comes from an encoder.
     """
     layers = list(layers_of(cache))
-    if isinstance(cache, EncoderDecoderCache) and not is_encoder_decoder:
+    if isinstance(cache, EncoderDecoderCache) and not is_encoder_decoder:  # BLT: it grows too
         layers += cache.cross_attention_cache.layers
     for layer in layers:
         if isinstance(layer, GrowingLayer):
@@ -207,11 +195,7 @@ def empty_rows(cache: Any) -> None:
 
 
 def record_past(cache: Any) -> None:
-    """Let ``cache`` keep what ``roll_back`` needs, from now on.
-
-    Sliding windows forget what leaves them, and convolutions what they have mixed in, unless told
-    to keep it until they are rolled back.
-    """
+    """Let windows and convolutions keep what ``roll_back`` needs and they would forget."""
     cache.activate_past_recording()
     for layer in layers_of(cache):
         if isinstance(layer, StaticSlidingWindowLayer) and _recorder(layer) is None:
@@ -265,14 +249,11 @@ def _recorder(layer: Any) -> _Recorder | None:
 
 
 class _Recorder:
-    """Stands for ``update`` of one static sliding window, whose last update it can take back.
-
-    ``before``: the window ``(keys, values)`` or ``None``, its lengths, and what the update added;
-    ``None`` if there was no update since the last ``take_back``.
-    """
+    """Stands for ``update`` of one static sliding window, whose last update it can take back."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
+        #: The window or ``None``, its lengths, and what the last update added; ``None`` without one.
         self.before: Any = None
 
     def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:

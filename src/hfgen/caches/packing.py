@@ -1,9 +1,8 @@
 """States in a few bits: groups of numbers that share a scale and a zero point, packed into bytes.
 
 A group of ``bits`` bits holds ``x`` as ``code = round((x - zero) / scale)``, with ``zero`` its
-smallest number and ``scale`` its range over ``2**bits - 1``, so ``zero + scale * code`` is at most
-half a scale from ``x``. Scales and zero points have the dtype of the states: the smallest number of
-a group is then represented exactly, however far from zero the group lies.
+smallest number and ``scale`` its range over ``2**bits - 1``. Scales and zero points have the dtype of
+the states, so the smallest number of a group is exact.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .growing import use_count
 
@@ -28,11 +28,9 @@ ON_ACCELERATORS = 2**23
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How states ``(rows, heads, length, size)`` are cut into groups.
+    """How states ``(rows, heads, length, size)`` are cut into blocks of ``tokens`` and of ``channels``.
 
-    Along the length into blocks of ``tokens``, which are packed together; along the size into parts
-    of ``channels``. ``axis`` says which of the two shares a scale: ``TOKENS`` of one channel, or
-    ``CHANNELS`` of one token.
+    ``axis`` says which of the two share a scale: ``TOKENS`` of one channel, or ``CHANNELS`` of one token.
     """
 
     bits: int
@@ -40,11 +38,11 @@ class Grouping:
     tokens: int
     channels: int
 
-    def split(self, states: torch.Tensor) -> torch.Tensor:
+    def split(self, states: Tensor) -> Tensor:
         """A view ``(rows, heads, groups, tokens, parts, channels)``; whole groups only."""
         return states.unflatten(-1, (-1, self.channels)).unflatten(2, (-1, self.tokens))
 
-    def encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def encode(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Packed codes, scales and zero points of grouped states; the latter two with a ``1`` at ``axis``."""
         exact = states.to(_exact(states.dtype))
         zero, high = torch.aminmax(exact, dim=self.axis, keepdim=True)
@@ -56,24 +54,19 @@ class Grouping:
         return pack(codes, self.bits), scale, zero.to(states.dtype)
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes ``(…, tokens, parts, channels)`` as bytes ``(…, tokens * bits / 8, parts, channels)``.
-
-    A byte holds codes of tokens that are ``tokens * bits / 8`` apart, so that unpacking writes whole
-    runs of tokens.
-    """
-    n_per_byte = 8 // bits
-    first, *others = codes.chunk(n_per_byte, dim=-3)
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes ``(…, tokens, parts, channels)`` as bytes ``(…, tokens * bits / 8, parts, channels)``."""
+    # The codes of a byte are far apart, so that unpacking writes whole runs of tokens.
+    first, *others = codes.chunk(8 // bits, dim=-3)
     packed = first.clone()
     for index, part in enumerate(others, start=1):
         packed |= part << (bits * index)
     return packed
 
 
-def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
     """Write the codes that ``pack`` was given into ``out``, of any dtype."""
-    n_per_byte = 8 // bits
-    n_bytes = packed.shape[-3]
+    n_per_byte, n_bytes = 8 // bits, packed.shape[-3]
     for index in range(n_per_byte):
         codes = packed >> (bits * index) if index else packed
         if index < n_per_byte - 1:
@@ -87,12 +80,12 @@ class Packed:
     the ``scale`` and ``zero`` of each group."""
 
     grouping: Grouping
-    codes: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
 
     @classmethod
-    def nothing(cls, grouping: Grouping, like: torch.Tensor) -> Packed:
+    def nothing(cls, grouping: Grouping, like: Tensor) -> Packed:
         """No groups yet, of states like ``like (rows, heads, length, size)``."""
         rows, heads, _, size = like.shape
         no_tokens = like.new_zeros(rows, heads, grouping.tokens, size)
@@ -107,10 +100,10 @@ class Packed:
         return self.n_groups * self.grouping.tokens
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.scale, self.zero
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+    def each(self, change: Callable[[Tensor], Tensor]) -> Packed:
         """With ``change`` applied to all tensors; their first dimension are the rows."""
         return Packed(self.grouping, *map(change, self.tensors))
 
@@ -118,11 +111,10 @@ class Packed:
         """The first groups, as copies: the memory of the others is free again."""
         return self.each(lambda tensor: tensor[:, :, :n_groups].clone())
 
-    def extended(self, states: torch.Tensor, is_padding: torch.Tensor | None = None) -> Packed:
+    def extended(self, states: Tensor, is_padding: Tensor | None = None) -> Packed:
         """With the groups of ``states (rows, heads, length, size)`` behind those that are there.
 
-        A few groups are computed at a time. ``is_padding (rows, length)``: tokens that nothing will
-        attend to, and whose states must therefore not widen the range of a group.
+        ``is_padding (rows, length)``: tokens whose states must not widen the range of a group.
         """
         n_old, tokens = self.n_groups, self.grouping.tokens
         n_new = states.shape[2] // tokens
@@ -137,13 +129,12 @@ class Packed:
                 tensor[:, :, n_old + start : n_old + end] = part
         return longer
 
-    def write_to(self, out: torch.Tensor) -> None:
+    def write_to(self, out: Tensor) -> None:
         """Write the states into ``out (rows, heads, length, size)``, a few groups at a time.
 
         Half-precision states are computed in float32, and rounded once: on a CPU also faster.
         """
-        grouped = self.grouping.split(out)
-        exact = _exact(out.dtype)
+        grouped, exact = self.grouping.split(out), _exact(out.dtype)
         for start, end in _blocks(self.n_groups, out, self.grouping.tokens, UNPACKED_AT_ONCE):
             part = grouped[:, :, start:end]
             states = part if out.dtype == exact else torch.empty_like(part, dtype=exact)
@@ -160,20 +151,18 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 class Scratch:
-    """Memory that layers unpack into in turn, on a CPU.
+    """Memory that layers unpack into in turn, on a CPU, where fresh memory is slow to fill.
 
-    There, memory that is fresh from the system takes several times longer to fill. What an earlier
-    layer unpacked is overwritten only if no tensor sees it any more, so a model may keep keys for
-    its later layers. Accelerators keep freed memory themselves.
+    What an earlier layer unpacked is overwritten only if no tensor sees it any more.
     """
 
     #: A buffer is made for this share more than is asked for, since the next tokens need more.
     SPARE = 1 / 16
 
     def __init__(self) -> None:
-        self.buffer: torch.Tensor | None = None
+        self.buffer: Tensor | None = None
 
-    def empty(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A tensor of ``shape``, with the dtype and device of ``like``, to be written to."""
         is_reused = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if like.device.type != "cpu" or not is_reused:
@@ -188,7 +177,7 @@ class Scratch:
         return 0 if self.buffer is None else self.buffer.nbytes
 
     @staticmethod
-    def _has_room(buffer: torch.Tensor, n_numbers: int, dtype: torch.dtype) -> bool:
+    def _has_room(buffer: Tensor, n_numbers: int, dtype: torch.dtype) -> bool:
         is_seen = use_count(buffer.untyped_storage()._cdata) > 2  # by more than these two
         may_be_written = buffer.is_inference() == torch.is_inference_mode_enabled()
         is_fitting = buffer.dtype == dtype and n_numbers <= buffer.numel() <= 4 * n_numbers
@@ -198,18 +187,14 @@ class Scratch:
         return Scratch, ()  # copies begin empty
 
 
-def _without_padding(grouped: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
-    """Grouped states in which padding has the states of the last token of its group.
-
-    Padding is on the left, so the last token is a real one, unless no token of the group is.
-    """
+def _without_padding(grouped: Tensor, is_padding: Tensor) -> Tensor:
+    """Grouped states in which padding, on the left, has the states of the last token of its group."""
     is_padding = is_padding.unflatten(1, (-1, grouped.shape[TOKENS]))  # (rows, groups, tokens)
-    last = grouped[:, :, :, -1:]
-    return torch.where(is_padding[:, None, :, :, None, None], last, grouped)
+    return torch.where(is_padding[:, None, :, :, None, None], grouped[:, :, :, -1:], grouped)
 
 
 def _blocks(
-    n_groups: int, states: torch.Tensor, tokens: int, at_once: dict[str, int]
+    n_groups: int, states: Tensor, tokens: int, at_once: dict[str, int]
 ) -> Iterator[tuple[int, int]]:
     """Ranges of groups that have about as many numbers as are computed at a time."""
     rows, heads, _, size = states.shape

@@ -1,14 +1,11 @@
 """Keys and values in 8, 4 or 2 bits, in plain torch: the cache behind ``"quantized"``.
 
-The method is KIVI (Liu et al. 2024). Some channels of keys are far larger than others, for all
-tokens alike, so the tokens of a channel share a scale; values have no such channels, so the
-channels of a token do. The newest tokens stay as they are, and when there is a group more than
-``residual_length`` of them, the oldest group is packed. Packed states are never changed.
+The method is KIVI (Liu et al. 2024). Some channels of keys are far larger than others in all tokens,
+so the tokens of a channel share a scale. Values have no such channels: the channels of a token share
+one. When there is a group more than ``residual_length`` of unpacked tokens, the oldest is packed.
 
-What a forward pass computes itself, it attends to in full precision: a prompt that is forwarded in
-one go is attended to exactly, and packed behind it, some groups at a time. For attention, one layer
-at a time is unpacked, some groups at a time, into memory that the layers use in turn. So besides the
-packed states there is one layer in full precision at most, unless the model keeps several itself.
+A forward pass attends to what it computes itself in full precision. For attention, one layer at a
+time is unpacked, into memory that the layers use in turn.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 from transformers import QuantizedCache as UpstreamQuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
@@ -35,21 +33,20 @@ if TYPE_CHECKING:
 class Padding:
     """``lengths (rows,)``: how many of the first tokens of a row are padding; ``n_tokens`` in all."""
 
-    lengths: torch.Tensor
+    lengths: Tensor
     n_tokens: int
 
-    def fitted(self, key_states: torch.Tensor) -> Padding | None:
-        """That of the rows that are forwarded first, ``key_states (rows, heads, length, size)``.
+    def fitted(self, key_states: Tensor) -> Padding | None:
+        """That of the rows of ``key_states (rows, heads, length, size)``: of beams, one per prompt.
 
-        Those of beams are forwarded once per prompt. ``None`` if they cannot be those of the mask:
-        some models put tokens of their own before the prompt.
+        ``None`` if they are not those of the mask: some models put tokens before the prompt.
         """
         repeats, is_foreign = divmod(len(self.lengths), len(key_states))
         if is_foreign or not repeats or key_states.shape[2] > self.n_tokens:
             return None
         return replace(self, lengths=self.lengths[::repeats].to(key_states.device))
 
-    def at(self, start: int, end: int) -> torch.Tensor | None:
+    def at(self, start: int, end: int) -> Tensor | None:
         """Where the tokens from ``start`` to ``end`` are padding ``(rows, tokens)``, if some are."""
         if start >= self.n_tokens:
             return None
@@ -60,7 +57,7 @@ class Padding:
 class States:
     """The keys, or the values, of one layer: old ones packed, ``recent`` ones as they are."""
 
-    def __init__(self, grouping: Grouping, like: torch.Tensor) -> None:
+    def __init__(self, grouping: Grouping, like: Tensor) -> None:
         self.packed = Packed.nothing(grouping, like)
         #: ``(rows, heads, length, size)``
         self.recent = like[:, :, :0].clone()
@@ -68,9 +65,7 @@ class States:
     def __len__(self) -> int:
         return self.packed.length + int(self.recent.shape[2])
 
-    def joined(
-        self, new: torch.Tensor | None = None, scratch: Scratch | None = None
-    ) -> torch.Tensor:
+    def joined(self, new: Tensor | None = None, scratch: Scratch | None = None) -> Tensor:
         """All states, and ``new`` ones behind them, ``(rows, heads, length, size)``, in one tensor."""
         new = self.recent[:, :, :0] if new is None else new
         n_packed, n_old = self.packed.length, len(self)
@@ -82,19 +77,18 @@ class States:
         return joined
 
     def extend(
-        self, new: torch.Tensor, n_exact: int, scratch: Scratch, padding: Padding | None = None
-    ) -> torch.Tensor:
+        self, new: Tensor, n_exact: int, scratch: Scratch, padding: Padding | None = None
+    ) -> Tensor:
         """Add ``new`` states, and return all of them for attention; the other arguments are ``keep``'s."""
         joined = self.joined(new, scratch) if len(self) else new
         self.keep(joined, n_exact, padding)
         return joined
 
-    def keep(self, states: torch.Tensor, n_exact: int, padding: Padding | None = None) -> None:
+    def keep(self, states: Tensor, n_exact: int, padding: Padding | None = None) -> None:
         """Keep ``states``, all there are, and pack whole groups of those before the last ``n_exact``."""
         states = states.detach()
         start, tokens = self.packed.length, self.packed.grouping.tokens
-        n_ready = max(0, states.shape[2] - start - n_exact)
-        end = start + n_ready // tokens * tokens
+        end = start + max(0, states.shape[2] - start - n_exact) // tokens * tokens
         if end > start:
             is_padding = padding.at(start, end) if padding else None
             self.packed = self.packed.extended(states[:, :, start:end], is_padding)
@@ -114,7 +108,7 @@ class States:
         self.recent = unpacked[:, :, :n_left].clone()
         self.packed = self.packed.first(n_groups)
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply ``change`` to all tensors; their first dimension are the rows."""
         self.packed, self.recent = self.packed.each(change), change(self.recent)
 
@@ -126,15 +120,15 @@ class States:
 def _unpacked(name: str) -> Any:
     """An attribute that is unpacked when read, and packed when assigned."""
 
-    def get(layer: QuantizedLayer) -> torch.Tensor | None:
+    def get(layer: QuantizedLayer) -> Tensor | None:
         return layer.states[name].joined() if name in layer.states else None
 
-    def assign(layer: QuantizedLayer, states: torch.Tensor | None) -> None:
+    def assign(layer: QuantizedLayer, states: Tensor | None) -> None:
         if states is None:
             layer.states.pop(name, None)
-            return
-        layer.states[name] = States(layer._grouping(name, states.shape[-1]), states)
-        layer.states[name].keep(states, layer.settings.residual_length)
+        else:
+            layer.states[name] = States(layer._grouping(name, states.shape[-1]), states)
+            layer.states[name].keep(states, layer.settings.residual_length)
 
     return property(get, assign)
 
@@ -166,15 +160,15 @@ class QuantizedLayer(MapsRows, DynamicLayer):
             return Grouping(bits, TOKENS, tokens, size)
         return Grouping(bits, CHANNELS, tokens, self.settings.channels(size))
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
         self.padding = self.padding and self.padding.fitted(key_states)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         n_exact = self.settings.residual_length
@@ -197,15 +191,14 @@ class QuantizedLayer(MapsRows, DynamicLayer):
                 "`crop` takes minus the number of tokens to remove, but was given "
                 f"{tokens_to_remove}."
             )
-        if tokens_to_remove:
-            for states in self.states.values():
-                states.crop(-tokens_to_remove)
+        for states in self.states.values():
+            states.crop(-tokens_to_remove)
 
     def reset(self) -> None:
         super().reset()
         self.padding = None
 
-    def _map_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for states in self.states.values():
             states.change(change)
         if self.padding is not None:
@@ -227,10 +220,7 @@ class QuantizedLayer(MapsRows, DynamicLayer):
 class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
     """Quantises the layers that attend to everything; layers of another kind keep their own states.
 
-    Args:
-        config: The model's config.
-        settings: Bits, group size, and how many tokens stay in full precision.
-        padding: Of the prompts. Excluded when scales are computed.
+    ``config``: the model's. ``padding``: of the prompts; scales do not count it.
     """
 
     def __init__(
@@ -258,7 +248,7 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
         return sum(layer.n_bytes for layer in self.layers if isinstance(layer, QuantizedLayer))
 
 
-def left_padding(mask: torch.Tensor | None) -> Padding | None:
+def left_padding(mask: Tensor | None) -> Padding | None:
     """The padding of prompts whose mask is ``mask (rows, length)``, if there is any."""
     if mask is None or mask.ndim != 2:
         return None

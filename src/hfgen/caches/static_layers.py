@@ -1,8 +1,7 @@
 """Layers of the static cache. A pool owns their memory; attention gets only the filled part of it.
 
-They subclass upstream's layers. ``keys`` and ``values`` have upstream's shapes and are parts of buffers
-of ``pool.py``. Before each forward pass, ``get_mask_sizes`` decides how many tokens attention gets: the
-filled ones, rounded up. ``update`` returns as many.
+``keys`` and ``values`` have upstream's shapes and are parts of buffers of ``pool.py``. Before a forward
+pass, ``get_mask_sizes`` decides how many tokens attention gets: the filled ones, rounded up.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class VisibleLength:
     """How many cached tokens attention may see. All layers of full attention share one object."""
 
     def __init__(self, is_whole: bool) -> None:
-        #: Whether everything is shown, as upstream does: always, or to a prompt. Where a mask hides
-        #: everything (padding), attention is a mean over all that is shown.
+        #: Whether everything is shown, as upstream does: always, or to a prompt.
         self.is_whole = self.is_whole_to_prompts = is_whole
         #: Whether sizes are few, since each costs a compilation or a recorded graph.
         self.is_coarse = False
@@ -41,13 +39,11 @@ class VisibleLength:
         """How many cached tokens, of ``capacity``, attention may see when tokens ``start:total`` are fed."""
         is_prompt = start == 0 or total - start > 1
         is_whole = self.is_whole or (self.is_whole_to_prompts and is_prompt)
-        shown = capacity if is_whole else min(self._rounded(total), capacity)
-        self.total = total
-        self.is_open = True
-        self.shown = shown
+        self.shown = capacity if is_whole else min(self._rounded(total), capacity)
+        self.total, self.is_open = total, True
         for layer in self._alive():
             layer.open()
-        return shown
+        return self.shown
 
     def close(self) -> None:
         """After a compiled forward: note its tokens, unless the graph was left and update() has."""
@@ -94,12 +90,9 @@ class Pooled:
         self._adopt()
 
     def _capacity(self: Any) -> int:
-        """For how many tokens a buffer is made.
-
-        One more than are ever seen. Otherwise the compiler takes the stride between heads for a product
-        of sizes; in the next call it is not one, and the graph is compiled again.
-        """
+        """For how many tokens a buffer is made."""
         size = self._lease.buffers.size
+        # One more than are seen: the compiler must not take the stride of heads for a product of sizes.
         return 1 + int(size.source_length if self._kind == CROSS else size.length)
 
     def _adopt(self: Any) -> None:
@@ -135,9 +128,7 @@ class Pooled:
     def _place(self, name: str) -> Place:
         return self._kind, self._index, name
 
-    # ------------------------------------------------------------ copies are upstream's layers
-
-    def __reduce_ex__(self, protocol: Any) -> tuple:
+    def __reduce_ex__(self, protocol: Any) -> tuple:  # copies are upstream's layers
         state = {k: _compact(v) for k, v in vars(self).items() if not k.startswith("_")}
         return _restored, (upstream_kind(self), state)
 
@@ -187,8 +178,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         visible.layers.append(ref(layer))
         return layer
 
-    # ------------------------------------------------------------ how long
-
     def _length(self) -> int:
         """Tokens held. Reads the device only if ``cumulative_length`` was changed from outside."""
         count = self.cumulative_length
@@ -219,8 +208,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             return (visible.shown if visible.is_open else None) or self.max_cache_len, 0
         start = self._length()
         return visible.show(start, start + query_length, self.max_cache_len), 0
-
-    # ------------------------------------------------------------ what is seen
 
     def _adopt(self) -> None:
         self.open()

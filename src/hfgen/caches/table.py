@@ -93,10 +93,7 @@ CACHES: dict[str, CacheKind | Callable[[CacheRequest], Cache]] = {
         "static", static.make_static, compiles=True, rolls_back=True, may_hold_prefix=True
     ),
     "offloaded_static": CacheKind(
-        "offloaded_static",
-        static.make_static,
-        offloaded.check_no_settings,
-        rolls_back=True,
+        "offloaded_static", static.make_static, offloaded.check_no_settings, rolls_back=True
     ),
     "quantized": CacheKind(
         "quantized",
