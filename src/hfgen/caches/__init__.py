@@ -30,14 +30,10 @@ from .table import CacheRequest, cache_kind
 
 
 def check_config(model: Any, call: Call) -> None:
-    """Raise ``ValueError`` for a ``cache_config`` or a kind of cache that the call cannot use.
-
-    Nothing is allocated.
-    """
-    config = call.config
-    kind = cache_kind(config.cache_implementation)
+    """Raise ``ValueError`` for a ``cache_config`` or a kind of cache that the call cannot use."""
+    kind = cache_kind(call.config.cache_implementation)
     if kind.settings is not None:
-        kind.settings(config.cache_config, model.config.get_text_config(decoder=True))
+        kind.settings(call.config.cache_config, model.config.get_text_config(decoder=True))
     if getattr(call.strategy, "rolls_back", False) and not kind.rolls_back:
         raise ValueError(
             f"{call.mode.name.capitalize()} takes tokens back out of the cache, and "
@@ -76,14 +72,12 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
 def check_room(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise ``ValueError`` if a static cache of the caller's is certainly too short for the call.
 
-    It has to hold the prompt, and all that the call can reach if nothing but its length, among the
-    stopping criteria, can end it.
+    It has to hold the prompt, and all that the call can reach if its length alone can end it.
     """
     cache = prompt.model_kwargs.get(families.cache_argument(model))
     if not isinstance(cache, Cache) or call.config.cache_implementation is not None:
         return
-    held = layers.capacity(cache)
-    if held == math.inf:
+    if (held := layers.capacity(cache)) == math.inf:
         return
     criteria: Any = call.criteria
     only_length = all(type(criterion) is MaxLengthCriteria for criterion in criteria)
@@ -103,9 +97,8 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
 def _fit_rows(cache: Cache, batch_size: int, wanted: int, will_fan_out: bool) -> Cache:
     """The caller's cache, for the ``wanted`` rows that ``batch_size`` prompts are expanded to.
 
-    Expanded caches are copies: the caller's stays as it is. If the call fans out after its prefill,
-    the copy is expanded then. A static cache that was emptied by ``reset()`` takes any number of
-    rows again. Raises ``ValueError`` for another number of rows.
+    Expanded caches are copies, expanded after the prefill if the call fans out then. A static cache that
+    ``reset()`` emptied takes any number of rows. Raises ``ValueError`` for another number of rows.
     """
     rows = layers.count(cache)
     if rows is None or rows == wanted:
@@ -192,8 +185,7 @@ def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[
     """Heads and head size, on this device, to allocate a static cache by before its first update.
 
     A list has one value per layer. ``None`` where the first update has to tell: layers on several
-    devices, keys and values of different sizes (MLA), heads that the devices cannot share evenly, a
-    config that has no sizes of its own (BLT).
+    devices, MLA, heads that devices cannot share evenly, a config without sizes of its own (BLT).
     """
     if len(set(getattr(self, "hf_device_map", {}).values())) > 1:
         return None

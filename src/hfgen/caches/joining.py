@@ -14,7 +14,7 @@ from .. import families
 from .dynamic import KINDS, upstream_kind
 from .layers import decoder_cache
 
-#: The kinds of layers to which rows can be appended: exactly these, since a subclass may have more states.
+#: The kinds of layers to which rows can be appended; a subclass may have more states.
 APPENDABLE = (*KINDS, LinearAttentionLayer, *families.EMPTY_LAYERS)
 
 #: What a layer keeps of a row, and the dimension of its tokens: ``None`` if states are of all at once.
@@ -30,13 +30,10 @@ TOKEN_DIMS = {
 def append(cache: Any, other: Any) -> tuple[int, int]:
     """Put the rows of ``other`` behind those of ``cache``, in place; ``other`` stays as it is.
 
-    The newest tokens of all rows end up in the same column: the shorter cache is padded with zeros
-    on the left, which attention masks have to hide. Returns how many columns the rows of ``cache``
-    and those of ``other`` were padded by. Both parts of an encoder-decoder's cache are joined, each
-    padded on the left by itself; the numbers are those of the decoder's part.
-
-    Raises ``ValueError``, before anything is changed, for layers of a kind that is not ``APPENDABLE``,
-    and for caches whose layers differ in number, kind, heads, size, window or dtype.
+    The shorter cache is padded with zeros on the left, which attention masks have to hide. Returns by how
+    many columns the rows of ``cache`` and those of ``other`` were padded: of an encoder-decoder's, in the
+    decoder's part; the other part is padded by itself. Raises ``ValueError``, before anything is changed,
+    for layers that are not ``APPENDABLE``, or differ in number, kind, heads, size, window or dtype.
     """
     parts = [(decoder_cache(cache), decoder_cache(other))]
     if isinstance(cache, EncoderDecoderCache) and isinstance(other, EncoderDecoderCache):
@@ -45,8 +42,7 @@ def append(cache: Any, other: Any) -> tuple[int, int]:
     lengths = [int(part.get_seq_length()) for part in parts[0]]
     for layer, added in pairs:
         _append_layer(layer, added)
-    longest = max(lengths)
-    return longest - lengths[0], longest - lengths[1]
+    return max(lengths) - lengths[0], max(lengths) - lengths[1]
 
 
 def _matched(cache: Any, other: Any) -> list[tuple[Any, Any]]:
@@ -100,7 +96,7 @@ def _append_layer(layer: Any, added: Any) -> None:
         rows, dim = [own, theirs[name, index]], TOKEN_DIMS[name]
         if dim == -2:  # a window that records what leaves it holds more than it shows
             rows = [states[..., -kept:, :] for states in rows]
-        joined = _joined(rows[0], rows[1], dim)
+        joined = _joined(*rows, dim)
         if index is None:
             setattr(layer, name, joined)
         else:

@@ -1,7 +1,6 @@
 """The offloaded cache: keys and values are kept on the host, or in mapped files, instead of the device.
 
-Its layers are those of the dynamic cache with ``Offloaded`` tensors. Sliding windows stay on the
-device, since they are small. The operating system reads mapped files as they are attended to.
+Its layers are those of the dynamic cache with ``Offloaded`` tensors. Sliding windows stay on the device.
 """
 
 from __future__ import annotations
@@ -31,14 +30,8 @@ HOST = torch.device("cpu")
 CHUNK_BYTES = 2**20
 
 
-# ---------------------------------------------------------------- settings
-
-
 def folder_of(options: Any) -> Folder | None:
-    """The folder that the ``path`` of a ``cache_config`` names; ``None``: the host's memory.
-
-    Raises ``ValueError`` for anything else that the ``cache_config`` says.
-    """
+    """The folder that a ``cache_config`` names; ``None``: memory. Raises ``ValueError`` for other keys."""
     options = as_dict(options)
     check_keys(options, "offloaded", ["path"])
     path = options.get("path")
@@ -62,15 +55,11 @@ def check_no_settings(options: Any, config: Any = None) -> None:
     check_keys(as_dict(options), "offloaded_static", [])
 
 
-# ---------------------------------------------------------------- the cache
-
-
 class Offloaded(GrowableTensor):
     """A tensor ``(…, length, size)`` on the host, which goes to where the model computes when it grows.
 
-    In files, a buffer has room until the end of the call: what is not written takes no memory.
-    Copies are in files, too; pickles are not. After a fork, both processes copy the tensor to a file
-    of their own before they write, since they share the old one.
+    In files, a buffer has room until the end of the call. Copies are in files, too; pickles are not.
+    After a fork, which shares the file, both processes copy the tensor before they write.
     """
 
     __slots__ = ("folder", "growth", "n_forks")
@@ -79,8 +68,7 @@ class Offloaded(GrowableTensor):
         self, growth: GrowthPolicy, folder: Folder | None = None, view: Tensor | None = None
     ) -> None:
         super().__init__(view)
-        self.growth = growth
-        self.folder = folder
+        self.growth, self.folder = growth, folder
         #: ``mapped.n_forks`` when the buffer was made.
         self.n_forks = 0
 
@@ -141,12 +129,9 @@ class Offloaded(GrowableTensor):
 
 
 class OffloadedCache(GrowingCache):
-    """The dynamic cache with what grows on the host, in memory or in files.
+    """The dynamic cache with what grows on the host, in files of the folder ``path``, or in memory.
 
-    Args:
-        config: The model's config.
-        path: A folder for the files; ``None``: in memory.
-        max_length: Tokens at the end of the call.
+    ``max_length``: tokens at the end of the call.
     """
 
     def __init__(
@@ -207,14 +192,10 @@ def make_cross_attention(request: CacheRequest) -> Cache:
 
 
 def without_cuda(model: Any, config: GenerationConfig) -> GenerationConfig:
-    """The config of a call, with the static cache that ``offloaded_static`` is without CUDA.
-
-    Some models read the name, and make offloaded caches of their own.
-    """
-    if config.cache_implementation != "offloaded_static" or is_on_cuda(model):
-        return config
-    config = copy.copy(config)
-    config.cache_implementation = "static"
+    """The config of a call, with the static cache that ``offloaded_static`` is without CUDA."""
+    if config.cache_implementation == "offloaded_static" and not is_on_cuda(model):
+        config = copy.copy(config)
+        config.cache_implementation = "static"  # some models read the name, and make their own
     return config
 
 
@@ -228,9 +209,8 @@ def is_on_cuda(model: Any) -> bool:
 
 def _needed_bytes(request: CacheRequest) -> int:
     """Bytes of the layers that grow; 0 for those whose heads the config does not tell for sure."""
-    config = request.decoder_config
+    config, numbers = request.decoder_config, 0
     kinds, _ = get_layer_types_and_kwargs(config)
-    numbers = 0
     for kind, layer in zip(kinds, config.per_layer_config, strict=False):
         heads = getattr(layer, "num_key_value_heads", None)
         is_latent = getattr(layer, "qk_head_dim", None) is not None

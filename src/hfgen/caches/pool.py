@@ -1,8 +1,6 @@
 """Memory of static caches that is kept between calls: one pool per model, one lease per cache.
 
-A lease ends when its cache is garbage collected. Until then no other cache uses its buffers, whether
-the cache was returned, kept by a callable, or belongs to another thread or an outer call. Nothing has
-to be given back explicitly, so exceptions need no handling.
+A lease ends when its cache is garbage collected, and no other cache uses its buffers until then.
 """
 
 from __future__ import annotations
@@ -41,9 +39,8 @@ class Size(NamedTuple):
     def enlarged(self, asked: Size, longest: int | None) -> Size:
         """The size of what replaces a cache of this size, which was not enough.
 
-        Lengths grow in steps, so that calls of slowly growing length are not each given a new cache;
-        beyond ``longest`` they are only what is asked for. Rows and lengths that different calls needed
-        are combined unless that takes more than twice what one of them did.
+        Lengths grow in steps up to ``longest``. Rows and lengths that different calls needed are
+        combined, unless that takes more than twice what one of them did.
         """
 
         def step(had: int, wanted: int) -> int:
@@ -87,10 +84,7 @@ class CacheBuffers:
         return any(use_count(storage._cdata) > 2 for storage in storages)  # the buffer, and this
 
     def take(self, place: Place, states: Tensor, length: int, capacity: int) -> Tensor:
-        """Zeros ``(rows, heads, length, size)`` for tokens such as ``states (rows, heads, n, size)``.
-
-        A new buffer has ``capacity`` tokens.
-        """
+        """Zeros ``(rows, heads, length, size)`` for states; a new buffer has ``capacity`` tokens."""
         rows, heads, _, size = states.shape
         buffer = self.tensors.get(place)
         if buffer is not None and not _fits(buffer, states, length):
@@ -124,8 +118,7 @@ class CacheBuffers:
 
     def reach(self, length: int) -> None:
         """Layers of full attention have been written up to ``length`` tokens."""
-        if length > self.reached:
-            self.reached = length
+        self.reached = max(self.reached, length)
 
     def clear(self) -> None:
         """Forget the values: a NaN of an earlier call is a NaN even where a mask hides it."""
@@ -192,8 +185,7 @@ class Pool:
 
     def free(self) -> int:
         """Let go of the idle buffers; returns its bytes."""
-        buffers = self._take_idle()
-        return 0 if buffers is None else buffers.n_bytes
+        return 0 if (buffers := self._take_idle()) is None else buffers.n_bytes
 
     def _take_idle(self) -> CacheBuffers | None:
         try:
@@ -212,14 +204,10 @@ def pool_of(model: Any) -> Pool:
 
 
 def free_caches(model: nn.Module) -> int:
-    """Give back the memory that static caches of ``model`` keep between calls.
+    """Give back the memory that static caches of ``model`` keep between calls; returns its bytes.
 
-    Returns the number of bytes. ``model`` may also be a wrapper (PEFT, ``torch.compile``): all models in
-    it are meant. A cache that is still in use, by a running call or by whoever has it, stays. The next
-    static cache is again no longer than its call needs.
-
-    Raises:
-        TypeError: ``model`` is not a model.
+    ``model`` may be a wrapper (PEFT, ``torch.compile``) of models. A cache that is still in use stays.
+    The next static cache is again no longer than its call needs. Raises ``TypeError`` for no model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"free_caches() takes a model, but got {type(model).__name__}.")

@@ -46,10 +46,9 @@ def check_keys(options: Mapping[str, Any], implementation: str, known: Collectio
 class Settings:
     """What ``cache_config`` may say about the quantised cache.
 
-    ``bits``: per number. ``group_size``: numbers that share a scale and a zero point: tokens of a
-    key's channel, channels of a value. ``None``: 64 tokens, and as many channels as divide the head
-    size and are nearest to 64. ``residual_length``: how many of the newest tokens at least stay in
-    full precision.
+    ``bits``: per number. ``group_size``: numbers that share a scale: tokens of a key's channel, channels
+    of a value. ``None``: 64 tokens, and the divisor of the head size that is nearest to 64 channels.
+    ``residual_length``: how many of the newest tokens at least stay in full precision.
     """
 
     bits: int = 4
@@ -73,10 +72,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, config: Any) -> Settings:
-        """Those of a ``cache_config``, for the layers of a decoder's ``config``.
-
-        Raises ``ValueError`` for what is unknown, out of range, or does not fit the head size.
-        """
+        """Those of a ``cache_config``; ``ValueError`` for what is unknown or does not fit ``config``."""
         options = as_dict(options)
         for key in ("axis_key", "axis_value"):
             if key in options:
@@ -117,10 +113,7 @@ class Settings:
 
 
 def upstream_backend(options: Any) -> str | None:
-    """Which of upstream's backends a ``cache_config`` names; ``None``: hfgen's own method.
-
-    Raises ``ValueError`` if it names another one, or is no dict.
-    """
+    """Which of upstream's backends a ``cache_config`` names; ``None``: hfgen's. ``ValueError``: another."""
     backend = as_dict(options).get("backend", OWN_BACKEND)
     if backend not in (OWN_BACKEND, *UPSTREAM_BACKENDS):
         raise ValueError(

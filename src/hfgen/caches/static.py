@@ -1,8 +1,4 @@
-"""The static cache: kept between calls, and compiled once.
-
-The cache is transformers' ``StaticCache``; its layers (``static_layers.py``) have their memory from a
-pool (``pool.py``).
-"""
+"""The static cache: kept between calls, and compiled once."""
 
 from __future__ import annotations
 
@@ -27,11 +23,9 @@ if TYPE_CHECKING:
 
 def make_static(request: CacheRequest) -> Cache:
     """Of fixed length, as ``torch.compile`` needs it, in memory that is kept; ``offloaded_static`` too."""
-    config = request.config
-    max_length = request.max_length
-    longest = config.max_cache_len or getattr(
-        request.decoder_config, "max_position_embeddings", None
-    )
+    config, max_length = request.config, request.max_length
+    positions = getattr(request.decoder_config, "max_position_embeddings", None)
+    longest = config.max_cache_len or positions
     pool_of(request.model).longest = int(longest) if isinstance(longest, int | float) else None
     if config.max_cache_len is not None:  # sized for the worst call to come
         if config.max_cache_len < max_length:
@@ -117,10 +111,7 @@ def visible_length(cache: Any) -> VisibleLength | None:
 
 
 def fit_to_call(cache: Any, config: GenerationConfig) -> None:
-    """Show as much as upstream does where the caller gets to see it.
-
-    Attentions then have upstream's shapes, and cache and hidden states its values at padding.
-    """
+    """Show as much as upstream does where the caller sees shapes of attentions, or values at padding."""
     if (visible := visible_length(cache)) is not None:
         visible.is_whole_to_prompts |= bool(config.return_dict_in_generate)
         visible.is_whole |= bool(config.output_attentions)

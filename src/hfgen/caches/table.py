@@ -25,10 +25,8 @@ class CacheRequest:
     model: Any
     config: GenerationConfig
     model_kwargs: ModelKwargs
-    #: Sequences that the cache will hold.
-    rows: int
-    #: Tokens per sequence, at most.
-    max_length: int
+    rows: int  # sequences that the cache will hold
+    max_length: int  # tokens per sequence, at most
 
     @property
     def decoder_config(self) -> Any:
@@ -52,13 +50,11 @@ class CacheKind:
     Args:
         name: Its ``cache_implementation``.
         factory: Makes the cache of a call.
-        settings: Raises ``ValueError`` for a ``cache_config`` that cannot be used, given the
-            ``cache_config`` and the decoder's config. ``None``: it is not checked.
+        settings: Raises ``ValueError`` for a ``cache_config`` and a decoder's config that do not fit.
         make_cross_attention: Makes the encoder's part, unless ``factory`` returns both.
         compiles: Keys have fixed shapes, so decoding steps may be compiled.
-        loses_rows: ``reorder_cache(rows)`` of its layers may be given fewer rows than there are, as
-            ``drop_finished`` does.
-        rolls_back: ``crop(-n)`` takes the newest tokens out, as drafting and contrastive search do.
+        loses_rows: ``reorder_cache(rows)`` of its layers takes fewer rows (for ``drop_finished``).
+        rolls_back: ``crop(-n)`` takes the newest tokens out (for drafting and contrastive search).
         may_hold_prefix: A ``PrefixCache`` may fill it.
     """
 

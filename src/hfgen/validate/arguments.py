@@ -70,9 +70,8 @@ def check_request(request: Request) -> None:
     for name in TENSORS:
         tensor = getattr(request, name, request.kwargs.get(name))
         if tensor is not None and not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"`{name}` has to be a tensor, but is {_kind(tensor)}. {_advice(tensor)}"
-            )
+            advice = _advice(tensor)
+            raise TypeError(f"`{name}` has to be a tensor, but is {_kind(tensor)}. {advice}")
         if tensor is not None and tensor.ndim == 0:
             raise IndexError(f"`{name}` has to be (batch, …), but is one number, {tensor}.")
 

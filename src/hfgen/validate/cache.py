@@ -20,10 +20,7 @@ PROTOCOL = ("get_seq_length", "get_mask_sizes", "update")
 
 
 def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
-    """Raise ``ValueError`` for a cache that another model filled, or that leaves nothing to forward.
-
-    How many sequences it holds, and whether a static one is long enough, ``caches.prepare`` checks.
-    """
+    """Raise ``ValueError`` for a cache that another model filled, or that leaves nothing to forward."""
     name = families.cache_argument(model)
     cache = prompt.model_kwargs.get(name)
     if cache is None or not model._supports_default_dynamic_cache():
@@ -92,8 +89,7 @@ def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
 def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
     """Within, explain errors of updates whose keys do not fit behind those of the caller's ``cache``.
 
-    Configs do not tell reliably how many heads of which size a model caches, so the first layer's
-    update is the check. It comes before anything is written.
+    The first layer's update is the check, since configs do not tell reliably what a model caches.
     """
     layers = cache_layers.layers_of(cache)
     shape = _shape_of_keys(layers)
@@ -121,10 +117,7 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
 
 @contextmanager
 def checking_updates(cache: Any) -> Iterator[None]:
-    """Within, what ``update`` of a cache or layer of somebody's own returns is checked.
-
-    It has to be keys and values ``(rows, heads, length, size)``, with the new ones among them.
-    """
+    """Within, check that ``update`` of somebody's own cache or layer returns all keys and values."""
     parts: Any = [cache, *cache_layers.layers_of(cache)] if isinstance(cache, Cache) else []
     parts = list(filter(cache_layers.is_somebodys_own, parts))
     for part in parts:

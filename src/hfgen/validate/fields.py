@@ -24,10 +24,7 @@ def check_cache_implementation(name: Any) -> None:
 
 
 def check_fields(values: dict[str, Any]) -> None:
-    """Raise ``FieldError`` or ``ValueError`` for the first of the config's fields that cannot hold.
-
-    Ranges of fields that do nothing without another one are left out if that is not set.
-    """
+    """Raise ``FieldError`` or ``ValueError`` for the first of the config's fields that cannot hold."""
     for name, row in FIELDS.items():
         is_used = row.needs is None or is_on(row.needs, values.get(row.needs))
         row.check(name, values.get(name), is_used)
@@ -53,10 +50,7 @@ def require_eos(eos: Any, penalty: Any) -> None:
 
 
 def check_companions(config: GenerationConfig, tokenizer: Any) -> None:
-    """Raise ``ValueError`` for a field of the config that lacks what it works with.
-
-    The stages that build from these fields check them too, but come after the encoder has run.
-    """
+    """Raise ``ValueError``, before an encoder runs, for a field that lacks what it works with."""
     if config.stop_strings is not None:
         require_tokenizer(tokenizer, "stop_strings", config.stop_strings)
     if (penalty := config.exponential_decay_length_penalty) is not None:

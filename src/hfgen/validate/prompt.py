@@ -21,9 +21,8 @@ class PromptError(ValueError, IndexError, RuntimeError):
 def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for a prompt that the model cannot take, or a cache that does not fit it.
 
-    ``ValueError``: empty batch, empty prompt, attention mask of another shape. ``PromptError``: other
-    tensors of a wrong shape or type. ``IndexError``, as in upstream's forward: ids outside of the
-    vocabulary, prompt longer than the table of learned positions.
+    ``ValueError``: nothing to forward, mask of another shape. ``PromptError``: other wrong tensors.
+    ``IndexError``: ids outside of the vocabulary, prompt longer than the learned positions.
     """
     caches.check_config(model, call)
     given, main, name = prompt.model_kwargs, prompt.main_input, prompt.main_input_name
@@ -97,18 +96,17 @@ def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | Non
     n_rows = prompt.batch_size * max(call.config.num_beams, call.config.num_return_sequences)
     fits = ids.numel() > 0 and n_rows % len(ids) == 0
     _check_shape(fits, name, ids, f"hold one row, or one for each of {prompt.batch_size} prompts")
-    mask = call.request.negative_prompt_attention_mask
-    _check_mask_of(name, ids, "negative_prompt_attention_mask", mask)
+    mask_name = "negative_prompt_attention_mask"
+    _check_mask_of(name, ids, mask_name, call.request.negative_prompt_attention_mask)
 
 
 def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
-    ids, mask = (prompt.model_kwargs.get(f"decoder_{n}") for n in ("input_ids", "attention_mask"))
-    table = (
-        families.token_embedding(model.get_decoder()) if model.config.is_encoder_decoder else None
-    )
-    if ids is None or table is None:
-        return
     name, rows = "decoder_input_ids", prompt.batch_size
+    ids, mask = prompt.model_kwargs.get(name), prompt.model_kwargs.get("decoder_attention_mask")
+    if ids is None or not model.config.is_encoder_decoder:
+        return
+    if (table := families.token_embedding(model.get_decoder())) is None:
+        return
     _check_ids(name, ids, table)
     fits = len(ids) == rows and ids.shape[1] > 0
     _check_shape(fits, name, ids, f"hold {rows} rows of tokens, one per row of the input")
@@ -185,13 +183,12 @@ def _check_mask(model: Any, prompt: Prompt) -> None:
     if mask.ndim != 2 or main.ndim < 2:
         return
     expected, given = tuple(main.shape[:2]), tuple(mask.shape)
-    # With a cache the mask also covers what is in the cache.
-    is_continued = families.given_cache(prompt.model_kwargs) is not None
-    covers = is_continued and given[0] == expected[0] and given[1] >= expected[1]
-    fits = given == expected or covers
-    _check_shape(
-        fits, "attention_mask", mask, f"have the shape of `{name}`, {expected}", ValueError
-    )
+    if families.given_cache(prompt.model_kwargs) is None:
+        fits = given == expected
+    else:  # the mask also covers what is in the cache
+        fits = given[0] == expected[0] and given[1] >= expected[1]
+    what = f"have the shape of `{name}`, {expected}"
+    _check_shape(fits, "attention_mask", mask, what, ValueError)
     if mask.numel() == 0 or mask.device.type == "meta":
         return
     lowest, highest = mask.aminmax()
