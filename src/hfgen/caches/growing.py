@@ -61,9 +61,7 @@ class GrowableTensor:
     def __init__(self, view: Tensor | None = None) -> None:
         self.view: Any = view
         self.buffer: Any = None
-        self.end = 0
-        self.written = 0
-        self.shared = 0
+        self.end = self.written = self.shared = 0
         self.is_inference = False
         self.lead: torch.Size | None = None
         self.stride: tuple[int, ...] = ()
@@ -82,8 +80,7 @@ class GrowableTensor:
             self._make_room(new, spare)
         buffer, length = self.buffer, self.view.shape[-2] + added
         buffer.as_strided(shape, self.stride, self.end * size).copy_(new)
-        self.end += added
-        self.written = self.end
+        self.end = self.written = self.end + added
         # as_strided is a third of the cost of narrow(), which counts in a small model's step.
         start = (self.end - length) * size
         self.view = buffer.as_strided((*shape[:-2], length, size), self.stride, start)
@@ -123,11 +120,10 @@ class GrowableTensor:
 
     def _can_follow(self, new: Tensor) -> bool:
         view = self.view
-        is_same = (view.dtype, view.device) == (new.dtype, new.device)
-        return is_same and (
-            _is_nothing(view)
-            or (view.shape[:-2], view.shape[-1]) == (new.shape[:-2], new.shape[-1])
-        )
+        if (view.dtype, view.device) != (new.dtype, new.device):
+            return False
+        shapes = [(*states.shape[:-2], states.shape[-1]) for states in (view, new)]
+        return _is_nothing(view) or shapes[0] == shapes[1]
 
     def _make_room(self, new: Tensor, spare: Spare) -> None:
         """Let ``new`` fit behind ``view``: in the same buffer if it is enough, or in another."""
@@ -216,9 +212,8 @@ class GrowableTensor:
         return GrowableTensor(self.view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrowableTensor:
-        return GrowableTensor(
-            copy.deepcopy(self.view, memo) if self.buffer is None else self._compact()
-        )
+        view = copy.deepcopy(self.view, memo) if self.buffer is None else self._compact()
+        return GrowableTensor(view)
 
     def __reduce__(self) -> tuple[type[GrowableTensor], tuple[Tensor | None]]:
         return GrowableTensor, (self._compact(),)

@@ -96,7 +96,7 @@ def _append_layer(layer: Any, added: Any) -> None:
         rows, dim = [own, theirs[name, index]], TOKEN_DIMS[name]
         if dim == -2:  # a window that records what leaves it holds more than it shows
             rows = [states[..., -kept:, :] for states in rows]
-        joined = _joined(*rows, dim)
+        joined = _joined(rows[0], rows[1], dim)
         if index is None:
             setattr(layer, name, joined)
         else:

@@ -12,8 +12,7 @@ import tempfile
 import torch
 from torch import Tensor
 
-#: How often this process, or one that it is forked from, was forked. Processes share what was mapped
-#: before a fork: each of them has to write elsewhere after it.
+#: How often this process and its parents were forked. What was mapped before a fork is shared after it.
 n_forks = 0
 
 

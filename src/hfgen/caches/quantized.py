@@ -59,8 +59,7 @@ class States:
 
     def __init__(self, grouping: Grouping, like: Tensor) -> None:
         self.packed = Packed.nothing(grouping, like)
-        #: ``(rows, heads, length, size)``
-        self.recent = like[:, :, :0].clone()
+        self.recent = like[:, :, :0].clone()  # (rows, heads, length, size)
 
     def __len__(self) -> int:
         return self.packed.length + int(self.recent.shape[2])
@@ -142,12 +141,10 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         padding: Padding | None = None,
         scratch: tuple[Scratch, Scratch] | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings, self.padding = settings, padding
         #: What keys, and values, are unpacked into.
         self.scratch = scratch or (Scratch(), Scratch())
-        self.padding = padding
-        #: Whether what an update adds may be taken back before the next one.
-        self.record_past = False
+        self.record_past = False  # whether an update may be taken back before the next one
         self.states: dict[str, States] = {}
         super().__init__()
 

@@ -43,13 +43,11 @@ def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
 
 def _check_kind(model: Any, name: str, cache: Cache) -> None:
     """Refuse a cache with cross-attention where the model's code does not know such caches."""
+    if model.config.is_encoder_decoder or not isinstance(cache, EncoderDecoderCache):
+        return
     modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
-    is_known = model.config.is_encoder_decoder or not isinstance(cache, EncoderDecoderCache)
-    if not is_known and not any(
-        hasattr(module, EncoderDecoderCache.__name__)
-        for module in modules
-        if "modeling" in getattr(module, "__name__", "")
-    ):
+    models = (module for module in modules if "modeling" in getattr(module, "__name__", ""))
+    if not any(hasattr(module, EncoderDecoderCache.__name__) for module in models):
         raise ValueError(
             f"`{name}` is an EncoderDecoderCache, but {type(model).__name__} has no cross-attention. "
             "It was filled by another model."
