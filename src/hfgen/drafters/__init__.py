@@ -1,7 +1,6 @@
 """Ways to guess the next tokens, for ``strategies/assisted.py`` to verify, one file per way.
 
-``DRAFTERS`` says which call drafts how. To add one, write a subclass of ``Drafter`` and add a row; a
-caller passes an object of their own as ``assistant_model``.
+``DRAFTERS`` says which call drafts how. To add one, write a subclass of ``Drafter`` and add a row.
 """
 
 from __future__ import annotations
@@ -105,12 +104,10 @@ def make_drafter(setup: Setup) -> Drafter:
 
 
 def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
-    """How many tokens to draft.
+    """How many tokens to draft: the drafter's own schedule, the one asked for, or a default.
 
-    The length adapts to what is accepted, unless upstream's way is asked for; or has to be taken
-    since it shows: in the draws of a sampled row, and in the chunks that a streamer gets of one row.
-    Prompt lookup for one row costs next to nothing, and drafts as much as it is told to. A
-    drafter may have a schedule of its own. No draft is longer than what is left of the sequence.
+    By default the length adapts to what is accepted. It is upstream's where that shows: in the draws
+    of a sampled row, and in the chunks that a streamer gets of one row; and for prompt lookup of one.
     """
     if drafter.schedule is not None:
         return drafter.schedule
@@ -124,9 +121,10 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
         n_tokens = setup.of_assistant("num_assistant_tokens") or DEFAULT_TOKENS
     is_fixed = setup.is_exact or (is_one and (setup.has_streamer or is_lookup))
     make = schedule_named(name, default="constant" if is_fixed else "adaptive")
+    rows, length = setup.run.ids.shape
     # Prompt lookup may overshoot, by no more than it knows.
-    longest = setup.max_length if is_lookup else setup.max_length - setup.run.ids.shape[1]
-    schedule = make(max(min(int(n_tokens), longest), 1), len(setup.run.ids), drafter.cost)
+    longest = setup.max_length if is_lookup else setup.max_length - length
+    schedule = make(max(min(int(n_tokens), longest), 1), rows, drafter.cost)
     if name == "heuristic" and isinstance(schedule, Heuristic) and isinstance(drafter, Assistant):
         schedule.kept_in = drafter.model.generation_config
     return schedule

@@ -22,9 +22,8 @@ from .schedule import relative_cost
 class Assistant(Drafter):
     """Decodes with the assistant, on a cache of its own that keeps what was accepted.
 
-    All rows step together: where a row is known further than another, its known token is fed in
-    place of a draft. A row's draft ends at an EOS, or after a token less likely than the confidence
-    threshold. Upstream's ``assistant_model``.
+    All rows step together: a row that is known further is fed its known tokens. A row's draft ends
+    at an EOS, or after a token less likely than the confidence threshold.
     """
 
     def __init__(self, setup: Setup, model: Any = None) -> None:
@@ -46,8 +45,7 @@ class Assistant(Drafter):
             return None
         ids = context.ids[:, : context.end].to(self.model.device, copy=True)
         if self.run is None:
-            self.run = self.prepare(ids[:, :first])
-            self.length = first
+            self.run, self.length = self.prepare(ids[:, :first]), first
         self.forget(first - 1)
         return self.write(self.run, ids, first, context)
 
@@ -57,8 +55,7 @@ class Assistant(Drafter):
         known = (torch.tensor(context.known) if known is None else known).to(ids.device)
         is_open = known < context.end
         lengths = [context.n_tokens] * len(ids)  # as far as nothing ends a draft
-        # Looking whether all drafts have ended makes an accelerator wait, and makes draws depend on
-        # where they end; without it the schedule finds the length that pays.
+        # A look at the device makes an accelerator wait, and makes draws depend on where drafts end.
         may_look = self.setup.is_exact or (ids.device.type == "cpu" and not run.config.do_sample)
         n_known = first - context.start
         tokens = ids[:, context.start :].clone()
@@ -75,8 +72,7 @@ class Assistant(Drafter):
             if run.config.do_sample:
                 chosen = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
             is_known = position < known
-            chosen = torch.where(is_known, ids[:, position], chosen)
-            ids[:, position] = chosen
+            ids[:, position] = chosen = torch.where(is_known, ids[:, position], chosen)
             column = position - context.start
             tokens[:, column] = torch.where(is_known | is_open, chosen, -1)
             if self.setup.needs_logits:
@@ -115,17 +111,15 @@ class Assistant(Drafter):
 
     def forward(self, run: Run) -> ModelOutput:
         if self.cached == 0:
-            kwargs = run.model_kwargs
-            return execution.prefill(run.model, run.ids, run.config, kwargs, False)
+            return execution.prefill(run.model, run.ids, run.config, run.model_kwargs, False)
         return execution.continued(run, run.ids.shape[1] - self.cached)
 
     def forget(self, n_valid: int) -> None:
         """Keep the first ``n_valid`` positions of the cache: what follows was not accepted."""
         if self.run is None or self.cached == 0:
             return
-        cache = self.run.model_kwargs["past_key_values"]
         kept = min(self.cached, n_valid)
-        roll_back(cache, self.cached - kept)
+        roll_back(self.run.model_kwargs["past_key_values"], self.cached - kept)
         self.cached = kept
 
     def prepare(self, ids: torch.Tensor) -> Run:
@@ -133,10 +127,9 @@ class Assistant(Drafter):
         target, model = self.setup.run, self.model
         config = self.config(target.config)
         config.max_new_tokens = max(self.setup.max_length - ids.shape[1], 1)
-        model_kwargs = self.model_kwargs(target, ids)
+        name, model_kwargs = "input_ids", self.model_kwargs(target, ids)
         if model.config.is_encoder_decoder:
-            model_kwargs = self.encoded(model_kwargs, config, ids)
-        name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+            name, model_kwargs = "decoder_input_ids", self.encoded(model_kwargs, config, ids)
         request = Request(
             generation_config=config,
             logits_processor=LogitsProcessorList(self.shared_processors(target)),
@@ -155,8 +148,7 @@ class Assistant(Drafter):
     def shared_processors(self, target: Run) -> list[Any]:
         """The target's processors that the assistant decodes with too.
 
-        One of the caller's, or one with a state, is the target's alone. Where draws have to be
-        upstream's, the assistant gets them all, as upstream's does.
+        Those with a state, and the caller's own, only where draws have to be upstream's.
         """
         return [p for p in target.processors if self.setup.is_exact or is_row_wise(p)]
 

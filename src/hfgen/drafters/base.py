@@ -25,9 +25,8 @@ class DraftContext:
 
     ``ids (rows, length)``: row ``r`` is known up to ``known[r]``, what follows in it means nothing.
     All rows are known up to ``start``, some further. ``n_tokens``: how many positions after
-    ``start`` may be filled. ``is_done[r]``: row ``r`` has ended and needs no draft; it counts as
-    known up to ``end``. ``host_ids``: ``ids`` on the CPU, if they are there anyway. ``device_known
-    (rows,)``: ``known`` on the device of ``ids``, if it is there anyway.
+    ``start`` may be filled. ``is_done[r]``: row ``r`` has ended and counts as known up to ``end``.
+    ``host_ids``: ``ids`` on the CPU, if known; ``device_known (rows,)``: ``known`` on the device.
     """
 
     ids: torch.Tensor
@@ -50,10 +49,9 @@ class Draft:
 
     ``tokens (rows, n)``, ``n <= DraftContext.n_tokens``: column ``j`` is for position ``start + j``. Where
     a row is known, its entries are ignored; -1 ends the draft of a row. ``logits (rows, n, vocab)``:
-    the scores that the tokens were drawn from, if the drafter has any. Sampling then accepts more;
-    without them every token counts as drafted with certainty. Either is exact. ``lengths``: the
-    number of filled columns of each row, known ones included, or a bound of it, if the host knows
-    one; ``tokens`` are then not read off the device at once, and not checked.
+    the scores that the tokens were drawn from, if there are any: sampling accepts more with them.
+    ``lengths``: the number of filled columns of each row, known ones included, or a bound of it, if
+    the host knows one; ``tokens`` are then not read off the device at once, and not checked.
     """
 
     tokens: torch.Tensor
@@ -77,8 +75,7 @@ class Acceptance:
 class Drafter:
     """Guesses tokens; a wrong guess costs time, never a token.
 
-    Pass one of your own to ``generate`` as ``assistant_model``. It may inherit from this class, or
-    just have ``draft`` and ``observe``. The attributes say what it needs and costs.
+    One passed to ``generate`` as ``assistant_model`` inherits from this, or has ``draft`` and ``observe``.
     """
 
     #: Further arguments of the target model's forward: ``{"output_hidden_states": True}``.
@@ -110,11 +107,10 @@ class Drafter:
     ) -> None:
         """Learn what the target model said; called after every round, last of all.
 
-        ``run.ids`` are ``n_advanced`` tokens longer than before the round. The forward fed the last
-        token that they had then, or all of the prompt, and drafts after it: in ``model_outputs`` the
-        positions of the last known token and of the first ``n_advanced - 1`` after it are valid for
-        every row. ``scores``, one ``(rows, vocab)`` for each of these positions and of the other
-        drafts; those that verification did not come to are the model's logits.
+        ``run.ids`` are ``n_advanced`` tokens longer than before the round. ``model_outputs`` are of
+        the token that was last then, or of the prompt, and of drafts after it; the first ``n_advanced
+        - 1`` drafts are valid for every row. ``scores``: one ``(rows, vocab)`` for each position from
+        that token on; those that verification did not come to are the model's logits.
         """
 
 
@@ -132,10 +128,7 @@ def name_of(drafter: Drafter) -> str:
 
 
 def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
-    """``draft``, or ``None`` if it is empty. ``name``: what errors call the drafter.
-
-    Raises ``TypeError`` if it is no draft of tensors, ``ValueError`` for tokens of a wrong shape or type.
-    """
+    """``draft``, or ``None`` if it is empty; raises for what is no draft, or of a wrong shape or type."""
     if draft is None:
         return None
     if not isinstance(draft, Draft):
@@ -145,17 +138,13 @@ def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
     if not isinstance(tokens, torch.Tensor):
         raise _wrong(TypeError, name, expected, type(tokens).__name__)
     shape = tuple(tokens.shape)
-    is_fine = tokens.ndim == 2 and len(tokens) == rows and shape[1] <= n
-    if not is_fine or tokens.dtype != torch.long:
+    if len(shape) != 2 or shape[0] != rows or shape[1] > n or tokens.dtype != torch.long:
         raise _wrong(ValueError, name, expected, f"{tokens.dtype} of shape {shape}")
     return draft if shape[1] else None
 
 
 def n_filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: float) -> list[int]:
-    """The number of columns that each row of drafted ``tokens`` fills, known ones included.
-
-    Raises ``ValueError`` for tokens that are outside of the vocabulary.
-    """
+    """How many columns each row of ``tokens`` fills, known ones included; ``ValueError`` if not tokens."""
     lengths = []
     for row, (drafted, known) in enumerate(zip(tokens, context.known, strict=True)):
         lead = min(known - context.start, len(drafted))
@@ -171,9 +160,11 @@ def n_filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: f
 def check_logits(name: str, draft: Draft, vocab: int) -> None:
     """Raise if ``draft.logits`` are not scores of ``draft.tokens`` over the target's vocabulary."""
     logits, expected = draft.logits, (*draft.tokens.shape, vocab)
-    if logits is not None and not isinstance(logits, torch.Tensor):
+    if logits is None:
+        return
+    if not isinstance(logits, torch.Tensor):
         raise _wrong(TypeError, name, f"logits of shape {expected}", type(logits).__name__)
-    if logits is not None and logits.shape != expected:
+    if logits.shape != expected:
         raise _wrong(ValueError, name, f"logits of shape {expected}", str(tuple(logits.shape)))
 
 
@@ -210,10 +201,7 @@ class Setup:
         return bool(config.do_sample) or config.assistant_ensemble_weight is not None
 
     def of_assistant(self, name: str, always: bool = False) -> Any:
-        """A setting of the call or, by default, of the assistant's own config, where upstream has it.
-
-        Upstream ignores the call's. Where draws have to be upstream's, so does this, unless ``always``.
-        """
+        """A setting of the call, unless draws have to be upstream's, or of the assistant's own config."""
         config = self.run.config
         model = self.assistant_model if config.assistant_early_exit is None else self.run.model
         value = getattr(config, name)

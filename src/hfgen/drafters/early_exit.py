@@ -51,8 +51,7 @@ class EarlyExit(Assistant):
 def first_layers(model: Any, n_layers: int) -> Any:
     """A view of ``model`` whose decoder has ``n_layers`` layers; the model itself is not touched.
 
-    The modules from the model down to the list of layers are copied, and so are their configs.
-    Everything else is shared: parameters, the layers themselves, hooks, generation config.
+    The modules from the model down to the list of layers and their configs are copied, all else shared.
     """
     decoder, owner, name = decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is owner)

@@ -14,8 +14,7 @@ from .base import Draft, DraftContext, Drafter
 class PromptLookup(Drafter):
     """Drafts the continuation of an earlier occurrence of the newest n-gram of each row.
 
-    The longest n-gram that occurred goes first, and of its occurrences the earliest. The search is
-    done on the host. Upstream's ``prompt_lookup_num_tokens`` and ``max_matching_ngram_size``.
+    The longest n-gram that occurred goes first, and of its occurrences the earliest. The host searches.
     """
 
     def __init__(
@@ -29,10 +28,8 @@ class PromptLookup(Drafter):
 
         ``overshoots``: drafts may go beyond the call's maximum length, as upstream's do.
         """
-        self.overshoots = overshoots
-        self.max_ngram = max_ngram
+        self.overshoots, self.max_ngram, self.allowed = overshoots, max_ngram, allowed
         self.eos = [] if eos is None else eos.flatten().tolist()
-        self.allowed = allowed
 
     def draft(self, context: DraftContext) -> Draft | None:
         host_ids = context.ids.cpu() if context.host_ids is None else context.host_ids
@@ -66,8 +63,7 @@ class PromptLookup(Drafter):
     def _begins(self, ids: torch.Tensor) -> Iterator[int]:
         """Where the text goes on after the newest n-gram occurred: the longest first, then the earliest.
 
-        An n-gram may overlap with itself. Its occurrences are among those of the shorter ones, so
-        the search ends with the first size that did not occur.
+        Occurrences of an n-gram are among those of the shorter ones; it may overlap with itself.
         """
         last = len(ids) - 1
         found = [(ids[:last] == ids[last]).nonzero().flatten() + 1]  # by size, from 1 on
@@ -84,8 +80,7 @@ class PromptLookup(Drafter):
 def n_allowed(processors: Any, vocab: int, ids: torch.Tensor, tokens: torch.Tensor) -> int:
     """How many ``tokens (n,)`` after ``ids (1, length)`` the processors leave possible.
 
-    Counted as upstream does, with a copy of the processors: those with a state see no draft. Only
-    asked where draws have to be upstream's, since they depend on the number of drafted tokens.
+    Counted as upstream does, whose draws depend on it, with a copy of the processors.
     """
     processors = copy.deepcopy(processors)
     for n_tokens, token in enumerate(tokens.tolist()):

@@ -39,8 +39,8 @@ class Restriction:
         shared = self.to_target(scores.to(self.device))
         restricted = self.to_own(shared, vocab)
         if self.processors:
-            processed = self.processors(self.target_ids(ids.to(self.device)), shared.clone())
-            processed = self.to_own(processed, vocab)
+            ids = self.target_ids(ids.to(self.device))
+            processed = self.to_own(self.processors(ids, shared.clone()), vocab)
             # Nothing shared may be left, if an EOS is forced: any other draft will do as well.
             is_left = (processed > -math.inf).any(dim=1, keepdim=True)
             restricted = torch.where(is_left, processed, restricted)
@@ -59,15 +59,11 @@ class Restriction:
         return result
 
     def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids ``(rows, length)`` of what is known and drafted so far.
-
-        Rows that are shorter repeat their first id: processors ask what occurred, and what is newest.
-        """
+        """The target's ids ``(rows, length)`` so far; rows that are shorter repeat their first id."""
         own_known = torch.tensor(self.own_known, device=self.device)[:, None]
         lengths = self.known[:, None] + (ids.shape[1] - own_known).clamp(min=0)
         longest = int(lengths.max())
-        columns = torch.arange(longest, device=self.device) - longest + lengths
-        columns = columns.clamp(min=0)
+        columns = (torch.arange(longest, device=self.device) - longest + lengths).clamp(min=0)
         known = self.ids.gather(1, columns.clamp(max=self.ids.shape[1] - 1))
         index = torch.searchsorted(self.own, ids.contiguous()).clamp(max=len(self.own) - 1)
         drafts = columns - self.known[:, None]  # from 0 on, behind what is known

@@ -25,7 +25,7 @@ class Schedule:
 
 
 class Constant(Schedule):
-    """Always the same. Upstream's ``num_assistant_tokens_schedule="constant"``."""
+    """Always the same. Upstream's "constant"."""
 
     def __init__(self, n_tokens: int, rows: int = 1, cost: float = 0.0) -> None:
         self.n_tokens = n_tokens
@@ -34,8 +34,8 @@ class Constant(Schedule):
 class Heuristic(Constant):
     """Two more after a draft that was accepted as a whole, one less after any other.
 
-    Upstream's "heuristic" and "heuristic_transient"; the former writes the number to the assistant's
-    generation config (``kept_in``) in the end, for its next call.
+    Upstream's "heuristic" (writes the number to the assistant's config in the end, for its next
+    call) and "heuristic_transient".
     """
 
     kept_in: Any = None
@@ -49,10 +49,7 @@ class Heuristic(Constant):
 
 
 class Rate:
-    """How often something goes on for one token more, from the lengths that it went on for.
-
-    Newer lengths count more; without any, every second time.
-    """
+    """How often something goes on for one token more, by the lengths seen, newer ones the more."""
 
     def __init__(self) -> None:
         self.went_on, self.stopped = 0.5, 0.5
@@ -90,12 +87,10 @@ def relative_cost(draft: Any, target: Any) -> float:
 class Adaptive(Constant):
     """The length that should make tokens fastest, by what was accepted so far: hfgen's default.
 
-    Of a draft of ``n`` tokens, as many are accepted as ``accepted`` says, and one more is gained
-    (Leviathan et al. 2023, equation 1); as many are drafted as ``drafted`` says, since a drafter
-    may stop early. What a round costs follows from these numbers and from constants, so lengths do
-    not depend on a clock. Where nothing gains ``MARGIN`` over decoding without a draft, none is
-    made, and at longer and longer intervals one is tried again. With several rows, tokens count
-    that all rows advance by.
+    A round gains the accepted tokens and one more (Leviathan et al. 2023, equation 1). Its cost
+    follows from the tokens drafted and from constants, not from a clock. Where nothing gains
+    ``MARGIN`` over decoding without a draft, none is made, and at longer and longer intervals one is
+    tried again. With several rows, tokens count that all rows advance by.
     """
 
     #: Rounds to learn from before anything is adapted, and the length of their drafts.
@@ -112,8 +107,7 @@ class Adaptive(Constant):
     def __init__(self, n_tokens: int, rows: int = 1, cost: float = 0.0) -> None:
         super().__init__(min(n_tokens, self.START))
         self.max_tokens, self.rows, self.cost = n_tokens, rows, cost
-        self.rounds = 0
-        self.pause, self.paused = self.FIRST_PAUSE, 0
+        self.pause, self.paused, self.rounds = self.FIRST_PAUSE, 0, 0
         self.accepted, self.drafted = Rate(), Rate()
 
     def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
@@ -133,8 +127,7 @@ class Adaptive(Constant):
         if speed > self.MARGIN:
             self.n_tokens, self.paused, self.pause = best, 0, self.FIRST_PAUSE
             return
-        self.paused += 1
-        self.n_tokens = 0
+        self.paused, self.n_tokens = self.paused + 1, 0
         if self.paused >= self.pause:
             self.n_tokens = min(self.PROBE, self.max_tokens)
             self.paused, self.pause = 0, min(2 * self.pause, self.LONGEST_PAUSE)

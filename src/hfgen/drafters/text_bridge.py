@@ -8,11 +8,7 @@ from ..vocabularies import INCOMPLETE, Spelling
 
 
 class Row:
-    """One sequence of the target, as the assistant reads it: its text, in ids of the assistant's.
-
-    What is encoded anew each round is a window of the newest target tokens. Where it begins moves
-    on with them: see ``move``. A wrong alignment makes a bad draft, no more.
-    """
+    """One sequence of the target in the assistant's ids; each round encodes a window of new tokens."""
 
     def __init__(
         self,
@@ -44,23 +40,19 @@ class Row:
         return context
 
     def encoded(self, begin: int) -> list[int]:
-        """The assistant's ids of the text from the target's token ``begin`` on.
-
-        A character that is not complete is left to the assistant.
-        """
+        """The assistant's ids of the text from token ``begin`` on, up to an incomplete character."""
         return self.own.ids(self.target.text(self.tokens[begin:]).rstrip(INCOMPLETE))
 
     def move(self, window: list[int]) -> None:
         """Begin the window later, once it has grown to its limit.
 
-        The encodings of both windows end alike. Where they part is where what is kept as it is
-        ends; the later window's first ids, of a text cut somewhere, are not used.
+        The encodings of both windows end alike; ids before that are kept as they are.
         """
         if len(self.tokens) - self.begin <= self.limit:
             return
         begin = len(self.tokens) - self.lookbehind
         later = self.encoded(begin)
-        n_common = common_suffix(window[self.n_overlap :], later)
+        n_common = common_prefix(window[self.n_overlap :][::-1], later[::-1])
         if 2 * n_common <= len(later):  # hardly: try again further on
             self.limit *= 2
             return
@@ -71,9 +63,7 @@ class Row:
     def follow(self, drafted: list[int]) -> list[int]:
         old = self.own.text(self.newest)
         text = self.own.text(self.newest + drafted).rstrip(INCOMPLETE)
-        if not text.startswith(old):
-            return []
-        return self.appended(text[len(old) :])
+        return self.appended(text[len(old) :]) if text.startswith(old) else []
 
     def appended(self, text: str) -> list[int]:
         """The target's ids of ``text`` behind what is known."""
@@ -85,8 +75,8 @@ class Row:
         ids = self.target.ids(complete + text)
         if ids[: len(known_ids)] == known_ids:
             return ids[len(known_ids) :]
-        if complete != known:
-            return []  # amid a character
+        if complete != known:  # amid a character
+            return []
         as_encoded = self.target.ids(known)  # which the target may have chosen to write otherwise
         if ids[: len(as_encoded)] == as_encoded:
             return ids[len(as_encoded) :]
@@ -100,7 +90,3 @@ def common_prefix(first: list[int], second: list[int]) -> int:
     while first[:n] != second[:n]:
         n -= 1
     return n
-
-
-def common_suffix(first: list[int], second: list[int]) -> int:
-    return common_prefix(first[::-1], second[::-1])

@@ -1,10 +1,9 @@
 """Drafts by an assistant that has another tokenizer.
 
-Greedy: what is known is decoded to text and encoded anew for the assistant, and what it drafts goes
-the same way back ("universal assisted generation"). Sampling: the assistant is restricted to the
-tokens that both vocabularies have, so that the probability of each drafted token is known (Timor et
-al. 2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous
-Vocabularies", algorithm 4).
+Greedy: tokens are translated through their text, both ways ("universal assisted generation").
+Sampling: the assistant is restricted to the tokens that both vocabularies have, so that the
+probability of each drafted token is known (Timor et al. 2025, "Accelerating LLM Inference with
+Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", algorithm 4).
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from .text_bridge import Row, common_prefix
 class UniversalDrafter(Assistant):
     """Drafts in the assistant's tokens, for rows that are as far in them as they happen to be.
 
-    The assistant's ids of all rows are laid out in columns, padded on the left so that the rows end
-    together. With time they drift apart, since a text has more tokens in one vocabulary and fewer
-    in the other; they are then laid out anew, and read anew by the assistant.
+    The assistant's ids are laid out in columns, padded on the left so that all rows end together. As
+    the vocabularies differ, rows drift apart; they are then laid out anew, and read anew.
     """
 
     #: By how many columns rows may have drifted apart.
@@ -73,19 +71,12 @@ class UniversalDrafter(Assistant):
         if all(context.is_done):
             return None
         self.read(context)
-        columns = [
-            [] if done else row.context()
-            for row, done in zip(self.rows, context.is_done, strict=True)
-        ]
-        rooms = [
-            max(context.end - known, 0) if ids else 0
-            for known, ids in zip(context.known, columns, strict=True)
-        ]
+        pairs = zip(self.rows, context.is_done, strict=True)
+        columns = [[] if is_done else row.context() for row, is_done in pairs]
+        room = [max(context.end - known, 0) for known in context.known]
+        rooms = [n if ids else 0 for n, ids in zip(room, columns, strict=True)]
         own = self.laid_out(columns, rooms) if any(rooms) else None
-        if own is None:
-            return None
-        drafted = super().draft(own)
-        if drafted is None:
+        if own is None or (drafted := super().draft(own)) is None:
             return None
         tokens = drafted.tokens.tolist()
         known = own.ids[:, : own.start].tolist()
@@ -105,10 +96,7 @@ class UniversalDrafter(Assistant):
                 self.n_read[index] = context.known[index]
 
     def laid_out(self, contexts: list[list[int]], rooms: list[int]) -> DraftContext | None:
-        """What the assistant has to go by: a context of its own ids, with room for drafts.
-
-        ``contexts``: ids of each row, empty if it has ended; ``rooms``: how much to draft of it.
-        """
+        """A context of the assistant's ids: ``contexts``, empty for ended rows; ``rooms`` to draft."""
         is_open = [room > 0 for room in rooms]
         self.n_valid = min(
             common_prefix(fed, [0] * pad + ids)
@@ -124,29 +112,20 @@ class UniversalDrafter(Assistant):
         )
         if self.run is None or is_lost or end - first > max(rooms) + self.DRIFT:
             self.run, self.cached, self.length = None, 0, 0
-            longest = max(map(len, contexts))
+            n_kept, longest = 0, max(map(len, contexts))
             self.pads = [longest - len(ids) if ids else 0 for ids in contexts]
             lengths = [longest] * len(lengths)
             first, end = _span(lengths, rooms)
-            n_kept = 0
         end = int(min(end, self.positions))
         if first >= end:
             return None
         self.n_kept = n_kept
         width = max(end, *lengths)
-        ids = [
-            [0] * pad + ids + [0] * (width - pad - len(ids))
-            for pad, ids in zip(self.pads, contexts, strict=True)
-        ]
-        return DraftContext(
-            ids=torch.tensor(ids),
-            known=tuple(
-                length if open_ else end for length, open_ in zip(lengths, is_open, strict=True)
-            ),
-            is_done=tuple(not open_ for open_ in is_open),
-            start=first,
-            n_tokens=end - first,
-        )
+        padded = [[0] * pad + ids for pad, ids in zip(self.pads, contexts, strict=True)]
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in padded])
+        known = (n if open_ else end for n, open_ in zip(lengths, is_open, strict=True))
+        is_done = tuple(not open_ for open_ in is_open)
+        return DraftContext(ids, tuple(known), is_done, start=first, n_tokens=end - first)
 
     def translated(
         self, tokens: list[list[int]], drafted: Draft, own: DraftContext, context: DraftContext
@@ -156,9 +135,8 @@ class UniversalDrafter(Assistant):
         for index, row in enumerate(self.rows):
             if own.is_done[index]:
                 continue
-            lead = context.known[index] - context.start
+            lead, begin = context.known[index] - context.start, own.known[index] - own.start
             room = context.n_tokens - lead
-            begin = own.known[index] - own.start
             mine = tokens[index][begin : begin + room]  # others may have had more columns to fill
             mine = mine[: mine.index(-1)] if -1 in mine else mine
             theirs = self.followed(row, mine)[:room]
@@ -188,16 +166,15 @@ class UniversalDrafter(Assistant):
             repetition_penalty=target.repetition_penalty,
             eos_token_id=self.model.generation_config.eos_token_id,
         )
-        config.is_assistant = True
-        config.use_mtp = False
+        config.is_assistant, config.use_mtp = True, False
         if config.eos_token_id is None:
             config.eos_token_id = getattr(self.own.tokenizer, "eos_token_id", None)
         return config
 
     def model_kwargs(self, target: Run, ids: torch.Tensor) -> ModelKwargs:
         kwargs: ModelKwargs = {}
-        prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
         if any(self.pads):
+            prefix = "decoder_" if self.model.config.is_encoder_decoder else ""
             columns = torch.arange(ids.shape[1], device=ids.device)
             pads = torch.tensor(self.pads, device=ids.device)
             kwargs[prefix + "attention_mask"] = (columns >= pads[:, None]).long()
@@ -212,8 +189,7 @@ class UniversalDrafter(Assistant):
         given = self.setup.encoder_input
         if not self.model.config.is_encoder_decoder or given is None or given.is_floating_point():
             return
-        texts = [self.target.text(row) for row in given.tolist()]
-        rows = [list(self.own.tokenizer.encode(text)) for text in texts]
+        rows = [list(self.own.tokenizer.encode(self.target.text(row))) for row in given.tolist()]
         width = max(1, *map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
@@ -236,10 +212,7 @@ class ByText(UniversalDrafter):
 
 
 class BySharedTokens(UniversalDrafter):
-    """Sampling: the assistant draws from the tokens that both vocabularies have.
-
-    Its scores go through the target's processors, in the target's vocabulary.
-    """
+    """Sampling: the assistant draws from shared tokens, by scores that the target's processors saw."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -258,8 +231,7 @@ class BySharedTokens(UniversalDrafter):
         return run
 
     def laid_out(self, contexts: list[list[int]], rooms: list[int]) -> DraftContext | None:
-        own = super().laid_out(contexts, rooms)
-        if own is not None:
+        if (own := super().laid_out(contexts, rooms)) is not None:
             self.restriction.own_known = own.known
         return own
 
@@ -272,13 +244,12 @@ class BySharedTokens(UniversalDrafter):
     ) -> Draft:
         """Also the logits: those of each row's tokens, in the target's vocabulary."""
         result = super().translated(tokens, drafted, own, context)
-        assert drafted.logits is not None
-        logits = drafted.logits
+        logits: Any = drafted.logits
         shift = torch.tensor(own.known) - own.start - torch.tensor(context.known) + context.start
-        columns = torch.arange(context.n_tokens) + shift[:, None]  # (rows, n)
-        columns = columns.clamp(0, logits.shape[1] - 1).to(logits.device)
+        columns = (torch.arange(context.n_tokens) + shift[:, None]).clamp(0, logits.shape[1] - 1)
         rows = torch.arange(len(self.rows), device=logits.device)[:, None]
-        return Draft(result.tokens, self.restriction.to_target(logits[rows, columns]))
+        logits = logits[rows, columns.to(logits.device)]  # (rows, n, vocab)
+        return Draft(result.tokens, self.restriction.to_target(logits))
 
 
 def _span(lengths: list[int], rooms: list[int]) -> tuple[int, int]:
@@ -291,7 +262,6 @@ def _prompts(run: Run) -> list[list[int]]:
     """The target's prompt without its padding, row by row."""
     name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
     mask = run.model_kwargs.get(name)
-    ids: list[list[int]] = run.ids.tolist()
     if mask is None or mask.shape != run.ids.shape:
-        return ids
-    return [run.ids[row][mask[row].bool()].tolist() for row in range(len(ids))]
+        mask = torch.ones_like(run.ids)
+    return [ids[is_token].tolist() for ids, is_token in zip(run.ids, mask.bool(), strict=True)]

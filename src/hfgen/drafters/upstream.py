@@ -2,9 +2,8 @@
 
 Those are: heads that predict several tokens (``use_mtp=True``); assistants that denoise a block of
 tokens (``speculation_type="dflash"``); Gemma's assistants, which attend to the target's keys; and any
-``CandidateGenerator`` that a caller passes as ``assistant_model`` or that a model's class returns from
-``_get_candidate_generator``. The object decides how much to draft; at one row it is asked what, and
-when, upstream's loop would ask it.
+``CandidateGenerator`` passed as ``assistant_model`` or returned by ``_get_candidate_generator``. At
+one row the object is asked what, and when, upstream's loop would ask it.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ SINGLE_POSITION = _kind("SinglePositionMultiTokenCandidateGenerator")
 class FromGenerators(Drafter):
     """Drafts what upstream's ``CandidateGenerator`` objects draft, one of them for each row.
 
-    Each is asked about its row up to the length that all rows have reached; what the row knows after
-    that stands in the place of a draft.
+    Each is asked about its row up to the length that all rows have reached.
     """
 
     def __init__(self, setup: Setup, generators: list[Any]) -> None:
@@ -62,16 +60,13 @@ class FromGenerators(Drafter):
             if setup.run.config.output_hidden_states:  # all, and not only those that it reads
                 self.forward_arguments.pop("output_hidden_states", None)
         self.outputs: ModelOutput | None = None
-        self.n_matches = 0
-        self.is_prompt = False
+        self.n_matches, self.is_prompt = 0, False
         self.padding = _padding(setup.run) if _is_known(first) else [0] * len(generators)
 
     def draft(self, context: DraftContext) -> Draft | None:
         nothing = context.ids.new_empty(0), None
-        drafted = [
-            nothing if is_done else self.ask(row, context)
-            for row, is_done in enumerate(context.is_done)
-        ]
+        rows = enumerate(context.is_done)
+        drafted = [nothing if is_done else self.ask(row, context) for row, is_done in rows]
         width = max(len(tokens) for tokens, _ in drafted)
         if width == 0:
             return None
@@ -114,8 +109,7 @@ class FromGenerators(Drafter):
     ) -> torch.Tensor | None:
         """The scores ``(rows, width, vocab)`` that tokens were drawn from, if any row has some.
 
-        Gemma's tokens are the likeliest, not drawn: next to their scores, samples would not be
-        distributed as the target's. So these are used only where draws have to be upstream's.
+        Gemma's tokens are the likeliest, not drawn: their scores are for upstream's draws alone.
         """
         is_drawn = not isinstance(self.generators[0], SINGLE_POSITION)
         is_used = is_drawn or self.setup.is_exact or not self.setup.run.config.do_sample
@@ -124,10 +118,8 @@ class FromGenerators(Drafter):
             return None
         scores = first.new_zeros(len(drafted), width, first.shape[-1])
         for row, (tokens, logits) in enumerate(drafted):
-            if logits is not None:
-                scores[row, : len(tokens)] = logits
-            else:  # drafted for certain
-                scores[row, : len(tokens)] = -torch.inf
+            scores[row, : len(tokens)] = -torch.inf if logits is None else logits
+            if logits is None:  # drafted for certain
                 scores[row, : len(tokens)].scatter_(1, tokens[:, None], 0.0)
         return scores
 
@@ -160,9 +152,7 @@ class FromGenerators(Drafter):
         if n_pads and (shared := getattr(outputs, "shared_kv_states", None)):
             length = max(keys.shape[2] for keys, _ in shared.values())  # sliding windows hold less
             outputs["shared_kv_states"] = {
-                kind: tuple(
-                    states[:, :, max(n_pads - (length - states.shape[2]), 0) :] for states in pair
-                )
+                kind: tuple(kv[:, :, max(n_pads - (length - kv.shape[2]), 0) :] for kv in pair)
                 for kind, pair in shared.items()
             }
         return outputs
@@ -181,9 +171,8 @@ class FromGenerators(Drafter):
         for row, generator in enumerate(self.generators):
             if getattr(type(generator), "update_candidate_strategy", idle) is not idle:
                 row_scores = torch.stack([score[row] for score in scores])[None]
-                generator.update_candidate_strategy(
-                    run.ids[row : row + 1], row_scores, self.n_matches
-                )
+                ids = run.ids[row : row + 1]
+                generator.update_candidate_strategy(ids, row_scores, self.n_matches)
 
 
 def _of_row(value: Any, row: int, rows: int, name: str = "") -> Any:
@@ -202,10 +191,7 @@ def _of_row(value: Any, row: int, rows: int, name: str = "") -> Any:
 
 
 def _is_known(generator: Any) -> bool:
-    """Whether it is one of upstream's newer kinds, of which it is known what they read and keep.
-
-    They ignore the mask, or count positions from the ids: rows of a batch come without padding.
-    """
+    """Whether it is one of upstream's newer kinds, whose rows have to come without padding."""
     return type(generator) in (MTP, DFLASH, SINGLE_POSITION)
 
 
@@ -241,22 +227,21 @@ def _from_hook(setup: Setup) -> FromGenerators:
         first.num_assistant_tokens = setup.run.config.num_assistant_tokens or DEFAULT_TOKENS
     if _is_known(first):
         return _made(setup, first)
-    rows = range(1, len(setup.run.ids))
-    return FromGenerators(setup, [first, *(_call_hook(setup, row) for row in rows)])
+    others = (_call_hook(setup, row) for row in range(1, len(setup.run.ids)))
+    return FromGenerators(setup, [first, *others])
 
 
 def _made(setup: Setup, generator: Any) -> FromGenerators:
     """From one generator that is there, twins for all rows: the same weights, caches of their own."""
     run, rows = setup.run, len(setup.run.ids)
-    is_known = _is_known(generator)
-    if rows > 1 and not is_known:
+    if _is_known(generator):
+        _check_prompt(run, generator)
+    elif rows > 1:
         raise ValueError(
             f"`assistant_model` is one {type(generator).__name__}, which follows one sequence, and "
             f"there are {rows}. Return one from `_get_candidate_generator` of the model's class, "
             "which is called for each, or pass a `hfgen.Drafter`."
         )
-    if is_known:
-        _check_prompt(run, generator)
     if rows == 1:
         return FromGenerators(setup, [generator])
     twins = []
@@ -295,8 +280,7 @@ def _call_hook(setup: Setup, row: int = 0) -> Any:
 class _ForRow(LogitsProcessor):
     """The processors of a batch, asked about one row of it and about drafts.
 
-    Some hold something of each row, so they are asked about the row in its place. Those that have a
-    state, or may have one, are left out: it is not to be one of drafts.
+    Some hold something of each row, so each row keeps its place. Those with a state are left out.
     """
 
     def __init__(self, run: Run, row: int, n_pads: int = 0) -> None:

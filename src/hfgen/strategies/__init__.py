@@ -11,12 +11,4 @@ from .dola import Dola
 from .group_beam import GroupBeam
 from .sample import Sample
 
-__all__ = [
-    "Beam",
-    "ConstrainedBeam",
-    "Contrastive",
-    "Dola",
-    "GroupBeam",
-    "NextToken",
-    "Sample",
-]
+__all__ = ["Beam", "ConstrainedBeam", "Contrastive", "Dola", "GroupBeam", "NextToken", "Sample"]

@@ -43,14 +43,7 @@ from ..drafters.base import check, check_logits, n_filled, name_of
 from ..execution import Executor, prefill, shared_prompt
 from ..loop import commit
 from .drafted_rows import DraftedRows
-from .verification import (
-    GreedyMatch,
-    SpeculativeSampling,
-    Verification,
-    is_plain,
-    verify,
-    verify_at_once,
-)
+from .verification import GreedyMatch, SpeculativeSampling, is_plain, verify, verify_at_once
 
 
 class Assisted:
@@ -64,7 +57,7 @@ class Assisted:
         self.drafter = make_drafter(setup)
         self.schedule = make_schedule(setup, self.drafter)
         weight = config.assistant_ensemble_weight
-        self.verification: Verification = GreedyMatch(weight)
+        self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
         if config.do_sample:
             self.verification = SpeculativeSampling(weight, is_upstreams=setup.is_exact)
         self.is_at_once = is_plain(run, self.verification)
@@ -85,10 +78,7 @@ class Assisted:
         self.stats = run.speculation = Speculation()
 
     def prefill(self, run: Run) -> ModelOutput | None:
-        """Nothing, since the first round takes the prompt; but some prompts go alone.
-
-        Those that rows share, those that come in chunks, and embeddings.
-        """
+        """Only of prompts that rows share, that come in chunks, or that are embeddings."""
         is_shared = shared_prompt.is_possible(run) and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
@@ -107,13 +97,10 @@ class Assisted:
     def forward(self, run: Run) -> ModelOutput:
         start = run.ids.shape[1]
         self.make_draft(run, start)
-        candidates = self.rows.tokens[:, : start + self.n_new]
-        result = self.executor.verify(
-            run, candidates, self.n_new, is_first=self.is_first, **self.overrides
-        )
+        ids, is_first = self.rows.tokens[:, : start + self.n_new], self.is_first
         self.is_first = False
         self.stats.forwards += 1
-        return result
+        return self.executor.verify(run, ids, self.n_new, is_first=is_first, **self.overrides)
 
     def make_draft(self, run: Run, start: int) -> None:
         """Write drafted tokens behind the known ones; set how many tokens are new to the cache."""
@@ -124,11 +111,8 @@ class Assisted:
             self.n_new = 0 if run.finished else max(rows.known) - 1 - start
         elif (n := self.room(start)) > 0:
             tokens, filled = self.ask(start, n)
-            ahead = (
-                max(known - start, length)
-                for known, length, ended in zip(rows.known, filled, rows.has_ended, strict=True)
-                if not ended
-            )
+            each = zip(rows.known, filled, rows.has_ended, strict=True)
+            ahead = (max(known - start, length) for known, length, ended in each if not ended)
             self.n_new = min(max(ahead), n)
         rows.place(tokens, start, self.n_new)
 
@@ -144,46 +128,36 @@ class Assisted:
         """Up to ``n`` tokens a row from ``start`` on, ``(rows, …)``, and how many columns each fills."""
         rows = self.rows
         rows.reserve(start + n)
-        known = (
-            start + n if ended else known
-            for known, ended in zip(rows.known, rows.has_ended, strict=True)
-        )
+        pairs = zip(rows.known, rows.has_ended, strict=True)
+        known = tuple(start + n if ended else known for known, ended in pairs)
         device_known = rows.device_known.masked_fill(rows.device_ended, start + n)
-        context = DraftContext(
-            rows.tokens,
-            tuple(known),
-            tuple(rows.has_ended),
-            start,
-            n,
-            rows.host_tokens,
-            device_known,
-        )
+        has_ended, host = tuple(rows.has_ended), rows.host_tokens
+        context = DraftContext(rows.tokens, known, has_ended, start, n, host, device_known)
         name = name_of(self.drafter)
         self.draft = check(name, self.drafter.draft(context), context)
         if self.draft is None:
             return rows.tokens[:, :0], [0] * len(rows.known)
-        tokens = self.draft.tokens
-        lengths: Sequence[int] | None = self.draft.lengths
+        tokens, lengths = self.draft.tokens, self.draft.lengths
         if self.placeholders and self.is_first:  # the model would look for their features
             is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
             tokens, lengths = tokens.masked_fill(is_media, -1), None
-        if lengths is None:
-            lengths = n_filled(name, tokens.tolist(), context, self.vocab)
-        return tokens.to(rows.tokens.device), lengths
+        filled = (
+            n_filled(name, tokens.tolist(), context, self.vocab) if lengths is None else lengths
+        )
+        return tokens.to(rows.tokens.device), filled
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         rows, start, width = self.rows, run.ids.shape[1], self.n_new + 1
         rows.reserve(start + width)
         logits = model_outputs.logits[:, -width:]
         logits = logits.to(copy=True, dtype=torch.float32, device=run.ids.device)
-        draft_logits = None
         if self.draft is not None:
             check_logits(name_of(self.drafter), self.draft, logits.shape[-1])
-            draft_logits = self.draft.logits
         before, had_ended = rows.known, rows.has_ended
         if self.is_at_once:
             verified, invalid_at = verify_at_once(run, rows, logits)
         else:
+            draft_logits = None if self.draft is None else self.draft.logits
             verified, invalid_at = verify(run, rows, self.verification, logits, draft_logits)
         rows.read(start, width, invalid_at)
         # No further than where a row has just ended: it fed drafts after that, and not its padding.
@@ -193,8 +167,7 @@ class Assisted:
         self.observe(before, start + n_advanced, n_advanced)
         commit(run, model_outputs, num_new_tokens=n_advanced)
         run.ids = rows.tokens[:, : start + n_advanced]
-        new = run.ids[:, start:]
-        scores = verified[:n_advanced]
+        new, scores = run.ids[:, start:], verified[:n_advanced]
         if run.scores is not None:
             run.scores += scores
         unverified = logits[:, len(verified) :].unbind(dim=1)

@@ -49,10 +49,7 @@ class NextToken:
 
 
 def padding(run: Run) -> torch.Tensor | None:
-    """The token that follows the EOS of a row while others go on.
-
-    Raises ``TypeError`` if rows end at an EOS token and there is none.
-    """
+    """The token that follows the EOS of a row while others go on; ``TypeError`` if there is none."""
     pad: Any = run.config._pad_token_tensor
     if pad is None and stopping.has_eos_criterion(run.criteria):
         raise TypeError(
@@ -75,11 +72,7 @@ class InvalidScoresError(ValueError, RuntimeError):
 
 
 class InvalidScores:
-    """At which step the scores of a row were first invalid.
-
-    On the CPU that raises at once. To look at an accelerator is to wait for it, so there it is noted
-    and comes with the next ``read`` of something else.
-    """
+    """At which step a row's scores were first invalid: an error on the CPU at once, else by ``read``."""
 
     def __init__(self) -> None:
         self.since: torch.Tensor | None = None
@@ -90,9 +83,8 @@ class InvalidScores:
             return
         if self.since is None:
             self.since = torch.full_like(is_invalid, -1, dtype=torch.long)
-        is_first = is_invalid & (self.since < 0)
-        is_first = is_first if among is None else is_first & among
-        self.since = self.since.masked_fill(is_first, step)
+        counts = is_invalid if among is None else is_invalid & among
+        self.since = self.since.masked_fill(counts & (self.since < 0), step)
         if is_invalid.is_cpu:
             self.raise_any()
 
@@ -109,15 +101,11 @@ class InvalidScores:
             except RuntimeError:  # some row is invalid; it is an error only if the row still counts
                 pass
         # On an accelerator an invalid row would end the process, so it is looked for beforehand.
-        is_invalid = probabilities.sum(dim=-1).isnan()
-        self.note(is_invalid, step, among)
+        self.note(is_invalid := probabilities.sum(dim=-1).isnan(), step, among)
         return torch.multinomial(probabilities.masked_fill(is_invalid[:, None], 1.0), n)
 
     def read(self, *facts: torch.Tensor) -> list[int]:
-        """The values of ``facts``, scalars, in one read of the device.
-
-        Raises ``InvalidScoresError`` if scores have been invalid.
-        """
+        """The values of ``facts``, scalars, in one read of the device; raises as ``raise_any`` does."""
         noted = [] if self.since is None else [(self.since >= 0).any()]
         values: list[int] = torch.stack([*facts, *noted]).tolist()
         if noted and values.pop():
@@ -127,6 +115,5 @@ class InvalidScores:
     def raise_any(self) -> None:
         """Raise ``InvalidScoresError`` if scores have been invalid."""
         since = [] if self.since is None else self.since.tolist()
-        if steps := [step for step in since if step >= 0]:
-            first = min(steps)
+        if (first := min((step for step in since if step >= 0), default=-1)) >= 0:
             raise InvalidScoresError([i for i, step in enumerate(since) if step == first], first)

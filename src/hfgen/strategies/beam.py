@@ -1,8 +1,7 @@
 """Beam search and beam sampling.
 
 Symbols: ``batch`` prompts, ``beams`` hypotheses per prompt, ``rows = batch * beams`` as the model
-sees them, ``n_candidates`` candidates per prompt and step, ``length`` tokens so far, ``prompt`` tokens at
-the start.
+sees them, ``n_candidates`` candidates per prompt and step, ``length`` tokens so far.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class Beam(NextToken):
     """Keep the ``num_beams`` likeliest sequences of each prompt; return the best that ended.
 
     Greedy, the candidates of a step are the likeliest continuations of all beams; sampling, they
-    are drawn without replacement. There are enough of them to go on with even if the best all end
-    in an EOS.
+    are drawn without replacement. They are enough to go on with even if the best all end in an EOS.
     """
 
     drops_rows = True
@@ -56,27 +54,24 @@ class Beam(NextToken):
         rows, self.prompt_length = run.ids.shape
         self.beams = self.beams_of(config)
         self.batch = rows // self.beams
-        device = run.ids.device
-        eos = config._eos_token_tensor
+        device, eos = run.ids.device, config._eos_token_tensor
         self.n_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.beams
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
-
-        # Without an EOS nothing ends early, but for a criterion of the caller's.
         pad = config._pad_token_tensor
-        #: What follows the end of a sequence.
+        #: What follows the end of a sequence. Without an EOS only the caller's criteria end one early.
         self.fill = -1 if eos is None else int(eos[0] if pad is None else pad)
         shape = (self.batch, self.beams)
         ids = run.ids.reshape(*shape, self.prompt_length).clone()
         parents = torch.empty((*shape, 0), dtype=torch.int32, device=device)
         is_done = torch.zeros(shape, dtype=torch.bool, device=device)
-        # All beams start alike: only the first may be continued, or they would stay alike.
-        scores = torch.zeros(shape, device=device)
-        scores[:, 1:] = NEG_INF
-        self.running = Hypotheses(ids, parents, scores, is_done)
         none_yet = torch.full(shape, NEG_INF, device=device)
         self.finished = Hypotheses(ids, parents, none_yet, is_done)
+        # All beams start alike: only the first may be continued, or they would stay alike.
+        scores = none_yet.clone()
+        scores[:, 0] = 0.0
+        self.running = Hypotheses(ids, parents, scores, is_done)
         self.can_improve = torch.ones((self.batch, 1), dtype=torch.bool, device=device)
         #: So many tokens of each prompt are settled, and a streamer has them.
         self.n_settled = self.prompt_length
@@ -92,7 +87,6 @@ class Beam(NextToken):
         logits = last_logits(model_outputs, run.ids.device)
         observed = outputs.observe(run, model_outputs)
         del model_outputs
-
         candidates, scores = self.propose(run, logits.log_softmax(dim=-1))
         self.go_on(run, self.advance(run, candidates))
         return Step(
@@ -104,10 +98,7 @@ class Beam(NextToken):
         )
 
     def propose(self, run: Run, log_probs: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
-        """Candidates ``(batch, n)``, the likeliest ``n_candidates`` first, and their scores.
-
-        From ``log_probs (rows, vocab)`` come the processed scores ``(rows, vocab)``, of the same.
-        """
+        """Candidates ``(batch, n)``, the likeliest first, and processed scores ``(rows, vocab)``."""
         scores = run.processors(run.ids, log_probs)
         if run.scores is not None:
             run.scores += (scores.clone(),)
@@ -125,8 +116,7 @@ class Beam(NextToken):
     ) -> Hypotheses:
         """The ``n_candidates`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``.
 
-        Those that a stopping criterion ends are done. ``searches`` are those of the batch to which
-        the rows belong.
+        Those that a stopping criterion ends are done. The rows belong to ``searches`` of the batch.
         """
         totals = self.totals(log_probs, searches)
         if run.config.do_sample:
@@ -151,28 +141,22 @@ class Beam(NextToken):
         ids = take(self.running.ids[searches], beam)
         ids = torch.cat([ids, token[:, :, None]], dim=2)
         parents = take(self.running.parents[searches], beam)
-        hits = run.criteria(ids.flatten(0, 1), run.scores)
-        return Hypotheses(
-            ids=ids,
-            parents=torch.cat([parents, parent[:, :, None]], dim=2),
-            scores=totals.gather(1, index),
-            is_done=hits.view(index.shape),
-        )
+        parents = torch.cat([parents, parent[:, :, None]], dim=2)
+        is_done = run.criteria(ids.flatten(0, 1), run.scores).view(index.shape)
+        return Hypotheses(ids, parents, totals.gather(1, index), is_done)
 
     def likeliest(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
         """Indices ``(batch, n_candidates)`` of the highest of ``totals (batch, beams * vocab)``."""
-        scores, index = torch.topk(totals, k=self.n_candidates)
-        # NaN counts as the largest.
+        scores, index = torch.topk(totals, k=self.n_candidates)  # NaN counts as the largest
         self.invalid.note(scores[:, 0].isnan(), run.ids.shape[1] - self.prompt_length)
         return index
 
     def add_finished(self, run: Run, candidates: Hypotheses) -> None:
         """Let candidates that end replace worse ones, by score per length to the penalty's power."""
-        config = run.config
         ends_now = candidates.is_done & self.may_end
         scores = self.normalised(run, candidates.scores, candidates.ids.shape[2])
         # Sums, not one mask: scores of candidates that may not enter keep the order of upstream's.
-        if config.early_stopping is True:
+        if run.config.early_stopping is True:
             is_full = self.finished.is_done.all(dim=-1, keepdim=True)
             scores = scores + is_full.float() * NEG_INF
         scores = scores + (~self.can_improve).float() * NEG_INF
@@ -192,11 +176,9 @@ class Beam(NextToken):
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
         """Let each row of the cache be that of the beam which the row now continues."""
-        name = families.cache_name(run.model_kwargs)
-        if name is None:
+        if (name := families.cache_name(run.model_kwargs)) is None:
             return
-        cache = run.model_kwargs[name]
-        rows = self.active.local(rows)
+        cache, rows = run.model_kwargs[name], self.active.local(rows)
         if hasattr(run.model, "_reorder_cache"):  # RAG reorders documents, too
             run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
         elif hasattr(cache, "reorder_cache"):
@@ -237,8 +219,7 @@ class Beam(NextToken):
     def update_can_improve(self, run: Run) -> None:
         """Whether the best running beam of a prompt may still beat its worst ended one.
 
-        With ``early_stopping="never"``, by the best score that it can have at any length; else by
-        its score as it is now, which is a heuristic.
+        With ``early_stopping="never"``, by its best score at any length; else by its score now.
         """
         config = run.config
         is_never = config.early_stopping == "never" and config.length_penalty > 0.0
@@ -254,7 +235,6 @@ class Beam(NextToken):
         A token is settled when all that may yet be returned as the best of its prompt have it: the
         running beams, while they may improve on what has ended, and the best that has ended. The
         slowest prompt decides how far the batch gets; those that are decided do not hold it back.
-        (If processors forbid every continuation nothing can end, and what is returned is arbitrary.)
         """
         start, length = self.n_settled, run.ids.shape[1]
         running, finished = self.running, self.finished
@@ -264,7 +244,6 @@ class Beam(NextToken):
         if run.finished:  # among equals, the first is returned
             is_best = torch.arange(self.beams, device=scores.device).expand_as(scores) == 0
         may_win = torch.cat([is_best, is_open & (running.scores > -torch.inf)], dim=1)
-
         ids = torch.cat([finished.ids, running.ids], dim=1)[:, :, start:]
         ends = self.prompt_length + (finished.parents >= 0).sum(dim=-1)
         ends = torch.cat([ends, torch.full_like(ends, length)], dim=1)
@@ -280,8 +259,7 @@ class Beam(NextToken):
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.invalid.raise_any()
-        n = run.config.num_return_sequences
-        found = self.finished
+        n, found = run.config.num_return_sequences, self.finished
         parents = found.parents[:, :n].flatten(0, 1)
         n_steps = int((parents >= 0).sum(dim=1).max())
         return {

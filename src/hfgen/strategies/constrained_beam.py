@@ -1,12 +1,11 @@
 """Beam search under constraints: the result contains what it has to.
 
-Dynamic beam allocation (Post and Vilar 2018; Hu et al. 2019). At each step, besides the likeliest
-continuations, those are candidates that bring a constraint one token further. Candidates are sorted
-into banks by how far they are, and the beams are divided among the banks.
+Dynamic beam allocation (Post and Vilar 2018; Hu et al. 2019). Candidates are the likeliest
+continuations, and those that bring a constraint one token further. They are sorted into banks by how
+far they are, and the beams are divided among the banks.
 
-The rules are those of transformers 4.x, for equal tokens. By them a hypothesis that meets all
-constraints goes on only while it is among the likeliest, so that none may be left at the end. To
-these rules a guard is added: enough hypotheses go on that can still meet the constraints in time.
+The rules are those of transformers 4.x, for equal tokens. By them no hypothesis that meets all
+constraints may be left at the end. So a guard lets enough go on that can still meet them in time.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ ANY = -1
 
 
 class Progress:
-    """How far one hypothesis is with all constraints. Immutable; successors are made when asked for.
-
-    One constraint is worked on at a time. A token that breaks it off starts no other.
-    """
+    """How far one hypothesis is with all constraints, which are met one at a time. Immutable."""
 
     def __init__(self, met: int, current: Any, pending: tuple[Any, ...], unit: int) -> None:
         #: How many constraints are met, the one that is worked on, and those still to come.
@@ -81,10 +77,9 @@ class Progress:
             return self
         if self.current is not None:
             return self._updated(self.current, self.pending, token)
-        for index, constraint in enumerate(self.pending):
+        for i, constraint in enumerate(self.pending):
             if constraint.does_advance(token):
-                others = self.pending[:index] + self.pending[index + 1 :]
-                return self._updated(constraint, others, token)
+                return self._updated(constraint, self.pending[:i] + self.pending[i + 1 :], token)
         return self
 
     def _updated(self, constraint: Any, others: tuple[Any, ...], token: int) -> Progress:
@@ -92,8 +87,8 @@ class Progress:
         moved = deepcopy(constraint)
         _, is_met, is_reset = moved.update(token)
         if is_reset:
-            fresh = constraint.copy(stateful=False)
-            return Progress(self.met, None, (*others, fresh), self.unit)
+            others = (*others, constraint.copy(stateful=False))
+            return Progress(self.met, None, others, self.unit)
         if is_met:
             return Progress(self.met + 1, None, others, self.unit)
         return Progress(self.met, moved, others, self.unit)
@@ -107,8 +102,7 @@ class Candidate:
     beam: int
     token: int
     score: float
-    #: It may not go on.
-    ends: bool
+    ends: bool  # it may not go on
     progress: Progress
 
     @property
@@ -145,8 +139,7 @@ class ConstrainedBeam(NBestBeam):
             )
         size = n_scores(model)
         for constraint in constraints.of_config(config):
-            outside = [token for token in constraints.tokens_of(constraint) if token >= size]
-            if outside:
+            if outside := [token for token in constraints.tokens_of(constraint) if token >= size]:
                 raise ValueError(
                     f"`{name}` asks for the token {outside[0]}, but the model's vocabulary has the "
                     f"ids 0 to {size - 1}."
@@ -200,12 +193,10 @@ class ConstrainedBeam(NBestBeam):
             n_lacking = 0 if is_closed else self.n_returned - int(n_finished)
             before = self.progress[prompt]
             facts = zip(row[:n], row[n : 2 * n], row[2 * n : 3 * n], row[3 * n :], strict=True)
-            found = [
-                Candidate(
-                    i, int(beam), int(token), score, bool(end), before[int(beam)].after(int(token))
-                )
-                for i, (beam, token, score, end) in enumerate(facts)
-            ]
+            found = []
+            for i, (beam, token, score, end) in enumerate(facts):
+                progress = before[int(beam)].after(int(token))
+                found.append(Candidate(i, int(beam), int(token), score, bool(end), progress))
             likeliest, forced = found[: self.n_candidates], found[self.n_candidates :]
             forced = forced[: len(self.forced[prompt])]  # what follows are empty places
             pairs = zip(forced, self.forced[prompt], strict=True)
@@ -222,11 +213,10 @@ class ConstrainedBeam(NBestBeam):
                 if one.may_go_on and not is_closed
                 for token in (one.progress.wanted or [ANY])
             ]
-        return Selection(
-            torch.tensor(going_on, device=ends.device),
-            ends,
-            torch.tensor(finished, device=ends.device),
+        chosen_now, finished_now = (
+            torch.tensor(f, device=ends.device) for f in (going_on, finished)
         )
+        return Selection(chosen_now, ends, finished_now)
 
     def divide(self, likeliest: list[Candidate], named: list[Candidate]) -> list[Candidate]:
         """The ``beams`` candidates that go on by the rules of dynamic beam allocation."""
@@ -236,9 +226,8 @@ class ConstrainedBeam(NBestBeam):
         named = [one for one in named if one.may_go_on and (one.beam, one.token) not in taken]
         if named:
             both = chosen + named
-            banks = [one.progress.bank for one in both]
-            places = allocate(banks, [one.score for one in both], self.beams)
-            chosen = [both[place] for place in places]
+            banks, scores = [one.progress.bank for one in both], [one.score for one in both]
+            chosen = [both[place] for place in allocate(banks, scores, self.beams)]
         return chosen + ended[: self.beams - len(chosen)]  # criteria may leave too few
 
     def may_be_cut_off(self, chosen: Hypotheses) -> torch.Tensor:
@@ -275,10 +264,9 @@ def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
 
 
 def guard(chosen: list[Candidate], found: list[Candidate], n: int, n_left: int) -> None:
-    """Let ``n`` of ``chosen`` be candidates that can meet the constraints within ``n_left`` more tokens.
+    """Let ``n`` of ``chosen`` be able to meet the constraints within ``n_left`` more tokens.
 
-    As far as there are such candidates in ``found``, the furthest and likeliest of them take the
-    places of the last that cannot.
+    The furthest and likeliest such candidates in ``found`` take the places of the last that are not.
     """
 
     def can_make_it(one: Candidate) -> bool:

@@ -27,10 +27,9 @@ class Contrastive(Sample):
     """Of the ``top_k`` likeliest tokens, the one that is likely and unlike what is there already.
 
     A candidate's worth is ``(1 - penalty_alpha) * probability - penalty_alpha * similarity``, where
-    the similarity is the highest cosine between its hidden state and those of the context. So the
-    candidates of a step are forwarded before one is chosen, and the chosen one's outputs are those
-    that the next step starts from. They run as ``tried`` rows of one forward; with
-    ``low_memory=True`` as ``k`` forwards of ``rows`` rows, each taken back from the cache.
+    the similarity is the highest cosine between its hidden state and those of the context. The
+    candidates of a step run as ``tried`` rows of one forward; with ``low_memory=True`` as ``k``
+    forwards of ``rows`` rows. The next step starts from the chosen one's outputs.
     """
 
     continues_cache = drops_rows = False
@@ -66,16 +65,15 @@ class Contrastive(Sample):
 
     def __init__(self, run: Run) -> None:
         self.cache_name = families.cache_argument(run.model)
-        cache = run.model_kwargs.get(self.cache_name)
-        _check_cache(run, cache)
+        _check_cache(run, cache := run.model_kwargs.get(self.cache_name))
         super().__init__(run)
         config = run.config
         self.alpha = float(config.penalty_alpha)
         self.top_k = int(config.top_k)
         self.is_sequential = bool(config.low_memory)
         # A cache that the caller gets to see holds all tokens but the last, as after greedy decoding.
-        is_seen = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-        self.returns_cache = bool(is_seen)
+        is_given = getattr(cache, "_is_user_defined", False)
+        self.returns_cache = bool(config.return_dict_in_generate or is_given)
         self.is_recording = self.is_sequential or self.returns_cache
         run.model_kwargs["output_hidden_states"] = True
         #: How many rows of the cache belong to one sequence.
@@ -121,17 +119,15 @@ class Contrastive(Sample):
         if self.is_sequential:
             return self.look_ahead_one_by_one(run)
         rows, k = tokens.shape
-        cache = run.model_kwargs[self.cache_name]
         if self.n_expanded != k:
             batch = Batch(run.ids, run.model_kwargs)
             batch.repeat(k)
             run.model_kwargs, self.n_expanded = batch.model_kwargs, k
         ids = run.ids.repeat_interleave(k, dim=0)
         outputs = self.executor.forward(run, torch.cat([ids, tokens.reshape(-1, 1)], dim=1))
-        hidden = _last_hidden(run, outputs)[:, -1].view(rows, k, -1)
-        best = self.best(probabilities, hidden)
+        best = self.best(probabilities, _last_hidden(run, outputs)[:, -1].view(rows, k, -1))
         chosen = best + torch.arange(rows, device=best.device) * k
-        _let_rows_agree(cache, chosen.repeat_interleave(k))
+        _let_rows_agree(run.model_kwargs[self.cache_name], chosen.repeat_interleave(k))
         map_outputs(
             outputs,
             lambda states, dim: states.index_select(dim, chosen.to(states.device)),
@@ -179,8 +175,7 @@ class Contrastive(Sample):
 class Context:
     """The hidden states of all tokens so far, scaled to length 1.
 
-    ``hidden (rows, length, size)``; ``is_padding (rows, length)`` tells which of them are of no
-    token.
+    ``hidden (rows, length, size)``; ``is_padding (rows, length)``: those of no token.
     """
 
     def __init__(self, hidden: torch.Tensor, is_padding: torch.Tensor | None) -> None:
@@ -189,8 +184,9 @@ class Context:
 
     def append(self, hidden: torch.Tensor) -> None:
         """Add the hidden states ``(rows, size)`` of one more token."""
-        new = F.normalize(hidden.float(), dim=-1)[:, None]
-        self.states.append(new, spare=lambda length: length)
+        self.states.append(
+            F.normalize(hidden.float(), dim=-1)[:, None], spare=lambda length: length
+        )
 
     def similarity(self, hidden: torch.Tensor) -> torch.Tensor:
         """The highest cosine of each of ``hidden (rows, k, size)`` with the context: ``(rows, k)``."""
@@ -235,12 +231,11 @@ def _last_hidden(run: Run, outputs: Any) -> torch.Tensor:
 def _let_rows_agree(cache: Any, rows: torch.Tensor) -> None:
     """Let each row of the cache go on as that of ``rows (tried,)``.
 
-    The rows of a sequence differ in their newest token only, so copying its column will do, where
-    a layer keeps it in a known place; other layers are copied whole. An encoder's are all the same.
+    The rows of a sequence differ in their newest token only: its column is copied, or the whole
+    layer where its place is not known.
     """
     for layer in layers_of(cache):
-        newest = newest_column(layer)
-        if newest is None:
+        if (newest := newest_column(layer)) is None:
             layer.reorder_cache(rows)
             continue
         for states in (layer.keys, layer.values):  # (tried, heads, length, size)

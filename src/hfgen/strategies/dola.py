@@ -23,9 +23,8 @@ DEEP, OF_DEEP = 40, 20
 class Dola(Sample):
     """Sample's choice, from what the last layer makes more likely than an earlier layer did.
 
-    Every candidate layer reads its own logits from the output embeddings; the one whose
-    distribution is furthest from the last layer's (Jensen-Shannon divergence) is contrasted with,
-    in each row and step anew.
+    In each row and step, it is contrasted with the candidate layer whose distribution is furthest
+    from its own by Jensen-Shannon divergence.
     """
 
     @classmethod
@@ -46,7 +45,7 @@ class Dola(Sample):
         is_half = isinstance(layers, str) and layers in ("low", "high")
         is_list = isinstance(layers, list | tuple) and len(layers) > 0
         if not is_half and not (
-            is_list and all(type(layer) is int and 0 <= layer < n_layers for layer in layers)
+            is_list and all(type(n) is int and 0 <= n < n_layers for n in layers)
         ):
             raise ValueError(
                 f"`dola_layers` has to be 'low', 'high' or a list of layers from 0, the embeddings, "
@@ -62,9 +61,8 @@ class Dola(Sample):
     def adjust(self, logits: torch.Tensor, model_outputs: ModelOutput) -> torch.Tensor:
         """The contrast ``(rows, vocab)`` of the last layer's logits with an earlier layer's."""
         early = torch.stack([self.read(model_outputs, layer) for layer in self.layers])
-        early = early.to(logits.device)
-        # (layers, rows, vocab) and (rows, vocab)
-        log_early, log_final = early.float().log_softmax(dim=-1), logits.log_softmax(dim=-1)
+        log_early = early.to(logits.device).float().log_softmax(dim=-1)  # (layers, rows, vocab)
+        log_final = logits.log_softmax(dim=-1)  # (rows, vocab)
         # Divergences from the mean of both distributions, as 4.49.0 and the paper's code take them.
         mean = 0.5 * (log_early.exp() + log_final.exp())
         from_mean = [F.kl_div(p, mean, reduction="none") for p in (log_final, log_early)]
@@ -90,17 +88,15 @@ class Dola(Sample):
 def candidate_layers(model: Any, dola_layers: str | list[int]) -> list[int]:
     """Which hidden states to contrast with: 0 are the embeddings, the last layer is left out.
 
-    ``"low"`` and ``"high"``: every second layer of the lower or the upper half. With tied
-    embeddings, "low" starts at layer 2 (1 of two layers): the embeddings themselves would predict
-    the token that is there.
+    ``"low"`` and ``"high"``: every second layer of the lower or the upper half. With tied embeddings,
+    which would predict the token that is there, "low" starts at layer 2 (1 of two layers).
     """
     if not isinstance(dola_layers, str):
         return [int(layer) for layer in dola_layers]
     n_layers = model.config.get_text_config().num_hidden_layers
     part = OF_DEEP if n_layers > DEEP else n_layers // 2
     if dola_layers == "high":
-        start = n_layers - OF_DEEP if n_layers > DEEP else part
-        return list(range(start, n_layers, 2))
+        return list(range(n_layers - part if n_layers > DEEP else part, n_layers, 2))
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     start = min(2, n_layers - 1) if is_tied else 0
     return list(range(start, part, 2)) or [start]

@@ -16,8 +16,7 @@ class DraftedRows:
     """The rows of a call, on the device and, since the last ``read``, on the host."""
 
     def __init__(self, run: Run, max_length: int) -> None:
-        n_rows, length = run.ids.shape
-        device = run.ids.device
+        (n_rows, length), device = run.ids.shape, run.ids.device
         self.prompt_length, self.max_length = length, max_length
         self.has_padding = n_rows == 1 or stopping.has_eos_criterion(run.criteria)
         self.pad = padding(run) if self.has_padding and n_rows > 1 else None
@@ -50,7 +49,7 @@ class DraftedRows:
         positions = torch.arange(start, start + width, device=window.device)
         tokens = pad(tokens[:, :width], (0, max(width - tokens.shape[1], 0)), value=-1)
         is_new = (positions >= self.device_known[:, None]) & ~self.device_ended[:, None]
-        is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0
+        is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0  # behind the end of a draft
         self.guesses = tokens.masked_fill(~is_new | is_over, -1)
         window.copy_(torch.where(self.guesses >= 0, self.guesses, window))
         self.write_padding(start, width)
@@ -75,14 +74,10 @@ class DraftedRows:
 
     def ids(self, length: int) -> torch.Tensor:
         """All rows up to ``length``; functions of the caller's may count on ids that are contiguous."""
-        ids = self.tokens[:, :length]
-        return ids if self.is_row_wise else ids.contiguous()
+        return self.tokens[:, :length] if self.is_row_wise else self.tokens[:, :length].contiguous()
 
     def end(self, ends: torch.Tensor) -> None:
-        """Let the rows in ``ends (rows,)`` end with what is known of them.
-
-        Without an EOS token there is no padding either: rows run on until all are to end.
-        """
+        """Let the rows in ``ends (rows,)`` end with what is known; without padding, all at once."""
         if not self.has_padding:
             self.is_hit = self.is_hit | ends
             ends = self.is_hit.all()
@@ -91,14 +86,12 @@ class DraftedRows:
     def read(self, start: int, width: int, invalid_at: torch.Tensor) -> None:
         """Take what the device has found out to the host: the one wait for it in a round.
 
-        Raises ``InvalidScoresError`` if a row's choice rests on scores that are NaN: those of the
-        length ``invalid_at (rows,)``, if that is not -1.
+        Raises ``InvalidScoresError`` for scores that are NaN: at the lengths ``invalid_at``, or -1.
         """
         self.write_padding(start, width)
         drafted = (self.guesses >= 0).sum(dim=1)
-        state = (self.device_known, self.device_ended, invalid_at, drafted)
-        window = self.tokens[:, start : start + width]
-        found = torch.cat([torch.stack(state, dim=1), window], dim=1).cpu()
+        state = torch.stack([self.device_known, self.device_ended, invalid_at, drafted], dim=1)
+        found = torch.cat([state, self.tokens[:, start : start + width]], dim=1).cpu()
         if self.host_tokens is not None:
             self.host_tokens[:, start : start + width] = found[:, 4:]
         self.known, ended, invalid, self.drafted = found[:, :4].T.tolist()

@@ -46,9 +46,8 @@ class GroupBeam(NBestBeam):
         # The penalty keeps its place among the processors: what comes before it sees all rows once
         # per step, what comes after it sees them once per group, of which each reads its own.
         functions = list(run.processors)
-        penalties = [function for function in functions if isinstance(function, DiversityPenalty)]
-        self.penalty = penalties[0] if penalties else None
-        place = functions.index(self.penalty) if penalties else 0
+        self.penalty = next((f for f in functions if isinstance(f, DiversityPenalty)), None)
+        place = 0 if self.penalty is None else functions.index(self.penalty)
         self.before = LogitsProcessorList(functions[:place])
         self.after = LogitsProcessorList(functions[place:])
 
@@ -83,8 +82,7 @@ class GroupBeam(NBestBeam):
     def tokens_of(self, run: Run, candidates: Hypotheses, searches: slice) -> torch.Tensor:
         """What a group has chosen, ``(prompts, size)``: pads where its list is closed."""
         tokens = candidates.ids[..., -1].gather(1, self.select(run, candidates).going_on)
-        pad = run.config._pad_token_tensor
-        if pad is None:
+        if (pad := run.config._pad_token_tensor) is None:
             return tokens
         return torch.where(self.is_closed[searches, None], pad.to(tokens.device), tokens)
 

@@ -13,16 +13,12 @@ NEG_INF = -1.0e9
 
 @dataclass(slots=True)
 class Hypotheses:
-    """Scored sequences of each prompt.
+    """Scored sequences of each prompt."""
 
-    ``ids (batch, n, length)``; ``parents (batch, n, steps)``: in which row each generated token
-    was scored, -1 where there is none; ``scores (batch, n)``; ``is_done (batch, n)``.
-    """
-
-    ids: torch.Tensor
-    parents: torch.Tensor
-    scores: torch.Tensor
-    is_done: torch.Tensor
+    ids: torch.Tensor  # (batch, n, length)
+    parents: torch.Tensor  # (batch, n, steps): the row that scored each generated token, or -1
+    scores: torch.Tensor  # (batch, n)
+    is_done: torch.Tensor  # (batch, n)
 
     def best(self, n: int) -> Hypotheses:
         """The ``n`` of each prompt with the best scores, in descending order."""

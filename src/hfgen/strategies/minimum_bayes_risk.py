@@ -1,8 +1,7 @@
 """Minimum-Bayes-risk decoding over samples (Kumar & Byrne 2004, Eikema & Aziz 2020).
 
-Sampling says what the model finds likely; of the samples, the one is returned that is most like the
-others, under a utility that compares two texts. Where likelihood rewards what is short or odd, the
-consensus of samples does not (Freitag et al. 2022, with learned utilities).
+Of several samples, the one is returned that is most like the others, under a utility that compares
+two texts (Freitag et al. 2022 with learned ones).
 """
 
 from __future__ import annotations
@@ -72,9 +71,8 @@ class MinimumBayesRisk(Sample):
                 rows.append(start + index)
                 utilities.append(expected[index])
         chosen = torch.tensor(rows, device=ids.device)
-        lengths = self.lengths[chosen]
-        n_steps = int(lengths.max())
-        is_past_end = torch.arange(n_steps, device=ids.device) >= lengths[:, None]
+        n_steps = int(self.lengths[chosen].max())
+        is_past_end = torch.arange(n_steps, device=ids.device) >= self.lengths[chosen, None]
         return {
             "sequences": ids[chosen, : self.prompt_length + n_steps],
             "sequences_scores": torch.tensor(utilities, device=ids.device),

@@ -1,10 +1,9 @@
 """Beam search that keeps a list of the best finished hypotheses, and closes it for good.
 
-What diverse and constrained beam search share. The rules are those of the releases of transformers
-that had these two built in (4.x), for equal tokens; they differ from ``Beam``'s in three points.
-A list is closed by the best candidate of a step, ended or not, and takes nothing afterwards. At the
-last step, what ended by itself enters before what is cut off. And what is cut off enters only a list
-that is still open.
+What diverse and constrained beam search share, by the rules of transformers 4.x for equal tokens.
+They differ from ``Beam``'s in three points. A list is closed by the best candidate of a step, ended
+or not, and takes nothing afterwards. At the last step, what ended by itself enters before what is cut
+off. What is cut off enters only a list that is still open.
 
 A *search* is what fills one list: a prompt, or a group of its beams. ``batch`` counts searches here.
 """
@@ -25,15 +24,11 @@ LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What becomes of a step's candidates ``(batch, n)``.
+    """What becomes of a step's candidates ``(batch, n)``."""
 
-    ``going_on (batch, beams)``: indices of those that run on; ``ends (batch, n)``: those that may
-    not; ``finished (batch, n)``: those of them that go to the list.
-    """
-
-    going_on: torch.Tensor
-    ends: torch.Tensor
-    finished: torch.Tensor
+    going_on: torch.Tensor  # (batch, beams): indices of those that run on
+    ends: torch.Tensor  # (batch, n): those that may not
+    finished: torch.Tensor  # (batch, n): those that end and go to the list
 
 
 class NBestBeam(Beam):
@@ -52,9 +47,7 @@ class NBestBeam(Beam):
         chosen = candidates.at(selection.going_on)
         # A place for which nothing is left holds a hypothesis that ended.
         chosen.scores = chosen.scores + selection.ends.gather(1, selection.going_on) * NEG_INF
-
-        is_open = ~self.is_closed[:, None]
-        self.add(run, candidates, selection.finished & is_open)
+        self.add(run, candidates, selection.finished & ~self.is_closed[:, None])
         self.close(run, candidates)
         if not is_last.is_cpu or is_last.any():  # to look at an accelerator is to wait for it
             is_cut_off = is_last & ~self.is_closed[:, None]
@@ -70,8 +63,7 @@ class NBestBeam(Beam):
     def ends(self, run: Run, candidates: Hypotheses) -> torch.Tensor:
         """``(batch, n)``: candidates that end by themselves; at a last step, those with an EOS."""
         eos = run.config._eos_token_tensor
-        newest = candidates.ids[..., -1]
-        is_eos = torch.zeros_like(candidates.is_done)
+        newest, is_eos = candidates.ids[..., -1], torch.zeros_like(candidates.is_done)
         if eos is not None:
             is_eos = torch.isin(newest, eos.to(newest.device))
         return torch.where(self.is_last(candidates), is_eos, candidates.is_done)
@@ -87,28 +79,21 @@ class NBestBeam(Beam):
         return torch.ones_like(chosen.is_done)
 
     def add(self, run: Run, newcomers: Hypotheses, is_let_in: torch.Tensor) -> None:
-        """Let ``newcomers (batch, n)`` into the lists where they are better than what is there.
-
-        Those that are done go before those that are not. ``is_let_in (batch, n)``.
-        """
+        """Let ``newcomers (batch, n)`` in where they are better; those that are done go first."""
         if is_let_in.is_cpu and not is_let_in.any():
             return
         scores = self.normalised(run, newcomers.scores, newcomers.ids.shape[2])
         scores = scores.clamp(min=LOWEST)  # better than an empty place
-        let_in = Hypotheses(
-            newcomers.ids,
-            newcomers.parents,
-            scores.masked_fill(~is_let_in, -torch.inf),
-            newcomers.is_done & is_let_in,
-        )
+        scores, is_done = scores.masked_fill(~is_let_in, -torch.inf), newcomers.is_done & is_let_in
+        let_in = Hypotheses(newcomers.ids, newcomers.parents, scores, is_done)
         merged = self.finished.beside(let_in, self.fill)
         self.finished = merged.at(ranking(merged)[:, : self.beams])
 
     def close(self, run: Run, candidates: Hypotheses) -> None:
         """Close full lists whose worst entry is as good as the best candidate may get.
 
-        With ``early_stopping=True``, all full lists. With ``"never"``, the best that a candidate
-        may get is its score at the greatest length; else its score as it is, a heuristic.
+        With ``early_stopping=True``, all full lists. With ``"never"``, a candidate may get what its
+        score is at the greatest length; else its score as it is, a heuristic.
         """
         config = run.config
         is_full = self.finished.is_done.all(dim=1)

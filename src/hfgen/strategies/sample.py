@@ -29,12 +29,11 @@ class Sample(NextToken):
         self.buffer = TokenBuffer(run.ids, run.config.max_length, is_contiguous)
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
         run.ids = self.buffer.ids
-        rows, device = run.ids.shape[0], run.ids.device
-        self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
+        rows = len(run.ids)
+        self.unfinished = torch.ones(rows, dtype=torch.bool, device=run.ids.device)
         self.n_steps = 0
-        has_eos = stopping.has_eos_criterion(run.criteria)
         # An EOS ends a row before the others, and then pads follow; a row alone ends the loop.
-        self.is_padded = has_eos and rows > 1
+        self.is_padded = rows > 1 and stopping.has_eos_criterion(run.criteria)
         self.pad: Any = padding(run)
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
@@ -54,10 +53,7 @@ class Sample(NextToken):
         run.ids = self.buffer.append(tokens)
         self.n_steps += 1
         return Step(
-            tokens=tokens,
-            scores=(scores,),
-            logits=(logits,),
-            **outputs.observe(run, model_outputs),
+            tokens=tokens, scores=(scores,), logits=(logits,), **outputs.observe(run, model_outputs)
         )
 
     def adjust(self, logits: torch.Tensor, model_outputs: ModelOutput) -> torch.Tensor:
@@ -71,8 +67,7 @@ class Sample(NextToken):
             is_invalid = scores.gather(1, tokens).isnan().squeeze(1)
             self.invalid.note(is_invalid, self.n_steps, self.unfinished)
         else:
-            probabilities = scores.softmax(dim=-1)
-            tokens = self.invalid.draw(probabilities, 1, self.n_steps, self.unfinished)
+            tokens = self.invalid.draw(scores.softmax(-1), 1, self.n_steps, self.unfinished)
         return tokens.squeeze(1)
 
     def stop(self, run: Run) -> None:

@@ -1,9 +1,9 @@
 """Which of the drafted tokens the target model accepts, and what it says in place of the first other.
 
-Greedy: a draft is accepted as far as it is what the target would have chosen. Sampling: as in
-Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1: a
-token drafted with probability ``q`` is accepted with probability ``min(1, p / q)``, else one is drawn
-from what ``p`` has more than ``q``; what comes out is distributed as ``p``, whatever the drafter.
+Greedy: a draft is accepted as far as it is what the target would have chosen. Sampling (Leviathan et
+al. 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1): a token drafted
+with probability ``q`` is accepted with probability ``min(1, p / q)``, else one is drawn from what
+``p`` has more than ``q``; the result is distributed as ``p``.
 """
 
 from __future__ import annotations
@@ -21,23 +21,15 @@ from .drafted_rows import DraftedRows
 
 @dataclass(frozen=True, slots=True)
 class DraftColumn:
-    """What was drafted for one position.
+    """What was drafted for one position."""
 
-    ``tokens (rows,)``; ``is_drafted (rows,)``: whether a row has a draft there; ``logits (rows,
-    vocab)``: the scores that the tokens were drawn from, if the drafter gave any.
-    """
-
-    tokens: torch.Tensor
-    is_drafted: torch.Tensor
-    logits: torch.Tensor | None
+    tokens: torch.Tensor  # (rows,)
+    is_drafted: torch.Tensor  # (rows,): whether a row has a draft there
+    logits: torch.Tensor | None  # (rows, vocab): what tokens were drawn from, if known
 
 
 class GreedyMatch:
-    """Accepts what the target would have chosen.
-
-    With an ensemble weight ``w``, what ``w * p + (1 - w) * q`` would (upstream's
-    ``assistant_ensemble_weight``).
-    """
+    """Accepts what the target would choose; with a weight ``w``, what ``w * p + (1 - w) * q`` would."""
 
     def __init__(self, weight: float | None = None) -> None:
         self.weight = weight
@@ -66,7 +58,6 @@ class SpeculativeSampling:
 
     ``is_upstreams``: draws are upstream's also in rounds whose drafts have no scores. Every position
     is then sampled, with noise of its own, and drafts are accepted as long as they are the samples.
-    That is exact too, but accepts no more and draws more.
     """
 
     def __init__(self, weight: float | None = None, is_upstreams: bool = False) -> None:
@@ -79,8 +70,7 @@ class SpeculativeSampling:
         if has_draft_logits or not self.is_upstreams:
             self.uniform = torch.rand(rows, n_positions - 1, device=logits.device)
             n_noise = 1
-        noise = exponential_noise((rows * n_noise, vocab), logits)
-        self.noise = noise.view(rows, n_noise, vocab)
+        self.noise = exponential_noise((rows * n_noise, vocab), logits).view(rows, n_noise, vocab)
 
     def choose(
         self, position: int, scores: torch.Tensor, guess: DraftColumn
@@ -104,8 +94,7 @@ class SpeculativeSampling:
         residual = (p - q).clamp(min=0)
         total = residual.sum(dim=-1, keepdim=True)
         is_usable = guess.is_drafted[:, None] & (total > torch.finfo(p.dtype).tiny)
-        residual = torch.where(is_usable, residual / total, p)
-        tokens = gumbel_choice(residual, noise)
+        tokens = gumbel_choice(torch.where(is_usable, residual / total, p), noise)
         return torch.where(is_accepted, guess.tokens, tokens), is_accepted
 
 
@@ -134,9 +123,8 @@ def verify(
     ``draft_logits (rows, n, vocab)``: the drafter's scores, if it gave any. Returns the processed
     scores, and ``(rows,)`` the lengths at which those of a row were first invalid, or -1.
 
-    Processors and criteria are asked as in plain decoding: once for each length, before and after
-    its token. Those that look at each row by itself are also asked about rows that are further ahead
-    or behind; these answers are left aside.
+    Processors and criteria are asked once for each length, before and after its token. What those
+    that look at each row by itself say of rows further ahead or behind is left aside.
     """
     start, width = run.ids.shape[1], logits.shape[1]
     had_ended, is_open = rows.device_ended, ~rows.device_ended
@@ -155,8 +143,7 @@ def verify(
             is_wanted = run.scores is not None and not is_behind.any()
             all_scores.append(_processed(run, rows, raw, length) if is_wanted else raw)
             continue
-        scores = _processed(run, rows, raw, length)
-        all_scores.append(scores)
+        all_scores.append(scores := _processed(run, rows, raw, length))
         column = rows.tokens[:, length]
         is_drafted = is_active & (guesses[:, position] >= 0)
         proposed = None
@@ -199,7 +186,7 @@ def is_plain(run: Run, verification: Verification) -> bool:
 
 
 def _warns(criterion: Any) -> bool:
-    """Whether it warns of lengths beyond the model's positions, which come before the last length."""
+    """Whether it warns of lengths beyond the model's positions."""
     positions = getattr(criterion, "max_position_embeddings", None)
     return positions is not None and criterion.max_length > positions + 1
 
