@@ -154,9 +154,8 @@ class Call:
         assert prompt is not None
         self.release()
         kwargs = self.mode_kwargs | prompt.model_kwargs
-        synced_gpus = kwargs.pop("synced_gpus", False)
-        functions = self.processors, self.criteria
-        return Run.of(model, prompt.ids, *functions, self.config, synced_gpus, kwargs)
+        arguments = self.processors, self.criteria, self.config, kwargs.pop("synced_gpus", False)
+        return Run.of(model, prompt.ids, *arguments, kwargs)
 
     def release(self) -> None:
         """Let go of the config: a cycle would keep prompt and cache in memory after the call."""
@@ -213,7 +212,6 @@ class Run:
     shares_prompts: bool = False
     #: The cache has fewer rows than ``ids``; written by ``execution.active_rows``.
     rows_have_left: bool = False
-    #: The caller's tokenizer, for strategies that work on text.
     tokenizer: Any = None
     streamer: BaseStreamer | None = None
     #: Told of each step by ``loop.drive``; written by ``loop.finish``.

@@ -191,8 +191,8 @@ def prepare_generation_config(
             "win over the object. Pass one object, or only arguments."
         )
     for flag in ("output_attentions", "output_hidden_states"):  # the model's forward needs these
-        if getattr(config, flag):
-            model_kwargs[flag] = getattr(config, flag)
+        if value := getattr(config, flag):
+            model_kwargs[flag] = value
     return config, model_kwargs
 
 
@@ -232,9 +232,8 @@ def prepare_special_tokens(
     """Write the special tokens to the config as tensors, under private names that models read.
 
     ``_bos_token_tensor``, ``_pad_token_tensor``: scalars; ``_eos_token_tensor (n_eos,)``;
-    ``_decoder_start_token_tensor``: a scalar, or ``(batch,)`` for one start per row. A missing
-    pad token becomes the first EOS token. Raises ``ValueError`` if an encoder-decoder model has
-    no start token.
+    ``_decoder_start_token_tensor``: a scalar or ``(batch,)``. A missing pad token becomes the first
+    EOS token. Raises ``ValueError`` if an encoder-decoder model has no start token.
     """
     config, target = generation_config, self.device if device is None else device
 

@@ -117,11 +117,8 @@ def _is_bias(item: Any) -> bool:
 
 def _is_strings(value: Any) -> bool:
     strings = [value] if isinstance(value, str) else value
-    return (
-        isinstance(strings, list | tuple | set)
-        and len(strings) > 0
-        and all(isinstance(string, str) and string for string in strings)
-    )
+    is_collection = isinstance(strings, list | tuple | set) and len(strings) > 0
+    return is_collection and all(isinstance(string, str) and string for string in strings)
 
 
 def _is_pair(value: Any) -> bool:

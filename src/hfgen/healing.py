@@ -60,6 +60,5 @@ def follow_length(model: Any, prompt: Prompt, ids: torch.Tensor, pad: Any) -> No
     if is_padded:
         model_kwargs["attention_mask"] = healed.ne(pad).long()
     if model_kwargs.get("position_ids") is not None:
-        model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(
-            healed, model_kwargs
-        )
+        position_ids = model._prepare_position_ids_for_generation(healed, model_kwargs)
+        model_kwargs["position_ids"] = position_ids

@@ -62,9 +62,8 @@ def _prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask
         )
 
     # Kernels are faster without a mask. Flash attention needs one to unpad a static cache.
-    is_static = cache_kind(config.cache_implementation).compiles or isinstance(
-        model_kwargs.get("past_key_values"), StaticCache
-    )
+    is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
+    is_static = is_static or cache_kind(config.cache_implementation).compiles
     needs_mask = is_flash_attention_requested(model.config) and is_static
     mask = model_kwargs["attention_mask"] if "attention_mask" in accepted else None
     if mask is not None and not needs_mask and (mask == 1).all():
@@ -116,7 +115,7 @@ def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
 
 
 def warn_of_foreign_device(model: Any, ids: torch.Tensor) -> None:
-    """Ids on the CPU are moved for each forward; on another accelerator that is a mistake."""
+    """Warn of ids on another accelerator; ids on the CPU are moved for each forward."""
     if ids.device.type not in (model.device.type, "cpu"):
         warnings.warn(
             f"`input_ids` is on {ids.device.type} and the model on {model.device.type}; every step "
@@ -124,9 +123,6 @@ def warn_of_foreign_device(model: Any, ids: torch.Tensor) -> None:
             UserWarning,
             stacklevel=2,
         )
-
-
-# --- hooks --------------------------------------------------------------------------------------
 
 
 def prepare_model_inputs(
@@ -184,15 +180,13 @@ def maybe_initialize_input_ids_for_generation(
     """``inputs``, or ids in their place: none beside embeddings, -100 of encoded ones, else BOS."""
     if inputs is not None:
         return inputs
-    encoder_outputs = model_kwargs.get("encoder_outputs")
-    hidden_state = getattr(encoder_outputs, "last_hidden_state", None)
+    hidden_state = getattr(model_kwargs.get("encoder_outputs"), "last_hidden_state", None)
     if self.config.is_encoder_decoder and hidden_state is not None:
         return torch.full(hidden_state.shape[:-1], -100, dtype=torch.long, device=self.device)
     tensors = (value for value in model_kwargs.values() if isinstance(value, torch.Tensor))
     batch_size = next((tensor.shape[0] for tensor in tensors), 1)
     if "inputs_embeds" in model_kwargs:
-        # An offloaded model says "meta"; then the embeddings know where the computation is.
-        is_meta = self.device.type == "meta"
+        is_meta = self.device.type == "meta"  # of an offloaded model
         device = model_kwargs["inputs_embeds"].device if is_meta else self.device
         return torch.ones((batch_size, 0), dtype=torch.long, device=device)
     if bos_token_id is None:
@@ -206,8 +200,7 @@ def prepare_position_ids_for_generation(
     self: Any, inputs_tensor: torch.Tensor, model_kwargs: ModelKwargs
 ) -> torch.Tensor:
     """Positions ``(batch, length)`` of attended tokens, 0 for pads; without a mask ``(1, length)``."""
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None:
+    if (mask := model_kwargs.get("attention_mask")) is not None:
         return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
     inputs_tensor = _ids_if_any(inputs_tensor, model_kwargs)
     cache = model_kwargs.get("past_key_values")
@@ -279,10 +272,7 @@ def expand_inputs_for_generation(
     input_ids: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> tuple[torch.Tensor | None, ModelKwargs]:
-    """Repeat each row ``expand_size`` times: ``(batch, …)`` to ``(batch * expand_size, …)``.
-
-    The caller's ``encoder_outputs`` are left as they are; the expanded ones are a copy.
-    """
+    """Repeat each row: ``(batch, …)`` to ``(batch * expand_size, …)``; encoder outputs are a copy."""
     if expand_size == 1:
         return input_ids, model_kwargs
     if (multimodal := model_kwargs.get("mm_encoder_outputs")) is not None:

@@ -27,10 +27,8 @@ def expand_multimodal_outputs(
             continue
         token_id = getattr(self.config, f"{modality}_token_id")
         if (input_ids is None or input_ids.numel() == 0) and inputs_embeds is not None:
-            placeholder = self.get_input_embeddings()(
-                torch.tensor(token_id, dtype=torch.long, device=inputs_embeds.device)
-            )
-            placeholders = (inputs_embeds == placeholder).all(-1).sum(-1)
+            token = torch.tensor(token_id, dtype=torch.long, device=inputs_embeds.device)
+            placeholders = (inputs_embeds == self.get_input_embeddings()(token)).all(-1).sum(-1)
         else:
             placeholders = (input_ids == token_id).sum(-1)
         row_ends = set(accumulate(placeholders.tolist()))
@@ -41,7 +39,6 @@ def expand_multimodal_outputs(
         repeated = [f for start, end in groups for f in list(features[start:end]) * expand_size]
         is_tensor = isinstance(features, torch.Tensor)
         outputs.pooler_output = torch.stack(repeated) if is_tensor else repeated
-
         layers = getattr(outputs, "deepstack_features", None)
         # Some models keep (layer index, features) pairs there instead, which are left alone.
         if layers is not None and isinstance(layers[0][0], torch.Tensor):

@@ -130,8 +130,7 @@ def check_call(call: Call) -> None:
     """
     if (check := getattr(call.request.custom_generate, "check_call", None)) is not None:
         check(call.config, call.mode_kwargs)
-    config = call.config
-    if not getattr(config, "drop_finished", False):
+    if not getattr(config := call.config, "drop_finished", False):
         return
     if not getattr(call.strategy, "drops_rows", False):
         dropping = (mode for mode in MODES.values() if getattr(mode.strategy, "drops_rows", False))

@@ -92,20 +92,17 @@ class Recording:
     def finish(self, run: Run, strategy: Strategy, result: dict[str, torch.Tensor | None]) -> None:
         """Nothing: ``output`` puts together what is returned."""
 
-    def output(
-        self, run: Run, result: dict[str, torch.Tensor | None]
-    ) -> GenerateOutput | torch.Tensor:
+    def output(self, run: Run, result: dict[str, Any]) -> GenerateOutput | torch.Tensor:
         """The return value of ``generate``: ``result``'s sequences alone, or all in an output."""
-        sequences: Any = result["sequences"]
         if not run.config.return_dict_in_generate:
-            return sequences
+            return result["sequences"]
         output: Any = self._output(run, result)
         # A recipe may run on a model that is not mixed, whose config lacks the field.
         if getattr(run.config, "output_speculation", False):
             output.speculation = run.speculation
         return output
 
-    def _output(self, run: Run, result: dict[str, torch.Tensor | None]) -> GenerateOutput:
+    def _output(self, run: Run, result: dict[str, Any]) -> GenerateOutput:
         recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
         prefix = "decoder_" if run.is_encoder_decoder else ""
         cache = None if run.rows_have_left else families.returned_cache(run.model_kwargs)

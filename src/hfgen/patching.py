@@ -70,10 +70,8 @@ class AutoModelForImageTextToText(_AutoMixed, transformers.AutoModelForImageText
     """``transformers.AutoModelForImageTextToText``, generating with hfgen."""
 
 
-#: Upstream's attributes that hfgen's replace, ``None`` for those that upstream lacks.
-_originals: dict[str, Any] = {}
-#: Calls of ``patch()`` without an ``unpatch()`` yet, in all threads.
-_patches = 0
+_originals: dict[str, Any] = {}  # upstream's attributes, None for those that it lacks
+_patches = 0  # calls of patch() without an unpatch() yet, in all threads
 _lock = threading.RLock()
 
 

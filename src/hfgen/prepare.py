@@ -7,7 +7,7 @@ from typing import Any
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from . import caches, config, inputs, modes, prefix, validate
-from .call import Call, ModelKwargs, Prompt, Request
+from .call import Call, Prompt, Request
 from .execution import shared_prompt
 
 
@@ -20,7 +20,10 @@ def prepare(model: Any, request: Request) -> Call:
     prefixes = prefix.take_argument(model, request)
     call, model_kwargs = config.resolve(model, request)
     try:
-        check(model, call, model_kwargs)
+        model._validate_model_kwargs(model_kwargs.copy())
+        model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
+        validate.check_companions(call.config, call.mode_kwargs.get("tokenizer"))
+        modes.check_call(call)
         prefixes = prefix.check(prefixes, model, call, model_kwargs)
         call.prompt = prompt = inputs.prepare(model, call, model_kwargs)
         if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
@@ -36,14 +39,6 @@ def prepare(model: Any, request: Request) -> Call:
         call.release()
         raise
     return call
-
-
-def check(model: Any, call: Call, model_kwargs: ModelKwargs) -> None:
-    """Raise for what can be told wrong before the prompt is looked at."""
-    model._validate_model_kwargs(model_kwargs.copy())
-    model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
-    validate.check_companions(call.config, call.mode_kwargs.get("tokenizer"))
-    modes.check_call(call)
 
 
 def prepare_functions(model: Any, call: Call, prompt: Prompt) -> None:

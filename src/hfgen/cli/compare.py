@@ -91,10 +91,8 @@ def compare(
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         options.note_idle(fields, config, loaded.model)
         groups = [texts] if batch else [[text] for text in texts]
-        results = [
-            compare_call(loaded, measure.encode(loaded, group), config, seed, repeat)
-            for group in groups
-        ]
+        inputs = (measure.encode(loaded, group) for group in groups)
+        results = [compare_call(loaded, each, config, seed, repeat) for each in inputs]
     names = [f"{len(texts)} prompts"] if batch and len(texts) > 1 else texts
     if as_json:
         calls = [as_object(*each) for each in zip(groups, results, strict=True)]
@@ -183,13 +181,11 @@ def comparison_table(names: Iterable[str], results: list[Comparison], heading: s
 
 def as_object(prompts: list[str], result: Comparison) -> dict[str, Any]:
     """One of the calls that ``--json`` prints; times in seconds."""
+    shown = ("row", "position", "tokens", "logit_gap")
     return {
         "prompts": prompts,
         "identical": not result.differences,
-        "differences": [
-            {name: getattr(each, name) for name in ("row", "position", "tokens", "logit_gap")}
-            for each in result.differences
-        ],
+        "differences": [{name: getattr(d, name) for name in shown} for d in result.differences],
         **{
             library: {
                 "tokens": result.runs[library][0].padded,

@@ -79,11 +79,9 @@ def load(
                 f"{name!r} brings Python code of its own, which is not run: read it, and give "
                 "--trust-remote-code if you trust it"
             ) from error
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise CliError(
-            f"cannot load {name!r}: {reason.rstrip(' .:')}. "
-            "Give a folder written by save_pretrained, a hub id, or builtin."
-        ) from error
+        reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(" .:")
+        advice = "Give a folder written by save_pretrained, a hub id, or builtin."
+        raise CliError(f"cannot load {name!r}: {reason}. {advice}") from error
 
 
 def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -93,10 +91,8 @@ def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[
     source = str(path) if path.exists() else name
     is_path = path.exists() or path.is_absolute() or name[0] in ".~" or name.count("/") > 1
     if is_path and not (path / "config.json").exists():
-        raise CliError(
-            f"no model at {name!r}: give a folder with a config.json, as save_pretrained writes it, "
-            "a hub id, or builtin"
-        )
+        folder = "a folder with a config.json, as save_pretrained writes it"
+        raise CliError(f"no model at {name!r}: give {folder}, a hub id, or builtin")
     shared = {"local_files_only": offline(), "trust_remote_code": trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(source, **shared)
     kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
@@ -123,8 +119,7 @@ def offline() -> bool:
 @contextmanager
 def upstream(loaded: Loaded) -> Iterator[None]:
     """Inside, the model, its assistant and the models inside of them generate with transformers."""
-    models = [each.model for each in (loaded, loaded.assistant) if each is not None]
-    parts = [part for model in models for part in model.modules()]
+    parts = [part for each in (loaded, loaded.assistant) if each for part in each.model.modules()]
     mixed = [(part, type(part)) for part in parts if hasattr(part, "_unmixed_class")]
     for part, cls in mixed:
         part.__class__ = cls._unmixed_class

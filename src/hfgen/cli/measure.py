@@ -102,9 +102,8 @@ def generate(
     has_beams = (config.num_beams or own.num_beams or 1) > 1
     stream = {} if streamer is None and has_beams else {"streamer": clock}
     try:
-        output = loaded.model.generate(
-            **inputs, generation_config=config, **loaded.mode_kwargs(), **stream
-        )
+        kwargs = {**inputs, **loaded.mode_kwargs(), **stream}
+        output = loaded.model.generate(generation_config=config, **kwargs)
     except BrokenPipeError:  # the reader of the streamed text has closed the pipe
         raise
     except Exception as error:

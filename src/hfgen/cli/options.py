@@ -102,8 +102,7 @@ def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict
 def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
     """The field that ``option`` names, and whether it is the ``--no-…`` form of a flag."""
     name = option.removeprefix("--").replace("-", "_")
-    known = known_fields()
-    if name in known:
+    if name in (known := known_fields()):
         return name, False
     if (flag := name.removeprefix("no_")) in known and is_flag(flag):
         return flag, True
