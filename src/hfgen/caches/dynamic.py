@@ -36,8 +36,9 @@ def _growing(name: str) -> Any:
 
 def grows_in_place(states: Tensor) -> bool:
     """Whether ``states`` may be written into a buffer: not with gradients, subclasses, or tracers."""
-    is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return type(states) is Tensor and not is_traced
+    # Gradients need the tensors of earlier steps unchanged; the others know only upstream's operations.
+    is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return type(states) is Tensor and not is_recorded
 
 
 #: Which of upstream's classes a layer of hfgen's stands for.
@@ -45,7 +46,7 @@ UPSTREAM_KINDS: dict[type, type] = {}
 
 
 def stands_for(theirs: type) -> Callable[[type], Any]:
-    """Decorate a layer with the kind of upstream's that it replaces, whose name code may ask for."""
+    """Let a layer stand for a kind of upstream's, and have its name, since some code asks for that."""
 
     def register(own: type) -> type:
         UPSTREAM_KINDS[own] = theirs

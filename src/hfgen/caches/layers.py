@@ -195,7 +195,7 @@ def empty_rows(cache: Any) -> None:
 
 
 def record_past(cache: Any) -> None:
-    """Let windows and convolutions keep what ``roll_back`` needs and they would forget."""
+    """From now on, let windows and convolutions keep what ``roll_back`` needs."""
     cache.activate_past_recording()
     for layer in layers_of(cache):
         if isinstance(layer, StaticSlidingWindowLayer) and _recorder(layer) is None:

@@ -37,7 +37,7 @@ class Padding:
     n_tokens: int
 
     def fitted(self, key_states: Tensor) -> Padding | None:
-        """That of the rows of ``key_states (rows, heads, length, size)``: of beams, one per prompt.
+        """The padding of the rows of ``key_states (rows, heads, length, size)``: one row per prompt.
 
         ``None`` if they are not those of the mask: some models put tokens before the prompt.
         """

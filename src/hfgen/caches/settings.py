@@ -113,7 +113,7 @@ class Settings:
 
 
 def upstream_backend(options: Any) -> str | None:
-    """Which of upstream's backends a ``cache_config`` names; ``None``: hfgen's. ``ValueError``: another."""
+    """Upstream's backend that a ``cache_config`` names, or ``None``. ``ValueError`` for unknown ones."""
     backend = as_dict(options).get("backend", OWN_BACKEND)
     if backend not in (OWN_BACKEND, *UPSTREAM_BACKENDS):
         raise ValueError(
