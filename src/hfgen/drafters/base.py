@@ -26,7 +26,7 @@ class DraftContext:
     ``ids (rows, length)``: row ``r`` is known up to ``known[r]``, what follows in it means nothing.
     All rows are known up to ``start``, some further. ``n_tokens``: how many positions after
     ``start`` may be filled. ``is_done[r]``: row ``r`` has ended and counts as known up to ``end``.
-    ``host_ids``: ``ids`` on the CPU, if known; ``device_known (rows,)``: ``known`` on the device.
+    ``host_ids``, ``device_known (rows,)``: ``ids`` on the CPU, ``known`` on the device, or ``None``.
     """
 
     ids: torch.Tensor
@@ -75,7 +75,7 @@ class Acceptance:
 class Drafter:
     """Guesses tokens; a wrong guess costs time, never a token.
 
-    One passed to ``generate`` as ``assistant_model`` inherits from this, or has ``draft`` and ``observe``.
+    Pass one of your own to ``generate`` as ``assistant_model``; ``draft`` and ``observe`` will do.
     """
 
     #: Further arguments of the target model's forward: ``{"output_hidden_states": True}``.
@@ -128,7 +128,7 @@ def name_of(drafter: Drafter) -> str:
 
 
 def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
-    """``draft``, or ``None`` if it is empty; raises for what is no draft, or of a wrong shape or type."""
+    """``draft``, or ``None`` if empty; ``TypeError`` or ``ValueError`` for tokens of another kind."""
     if draft is None:
         return None
     if not isinstance(draft, Draft):
@@ -144,7 +144,7 @@ def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
 
 
 def n_filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: float) -> list[int]:
-    """How many columns each row of ``tokens`` fills, known ones included; ``ValueError`` if not tokens."""
+    """Columns that each row of ``tokens`` fills, known ones too; ``ValueError`` beyond the vocabulary."""
     lengths = []
     for row, (drafted, known) in enumerate(zip(tokens, context.known, strict=True)):
         lead = min(known - context.start, len(drafted))

@@ -90,13 +90,12 @@ def _check_model(model: Any, config: GenerationConfig) -> None:
             f"{type(model).__name__} keeps a state that cannot be rolled back, so candidate "
             "tokens cannot be rejected: assisted generation does not work with it."
         )
-    if (n_layers := config.assistant_early_exit) is not None:
+    if (n := config.assistant_early_exit) is not None:
         decoder: Any = decoder_layers(model)[0]
         n_all = decoder.config.num_hidden_layers
-        if not (is_integer(n_layers) and 1 <= n_layers <= n_all):
+        if not (is_integer(n) and 1 <= n <= n_all):
             raise ValueError(
-                f"`assistant_early_exit` has to be a layer of the model, 1 to {n_all}, but is "
-                f"{n_layers}."
+                f"`assistant_early_exit` has to be a layer of the model, 1 to {n_all}, but is {n}."
             )
 
 
@@ -116,8 +115,11 @@ def _check_heads(model: Any) -> None:
 
 def _check_kind(model: Any, config: GenerationConfig, assistant: Any) -> None:
     """Raise if the class of an assistant does not go with the model or the kind of speculation."""
-    name, kind = type(model).__name__, type(assistant).__name__
-    text = model.config.get_text_config()
+    name, kind, text = (
+        type(model).__name__,
+        type(assistant).__name__,
+        model.config.get_text_config(),
+    )
     if _is_gemma_assistant(assistant):
         if not name.startswith(GEMMA_TARGETS):
             raise ValueError(

@@ -72,7 +72,7 @@ class InvalidScoresError(ValueError, RuntimeError):
 
 
 class InvalidScores:
-    """At which step a row's scores were first invalid: an error on the CPU at once, else by ``read``."""
+    """At which step a row's scores were first invalid: raised at once on the CPU, else by ``read``."""
 
     def __init__(self) -> None:
         self.since: torch.Tensor | None = None

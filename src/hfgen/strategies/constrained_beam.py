@@ -213,10 +213,8 @@ class ConstrainedBeam(NBestBeam):
                 if one.may_go_on and not is_closed
                 for token in (one.progress.wanted or [ANY])
             ]
-        chosen_now, finished_now = (
-            torch.tensor(f, device=ends.device) for f in (going_on, finished)
-        )
-        return Selection(chosen_now, ends, finished_now)
+        indices = torch.tensor(going_on, device=ends.device)
+        return Selection(indices, ends, torch.tensor(finished, device=ends.device))
 
     def divide(self, likeliest: list[Candidate], named: list[Candidate]) -> list[Candidate]:
         """The ``beams`` candidates that go on by the rules of dynamic beam allocation."""
@@ -252,10 +250,7 @@ def finishing(candidates: list[Candidate]) -> set[int]:
 
 
 def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
-    """Divide ``n`` places among banks: indices of the best of each bank, then of the second best, ….
-
-    Within a round the highest bank comes first. What is out of reach comes after all else.
-    """
+    """``n`` indices: the best of each bank, highest bank first, then each second best, …; -inf last."""
     ranks: defaultdict[int, count[int]] = defaultdict(count)
     order = sorted(range(len(banks)), key=lambda index: (-banks[index], -scores[index]))
     rounds = {index: next(ranks[banks[index]]) for index in order}

@@ -92,10 +92,7 @@ class MinimumBayesRisk(Sample):
 
 
 def expected_utilities(samples: Sequence[Hashable], utility: Utility) -> list[float]:
-    """The mean utility of each sample, taken as hypothesis, against all others as references.
-
-    Equal samples are compared once. Raises ``ValueError`` for a utility that is no number.
-    """
+    """The mean utility of each sample against all others; ``ValueError`` if one is no number."""
     counts = Counter(samples)
     expected = {}
     for hypothesis in counts:

@@ -32,7 +32,7 @@ class Selection:
 
 
 class NBestBeam(Beam):
-    """Search with beams until each list holds ``beams`` hypotheses that nothing can beat."""
+    """Search until each list holds ``beams`` hypotheses that nothing can beat."""
 
     drops_rows = streams = False
 
