@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
@@ -37,7 +38,7 @@ from hfgen.strategies.verification import (
 )
 from tests import tiny
 from tests.parity import speculation
-from tests.parity.harness import Case
+from tests.parity.harness import FAMILIES, Case, upstream
 from tests.parity.options import GREEDY, SAMPLE
 from tests.parity.options import tokenizer as letters
 
@@ -129,6 +130,29 @@ def test_which_families_are_not_speculated_for() -> None:
     for drafter, reasons in {"oracle": expected, "assistant": expected | media}.items():
         cases = [speculation.Speculated(Case(name, GREEDY, rows=2), drafter) for name in names]
         assert Counter(map(speculation.left_out, cases)) == reasons
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_tokens_behind_change_what_minimax_says_of_a_padded_prompt(padded: bool) -> None:
+    """Of upstream's own forward, without a cache. So it is not speculated for with padding."""
+    case = Case("minimax_m3_vl_text", GREEDY, 3, padded, 623)
+    model = upstream(case.family)
+    inputs = FAMILIES[case.family].inputs(model, case.rows, padded, case.seed)
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+
+    def logits_before(n: int) -> Tensor:
+        """Logits of the prompt's tokens, if ``n`` more are fed with them; positions as in generate()."""
+        longer = pad(mask, (0, n), value=1)
+        positions = (longer.cumsum(dim=1) - 1).clamp(min=0)
+        output = model(pad(ids, (0, n), value=9), attention_mask=longer, position_ids=positions)
+        return output.logits[:, : ids.shape[1]][mask == 1]
+
+    is_same = torch.allclose(logits_before(0), logits_before(2), atol=1e-4)
+    assert is_same == (not padded)
+    reason = speculation.left_out(speculation.Speculated(case, "oracle"))
+    assert reason == ("several tokens at once are answered otherwise" if padded else None)
 
 
 def test_a_seed_fixes_samples_of_all_families() -> None:

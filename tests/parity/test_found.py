@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity import caches, speculation
+from tests.parity import caches, invariants, speculation
 from tests.parity.cache_kinds import Cached
 from tests.parity.harness import Case, check
+from tests.parity.invariants import Lawful
 from tests.parity.options import ASSISTED, BEAM, GREEDY, SAMPLE
 from tests.parity.speculation import Speculated
 
@@ -38,6 +39,19 @@ SPECULATED = {
     "windows of attention beside layers that have none": Speculated(
         Case("lfm3", GREEDY, 2, seed=194, options={"attentions": ["attentions"]}), "oracle"
     ),
+    "a prompt's token that is the pad token": Speculated(
+        Case(
+            "qwen2_audio", GREEDY, 4, seed=423, options={"pad_token_id": 7, "outputs": ["scores"]}
+        ),
+        "early exit",
+    ),
+}
+
+
+INVARIANT = {
+    "DoLa where the token embeddings are a module with a table inside": Lawful(
+        Case("kyutai_speech_to_text", GREEDY, 2, seed=3), "DoLa", 0, "same seed twice"
+    ),
 }
 
 
@@ -55,3 +69,8 @@ def test_caches(cached: Cached) -> None:
 @pytest.mark.parametrize("speculated", SPECULATED.values(), ids=SPECULATED)
 def test_speculation(speculated: Speculated) -> None:
     assert speculation.check(speculated) == []
+
+
+@pytest.mark.parametrize("lawful", INVARIANT.values(), ids=INVARIANT)
+def test_invariants(lawful: Lawful) -> None:
+    assert invariants.check(lawful) == []

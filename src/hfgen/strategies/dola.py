@@ -97,6 +97,8 @@ def candidate_layers(model: Any, dola_layers: str | list[int]) -> list[int]:
     part = OF_DEEP if n_layers > DEEP else n_layers // 2
     if dola_layers == "high":
         return list(range(n_layers - part if n_layers > DEEP else part, n_layers, 2))
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    # Either may be a module that has its weights inside another one.
+    is_tied = not set(head.parameters()).isdisjoint(embeddings.parameters())
     start = min(2, n_layers - 1) if is_tied else 0
     return list(range(start, part, 2)) or [start]
