@@ -174,12 +174,12 @@ def test_a_greedy_call_enters_few_files_before_its_first_forward():
         model.generate(ids, max_new_tokens=2)
     finally:
         sys.setprofile(previous)
-    assert len(entered) <= 42, sorted(entered)
+    assert len(entered) <= 40, sorted(entered)
 
 
 def test_files_are_short():
     lengths = {str(p.relative_to(SOURCE)): len(p.read_text("utf-8").splitlines()) for p in FILES}
-    assert {name: n for name, n in lengths.items() if n > 500} == {}
+    assert {name: n for name, n in lengths.items() if n > 350} == {}
 
 
 def test_what_a_capability_says_is_declared_by_its_class():
