@@ -41,6 +41,7 @@ from tests.parity import speculation
 from tests.parity.harness import FAMILIES, Case, upstream
 from tests.parity.options import GREEDY, SAMPLE
 from tests.parity.options import tokenizer as letters
+from tests.versions import since_5_23
 
 IDS = torch.tensor(
     [[11, 12, 13, 11, 12, 13, 11, 12], [0, 0, 5, 6, 7, 5, 6, 7], [9, 9, 8, 9, 9, 8, 9, 9]]
@@ -112,6 +113,7 @@ def test_speculation_is_plain_decoding_row_for_row() -> None:
     assert left_out["the plain call raises"] <= 1
 
 
+@since_5_23  # which has all of these families
 def test_which_families_are_not_speculated_for() -> None:
     """Of these, without any option: what no drafter can do, and what an assistant cannot."""
     names = (

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.harness import ours, quiet
+from tests.versions import IS_5_23
 
 LONGEST, N_NEW = 65, 3
 
@@ -42,6 +43,8 @@ CAUSAL = {
     "state space alone": "mamba2",
     "recurrent, with windows": "recurrent_gemma",
 }
+if not IS_5_23:  # left padding changes what the model's own code says before
+    del CAUSAL["recurrent, with windows"]
 
 
 def rows() -> list[Tensor]:

@@ -209,8 +209,9 @@ def check(speculated: Speculated) -> list[str] | str:
         return "the plain call raises"
     drafted = run(model, case, amend=lambda call: enter(call, plain))
     if speculated.drafter == "early exit" and (reason := NO_EARLY_EXIT.get(case.family)):
-        says_so = "assistant_early_exit" in drafted.message
-        return reason if says_so else [f"should be refused: {reason}"]
+        is_refused = "assistant_early_exit" in drafted.message
+        is_drafting = case.options.get("max_new_tokens") not in (0, 1)  # else nothing is drafted
+        return reason if is_refused or not is_drafting else [f"should be refused: {reason}"]
     if is_static and case.family in OWN_STATIC_CACHE:
         reason = "a static cache of its own kind cannot be rolled back"
         says_so = "static cache of its own kind" in drafted.message
