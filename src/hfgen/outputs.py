@@ -45,6 +45,8 @@ def _asked(run: Run) -> list[str]:
 
 def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
     """The attentions and hidden states of a forward, as fields of a ``Step``, if asked for."""
+    if not run.config.return_dict_in_generate:
+        return {}
     prefix = "decoder_" if run.is_encoder_decoder else ""
     names = {name: prefix + name for name in ("attentions", "hidden_states")}
     names["cross_attentions"] = "cross_attentions"

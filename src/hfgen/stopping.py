@@ -21,13 +21,18 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``ValueError`` if a caller's returns others."""
-        is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        is_done: Any = None
         for criterion in self:
             ends = criterion(input_ids, scores, **kwargs)
+            if is_done is None and type(criterion) is MaxLengthCriteria:
+                is_done = ends  # bools for all rows, as are to be returned
+                continue
+            if is_done is None:
+                is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
             if not is_librarys(type(criterion)):
                 ends = _as_bools(criterion, ends, is_done)
             is_done = is_done | ends
-        return is_done
+        return input_ids.new_zeros(len(input_ids), dtype=torch.bool) if is_done is None else is_done
 
     @property
     def max_length(self) -> int | None:

@@ -18,6 +18,10 @@ from ..logs import logger
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
+#: What forward never gets, and what it does not get behind the prefill.
+NEVER_PASSED = frozenset({"labels"})
+DROPPED = NEVER_PASSED | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+
 
 def _fillers(is_encoder_decoder: bool) -> dict[str, buffers.Fill]:
     """The arguments with a column per token, and how each goes on after the last one."""
@@ -113,10 +117,10 @@ def prepare_inputs_for_generation(
     if encoder_mask is not None:
         inputs["attention_mask"] = encoder_mask
 
-    dropped = {"labels", *inputs}
-    if not is_first_iteration and kwargs.get("use_cache", True):
-        dropped |= {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
-    inputs |= {name: value for name, value in kwargs.items() if name not in dropped}
+    has_cached_media = not is_first_iteration and kwargs.get("use_cache", True)
+    for name, value in kwargs.items():
+        if name not in inputs and name not in (DROPPED if has_cached_media else NEVER_PASSED):
+            inputs[name] = value
 
     if self.is_remote_code() and "cache_position" in inspect.signature(self.forward).parameters:
         logger.warning_once(
