@@ -517,8 +517,6 @@ def drafts_otherwise(case: Case) -> str | None:
         return None
     if upstream(case.family).config.is_encoder_decoder:
         return "upstream's assistant goes on from a text that nobody wrote"
-    if {"prefix_fn", "user_processors"} & case.options.keys():
-        return "the caller's processors are the model's alone"
     return None
 
 

@@ -630,7 +630,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("guidance_scale", INTENDED + "upstream's guidance remembers rejected tokens", _assisted()),
     Exclusion("hidden_states", INTENDED + "upstream's first round gives those of the prompt", _assisted()),
     Exclusion("attentions", INTENDED + "upstream's first round gives those of the prompt", _assisted()),
-    Exclusion("outputs", "the model amplifies rounding, and hfgen forwards no drafts beyond the last token", lambda f, c: c.mode == ASSISTED and f.name == "hrm_text"),
     # one argument, two writers
     *(Exclusion(name, _BOTH_SAME, _with(*_PROMPTS[:i])) for i, name in enumerate(_PROMPTS) if i),
     Exclusion("mask", _BOTH_SAME, _with("no_prompt", "continue", "embeds", "encoder_embeds", "encoder_outputs", "token_healing")),

@@ -12,28 +12,31 @@ from tests.parity.options import INTENDED
 from tests.parity.sweep import by_family, draw
 from tests.versions import IS_5_23, since_5_23
 
-SEED, COUNT = 9, 600
+SEED, COUNT = 5, 600
 
 #: Why options of the sample are left out, and how often; a new reason, or more of one, is seen here.
 LEFT_OUT = {
-    "both set the same argument": 25,
-    "a user's cache is expanded": 21,
-    "beam search pads with the pad token even if its id is 0": 9,
+    "beam search pads with the pad token even if its id is 0": 10,
+    "a user's cache is expanded": 23,
+    "without EOS a clear error": 18,
     "drafting works with a static cache, and with an assistant": 4,
-    "generated text only, and the prompt's end is not known to be special": 7,
-    "inputs_embeds with prefill_chunk_size work": 3,
-    "upstream's drafting forwards again what the cache holds": 5,
-    "upstream's drafting loses drafted tokens, or the embeddings": 7,
+    "upstream's first round gives those of the prompt": 12,
+    "upstream's drafting overshoots, or asks for a tokenizer": 6,
+    "upstream's drafting forwards again what the cache holds": 4,
+    "upstream's drafting loses drafted tokens, or the embeddings": 9,
+    "both set the same argument": 31,
     "upstream's drafting overshoots": 6,
-    "upstream's drafting overshoots, or asks for a tokenizer": 5,
-    "upstream's drafting takes no notice": 1,
-    "upstream's first round gives those of the prompt": 15,
-    "upstream's guidance remembers rejected tokens": 2,
-    "without EOS a clear error": 12,
-    "only with guidance": 7,
+    "only with guidance": 10,
+    "generated text only, and the prompt's end is not known to be special": 6,
+    "inputs_embeds with prefill_chunk_size work": 4,
     "needs a cache": 2,
-    "drafting works with a static cache": 1,
+    "upstream's drafting takes no notice": 3,
+    "upstream's SynthID remembers rejected tokens": 3,
+    "upstream's guidance remembers rejected tokens": 1,
 }
+
+#: Families of the sample of which upstream cannot decode a case.
+EXCUSED = {"aya_vision": "upstream raises while it drafts"}
 
 
 @pytest.mark.parametrize("cases", by_family(draw(SEED, COUNT)), ids=lambda cases: cases[0].family)
@@ -41,8 +44,9 @@ def test_combinations(cases: list[Case]) -> None:
     reports = [check(case) for case in cases]
     failed = [str(report) for report in reports if report.differences]
     assert not failed, "\n".join(failed)
-    if IS_5_23:  # what the seed was chosen for
-        assert [report.excused for report in reports] == [None] * len(cases)
+    if IS_5_23:
+        expected = {EXCUSED[cases[0].family]} if cases[0].family in EXCUSED else set()
+        assert {report.excused for report in reports} - {None} == expected
 
 
 @since_5_23

@@ -119,7 +119,7 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
         n_tokens, name = None, setup.of_assistant("num_assistant_tokens_schedule", always=True)
     if n_tokens is None:
         n_tokens = setup.of_assistant("num_assistant_tokens") or DEFAULT_TOKENS
-    is_fixed = setup.is_exact or (is_one and (setup.has_streamer or is_lookup))
+    is_fixed = setup.is_exact or setup.is_streamed_row or (is_one and is_lookup)
     make = schedule_named(name, default="constant" if is_fixed else "adaptive")
     rows, length = setup.run.ids.shape
     # Prompt lookup may overshoot, by no more than it knows.

@@ -148,9 +148,10 @@ class Assistant(Drafter):
     def shared_processors(self, target: Run) -> list[Any]:
         """The target's processors that the assistant decodes with too.
 
-        Those with a state, and the caller's own, only where draws have to be upstream's.
+        Those with a state, and the caller's own, only where draws or chunks have to be upstream's.
         """
-        return [p for p in target.processors if self.setup.is_exact or is_row_wise(p)]
+        shows = self.setup.is_exact or self.setup.is_streamed_row
+        return [p for p in target.processors if shows or is_row_wise(p)]
 
     def config(self, target: GenerationConfig) -> GenerationConfig:
         """The call's config, without what is for the target alone."""

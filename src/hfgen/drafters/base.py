@@ -190,6 +190,11 @@ class Setup:
         return int(self.run.criteria.max_length or self.run.config.max_length)
 
     @property
+    def is_streamed_row(self) -> bool:
+        """Whether draft lengths show, since a streamer gets the chunks of one row."""
+        return self.has_streamer and len(self.run.ids) == 1
+
+    @property
     def is_exact(self) -> bool:
         """Whether draws have to be upstream's: one row is sampled."""
         return bool(self.run.config.do_sample) and len(self.run.ids) == 1
