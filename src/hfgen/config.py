@@ -17,7 +17,8 @@ import transformers
 from . import families, validate
 from .caches import table
 from .call import Call, ModelKwargs, Prompt, Request
-from .fields import FIELDS, OWN_FIELDS, is_zero, with_suggestions
+from .fields import FIELDS, OWN_FIELDS, with_suggestions
+from .kinds import is_zero
 from .logs import logger
 from .modes import MODES
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from .fields import tokens_in
+from .kinds import tokens_in
 
 
 class Constraint(ABC):

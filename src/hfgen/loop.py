@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .fields import is_zero
+from .kinds import is_zero
 from .outputs import GenerateOutput, Recording
 
 if TYPE_CHECKING:

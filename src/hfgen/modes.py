@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from .caches import cache_kind
 from .call import Call, Run, Strategy
 from .drafters import Setup, checks
-from .fields import is_zero
+from .kinds import is_zero
 from .loop import finish
 from .outputs import GenerateOutput
 from .strategies import Beam, ConstrainedBeam, Contrastive, Dola, GroupBeam, Sample

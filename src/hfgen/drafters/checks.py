@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from .. import vocabularies
-from ..fields import is_integer
+from ..kinds import is_integer
 from .schedule import schedule_named
 
 #: Classes of assistants that attend to the target's keys, and of targets that hand them out.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..call import Call, ModelKwargs, Prompt, Request
 from ..execution import shared_prompt
-from ..fields import is_zero
+from ..kinds import is_zero
 from . import eligibility
 from .cache import PrefixCache, PrefixStats
 from .eligibility import Reason

@@ -10,7 +10,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from .. import constraints
 from ..caches import table
-from ..fields import FIELDS, is_on, is_zero
+from ..fields import FIELDS, is_on
+from ..kinds import is_zero
 
 
 def check_cache_implementation(name: Any) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 
 from .. import caches, families
 from ..call import Call, Prompt
-from ..fields import FIELDS, tokens_in
+from ..fields import FIELDS
+from ..kinds import tokens_in
 from ..logs import logger
 from .cache import check_cache
 

@@ -1,0 +1,178 @@
+"""What values a field of a generation config can have: of which type, and in which range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor, WatermarkingConfig
+from transformers.generation.configuration_utils import BaseWatermarkingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which values of the right kind a field takes, in words, and the test of them."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Range):
+    """What type of value a field takes. ``None`` is not tested."""
+
+    #: Makes plain numbers of what is accepted: of ``8.0``, ``numpy.int64(8)`` and ``tensor(8)``.
+    plain: Callable[[Any], Any] = lambda value: value
+    #: What it is on the command line; ``None`` if it cannot be written as text.
+    option: str | None = "text or JSON"
+    #: Whether a value may itself be a list; then a list has no value per row.
+    may_be_list: bool = True
+
+
+def is_zero(value: Any) -> bool:
+    """Whether ``value`` is the number zero (and not ``False``)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is one number of any type that a float can hold; NaN is none."""
+    try:
+        return not isinstance(value, str | bytes) and not math.isnan(float(value))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` counts something: 8, 8.0, ``numpy.int64(8)`` and ``tensor(8)`` do."""
+    return isinstance(value, int) or (is_number(value) and float(value).is_integer())
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
+
+
+def _is_flag_or_layers(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple | set | range)
+    return all(map(is_integer, value)) if is_list else _is_flag(value)
+
+
+def _is_token(value: Any) -> bool:
+    """Whether ``value`` is an id that fits into a tensor."""
+    return not isinstance(value, bool) and is_integer(value) and abs(int(value)) < 2**63
+
+
+def _is_token_list(value: Any) -> bool:
+    if isinstance(value, torch.Tensor) and value.ndim != 1:
+        return False
+    is_collection = isinstance(value, Iterable) and not isinstance(value, str | bytes | dict)
+    return is_collection and all(map(_is_token, value))
+
+
+def _is_tokens(value: Any) -> bool:
+    return _is_token(value) or _is_token_list(value)
+
+
+def _plain_number(value: Any) -> int | float:
+    return value if isinstance(value, int | float) else float(value)
+
+
+def _plain_tokens(value: Any) -> int | list[int]:
+    return int(value) if _is_token(value) else [int(token) for token in value]
+
+
+def tokens_in(value: Any) -> Iterator[int]:
+    """The token ids in a field: an id, a tensor, or collections of them; of biases, the sequences."""
+    if isinstance(value, torch.Tensor):
+        yield from value.flatten().tolist()
+    elif isinstance(value, dict):
+        for sequence in value:
+            yield from sequence
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            # A bias in a list is a pair of a sequence and a number.
+            yield from tokens_in(item[0] if _is_bias(item) else item)
+    else:
+        yield int(value)
+
+
+def _is_bias(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and isinstance(item[0], list | tuple)
+
+
+def _is_strings(value: Any) -> bool:
+    strings = [value] if isinstance(value, str) else value
+    is_collection = isinstance(strings, list | tuple | set) and len(strings) > 0
+    return is_collection and all(isinstance(string, str) and string for string in strings)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+
+
+def _builds(make: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    """Whether upstream's class can be made of the value."""
+
+    def accepts(value: Any) -> bool:
+        try:
+            make(value)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False
+        return True
+
+    return accepts
+
+
+def is_positive_float(value: Any) -> bool:
+    """Whether ``value`` is what upstream's penalties take: a float above 0, or 1, which is off."""
+    return (isinstance(value, float) and value > 0) or value == 1
+
+
+FLAG = Kind("True or False", _is_flag, option="true or false", may_be_list=False)
+FLAG_OR_NEVER = Kind(
+    "True, False or 'never'",
+    lambda value: isinstance(value, int | float | str) and value in (True, False, "never"),
+    option="true or false",
+)
+FLAG_OR_LAYERS = Kind("True or False, or a list of layers", _is_flag_or_layers, option=FLAG.option)
+INTEGER = Kind("an integer", is_integer, int, "an integer", False)
+SIZE = Kind("an integer", lambda n: n is not True and is_integer(n), int, "an integer", False)
+NUMBER = Kind("a number", is_number, _plain_number, "a number", False)
+FLOAT = Kind(
+    "a number", is_number, float, "a number", False
+)  # integers to a power grow without end
+TOKEN = Kind("a token id", _is_token, int, "an integer", False)
+TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens)
+TOKEN_LIST = Kind("a list of token ids", _is_token_list, _plain_tokens)
+STRINGS = Kind("a non-empty string or a list of them", _is_strings)
+PAIR = Kind("a pair (start, factor)", _is_pair)
+WORDS = Kind("a list of lists of token ids", _builds(NoBadWordsLogitsProcessor))
+BIASES = Kind(
+    "a non-empty dictionary {(id, …): bias} or list [[[id, …], bias], …]",
+    _builds(SequenceBiasLogitsProcessor),
+)
+WATERMARK = Kind(
+    "a WatermarkingConfig or its fields in a dict",
+    lambda value: (
+        isinstance(value, BaseWatermarkingConfig) or _builds(WatermarkingConfig.from_dict)(value)
+    ),
+)
+DFLASH = Kind("'dflash'", lambda value: isinstance(value, str) and value == "dflash")
+NAME = Kind("a name", lambda value: isinstance(value, str))
+ANY = Kind("text or JSON", lambda value: True)  # checked by the stage that reads it
+OBJECT = Kind("an object", lambda value: True, option=None)
+
+#: More sequences than this fit into no memory.
+MAX_ROWS = 2**24
+
+
+def at_least(least: int) -> Range:
+    return Range(f"at least {least}", lambda value: value >= least)
+
+
+FINITE = Range("finite", lambda value: math.isfinite(value))
+SEQUENCES = Range(f"at least 1, and at most {MAX_ROWS:,}", lambda n: 1 <= n <= MAX_ROWS)
+CUTOFF = Range("at least 0 and below 1; 0 is off", lambda x: 0 <= x < 1)
+PENALTY = Range("a float above 0; 1 is off", lambda x: is_positive_float(x) and x < math.inf)
