@@ -152,10 +152,14 @@ class Call:
         """The state of a loop, for callers that drive it themselves; the method does not decode."""
         prompt = self.prompt
         assert prompt is not None
-        self.release()
         kwargs = self.mode_kwargs | prompt.model_kwargs
         arguments = self.processors, self.criteria, self.config, kwargs.pop("synced_gpus", False)
         return Run.of(model, prompt.ids, *arguments, kwargs)
+
+    def start(self, model: Any) -> tuple[Run, Strategy]:
+        """The run, and the strategy that the method decodes with; it has to be hfgen's or a recipe."""
+        run, source = self.run(model), self.mode if self.is_own_method else self.method
+        return run, source.start(run, self.mode_kwargs)  # type: ignore[union-attr]
 
     def release(self) -> None:
         """Let go of the config: a cycle would keep prompt and cache in memory after the call."""

@@ -48,18 +48,31 @@ def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
 
 def finish(run: Run, strategy: Strategy) -> GenerateOutput | torch.Tensor:
     """Decode to the end: record each step, stream it, and put together what ``generate`` returns."""
+    recording = begin(run)
+    for _ in drive(run, strategy):
+        pass
+    return conclude(run, strategy, recording)[1]
+
+
+def begin(run: Run) -> Recording:
+    """Give the run its observers: the recording, which is returned, and those that the call asks for."""
     recording = Recording(run)
     run.observers = [recording]
     if run.streamer is not None:
         run.observers.append(Streaming(run.streamer))
     if run.call is not None and run.call.prefix_session is not None:
         run.observers.append(run.call.prefix_session)  # copies states: after the streamer
-    for _ in drive(run, strategy):
-        pass
+    return recording
+
+
+def conclude(
+    run: Run, strategy: Strategy, recording: Recording
+) -> tuple[dict[str, Any], GenerateOutput | torch.Tensor]:
+    """The strategy's result, of which the observers are told, and what ``generate`` returns."""
     result = strategy.result(run)
     for observer in run.observers:
         observer.finish(run, strategy, result)
-    return recording.output(run, result)
+    return result, recording.output(run, result)
 
 
 class Streaming:

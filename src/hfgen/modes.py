@@ -42,6 +42,10 @@ class Mode:
         """As people say it: "beam search"."""
         return str(self.kind.value).replace("_", " ")
 
+    def start(self, run: Run, arguments: dict[str, Any]) -> Strategy:
+        """The strategy that decodes ``run``, of a call with ``arguments``."""
+        return self.strategy(run) if self.make is None else self.make(run, arguments)
+
     @property
     def decode(self) -> Callable[..., Any]:
         """hfgen's function behind the hook."""
@@ -87,7 +91,7 @@ def _hook(mode: Mode) -> Callable[..., Any]:
         functions = logits_processor, stopping_criteria
         kwargs = model_kwargs | {"streamer": streamer}
         run = Run.of(self, input_ids, *functions, generation_config, synced_gpus, kwargs)
-        return finish(run, mode.strategy(run) if mode.make is None else mode.make(run, kwargs))
+        return finish(run, mode.start(run, kwargs))
 
     summary = (mode.strategy.__doc__ or "").partition("\n")[0]
     decode.__name__, decode.__doc__ = mode.hook, f"{summary} Returns what ``generate`` returns."

@@ -56,7 +56,11 @@ class Recipe:
             synced_gpus,
             model_kwargs | passed,
         )
-        return finish(run, self.strategy_class(run, **self.options))
+        return finish(run, self.start(run))
+
+    def start(self, run: Run, arguments: dict[str, Any] | None = None) -> Strategy:
+        """The strategy that decodes ``run``; the call's ``arguments`` are not its own."""
+        return self.strategy_class(run, **self.options)
 
 
 def recipe(strategy_class: type, **options: Any) -> Recipe:

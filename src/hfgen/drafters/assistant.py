@@ -135,7 +135,9 @@ class Assistant(Drafter):
             logits_processor=LogitsProcessorList(self.shared_processors(target)),
             kwargs={name: ids, **model_kwargs},
         )
-        run = model._prepare_call(request).run(model)
+        call = model._prepare_call(request)
+        run = call.run(model)
+        call.release()
         cache = run.model_kwargs.get("past_key_values")
         if cache is None:
             raise ValueError(
