@@ -1,0 +1,128 @@
+"""From token ids to text: piece by piece as a row grows, and the bytes of single tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from .vocabularies import INCOMPLETE
+
+#: Tokens at the end of a row that decide how the next ones are decoded, with room to spare.
+CONTEXT = 8
+
+#: A single byte in vocabularies that spell with bytes what they have no token for.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+#: The characters by which byte-level vocabularies write bytes.
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+
+#: A byte that no text has: the piece of an id that the tokenizer does not know.
+UNKNOWN = b"\xff"
+
+
+class Detokenizer:
+    """The text of one row, returned as soon as it is certain.
+
+    What ``push`` has returned is never taken back, and holds whole characters only. All that is
+    returned, with what ``finish`` adds, is ``tokenizer.decode(all_ids, skip_special_tokens=...,
+    clean_up_tokenization_spaces=False)``: the clean-up of spaces looks back at text that has been
+    returned, so it is off also for tokenizers that are set to do it.
+
+    Only the end of a row is decoded again, so that a token costs the same however long the row is. A
+    run of byte tokens (``<0xE2>``) waits for its end: one wrong byte changes how all of it is read.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        #: Left out by the tokenizer; here they would only make the window longer.
+        self.skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
+        #: The end of the row, and how many characters of its text have been returned.
+        self.window: list[int] = []
+        self.n_returned = 0
+        self.limit = 2 * CONTEXT
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens of the row; returns the text that they have made certain."""
+        new = [token for token in token_ids if token not in self.skipped]
+        if not new:
+            return ""
+        self.window += new
+        if _is_byte(self.tokenizer, new[-1]):
+            return ""
+        text = self.decode(self.window)
+        certain = text.removesuffix(INCOMPLETE)
+        returned = certain[self.n_returned :]
+        self.n_returned += len(returned)
+        if len(self.window) > self.limit:
+            self.shorten(text)
+        return returned
+
+    def finish(self) -> str:
+        """The rest, with a replacement character where one has remained incomplete; starts anew."""
+        rest = self.decode(self.window)[self.n_returned :]
+        self.window, self.n_returned, self.limit = [], 0, 2 * CONTEXT
+        return rest
+
+    def decode(self, ids: list[int]) -> str:
+        return decode(self.tokenizer, ids, self.skip_special_tokens)
+
+    def shorten(self, text: str) -> None:
+        """Let the window, whose text is ``text``, begin later, if it then ends alike."""
+        window = self.window[-CONTEXT:]
+        while window and _is_byte(self.tokenizer, window[0]):  # perhaps amid a character
+            window = window[1:]
+        shorter, n_open = self.decode(window), len(text) - self.n_returned
+        seen = text[max(self.n_returned - 2, 0) :]
+        if len(seen) > n_open and shorter.endswith(seen):
+            self.window, self.n_returned = window, len(shorter) - n_open
+        self.limit = len(self.window) + CONTEXT
+
+
+class Pieces(dict[int, bytes]):
+    """The bytes in UTF-8 that each token adds to a text which goes on; found when first asked for.
+
+    Pieces are those of ``transformers.StopStringCriteria``, which finds all of a vocabulary's at once.
+    Special tokens are spelled out, a token with a leading space has it, also at the start of a text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.before: list[int] = list(tokenizer.encode("abcdef", add_special_tokens=False))
+        self.text_before = decode(tokenizer, self.before)
+
+    def __missing__(self, token: int) -> bytes:
+        self[token] = piece = self.find(token)
+        return piece
+
+    def find(self, token: int) -> bytes:
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return UNKNOWN
+        text = decode(self.tokenizer, [*self.before, token])
+        piece = text[len(self.text_before) :]
+        if INCOMPLETE in piece:  # a part of a character
+            if (byte := BYTE_TOKEN.fullmatch(name)) is not None:
+                return bytes.fromhex(byte[1])
+            if all(character in _BYTE_OF for character in name):
+                return bytes(_BYTE_OF[character] for character in name)
+        return piece.encode()
+
+    def of(self, ids: Iterable[int]) -> list[bytes]:
+        """The piece of each token."""
+        return [self[token] for token in ids]
+
+
+def decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool = False) -> str:
+    """The text of ``ids``, with spaces as they are."""
+    text: str = tokenizer.decode(
+        ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    return text
+
+
+def _is_byte(tokenizer: Any, token: int) -> bool:
+    name = tokenizer.convert_ids_to_tokens(token)
+    return name is not None and BYTE_TOKEN.fullmatch(name) is not None
