@@ -29,19 +29,24 @@ class PromptLookup(Drafter):
         ``overshoots``: drafts may go beyond the call's maximum length, as upstream's do.
         """
         self.overshoots, self.max_ngram, self.allowed = overshoots, max_ngram, allowed
-        self.eos = [] if eos is None else eos.flatten().tolist()
+        self.eos = "" if eos is None else as_text(eos.flatten().cpu())
 
     def draft(self, context: DraftContext) -> Draft | None:
-        host_ids = context.ids.cpu() if context.host_ids is None else context.host_ids
-        tokens = context.ids.new_full((len(host_ids), context.n_tokens), -1)
+        ids, known = context.ids, context.known
+        host_ids = ids.cpu() if context.host_ids is None else context.host_ids
+        found = []
+        for row, length in enumerate(known):
+            n = max(context.end - length, 0)
+            found.append(self._found(host_ids[row, :length], ids[row, :length], n))
+        if known == (context.start,):  # one row, which knows nothing of what is drafted
+            ((begin, n),) = found
+            return Draft(ids[:, begin : begin + n], lengths=(n,))
+        tokens = ids.new_full((len(known), context.n_tokens), -1)
         lengths = []
-        for row, known in enumerate(context.known):
-            n, lead = max(context.end - known, 0), min(known - context.start, context.n_tokens)
-            begin = length = 0
-            if n:
-                begin, length = self._found(host_ids[row, :known], context.ids[row, :known], n)
-            tokens[row, lead : lead + length] = context.ids[row, begin : begin + length]
-            lengths.append(lead + length)
+        for row, (begin, n) in enumerate(found):
+            lead = min(known[row] - context.start, context.n_tokens)
+            tokens[row, lead : lead + n] = ids[row, begin : begin + n]
+            lengths.append(lead + n)
         return Draft(tokens[:, : max(lengths)], lengths=tuple(lengths))
 
     def _found(self, ids: torch.Tensor, device_ids: torch.Tensor, n: int) -> tuple[int, int]:
@@ -49,32 +54,43 @@ class PromptLookup(Drafter):
 
         ``device_ids``: the same ids on their device, for the processors.
         """
-        for begin in self._begins(ids):
-            drafted = ids[begin : begin + n].tolist()
+        text = as_text(ids) if n else ""
+        for begin in continuations(text, self.max_ngram):
+            drafted = text[begin : begin + n]
             if self.allowed is not None:
                 n_allowed = self.allowed(device_ids[None], device_ids[begin : begin + n])
                 if not n_allowed:
                     continue
                 drafted = drafted[:n_allowed]
-            is_eos = (index for index, token in enumerate(drafted) if token in self.eos)
-            return begin, next(is_eos, len(drafted))
+            ends = (drafted.find(token) for token in self.eos)
+            return begin, min((end for end in ends if end >= 0), default=len(drafted))
         return 0, 0
 
-    def _begins(self, ids: torch.Tensor) -> Iterator[int]:
-        """Where the text goes on after the newest n-gram occurred: the longest first, then the earliest.
 
-        Occurrences of an n-gram are among those of the shorter ones; it may overlap with itself.
-        """
-        last = len(ids) - 1
-        found = [(ids[:last] == ids[last]).nonzero().flatten() + 1]  # by size, from 1 on
-        for size in range(2, min(self.max_ngram, last) + 1):
-            before = found[-1][found[-1] >= size]
-            longer = before[ids[before - size] == ids[last + 1 - size]]
-            if not len(longer):
-                break
-            found.append(longer)
-        for begins in reversed(found):
-            yield from begins.tolist()
+def as_text(ids: torch.Tensor) -> str:
+    """One character for each of ``ids (n,)``, on the CPU: strings are searched fastest.
+
+    Ids that differ by a multiple of 2**20 look alike; no vocabulary has as many.
+    """
+    codes = (ids & 0xFFFFF).to(torch.int32).numpy()
+    return codes.astype("<i4", copy=False).tobytes().decode("utf-32-le", "surrogatepass")
+
+
+def continuations(text: str, max_ngram: int) -> Iterator[int]:
+    """Where ``text`` goes on after its last n-gram occurred: the longest first, then the earliest.
+
+    An occurrence may overlap with the n-gram itself.
+    """
+    last, size = len(text) - 1, 0
+    # A longer n-gram occurs only where a shorter one does.
+    while size < min(max_ngram, last) and text.find(text[last - size :], 0, last) >= 0:
+        size += 1
+    for n in range(size, 0, -1):
+        ngram = text[-n:]
+        at = text.find(ngram, 0, last)
+        while at >= 0:
+            yield at + n
+            at = text.find(ngram, at + 1, last)
 
 
 def n_allowed(processors: Any, vocab: int, ids: torch.Tensor, tokens: torch.Tensor) -> int:

@@ -43,7 +43,7 @@ from ..drafters.base import check, check_logits, n_filled, name_of
 from ..execution import Executor, prefill, shared_prompt
 from ..loop import commit
 from .drafted_rows import DraftedRows
-from .verification import GreedyMatch, SpeculativeSampling, is_plain, verify, verify_at_once
+from .verification import GreedyMatch, PlainMatch, SpeculativeSampling, is_plain, verify
 
 
 class Assisted:
@@ -60,7 +60,7 @@ class Assisted:
         self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
         if config.do_sample:
             self.verification = SpeculativeSampling(weight, is_upstreams=setup.is_exact)
-        self.is_at_once = is_plain(run, self.verification)
+        self.plain = PlainMatch(run) if is_plain(run, self.verification) else None
         #: Arguments of the model's forward that the drafter asks for.
         self.overrides = self.drafter.forward_arguments
         self.executor = Executor(run)
@@ -130,7 +130,9 @@ class Assisted:
         rows.reserve(start + n)
         pairs = zip(rows.known, rows.has_ended, strict=True)
         known = tuple(start + n if ended else known for known, ended in pairs)
-        device_known = rows.device_known.masked_fill(rows.device_ended, start + n)
+        device_known = rows.device_known
+        if any(rows.has_ended):
+            device_known = device_known.masked_fill(rows.device_ended, start + n)
         has_ended, host = tuple(rows.has_ended), rows.host_tokens
         context = DraftContext(rows.tokens, known, has_ended, start, n, host, device_known)
         name = name_of(self.drafter)
@@ -141,25 +143,25 @@ class Assisted:
         if self.placeholders and self.is_first:  # the model would look for their features
             is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
             tokens, lengths = tokens.masked_fill(is_media, -1), None
-        filled = (
-            n_filled(name, tokens.tolist(), context, self.vocab) if lengths is None else lengths
-        )
-        return tokens.to(rows.tokens.device), filled
+        if lengths is None or tokens.is_cpu:  # reading is asked for, or free
+            lengths = tuple(n_filled(name, tokens.tolist(), context, self.vocab))
+        return tokens.to(rows.tokens.device), lengths
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         rows, start, width = self.rows, run.ids.shape[1], self.n_new + 1
         rows.reserve(start + width)
+        # A copy, unless nobody can write to it or keep it.
+        is_copied = self.plain is None or run.config.return_dict_in_generate
         logits = model_outputs.logits[:, -width:]
-        logits = logits.to(copy=True, dtype=torch.float32, device=run.ids.device)
+        logits = logits.to(copy=is_copied, dtype=torch.float32, device=run.ids.device)
         if self.draft is not None:
             check_logits(name_of(self.drafter), self.draft, logits.shape[-1])
-        before, had_ended = rows.known, rows.has_ended
-        if self.is_at_once:
-            verified, invalid_at = verify_at_once(run, rows, logits)
+        before, had_ended = [*rows.known], [*rows.has_ended]
+        if self.plain is not None:
+            verified = self.plain.verify(run, rows, logits)
         else:
             draft_logits = None if self.draft is None else self.draft.logits
-            verified, invalid_at = verify(run, rows, self.verification, logits, draft_logits)
-        rows.read(start, width, invalid_at)
+            verified = verify(run, rows, self.verification, logits, draft_logits)
         # No further than where a row has just ended: it fed drafts after that, and not its padding.
         lengths = [known for known, had in zip(rows.known, had_ended, strict=True) if not had]
         n_advanced = min(min(lengths or [max(rows.known)]) - start, width)

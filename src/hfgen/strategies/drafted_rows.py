@@ -26,6 +26,8 @@ class DraftedRows:
         self.is_in_step = not self.is_row_wise or not (self.has_padding or length_ends)
         #: Whether a look at a tensor after every position is free, or is asked for anyway.
         self.may_look = device.type == "cpu" or self.is_in_step
+        #: Whether reading the device is free, or one read tells the host all it needs for a round.
+        self.is_on_host = device.type == "cpu" or n_rows == 1
         #: ``(rows, …)``: known tokens, then drafted ones.
         self.tokens = run.ids.to(torch.long, copy=True)
         #: ``(rows, n_new)``: drafted tokens of the round, -1 where there is none.
@@ -46,13 +48,17 @@ class DraftedRows:
         """
         self.reserve(start + width)
         window = self.tokens[:, start : start + width]
+        if len(self.known) == 1 and window.is_cpu:  # it knows none of them, and none is -1
+            self.guesses = window.copy_(tokens[:, :width])
+            return
         positions = torch.arange(start, start + width, device=window.device)
         tokens = pad(tokens[:, :width], (0, max(width - tokens.shape[1], 0)), value=-1)
         is_new = (positions >= self.device_known[:, None]) & ~self.device_ended[:, None]
         is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0  # behind the end of a draft
         self.guesses = tokens.masked_fill(~is_new | is_over, -1)
         window.copy_(torch.where(self.guesses >= 0, self.guesses, window))
-        self.write_padding(start, width)
+        if any(self.has_ended):
+            self.write_padding(start, width)
 
     def write_padding(self, start: int, width: int) -> None:
         """Pad rows behind their end, in ``width`` columns from ``start`` on."""
@@ -96,6 +102,23 @@ class DraftedRows:
             self.host_tokens[:, start : start + width] = found[:, 4:]
         self.known, ended, invalid, self.drafted = found[:, :4].T.tolist()
         self.has_ended = [bool(e) for e in ended]
-        if (first := min((length for length in invalid if length >= 0), default=-1)) >= 0:
-            rows = [row for row, length in enumerate(invalid) if length == first]
+        self.check(invalid)
+
+    def learn(
+        self, row: int, tokens: torch.Tensor, host_tokens: torch.Tensor, has_ended: bool
+    ) -> None:
+        """Let ``row`` know ``tokens (n,)`` too, of which the host knows as well, and maybe end there."""
+        known, length = self.known[row], self.known[row] + len(tokens)
+        self.tokens[row, known:length] = tokens
+        if self.host_tokens is not None:
+            self.host_tokens[row, known:length] = host_tokens
+        self.known[row], self.has_ended[row] = length, has_ended
+        self.device_known[row].fill_(length)  # a number needs no copy to the device
+        if has_ended:
+            self.device_ended[row].fill_(True)
+
+    def check(self, invalid_at: list[int]) -> None:
+        """Raise ``InvalidScoresError`` for scores that are NaN: at these lengths, -1 where none are."""
+        if (first := min((length for length in invalid_at if length >= 0), default=-1)) >= 0:
+            rows = [row for row, length in enumerate(invalid_at) if length == first]
             raise InvalidScoresError(rows, first - self.prompt_length)

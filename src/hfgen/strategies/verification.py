@@ -117,11 +117,11 @@ def verify(
     verification: Verification,
     logits: torch.Tensor,
     draft_logits: torch.Tensor | None,
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Take ``logits (rows, width, vocab)`` position by position; write what ``rows`` know after it.
 
     ``draft_logits (rows, n, vocab)``: the drafter's scores, if it gave any. Returns the processed
-    scores, and ``(rows,)`` the lengths at which those of a row were first invalid, or -1.
+    scores.
 
     Processors and criteria are asked once for each length, before and after its token. What those
     that look at each row by itself say of rows further ahead or behind is left aside.
@@ -163,7 +163,8 @@ def verify(
             break
         if rows.is_in_step and (ends.any() or not is_accepted[is_active].all()):
             break
-    return tuple(all_scores), invalid_at
+    rows.read(start, width, invalid_at)
+    return tuple(all_scores)
 
 
 def _processed(run: Run, rows: DraftedRows, logits: torch.Tensor, length: int) -> torch.Tensor:
@@ -191,29 +192,65 @@ def _warns(criterion: Any) -> bool:
     return positions is not None and criterion.max_length > positions + 1
 
 
-def verify_at_once(
-    run: Run, rows: DraftedRows, logits: torch.Tensor
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+class PlainMatch:
     """``verify`` for a call that ``is_plain``: all positions together."""
-    start, width = run.ids.shape[1], logits.shape[1]
-    lengths = torch.arange(start, start + width, device=logits.device)
-    window = rows.tokens[:, start : start + width]
-    is_new = lengths >= rows.device_known[:, None]
-    choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
-    is_end = torch.zeros_like(is_new)
-    for criterion in run.criteria:
-        if isinstance(criterion, EosTokenCriteria):
-            is_end = is_end | torch.isin(choice, criterion.eos_token_id.to(choice.device))
-        else:
-            is_end = is_end | (lengths + 1 >= criterion.max_length)
-    goes_on = ~is_new | ((choice == pad(rows.guesses, (0, 1), value=-1)) & ~is_end)
-    # A row knows what it went on through, and the choice after that.
-    n_known = (goes_on.cumprod(dim=1).sum(dim=1) + 1).clamp(max=width)
-    is_chosen = is_new & (lengths < start + n_known[:, None]) & ~rows.device_ended[:, None]
-    is_invalid = is_chosen & logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
-    window.copy_(torch.where(is_chosen, choice, window))
-    known = torch.maximum(rows.device_known, start + n_known)
-    rows.device_known = torch.where(rows.device_ended, rows.device_known, known)
-    rows.device_ended = rows.device_ended | (is_chosen & is_end).any(dim=1)
-    first = torch.where(is_invalid, lengths, -1).amax(dim=1)
-    return tuple(logits.unbind(dim=1)), first
+
+    def __init__(self, run: Run) -> None:
+        lengths = [c.max_length for c in run.criteria if isinstance(c, MaxLengthCriteria)]
+        self.max_length = min(lengths)
+        self.eos = [c.eos_token_id for c in run.criteria if isinstance(c, EosTokenCriteria)]
+        self.host_eos = {token for tokens in self.eos for token in tokens.tolist()}
+
+    def verify(self, run: Run, rows: DraftedRows, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Write what ``rows`` know after ``logits (rows, width, vocab)``; return these by position."""
+        start = run.ids.shape[1]
+        choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
+        is_nan = logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
+        match = self._match_on_host if rows.is_on_host else self._match
+        match(rows, start, choice, is_nan)
+        return logits.unbind(dim=1)
+
+    def _match_on_host(
+        self, rows: DraftedRows, start: int, choice: torch.Tensor, is_nan: torch.Tensor
+    ) -> None:
+        """The host compares, with one read of the device."""
+        width = choice.shape[1]
+        found = torch.cat([choice, is_nan, rows.guesses], dim=1).cpu()
+        rows.drafted, invalid_at = [], []
+        for row, facts in enumerate(found.tolist()):
+            tokens, invalid, guesses = facts[:width], facts[width : 2 * width], facts[2 * width :]
+            rows.drafted.append(sum(guess >= 0 for guess in guesses))
+            has_ended, goes_on = rows.has_ended[row], not rows.has_ended[row]
+            first = end = rows.known[row] - start
+            while goes_on and end < width:
+                has_ended = tokens[end] in self.host_eos or start + end + 1 >= self.max_length
+                goes_on = not has_ended and guesses[end : end + 1] == tokens[end : end + 1]
+                end += 1
+            if end > first:
+                rows.learn(row, choice[row, first:end], found[row, first:end], has_ended)
+            new = range(first, end)
+            invalid_at.append(next((start + index for index in new if invalid[index]), -1))
+        if any(rows.has_ended):
+            rows.write_padding(start, width)
+        rows.check(invalid_at)
+
+    def _match(
+        self, rows: DraftedRows, start: int, choice: torch.Tensor, is_nan: torch.Tensor
+    ) -> None:
+        """The device compares, and is read after it."""
+        width = choice.shape[1]
+        lengths = torch.arange(start, start + width, device=choice.device)
+        window = rows.tokens[:, start : start + width]
+        is_new = lengths >= rows.device_known[:, None]
+        is_end = (lengths + 1 >= self.max_length).expand_as(choice)
+        for tokens in self.eos:
+            is_end = is_end | torch.isin(choice, tokens.to(choice.device))
+        goes_on = ~is_new | ((choice == pad(rows.guesses, (0, 1), value=-1)) & ~is_end)
+        # A row knows what it went on through, and the choice after that.
+        n_known = (goes_on.cumprod(dim=1).sum(dim=1) + 1).clamp(max=width)
+        is_chosen = is_new & (lengths < start + n_known[:, None]) & ~rows.device_ended[:, None]
+        window.copy_(torch.where(is_chosen, choice, window))
+        known = torch.maximum(rows.device_known, start + n_known)
+        rows.device_known = torch.where(rows.device_ended, rows.device_known, known)
+        rows.device_ended = rows.device_ended | (is_chosen & is_end).any(dim=1)
+        rows.read(start, width, torch.where(is_chosen & is_nan, lengths, -1).amax(dim=1))
