@@ -270,6 +270,6 @@ def test_a_row_of_the_table_from_outside(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model.generate(ids, max_new_tokens=6, eos_token_id=None).shape[1] == ids.shape[1] + 6
 
 
-def test_has_eos_criterion() -> None:
-    assert stopping.has_eos_criterion([MaxLengthCriteria(3), EosTokenCriteria(1)])
-    assert not stopping.has_eos_criterion([MaxLengthCriteria(3), MaxTimeCriteria(1.0)])
+def test_may_end_rows() -> None:
+    assert stopping.may_end_rows([MaxLengthCriteria(3), EosTokenCriteria(1)])
+    assert not stopping.may_end_rows([MaxLengthCriteria(3), MaxTimeCriteria(1.0)])

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
     from .modes import Mode
+    from .rows import RowParams
 
 ModelKwargs = dict[str, Any]
 
@@ -86,6 +87,10 @@ class Call:
     has_default_min_length: bool
     #: The function that decodes: a method of the model's class, or the caller's callable.
     method: Callable[..., Any]
+    #: What each prompt asks for, where they differ.
+    rows: RowParams | None = None
+    #: ``(rows,)``: keys of the noise of each row, if a row has a seed; written by ``rows.set_keys``.
+    row_keys: torch.Tensor | None = None
     #: The written prompt; the fields below are written by the stages in this order.
     prompt: Prompt | None = None
     #: Tokens of the prompt: stop strings are looked for after it.
@@ -127,6 +132,18 @@ class Call:
         return getattr(self.strategy, "__name__", "the decoding method")
 
     @property
+    def configs(self) -> list[GenerationConfig]:
+        """What the prompts ask for: one config, or one for each prompt where they differ."""
+        return [self.config] if self.rows is None else self.rows.configs
+
+    @property
+    def row_keys_of_beams(self) -> torch.Tensor | None:
+        """``row_keys``, repeated for the beams of a prompt: ``(rows,)``."""
+        if (keys := self.row_keys) is None or self.prompt is None:
+            return None
+        return keys.repeat_interleave(len(self.prompt.ids) // len(keys))
+
+    @property
     def cache(self) -> Any:
         """The cache that decoding starts with, if there is one."""
         return self.prompt and self.prompt.model_kwargs.get("past_key_values")
@@ -154,7 +171,9 @@ class Call:
         assert prompt is not None
         kwargs = self.mode_kwargs | prompt.model_kwargs
         arguments = self.processors, self.criteria, self.config, kwargs.pop("synced_gpus", False)
-        return Run.of(model, prompt.ids, *arguments, kwargs)
+        run = Run.of(model, prompt.ids, *arguments, kwargs)
+        self.release()
+        return run
 
     def start(self, model: Any) -> tuple[Run, Strategy]:
         """The run, and the strategy that the method decodes with; it has to be hfgen's or a recipe."""
@@ -218,6 +237,10 @@ class Run:
     rows_have_left: bool = False
     tokenizer: Any = None
     streamer: BaseStreamer | None = None
+    #: What each prompt asks for, where they differ.
+    rows: RowParams | None = None
+    #: ``(rows,)``: keys of the noise of each row, if rows have seeds of their own.
+    row_keys: torch.Tensor | None = None
     #: Told of each step by ``loop.drive``; written by ``loop.finish``.
     observers: list[Observer] = field(default_factory=list)
 
@@ -240,6 +263,8 @@ class Run:
         kwargs = {name: value for name, value in model_kwargs.items() if name not in OF_MODES}
         run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
         run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
+        if run.call is not None:
+            run.rows, run.row_keys = run.call.rows, run.call.row_keys
         return run
 
     @property
@@ -284,6 +309,8 @@ class Strategy(Protocol):
     * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.
     * ``tokens_ahead = n``: a cache of fixed length gets room for ``n`` more tokens. Default: 0.
     * ``streams = False``: no token is final before the end, so a streamer is refused.
+    * ``takes_rows = True``: prompts may have parameters of their own (``hfgen.rows``), except for the
+      fields in ``fields_of_call``.
     """
 
     def prefill(self, run: Run) -> ModelOutput | None:

@@ -1,6 +1,6 @@
 """Stage 1: which values hold for this call, which mode decodes, and how long it may get.
 
-The only module that writes to a generation config, and only to the call's private copy.
+The only module, with ``rows``, that writes to a generation config, and only to private copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from . import families, validate
+from . import families, rows, validate
 from .caches import table
 from .call import Call, ModelKwargs, Prompt, Request
 from .fields import FIELDS, OWN_FIELDS, with_suggestions
@@ -42,7 +42,8 @@ class GenerationConfig(transformers.GenerationConfig):
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
         """Upstream's checks; ``max_new_tokens=0`` is allowed and returns the prompt."""
         validate.check_cache_implementation(self.cache_implementation)
-        FIELDS["max_new_tokens"].check("max_new_tokens", self.max_new_tokens)
+        for value in rows.each(self.max_new_tokens):
+            FIELDS["max_new_tokens"].check("max_new_tokens", value)
         with _hiding_own_values(self):
             super().validate(strict=strict, **kwargs)
 
@@ -59,6 +60,7 @@ def _hiding_own_values(config: transformers.GenerationConfig) -> Iterator[None]:
         hidden["max_new_tokens"] = None
     if not table.is_upstreams(config.cache_implementation):
         hidden["cache_implementation"] = "dynamic"
+    hidden |= dict.fromkeys(rows.lists_in(vars(config)))
     values = {name: getattr(config, name) for name in hidden}
     vars(config).update(hidden)
     try:
@@ -87,40 +89,46 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
 
     Precedence: kwargs, then the passed config, then the model's, then the library's defaults.
     """
+    requests = rows.split(request)
+    request = request if requests is None else requests[0]
     kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}
     companions = request.synced_gpus, request.assistant_model, request.streamer
     mode_kwargs = model._extract_generation_mode_kwargs(
         request.custom_generate, kwargs, *companions
     )
-    given = (request.generation_config, model.generation_config)
-
-    def nobody_set(name: str) -> bool:
-        configs = (config for config in given if config is not None)
-        return kwargs.get(name) is None and all(getattr(c, name) is None for c in configs)
-
-    has_default = nobody_set("max_length"), nobody_set("min_length")
     config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
-    mode = MODES[config.get_generation_mode(request.assistant_model)]
+    params = None if requests is None else rows.resolve(model, requests)
+    if params is None:
+        mode = MODES[config.get_generation_mode(request.assistant_model)]
+    else:
+        config.do_sample = any(params.values("do_sample"))
+        mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
     method: Any = request.custom_generate or getattr(type(model), mode.hook)
-    return Call(request, config, mode, mode_kwargs, *has_default, method), model_kwargs
+    has_defaults = rows.has_default_lengths(model, request)
+    call = Call(request, config, mode, mode_kwargs, *has_defaults, method, rows=params)
+    return call, model_kwargs
 
 
 def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
     """Fix how long the sequences may and have to get, now that the prompt's length is known."""
     call.prompt_length = length = prompt.ids.shape[1]
-    config = model._prepare_generated_length(
-        generation_config=call.config,
-        has_default_max_length=call.has_default_max_length,
-        has_default_min_length=call.has_default_min_length,
-        model_input_name=prompt.main_input_name,
-        inputs_tensor=prompt.main_input,
-        input_ids_length=length,
-    )
-    clamp_to_length(config)
-    call.adopt(config)
+
+    def fix(config: Any, has_default_max_length: bool, has_default_min_length: bool) -> Any:
+        return model._prepare_generated_length(
+            generation_config=config,
+            has_default_max_length=has_default_max_length,
+            has_default_min_length=has_default_min_length,
+            model_input_name=prompt.main_input_name,
+            inputs_tensor=prompt.main_input,
+            input_ids_length=length,
+        )
+
+    call.adopt(fix(call.config, call.has_default_max_length, call.has_default_min_length))
+    rows.set_lengths(model, call, fix)
+    clamp_to_length(call.config)
     if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:
         prompt.model_kwargs["logits_to_keep"] = 1  # the logits of a whole prompt are huge
-    model._validate_generated_length(config, length, call.has_default_max_length)
+    model._validate_generated_length(call.config, length, call.has_default_max_length)
 
 
 def clamp_to_length(config: transformers.GenerationConfig) -> None:

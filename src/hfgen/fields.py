@@ -23,6 +23,7 @@ from .kinds import (
     OBJECT,
     PAIR,
     PENALTY,
+    SEED,
     SEQUENCES,
     SIZE,
     STRINGS,
@@ -140,6 +141,8 @@ PER_ROW: dict[str, Field] = {
     "watermarking_config": Field(WATERMARK),
     # Special tokens
     "eos_token_id": Field(TOKENS),
+    # hfgen's own
+    "seed": Field(INTEGER, SEED, is_own=True),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.

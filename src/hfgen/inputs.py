@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, StaticCache
 from transformers.utils.generic import is_flash_attention_requested
 
-from . import families, validate
+from . import families, rows, validate
 from .batch import row_dim
 from .caches.table import cache_kind
 from .call import Call, ModelKwargs, Prompt, SharedPrompt
@@ -31,6 +31,8 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
     model._prepare_special_tokens(
         call.config, has_mask, device=main_input.device, batch_size=prompt.batch_size
     )
+    rows.check_call(call, prompt)
+    rows.prepare_special_tokens(model, call, prompt)
     validate.check_prompt(model, call, prompt)
     # An overridden ``heal_tokens`` may do without a tokenizer.
     if call.config.token_healing and getattr(model.heal_tokens, "__func__", None) is heal_tokens:

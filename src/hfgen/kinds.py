@@ -164,6 +164,8 @@ NAME = Kind("a name", lambda value: isinstance(value, str))
 ANY = Kind("text or JSON", lambda value: True)  # checked by the stage that reads it
 OBJECT = Kind("an object", lambda value: True, option=None)
 
+SEED = Range("from 0 to 2**63 - 1", lambda seed: 0 <= seed < 2**63)
+
 #: More sequences than this fit into no memory.
 MAX_ROWS = 2**24
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from . import caches, config, inputs, modes, prefix, validate
+from . import caches, config, inputs, modes, prefix, rows, validate
 from .call import Call, Prompt, Request
 from .execution import shared_prompt
 
@@ -22,7 +22,8 @@ def prepare(model: Any, request: Request) -> Call:
     try:
         model._validate_model_kwargs(model_kwargs.copy())
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
-        validate.check_companions(call.config, call.mode_kwargs.get("tokenizer"))
+        for each in call.configs:
+            validate.check_companions(each, call.mode_kwargs.get("tokenizer"))
         modes.check_call(call)
         prefixes = prefix.check(prefixes, model, call, model_kwargs)
         call.prompt = prompt = inputs.prepare(model, call, model_kwargs)
@@ -31,6 +32,7 @@ def prepare(model: Any, request: Request) -> Call:
         config.set_lengths(model, call, prompt)
         caches.prepare(model, call, prompt, shared_prompt.is_ahead(model, call, prompt))
         inputs.warn_of_foreign_device(model, prompt.ids)
+        rows.set_keys(call, prompt)
         prepare_functions(model, call, prompt)
         caches.check_room(model, call, prompt)
         prefix.begin(prefixes, model, call, prompt)

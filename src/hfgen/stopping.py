@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from . import validate
-from .processors.context import Row
+from .processors.by_rows import CriteriaByRows
+from .processors.context import Row, expand
 from .processors.lists import is_librarys, name_of
+from .rows import RowParams
 
 
 class StoppingCriteriaList(transformers.StoppingCriteriaList):
@@ -85,10 +87,65 @@ class Context:
     model: Any
     config: Any
     tokenizer: Any = None
+    rows: RowParams | None = None
+    device: Any = None
+
+    def values(self, name: str) -> list[Any]:
+        """A field's values, one per prompt; one in all where prompts do not differ."""
+        return [getattr(self.config, name)] if self.rows is None else self.rows.values(name)
+
+    def by_rows(self, parts: list[tuple[Any, list[int]]]) -> CriteriaByRows:
+        """One criterion that is each of ``parts`` for its prompts."""
+        assert self.rows is not None
+        return CriteriaByRows(parts, len(self.rows), self.device)
+
+    def of_prompts(self, prompts: list[int]) -> Context:
+        """The context of those prompts, which ask for the same."""
+        assert self.rows is not None
+        return replace(self, config=self.rows.configs[prompts[0]], rows=None)
 
 
-def max_length(length: int, context: Context) -> MaxLengthCriteria:
+class RowLengthCriteria(MaxLengthCriteria):
+    """Ends each row at a length of its own; ``max_length`` is the longest."""
+
+    ends_rows = True
+
+    def __init__(self, lengths: torch.Tensor, limit: int | None) -> None:
+        """``lengths (prompts, 1)``, prompt included; ``limit``: the model's positions."""
+        super().__init__(int(lengths.max()), limit)
+        self.lengths = lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        super().__call__(input_ids, scores, **kwargs)  # warns of lengths beyond the positions
+        return self.reached(input_ids)
+
+    def reached(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Which rows ``(rows,)`` have their length."""
+        return input_ids.shape[1] >= expand(self.lengths, len(input_ids)).squeeze(1)
+
+
+class RowEosCriteria(StoppingCriteria):
+    """Ends each row at the EOS tokens of its own prompt."""
+
+    ends_rows = is_row_wise = True
+
+    def __init__(self, tokens: list[torch.Tensor | None]) -> None:
+        """``tokens``: ``(n_eos,)`` of each prompt."""
+        lists = [[] if eos is None else eos.tolist() for eos in tokens]
+        widest = max(map(len, lists))
+        padded = [eos + [-1] * (widest - len(eos)) for eos in lists]
+        device = next(eos.device for eos in tokens if eos is not None)
+        self.tokens = torch.tensor(padded, device=device)  # (prompts, n)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        tokens = expand(self.tokens, len(input_ids)).to(input_ids.device)
+        return (input_ids[:, -1:] == tokens).any(dim=1)
+
+
+def max_length(length: int | torch.Tensor, context: Context) -> MaxLengthCriteria:
     limit = getattr(context.model.config, "max_position_embeddings", None)
+    if isinstance(length, torch.Tensor):
+        return RowLengthCriteria(length, limit)
     return MaxLengthCriteria(max_length=length, max_position_embeddings=limit)
 
 
@@ -98,7 +155,9 @@ def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
     return StopStringCriteria(context.tokenizer, strings, call.prompt_length if call else 0)
 
 
-def eos(context: Context) -> EosTokenCriteria | None:
+def eos(context: Context) -> StoppingCriteria | None:
+    if context.rows is not None and context.rows.differ_in("_eos_token_tensor"):
+        return RowEosCriteria(context.rows.values("_eos_token_tensor"))
     tokens = getattr(context.config, "_eos_token_tensor", None)
     return None if tokens is None else EosTokenCriteria(eos_token_id=tokens)
 
@@ -109,7 +168,7 @@ def assistant_confidence(threshold: float, context: Context) -> ConfidenceCriter
 
 #: Rows in the order in which the criteria are asked; the caller's own follow.
 CRITERIA: list[Callable[[Any], StoppingCriteria | None]] = [
-    Row("max_length", max_length),
+    Row("max_length", max_length, off=0),
     Row("max_time", lambda seconds, c: MaxTimeCriteria(max_time=seconds)),
     Row("stop_strings", stop_strings),
     eos,
@@ -124,12 +183,26 @@ def get_stopping_criteria(
 
     Raises ``ValueError`` for stop strings without a tokenizer.
     """
-    context = Context(self, generation_config, tokenizer)
+    call = getattr(generation_config, "_call", None)
+    device = call and call.prompt.ids.device
+    context = Context(self, generation_config, tokenizer, call and call.rows, device)
     built = (builder(context) for builder in CRITERIA)
     criteria = StoppingCriteriaList(criterion for criterion in built if criterion is not None)
     return self._merge_criteria_processor_list(criteria, stopping_criteria)
 
 
-def has_eos_criterion(criteria: Iterable[Any]) -> bool:
-    """Whether a row may end before the others do, so that it has to be padded from there on."""
-    return any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+def may_end_rows(criteria: Iterable[Any]) -> bool:
+    """Whether a row may end before the others do, so that it has to be padded from there on.
+
+    Criteria say so by an attribute ``ends_rows``. Upstream pads behind EOS tokens only.
+    """
+    return any(hasattr(c, "eos_token_id") or getattr(c, "ends_rows", False) for c in criteria)
+
+
+def may_begin(criteria: Iterable[Any], ids: torch.Tensor) -> torch.Tensor:
+    """Bools ``(rows,)``: which rows may get a token at all after ``ids (rows, length)``."""
+    is_open = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    for criterion in criteria:
+        if isinstance(criterion, RowLengthCriteria):
+            is_open = ~criterion.reached(ids)
+    return is_open

@@ -69,7 +69,9 @@ class Assistant(Drafter):
             logits = self.next_logits(run)
             scores = processors(run.ids, logits) if processors else logits
             chosen = scores.argmax(dim=-1)
-            if run.config.do_sample:
+            if (choice := self.setup.row_choice) is not None:  # the target's own noise
+                chosen, _ = choice.choose(scores, position)
+            elif run.config.do_sample:
                 chosen = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
             is_known = position < known
             ids[:, position] = chosen = torch.where(is_known, ids[:, position], chosen)
@@ -127,6 +129,7 @@ class Assistant(Drafter):
         target, model = self.setup.run, self.model
         config = self.config(target.config)
         config.max_new_tokens = max(self.setup.max_length - ids.shape[1], 1)
+        config.seed = None  # draws are made here
         name, model_kwargs = "input_ids", self.model_kwargs(target, ids)
         if model.config.is_encoder_decoder:
             name, model_kwargs = "decoder_input_ids", self.encoded(model_kwargs, config, ids)

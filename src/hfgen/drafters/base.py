@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..seeds import RowChoice
+
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
@@ -195,15 +197,24 @@ class Setup:
         return self.has_streamer and len(self.run.ids) == 1
 
     @property
+    def row_choice(self) -> RowChoice | None:
+        """How rows choose whose draws are fixed by seeds."""
+        return RowChoice.of(self.run)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether tokens are drawn from torch's generator."""
+        return bool(self.run.config.do_sample) and self.run.row_keys is None
+
+    @property
     def is_exact(self) -> bool:
         """Whether draws have to be upstream's: one row is sampled."""
-        return bool(self.run.config.do_sample) and len(self.run.ids) == 1
+        return self.is_drawn and len(self.run.ids) == 1
 
     @property
     def needs_logits(self) -> bool:
         """Whether verification compares probabilities and not only tokens."""
-        config = self.run.config
-        return bool(config.do_sample) or config.assistant_ensemble_weight is not None
+        return self.is_drawn or self.run.config.assistant_ensemble_weight is not None
 
     def of_assistant(self, name: str, always: bool = False) -> Any:
         """A setting of the call, unless draws have to be upstream's, or of the assistant's own config."""

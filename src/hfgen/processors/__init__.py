@@ -7,6 +7,7 @@ Each row of a table builds one processor from the ``Context`` of the call, or ``
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ def _warper(kind: Callable[..., Any], name: str) -> Callable[[Any, Context], Any
     return lambda value, c: kind(**{name: value}, min_tokens_to_keep=c.min_tokens_to_keep)
 
 
+#: What builders read besides their own field.
+EOS = ("eos_token_id",)
+
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
     Row("guidance_scale", guidance, lambda v: v == 1.0),
@@ -55,38 +59,58 @@ PROCESSORS: list[Builder] = [
     Row("repetition_penalty", repetition.repetition_penalty, lambda v: v == 1.0),
     Row("no_repeat_ngram_size", repetition.no_repeat_ngram, lambda n: n <= 0),
     Row("encoder_no_repeat_ngram_size", repetition.encoder_no_repeat_ngram, lambda n: n <= 0),
-    Row("bad_words_ids", lambda words, c: vocabulary.NoBadWordsLogitsProcessor(words, c.eos)),
-    Row("min_length", lengths.min_length, lambda n: n <= 0),
-    Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0),
+    Row(
+        "bad_words_ids",
+        lambda words, c: vocabulary.NoBadWordsLogitsProcessor(words, c.eos),
+        reads=EOS,
+    ),
+    Row("min_length", lengths.min_length, lambda n: n <= 0, reads=EOS),
+    Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, reads=EOS),
     vocabulary.prefix_constrained,
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
-    Row("forced_eos_token_id", lengths.forced_eos),
+    Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),
     Row(
         "remove_invalid_values",
         lambda flag, c: vocabulary.InfNanRemoveLogitsProcessor(),
         lambda flag: flag is not True,
     ),
-    Row("exponential_decay_length_penalty", lengths.exponential_decay),
+    Row("exponential_decay_length_penalty", lengths.exponential_decay, reads=EOS),
     Row(
         "suppress_tokens",
         lambda tokens, c: vocabulary.SuppressTokensLogitsProcessor(tokens, device=c.device),
     ),
-    Row("begin_suppress_tokens", vocabulary.begin_suppress_tokens),
+    Row("begin_suppress_tokens", vocabulary.begin_suppress_tokens, reads=("forced_bos_token_id",)),
 ]
 
 #: Run after the caller's own processors, when sampling.
 WARPERS: list[Builder] = [
     Row("temperature", lambda value, c: TemperatureLogitsWarper(value), lambda v: v == 1.0),
     Row("top_h", lambda share, c: TopHLogitsWarper(top_h=share)),
-    Row("top_k", _warper(TopKLogitsWarper, "top_k"), lambda count: count == 0),
-    Row("top_p", _warper(sampling.TopPLogitsWarper, "top_p"), lambda mass: mass >= 1.0),
-    Row("min_p", _warper(MinPLogitsWarper, "min_p")),
-    Row("typical_p", _warper(TypicalLogitsWarper, "mass"), lambda mass: mass >= 1.0),
-    Row("epsilon_cutoff", _warper(EpsilonLogitsWarper, "epsilon"), lambda v: not 0.0 < v < 1.0),
+    Row("top_k", _warper(TopKLogitsWarper, "top_k"), lambda count: count == 0, keeps_tokens=True),
+    Row(
+        "top_p",
+        _warper(sampling.TopPLogitsWarper, "top_p"),
+        lambda mass: mass >= 1.0,
+        keeps_tokens=True,
+    ),
+    Row("min_p", _warper(MinPLogitsWarper, "min_p"), keeps_tokens=True),
+    Row(
+        "typical_p",
+        _warper(TypicalLogitsWarper, "mass"),
+        lambda mass: mass >= 1.0,
+        keeps_tokens=True,
+    ),
+    Row(
+        "epsilon_cutoff",
+        _warper(EpsilonLogitsWarper, "epsilon"),
+        lambda v: not 0.0 < v < 1.0,
+        keeps_tokens=True,
+    ),
     Row(
         "eta_cutoff",
         lambda v, c: EtaLogitsWarper(v, min_tokens_to_keep=c.min_tokens_to_keep, device=c.device),
         lambda v: not 0.0 < v < 1.0,
+        keeps_tokens=True,
     ),
 ]
 
@@ -114,6 +138,7 @@ def get_logits_processor(
     ``input_ids_seq_length`` is the length of the decoder's prompt, ``encoder_input_ids`` the main
     input of the call. Raises ``ValueError`` for options outside their range.
     """
+    call = getattr(generation_config, "_call", None)
     context = Context(
         model=self,
         config=generation_config,
@@ -124,12 +149,14 @@ def get_logits_processor(
         model_kwargs=model_kwargs or {},
         negative_prompt_ids=negative_prompt_ids,
         negative_prompt_attention_mask=negative_prompt_attention_mask,
+        rows=call and call.rows,
+        seeds=call and call.row_keys_of_beams,
     )
     processors = self._merge_criteria_processor_list(
         _build(PROCESSORS, context), logits_processor if logits_processor is not None else []
     )
     if generation_config.do_sample:
-        processors.extend(_build(WARPERS, context))
+        processors.extend(_build(WARPERS, replace(context, of_sampling=True)))
     processors.extend(_build(FINAL, context))
     return processors
 

@@ -1,13 +1,16 @@
-"""What a builder of a logits processor may read."""
+"""What a builder of a logits processor may read, and how one is built of a field, for all rows or each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig
+
+from ..rows import RowParams, all_equal
 
 PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
 
@@ -29,6 +32,12 @@ class Context:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     negative_prompt_ids: torch.Tensor | None = None
     negative_prompt_attention_mask: torch.Tensor | None = None
+
+    #: What each prompt asks for, where they differ; greedy prompts have no warpers.
+    rows: RowParams | None = None
+    of_sampling: bool = False
+    #: ``(rows,)`` int64: keys of the noise of each row (``hfgen.seeds``), if the call has seeds.
+    seeds: torch.Tensor | None = None
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -52,18 +61,127 @@ class Context:
             return 1
         return 2 if self.eos is None else len(self.eos) + 1
 
+    def values(self, name: str) -> list[Any]:
+        """A field's values, one per prompt; one in all where prompts do not differ."""
+        if self.rows is None:
+            return [getattr(self.config, name, None)]
+        return [
+            getattr(config, name, None) if config.do_sample or not self.of_sampling else None
+            for config in self.rows.configs
+        ]
 
-Builder: TypeAlias = Callable[[Context], LogitsProcessor | None]
+    def column(self, name: str, off: float) -> float | torch.Tensor:
+        """A field's value, or ``(prompts, 1)`` of them where prompts differ; ``off`` for ``None``."""
+        return as_column([off if v is None else v for v in self.values(name)], self.device)
+
+    def by_rows(self, parts: list[tuple[Any, list[int]]]) -> Any:
+        """One processor that is each of ``parts`` for its prompts."""
+        from .by_rows import ProcessorsByRows
+
+        assert self.rows is not None
+        return ProcessorsByRows(parts, len(self.rows), self.device)
+
+    def of_prompts(self, prompts: list[int]) -> Context:
+        """The context of those prompts, which ask for the same."""
+        assert self.rows is not None
+        index = torch.tensor(prompts, device=self.device)
+        take = partial(take_prompts, prompts=index, n_prompts=len(self.rows))
+        return replace(
+            self,
+            config=self.rows.configs[prompts[0]],
+            rows=None,
+            encoder_input_ids=take(self.encoder_input_ids),
+            model_kwargs={name: take(value) for name, value in self.model_kwargs.items()},
+            seeds=take(self.seeds),
+        )
+
+
+def take_prompts(value: Any, prompts: torch.Tensor, n_prompts: int) -> Any:
+    """The rows of ``prompts (n,)`` in a tensor with as many rows for each of ``n_prompts``, or ``value``."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) % n_prompts:
+        return value
+    return value[rows_of(prompts, len(value) // n_prompts)]
+
+
+def rows_of(prompts: torch.Tensor, each: int) -> torch.Tensor:
+    """The rows ``(n * each,)`` of ``prompts (n,)``, where each prompt has ``each`` rows."""
+    if each == 1:
+        return prompts
+    return (prompts[:, None] * each + torch.arange(each, device=prompts.device)).flatten()
+
+
+def as_column(values: list[Any], device: Any) -> Any:
+    """The value that all of ``values`` are, or a tensor ``(n, 1)`` of them."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    is_whole = all(isinstance(value, int) for value in values)
+    dtype = torch.long if is_whole else torch.float32
+    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+
+def expand(column: Number, n_rows: int) -> Number:
+    """A number as it is; a column ``(prompts, 1)`` for ``n_rows``: ``(n_rows, 1)``."""
+    if not isinstance(column, torch.Tensor) or len(column) == n_rows:
+        return column
+    return column.repeat_interleave(n_rows // len(column), dim=0)
+
+
+Number = TypeVar("Number", float, int, torch.Tensor, float | torch.Tensor, int | torch.Tensor)
+Builder: TypeAlias = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Builds a processor or criterion from a config's ``field`` that is neither ``None`` nor off."""
+    """Builds a processor or criterion from a config's ``field`` that is neither ``None`` nor off.
+
+    ``off``: the value that leaves a row as it is. Given, and where prompts differ, ``build`` gets a
+    tensor ``(prompts, 1)`` in place of the value. Else one is built for each value, or for each
+    combination of the field and those that the builder ``reads`` besides.
+    """
 
     field: str
     build: Callable[[Any, Any], Any]
     is_off: Callable[[Any], bool] = lambda value: False
+    off: Any = None
+    reads: tuple[str, ...] = ()
+    #: Leaves ``min_tokens_to_keep`` tokens, whose number depends on the EOS tokens where there are beams.
+    keeps_tokens: bool = False
 
     def __call__(self, context: Any) -> Any:
-        value = getattr(context.config, self.field)
-        return None if value is None or self.is_off(value) else self.build(value, context)
+        values = [None if v is None or self.is_off(v) else v for v in context.values(self.field)]
+        if all(value is None for value in values):
+            return None
+        if context.rows is None:
+            return self.build(values[0], context)
+        others_differ = context.rows.differ_in(*self.all_reads(context))
+        if all_equal(values) and not others_differ:
+            return self.build(values[0], context)
+        if self.off is not None and not others_differ:
+            given = [self.off if value is None else value for value in values]
+            return self.build(as_column(given, context.device), context)
+        return self.each(values, context)
+
+    def all_reads(self, context: Any) -> tuple[str, ...]:
+        """The fields that the builder reads besides its own."""
+        has_beams = self.keeps_tokens and (context.config.num_beams or 1) > 1
+        return (*self.reads, "eos_token_id") if has_beams else self.reads
+
+    def each(self, values: list[Any], context: Any) -> Any:
+        """One for each group of prompts that ask for the same."""
+        configs = context.rows.configs
+        groups: list[tuple[tuple[Any, ...], list[int]]] = []
+        for index, value in enumerate(values):
+            if value is None:
+                continue
+            key = (
+                value,
+                *(getattr(configs[index], name, None) for name in self.all_reads(context)),
+            )
+            group = next((prompts for other, prompts in groups if all_equal([key, other])), None)
+            if group is None:
+                groups.append((key, [index]))
+            else:
+                group.append(index)
+        built = [(self.build(key[0], context.of_prompts(p)), p) for key, p in groups]
+        parts = [(function, prompts) for function, prompts in built if function is not None]
+        return context.by_rows(parts) if parts else None

@@ -43,13 +43,20 @@ from ..drafters.base import check, check_logits, n_filled, name_of
 from ..execution import Executor, prefill, shared_prompt
 from ..loop import commit
 from .drafted_rows import DraftedRows
-from .verification import GreedyMatch, PlainMatch, SpeculativeSampling, is_plain, verify
+from .verification import (
+    ChoiceMatch,
+    GreedyMatch,
+    PlainMatch,
+    SpeculativeSampling,
+    is_plain,
+    verify,
+)
 
 
 class Assisted:
     """Verify what the drafter of a call guesses, as many tokens a round as its schedule says."""
 
-    continues_cache = rolls_back = True
+    continues_cache = rolls_back = takes_rows = True
     shares_prefill = False  # the prompt may be forwarded with a draft
 
     def __init__(self, setup: Setup) -> None:
@@ -58,7 +65,9 @@ class Assisted:
         self.schedule = make_schedule(setup, self.drafter)
         weight = config.assistant_ensemble_weight
         self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
-        if config.do_sample:
+        if setup.row_choice is not None:
+            self.verification = ChoiceMatch(setup.row_choice)
+        elif config.do_sample:
             self.verification = SpeculativeSampling(weight, is_upstreams=setup.is_exact)
         self.plain = PlainMatch(run) if is_plain(run, self.verification) else None
         #: Arguments of the model's forward that the drafter asks for.

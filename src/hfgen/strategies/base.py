@@ -19,6 +19,7 @@ class NextToken:
 
     # What it can do; see ``call.Strategy``.
     continues_cache = shares_prefill = streams = True
+    takes_rows = False
     drops_rows = False
     tokens_ahead = 0
 
@@ -51,11 +52,13 @@ class NextToken:
 def padding(run: Run) -> torch.Tensor | None:
     """The token that follows the EOS of a row while others go on; ``TypeError`` if there is none."""
     pad: Any = run.config._pad_token_tensor
-    if pad is None and stopping.has_eos_criterion(run.criteria):
+    if pad is None and any(hasattr(criterion, "eos_token_id") for criterion in run.criteria):
         raise TypeError(
             "A stopping criterion ends rows at an EOS token, but `pad_token_id` is None and so is "
             "`eos_token_id`, which would stand in for it. Set one of them."
         )
+    if pad is None and stopping.may_end_rows(run.criteria):
+        return run.ids.new_zeros(())
     # Multimodal models may have the pad beside their encoder's inputs.
     return pad if pad is None else pad.to(run.ids.device)
 

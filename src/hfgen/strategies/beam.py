@@ -18,6 +18,7 @@ from ..caches import layers
 from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
+from ..seeds import RowChoice
 from .base import NextToken
 from .hypotheses import NEG_INF, Hypotheses, take
 
@@ -29,7 +30,7 @@ class Beam(NextToken):
     are drawn without replacement. They are enough to go on with even if the best all end in an EOS.
     """
 
-    drops_rows = True
+    drops_rows = takes_rows = True
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:
@@ -54,8 +55,17 @@ class Beam(NextToken):
         rows, self.prompt_length = run.ids.shape
         self.beams = self.beams_of(config)
         self.batch = rows // self.beams
+        self.row_choice = RowChoice.of(run)
+        #: Processors and criteria that remember rows.
+        self.followers = [f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")]
         device, eos = run.ids.device, config._eos_token_tensor
-        self.n_candidates = max(2, 1 + (0 if eos is None else eos.shape[0])) * self.beams
+        self.n_candidates = self.n_candidates_of(eos)
+        #: ``(batch, 1)``: how many of them are a prompt's own, where prompts have their own EOS tokens.
+        self.n_own: torch.Tensor | None = None
+        if run.rows is not None and run.rows.differ_in("_eos_token_tensor"):
+            own = [self.n_candidates_of(eos) for eos in run.rows.values("_eos_token_tensor")]
+            self.n_candidates = max(own)
+            self.n_own = torch.tensor(own, device=device)[:, None]
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
@@ -75,6 +85,10 @@ class Beam(NextToken):
         self.can_improve = torch.ones((self.batch, 1), dtype=torch.bool, device=device)
         #: So many tokens of each prompt are settled, and a streamer has them.
         self.n_settled = self.prompt_length
+
+    def n_candidates_of(self, eos: torch.Tensor | None) -> int:
+        """So many that beams go on even if each ends in every one of its EOS tokens."""
+        return max(2, 1 + (0 if eos is None else len(eos))) * self.beams
 
     @staticmethod
     def beams_of(config: GenerationConfig) -> int:
@@ -119,7 +133,10 @@ class Beam(NextToken):
         Those that a stopping criterion ends are done. The rows belong to ``searches`` of the batch.
         """
         totals = self.totals(log_probs, searches)
-        if run.config.do_sample:
+        if self.row_choice is not None:
+            choice = self.row_choice.of_prompts(searches)
+            index = self.likeliest(run, choice.perturbed(totals, run.ids.shape[1]))
+        elif run.config.do_sample:
             step = run.ids.shape[1] - self.prompt_length
             index = self.invalid.draw(totals.softmax(dim=-1), self.n_candidates, step)
         else:
@@ -143,7 +160,11 @@ class Beam(NextToken):
         parents = take(self.running.parents[searches], beam)
         parents = torch.cat([parents, parent[:, :, None]], dim=2)
         is_done = run.criteria(ids.flatten(0, 1), run.scores).view(index.shape)
-        return Hypotheses(ids, parents, totals.gather(1, index), is_done)
+        scores = totals.gather(1, index)
+        if self.n_own is not None:
+            is_others = torch.arange(index.shape[1], device=index.device) >= self.n_own[searches]
+            is_done, scores = is_done | is_others, scores.masked_fill(is_others, 2 * NEG_INF)
+        return Hypotheses(ids, parents, scores, is_done)
 
     def likeliest(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
         """Indices ``(batch, n_candidates)`` of the highest of ``totals (batch, beams * vocab)``."""
@@ -171,7 +192,10 @@ class Beam(NextToken):
     def go_on(self, run: Run, chosen: Hypotheses) -> None:
         """Let ``chosen (batch, beams)`` be the running beams."""
         self.running = chosen
-        self.reorder_cache(run, chosen.parents[..., -1].flatten())
+        parents = chosen.parents[..., -1].flatten()
+        self.reorder_cache(run, parents)
+        for function in self.followers:
+            function.reorder(parents)
         run.ids = chosen.ids.flatten(0, 1)  # a view: what a processor writes changes the beams
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ class DraftedRows:
     def __init__(self, run: Run, max_length: int) -> None:
         (n_rows, length), device = run.ids.shape, run.ids.device
         self.prompt_length, self.max_length = length, max_length
-        self.has_padding = n_rows == 1 or stopping.has_eos_criterion(run.criteria)
+        self.has_padding = n_rows == 1 or stopping.may_end_rows(run.criteria)
         self.pad = padding(run) if self.has_padding and n_rows > 1 else None
         self.is_row_wise = all(map(is_row_wise, (*run.processors, *run.criteria)))
         length_ends = all(isinstance(criterion, MaxLengthCriteria) for criterion in run.criteria)

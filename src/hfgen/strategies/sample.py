@@ -14,13 +14,14 @@ from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
 from ..processors.lists import is_librarys
+from ..seeds import RowChoice
 from .base import NextToken, padding
 
 
 class Sample(NextToken):
     """The likeliest token, or one drawn with the probability that the scores give it."""
 
-    drops_rows = may_compile = True
+    drops_rows = may_compile = takes_rows = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -30,10 +31,11 @@ class Sample(NextToken):
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
         run.ids = self.buffer.ids
         rows = len(run.ids)
-        self.unfinished = torch.ones(rows, dtype=torch.bool, device=run.ids.device)
+        self.row_choice = RowChoice.of(run)
+        self.unfinished = stopping.may_begin(run.criteria, run.ids)
         self.n_steps = 0
         # An EOS ends a row before the others, and then pads follow; a row alone ends the loop.
-        self.is_padded = rows > 1 and stopping.has_eos_criterion(run.criteria)
+        self.is_padded = rows > 1 and stopping.may_end_rows(run.criteria)
         self.pad: Any = padding(run)
 
     def decoding(self, run: Run) -> AbstractContextManager[None]:
@@ -62,6 +64,10 @@ class Sample(NextToken):
 
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
         """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
+        if self.row_choice is not None:
+            tokens, is_invalid = self.row_choice.choose(scores, run.ids.shape[1])
+            self.invalid.note(is_invalid, self.n_steps, self.unfinished)
+            return tokens
         if not run.config.do_sample:
             tokens = scores.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
             is_invalid = scores.gather(1, tokens).isnan().squeeze(1)

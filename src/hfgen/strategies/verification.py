@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from ..call import Run
+from ..seeds import RowChoice
 from .drafted_rows import DraftedRows
 
 
@@ -26,6 +27,7 @@ class DraftColumn:
     tokens: torch.Tensor  # (rows,)
     is_drafted: torch.Tensor  # (rows,): whether a row has a draft there
     logits: torch.Tensor | None  # (rows, vocab): what tokens were drawn from, if known
+    length: int = 0  # tokens before it
 
 
 class GreedyMatch:
@@ -98,6 +100,20 @@ class SpeculativeSampling:
         return torch.where(is_accepted, guess.tokens, tokens), is_accepted
 
 
+class ChoiceMatch(GreedyMatch):
+    """Accepts what a row would choose without a draft, where its choice is fixed by its seed."""
+
+    def __init__(self, row_choice: RowChoice) -> None:
+        super().__init__()
+        self.row_choice = row_choice
+
+    def choose(
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, _ = self.row_choice.choose(scores, guess.length)
+        return tokens, guess.is_drafted & (tokens == guess.tokens)
+
+
 Verification: TypeAlias = GreedyMatch | SpeculativeSampling
 
 
@@ -149,7 +165,7 @@ def verify(
         proposed = None
         if draft_logits is not None and position < draft_logits.shape[1]:
             proposed = draft_logits[:, position]
-        guess = DraftColumn(column, is_drafted, proposed)
+        guess = DraftColumn(column, is_drafted, proposed, length)
         tokens, is_accepted = verification.choose(position, scores, guess)
         is_invalid = is_active & scores.gather(1, tokens[:, None]).isnan().squeeze(1)
         invalid_at = torch.where(is_invalid & (invalid_at < 0), length, invalid_at)
@@ -178,7 +194,7 @@ def is_plain(run: Run, verification: Verification) -> bool:
     """Whether tokens depend on logits alone, and ends on tokens and a length that nobody warns of."""
     kinds = {type(criterion) for criterion in run.criteria}
     return (
-        isinstance(verification, GreedyMatch)
+        type(verification) is GreedyMatch
         and verification.weight is None
         and not run.processors
         and {MaxLengthCriteria} <= kinds <= {MaxLengthCriteria, EosTokenCriteria}

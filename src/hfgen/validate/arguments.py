@@ -32,8 +32,12 @@ def _is_assistant(value: Any) -> bool:
 #: Arguments that are no tensors: the test of each, and what it has to do.
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "generation_config": (
-        lambda value: isinstance(value, GenerationConfig),
-        "be a GenerationConfig (fields may be passed as keyword arguments)",
+        lambda value: (
+            isinstance(value, GenerationConfig)
+            or (_is_list(value) and all(isinstance(one, GenerationConfig) for one in value))
+        ),
+        "be a GenerationConfig, or a list with one for each prompt (fields may be passed as keyword "
+        "arguments)",
     ),
     "logits_processor": (_is_list, "be a list"),
     "stopping_criteria": (_is_list, "be a list"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
 
 def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for a field of the config that names a token which the model does not have."""
-    config, given = call.config, prompt.model_kwargs
+    given = prompt.model_kwargs
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if weight is None:
         return
@@ -152,19 +153,19 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
         idle.add("forced_bos_token_id")
     if not is_encoder_decoder:
         idle.add("decoder_start_token_id")
-    for name, row in FIELDS.items():
-        value = getattr(config, name, None)
-        if row.outside is None or value is None or name in idle:
+    checked = [(name, row) for name, row in FIELDS.items() if row.outside is not None]
+    for config, (name, row) in itertools.product(call.configs, checked):
+        if (value := getattr(config, name, None)) is None or name in idle:
             continue
         # Upstream indexes with a forced BOS, and an index may count from the end.
         least = -size if name == "forced_bos_token_id" else 0
         outside = [token for token in tokens_in(value) if not least <= token < size]
-        if outside:
+        if outside and row.outside is not None:
             raise row.outside(
                 f"`{name}` has the token {outside[0]}, but the model's vocabulary has the ids 0 to "
                 f"{size - 1}."
             )
-    start = config.decoder_start_token_id
+    start = call.config.decoder_start_token_id
     if is_encoder_decoder and isinstance(start, list) and len(start) != prompt.batch_size:
         raise ValueError(
             f"`decoder_start_token_id` has to be one id or {prompt.batch_size}, one per row, but has "

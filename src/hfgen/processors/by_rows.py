@@ -1,0 +1,64 @@
+"""Processors and stopping criteria that hold for some prompts of a batch only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from .context import rows_of
+from .lists import is_row_wise
+
+#: Functions, each with the prompts that it holds for.
+Parts = list[tuple[Any, list[int]]]
+
+
+class _OfPrompts:
+    """Functions of ids, each for some of ``n_prompts``; a row belongs to one of them at most."""
+
+    def __init__(self, parts: Parts, n_prompts: int, device: Any) -> None:
+        self.n_prompts = n_prompts
+        self.parts = [(function, torch.tensor(p, device=device)) for function, p in parts]
+
+    @property
+    def is_row_wise(self) -> bool:
+        return all(is_row_wise(function) for function, _ in self.parts)
+
+    def rows(self, prompts: torch.Tensor, n_rows: int) -> torch.Tensor:
+        """The rows of ``prompts (n,)`` among ``n_rows``."""
+        return rows_of(prompts, n_rows // self.n_prompts)
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Let row ``i`` continue what row ``index[i]`` was; a row stays with its prompt."""
+        for function, prompts in self.parts:
+            if hasattr(function, "reorder"):
+                rows = self.rows(prompts, len(index)).to(index.device)
+                function.reorder(torch.searchsorted(rows, index[rows].to(rows.dtype)))
+
+
+class ProcessorsByRows(_OfPrompts, LogitsProcessor):
+    """Lets each processor change the scores of its own prompts."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for processor, prompts in self.parts:
+            rows = self.rows(prompts, len(scores))
+            scores[rows] = processor(input_ids[rows], scores[rows])
+        return scores
+
+
+class CriteriaByRows(_OfPrompts, StoppingCriteria):
+    """Lets each criterion end rows of its own prompts."""
+
+    def __init__(self, parts: Parts, n_prompts: int, device: Any) -> None:
+        super().__init__(parts, n_prompts, device)
+        #: Whether rows may end before the others do, and padding follows.
+        self.ends_rows = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        for criterion, prompts in self.parts:
+            rows = self.rows(prompts, len(input_ids))
+            is_done[rows] = criterion(input_ids[rows], scores, **kwargs)
+        return is_done

@@ -1,0 +1,124 @@
+"""Noise that a seed fixes: a function of the row's seed, the position in the text, and the token.
+
+A token is chosen by the Gumbel-max trick: it has the highest sum of its score and of noise. No draw
+depends on another one, so a row's tokens do not depend on its neighbours, on drafts, or on the order
+in which positions are looked at (Gumbel coupling, arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .call import Run
+
+#: Multipliers of splitmix64 (Steele et al. 2014), and its increment, as signed integers.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST = 0xBF58476D1CE4E5B9 - 2**64
+_SECOND = 0x94D049BB133111EB - 2**64
+
+#: Of so many scores, or less, noise is made for those that a sampler has left, on the CPU.
+SPARSE = 1 / 4
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64, on int64; shifts are logical."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _FIRST
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _SECOND
+    return x ^ ((x >> 31) & (2**33 - 1))
+
+
+def keys_of(seeds: list[int | None], copies: int, device: Any) -> torch.Tensor:
+    """Keys ``(len(seeds) * copies,)`` int64: of each seed and its copies. ``None``: a random seed.
+
+    Random seeds come from torch's generator, so that ``torch.manual_seed`` fixes them.
+    """
+    random = torch.randint(2**62, (len(seeds),)).tolist()
+    known = [r if seed is None else seed for seed, r in zip(seeds, random, strict=True)]
+    base = torch.tensor(known, device=device)[:, None]
+    number = torch.arange(copies, device=device)
+    return _mixed(_mixed(base) + number * _GOLDEN).flatten()
+
+
+def bits(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
+    """32 random bits as int64, for ``keys (rows,)`` or ``(…, 1)`` that broadcast with ``tokens``."""
+    start = ((position + 1) * _GOLDEN + 2**63) % 2**64 - 2**63  # as int64 wraps around
+    return (_mixed(_mixed(keys + start) + tokens * _GOLDEN) >> 32) & (2**32 - 1)
+
+
+def uniform(keys: torch.Tensor, position: int, salt: int) -> torch.Tensor:
+    """Numbers ``(rows,)`` above 0 and below 1 for ``keys (rows,)``; ``salt``, below 0, tells uses apart."""
+    salt_tensor = torch.tensor(salt, device=keys.device)
+    return _open_interval(bits(keys, position, salt_tensor))
+
+
+def _open_interval(x: torch.Tensor) -> torch.Tensor:
+    # The largest float32 below 1: rounding must not reach 1.
+    return ((x.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32, for keys and tokens that broadcast.
+
+    It is the logarithm of an exponential variable whose small values, which decide, are fine-grained.
+    """
+    return -torch.log(-torch.log1p(-_open_interval(bits(keys, position, tokens))))
+
+
+def perturbed(scores: torch.Tensor, keys: torch.Tensor, position: int) -> torch.Tensor:
+    """``scores (rows, n)`` plus the noise of ``keys (rows,)`` at a position of the generated text.
+
+    On the CPU, noise is made only for scores that samplers have left above -inf.
+    """
+    if scores.is_cpu:
+        left = scores > -torch.inf
+        if int(left.sum()) <= SPARSE * scores.numel():
+            rows, tokens = left.nonzero(as_tuple=True)
+            noisy = torch.full_like(scores, -torch.inf)
+            noisy[rows, tokens] = scores[rows, tokens] + gumbel(keys[rows], position, tokens)
+            return noisy
+    tokens = torch.arange(scores.shape[1], device=scores.device)
+    return scores + gumbel(keys[:, None], position, tokens)
+
+
+@dataclass(slots=True)
+class RowChoice:
+    """Chooses tokens by scores and noise; the same wherever and whenever a row is looked at."""
+
+    #: ``(rows,)``: keys of each row's noise; with beams, of each prompt's.
+    keys: torch.Tensor
+    #: ``(rows,)`` bools; ``None`` if all rows sample.
+    is_sampled: torch.Tensor | None
+    prompt_length: int
+
+    @classmethod
+    def of(cls, run: Run) -> RowChoice | None:
+        """What a run with seeds, or with greedy rows beside sampled ones, chooses by; else ``None``."""
+        if (keys := run.row_keys) is None:
+            return None
+        is_sampled = None
+        if run.rows is not None and not all(flags := run.rows.values("do_sample")):
+            each = len(keys) // len(run.rows)
+            is_sampled = torch.tensor(flags, device=keys.device).repeat_interleave(each)
+        return cls(keys, is_sampled, run.ids.shape[1])
+
+    def of_prompts(self, prompts: slice) -> RowChoice:
+        """The choice of some rows."""
+        is_sampled = None if self.is_sampled is None else self.is_sampled[prompts]
+        return RowChoice(self.keys[prompts], is_sampled, self.prompt_length)
+
+    def perturbed(self, scores: torch.Tensor, length: int) -> torch.Tensor:
+        """``scores (rows, vocab)`` after ``length`` tokens, with noise where rows sample."""
+        noisy = perturbed(scores, self.keys, length - self.prompt_length)
+        if self.is_sampled is None:
+            return noisy
+        return torch.where(self.is_sampled[:, None], noisy, scores)
+
+    def choose(self, scores: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``(rows,)``, and in which rows there is none to choose: NaN, or nothing left."""
+        tokens = self.perturbed(scores, length).argmax(dim=-1)  # NaN counts as the largest
+        chosen = scores.gather(1, tokens[:, None]).squeeze(1)
+        return tokens, chosen.isnan() | (chosen == -torch.inf)

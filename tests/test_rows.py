@@ -1,0 +1,107 @@
+"""Parameters per prompt: each row of a batch equals its solo call, whatever stands beside it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import hfgen
+from hfgen import GenerationConfig
+from tests.tiny import llama
+
+LENGTHS = (7, 3, 5, 4)
+
+#: Fields that rows differ in at random, and values of each.
+CHOICES: dict[str, list[Any]] = {
+    "do_sample": [True, True, False],
+    "temperature": [0.5, 1.0, 1.7, 0.0],
+    "top_k": [0, 3, 20, 96],
+    "top_p": [1.0, 0.9, 0.4],
+    "min_p": [None, 0.05, 0.3],
+    "typical_p": [1.0, 0.8],
+    "epsilon_cutoff": [0.0, 0.02],
+    "eta_cutoff": [0.0, 0.02],
+    "top_h": [None, 0.6],
+    "repetition_penalty": [1.0, 1.3, 0.8],
+    "no_repeat_ngram_size": [0, 2, 3],
+    "bad_words_ids": [None, [[7], [8, 9]], [[11]]],
+    "sequence_bias": [None, {(5,): 4.0}, {(6, 7): -3.0}],
+    "suppress_tokens": [None, [3, 4, 5]],
+    "begin_suppress_tokens": [None, [9, 10, 11]],
+    "min_new_tokens": [None, 3, 6],
+    "max_new_tokens": [1, 4, 9, 12],
+    "eos_token_id": [2, [2, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25, 26, 27, 28], None],
+    "forced_eos_token_id": [None, 2],
+    "exponential_decay_length_penalty": [None, (2, 1.5)],
+    "remove_invalid_values": [None, True],
+    "renormalize_logits": [None, True],
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return hfgen.mix_into(llama().eval())
+
+
+def prompts(seed: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """A padded batch, and its rows without padding."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(10, 97, (1, n), generator=generator) for n in LENGTHS]
+    width = max(LENGTHS)
+    pad = [torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows]
+    mask = [torch.arange(width) >= width - row.shape[1] for row in rows]
+    return {"input_ids": torch.cat(pad), "attention_mask": torch.stack(mask).long()}, rows
+
+
+def random_config(draw: random.Random, **fixed: Any) -> GenerationConfig:
+    names = draw.sample(sorted(CHOICES), draw.randint(1, 8))
+    values = {name: draw.choice(CHOICES[name]) for name in names}
+    values = {"max_new_tokens": 8, "pad_token_id": 0, **values, **fixed}
+    if values.get("exponential_decay_length_penalty"):
+        values["eos_token_id"] = 2
+    values.setdefault("do_sample", draw.random() < 0.7)
+    return GenerationConfig(seed=draw.randrange(2**40), **values)
+
+
+def generated(ids: torch.Tensor, prompt_length: int, config: GenerationConfig) -> list[int]:
+    """The tokens of a row up to its end."""
+    eos = config.eos_token_id
+    ends = set(eos if isinstance(eos, list) else [2 if eos is None else eos])
+    tokens = ids[prompt_length:].tolist()[: config.max_new_tokens]
+    end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:end]
+
+
+def check_rows(model: Any, seed: int, fixed: dict[str, Any], call: dict[str, Any]) -> None:
+    draw = random.Random(seed)
+    batch, rows = prompts(seed)
+    configs = [random_config(draw, **fixed) for _ in rows]
+    together = model.generate(**batch, generation_config=configs, **call)
+    n = len(together) // len(rows)
+    for index, (row, config) in enumerate(zip(rows, configs, strict=True)):
+        alone = model.generate(row, generation_config=config)
+        for copy in range(n):
+            ours = generated(together[index * n + copy], batch["input_ids"].shape[1], config)
+            assert ours == generated(alone[copy], row.shape[1], config), (seed, index, copy, config)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "returned sequences": ({"num_return_sequences": 3, "do_sample": True, "temperature": 1.1}, {}),
+    "drop_finished": ({"drop_finished": True}, {}),
+    "static": ({"cache_implementation": "static", "disable_compile": True}, {}),
+    "quantized": ({"cache_implementation": "quantized"}, {}),
+    "lookup": ({"prompt_lookup_num_tokens": 4}, {}),
+    "beams": ({"num_beams": 3, "num_return_sequences": 2, "do_sample": False}, {}),
+    "sampled beams": ({"num_beams": 3, "do_sample": True, "temperature": 1.0}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_equal_solo_calls(model: Any, name: str, seed: int) -> None:
+    fixed, call = SETTINGS[name]
+    check_rows(model, 100 + seed, fixed, call)
