@@ -13,7 +13,8 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from . import validate
 from .processors.by_rows import CriteriaByRows
-from .processors.context import Row, expand
+from .processors.columns import expand
+from .processors.context import Row
 from .processors.lists import is_librarys, name_of
 from .rows import RowParams
 

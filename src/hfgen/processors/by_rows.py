@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from .context import rows_of
+from .columns import rows_of
 from .lists import is_row_wise
 
 #: Functions, each with the prompts that it holds for.

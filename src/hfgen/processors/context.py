@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from transformers import GenerationConfig
 
 from ..rows import RowParams, all_equal
+from .by_rows import ProcessorsByRows
+from .columns import as_column, expand, take_prompts
+
+__all__ = ["Builder", "Context", "Row", "expand"]
 
 PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
 
@@ -76,8 +80,6 @@ class Context:
 
     def by_rows(self, parts: list[tuple[Any, list[int]]]) -> Any:
         """One processor that is each of ``parts`` for its prompts."""
-        from .by_rows import ProcessorsByRows
-
         assert self.rows is not None
         return ProcessorsByRows(parts, len(self.rows), self.device)
 
@@ -96,37 +98,6 @@ class Context:
         )
 
 
-def take_prompts(value: Any, prompts: torch.Tensor, n_prompts: int) -> Any:
-    """The rows of ``prompts (n,)`` in a tensor with as many rows for each of ``n_prompts``, or ``value``."""
-    if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) % n_prompts:
-        return value
-    return value[rows_of(prompts, len(value) // n_prompts)]
-
-
-def rows_of(prompts: torch.Tensor, each: int) -> torch.Tensor:
-    """The rows ``(n * each,)`` of ``prompts (n,)``, where each prompt has ``each`` rows."""
-    if each == 1:
-        return prompts
-    return (prompts[:, None] * each + torch.arange(each, device=prompts.device)).flatten()
-
-
-def as_column(values: list[Any], device: Any) -> Any:
-    """The value that all of ``values`` are, or a tensor ``(n, 1)`` of them."""
-    if all(value == values[0] for value in values):
-        return values[0]
-    is_whole = all(isinstance(value, int) for value in values)
-    dtype = torch.long if is_whole else torch.float32
-    return torch.tensor(values, dtype=dtype, device=device)[:, None]
-
-
-def expand(column: Number, n_rows: int) -> Number:
-    """A number as it is; a column ``(prompts, 1)`` for ``n_rows``: ``(n_rows, 1)``."""
-    if not isinstance(column, torch.Tensor) or len(column) == n_rows:
-        return column
-    return column.repeat_interleave(n_rows // len(column), dim=0)
-
-
-Number = TypeVar("Number", float, int, torch.Tensor, float | torch.Tensor, int | torch.Tensor)
 Builder: TypeAlias = Callable[[Any], Any]
 
 
