@@ -226,8 +226,6 @@ def of_config(config: GenerationConfig) -> list[Any]:
 
 def check_room(config: GenerationConfig, n_new: int) -> None:
     """Raise ``ValueError`` if the constraints take more than the ``n_new`` tokens to come."""
-    if config.constraints is None and config.force_words_ids is None:
-        return
     needed = sum(map(n_tokens, of_config(config)))
     room = n_new - (config.forced_eos_token_id is not None)
     if needed > room:

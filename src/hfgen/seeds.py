@@ -95,11 +95,10 @@ class RowChoice:
     prompt_length: int
 
     @classmethod
-    def of(cls, run: Run) -> RowChoice | None:
-        """What a run with seeds, or with greedy rows beside sampled ones, chooses by; else ``None``."""
-        if (keys := run.row_keys) is None:
-            return None
-        is_sampled = None
+    def of(cls, run: Run) -> RowChoice:
+        """What a run with ``row_keys`` chooses by: with seeds, or greedy rows beside sampled ones."""
+        assert run.row_keys is not None
+        keys, is_sampled = run.row_keys, None
         if run.rows is not None and not all(flags := run.rows.values("do_sample")):
             each = len(keys) // len(run.rows)
             is_sampled = torch.tensor(flags, device=keys.device).repeat_interleave(each)

@@ -199,7 +199,7 @@ class Setup:
     @property
     def row_choice(self) -> RowChoice | None:
         """How rows choose whose draws are fixed by seeds."""
-        return RowChoice.of(self.run)
+        return None if self.run.row_keys is None else RowChoice.of(self.run)
 
     @property
     def is_drawn(self) -> bool:

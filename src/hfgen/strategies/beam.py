@@ -55,7 +55,7 @@ class Beam(NextToken):
         rows, self.prompt_length = run.ids.shape
         self.beams = self.beams_of(config)
         self.batch = rows // self.beams
-        self.row_choice = RowChoice.of(run)
+        self.row_choice = None if run.row_keys is None else RowChoice.of(run)
         #: Processors and criteria that remember rows.
         self.followers = [f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")]
         device, eos = run.ids.device, config._eos_token_tensor

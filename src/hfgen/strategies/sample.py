@@ -31,7 +31,7 @@ class Sample(NextToken):
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
         run.ids = self.buffer.ids
         rows = len(run.ids)
-        self.row_choice = RowChoice.of(run)
+        self.row_choice = None if run.row_keys is None else RowChoice.of(run)
         self.unfinished = stopping.may_begin(run.criteria, run.ids)
         self.n_steps = 0
         # An EOS ends a row before the others, and then pads follow; a row alone ends the loop.

@@ -73,7 +73,8 @@ def validate_generated_length(
     config, longest = generation_config, generation_config.max_length
     if is_zero(config.max_new_tokens):
         return
-    constraints.check_room(config, longest - input_ids_length)
+    if config.constraints is not None or config.force_words_ids is not None:
+        constraints.check_room(config, longest - input_ids_length)
     if has_default_max_length and config.max_new_tokens is None:
         _warn(
             f"No length was asked for, so up to {longest} tokens are generated, the default "
