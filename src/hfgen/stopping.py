@@ -185,8 +185,9 @@ def get_stopping_criteria(
     Raises ``ValueError`` for stop strings without a tokenizer.
     """
     call = getattr(generation_config, "_call", None)
-    device = call and call.prompt.ids.device
-    context = Context(self, generation_config, tokenizer, call and call.rows, device)
+    rows = getattr(call, "rows", None)
+    device = None if rows is None else call.prompt.ids.device
+    context = Context(self, generation_config, tokenizer, rows, device)
     built = (builder(context) for builder in CRITERIA)
     criteria = StoppingCriteriaList(criterion for criterion in built if criterion is not None)
     return self._merge_criteria_processor_list(criteria, stopping_criteria)

@@ -149,8 +149,8 @@ def get_logits_processor(
         model_kwargs=model_kwargs or {},
         negative_prompt_ids=negative_prompt_ids,
         negative_prompt_attention_mask=negative_prompt_attention_mask,
-        rows=call and call.rows,
-        seeds=call and call.row_keys_of_beams,
+        rows=getattr(call, "rows", None),
+        seeds=getattr(call, "row_keys_of_beams", None),
     )
     processors = self._merge_criteria_processor_list(
         _build(PROCESSORS, context), logits_processor if logits_processor is not None else []
