@@ -184,7 +184,7 @@ def get_stopping_criteria(
 
     Raises ``ValueError`` for stop strings without a tokenizer.
     """
-    call = getattr(generation_config, "_call", None)
+    call: Any = getattr(generation_config, "_call", None)
     rows = getattr(call, "rows", None)
     device = None if rows is None else call.prompt.ids.device
     context = Context(self, generation_config, tokenizer, rows, device)
