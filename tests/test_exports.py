@@ -20,6 +20,7 @@ EXPORTS = [
     "InvalidScoresError",
     "PhrasalConstraint",
     "PrefixCache",
+    "StreamEvent",
     "builtin_model",
     "free_caches",
     "minimum_bayes_risk",

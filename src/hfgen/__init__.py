@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .recipes import minimum_bayes_risk, recipe
     from .strategies.base import InvalidScoresError
     from .strategies.minimum_bayes_risk import token_f1
+    from .streaming import StreamEvent
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "InvalidScoresError",
     "PhrasalConstraint",
     "PrefixCache",
+    "StreamEvent",
     "builtin_model",
     "free_caches",
     "minimum_bayes_risk",
@@ -68,6 +70,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "recipes": ["minimum_bayes_risk", "recipe"],
     "strategies.base": ["InvalidScoresError"],
     "strategies.minimum_bayes_risk": ["token_f1"],
+    "streaming": ["StreamEvent"],
 }
 
 

@@ -47,6 +47,12 @@ class Request:
     custom_generate: str | Callable | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> Request:
+        """The request of a call ``generate(*args, **kwargs)``."""
+        named = {name: kwargs.pop(name) for name in cls.__slots__[:-1] if name in kwargs}
+        return cls(*args, **named | {"kwargs": kwargs})
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -311,6 +317,9 @@ class Strategy(Protocol):
     * ``streams = False``: no token is final before the end, so a streamer is refused.
     * ``takes_rows = True``: prompts may have parameters of their own (``hfgen.rows``), except for the
       fields in ``fields_of_call``.
+    * ``row_ends(run)``: a list with the length at which each row of a step's (settled) tokens has ended, and
+      ``None`` for a row that goes on; of rows that ended before, any length from there on. For streams,
+      which ask after ``stop``; without it rows end at an EOS.
     """
 
     def prefill(self, run: Run) -> ModelOutput | None:

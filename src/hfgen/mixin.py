@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -40,6 +41,9 @@ from .execution.prefill import prefill
 from .modes import HOOKS
 from .outputs import GenerateOutput
 from .prepare import prepare
+from .streaming import AsyncStream, Stream
+
+T = TypeVar("T")
 
 
 def mixed_view(model: Any) -> Any:
@@ -90,6 +94,18 @@ def _reduce(self: Any, protocol: Any) -> str | tuple:
 def _new(cls: Any) -> Any:
     mixed = mixed_class(cls)
     return mixed.__new__(mixed)
+
+
+def _signature_of(function: Callable) -> Callable[[T], T]:
+    """Decorate with the signature of ``function``; what is returned stays."""
+
+    def decorate(decorated: Any) -> Any:
+        returned = inspect.signature(decorated).return_annotation
+        signature = inspect.signature(function).replace(return_annotation=returned)
+        decorated.__signature__ = signature
+        return decorated
+
+    return decorate
 
 
 class GenerationMixin(transformers.GenerationMixin):
@@ -170,6 +186,27 @@ class GenerationMixin(transformers.GenerationMixin):
             with validate.explaining_misfit(self, call.cache):
                 return call.decode(self)
 
+    @_signature_of(generate)
+    def stream(self: Any, *args: Any, **kwargs: Any) -> Stream:
+        """``generate``, as an iterator over ``StreamEvent``s: what each row gains, step by step.
+
+        Takes the arguments of ``generate``. The call is prepared at once, and decodes as the iterator is
+        asked. In modes whose tokens are not final before the end, all events come at the end.
+
+        Raises what ``generate`` raises; ``TypeError`` for a model that has a ``generate`` or a decoding
+        method of its own; ``ValueError`` for a ``streamer``, and for a ``custom_generate`` that is not
+        ``hfgen.recipe``'s.
+        """
+        return Stream(self, _driven(self, Request.of(*args, **kwargs)))
+
+    @_signature_of(generate)
+    def astream(self: Any, *args: Any, **kwargs: Any) -> AsyncStream:
+        """``stream``, for ``async for``: the call is prepared and decodes in a thread of its own.
+
+        Wrong arguments are raised with the first event. Autocasting is the consumer's.
+        """
+        return AsyncStream(self, _driven(self, Request.of(*args, **kwargs)))
+
     # Stage 1: config
     _extract_generation_mode_kwargs = config.extract_generation_mode_kwargs
     _prepare_generation_config = config.prepare_generation_config
@@ -240,6 +277,32 @@ class GenerationMixin(transformers.GenerationMixin):
 for _name, _hook in vars(GenerationMixin).items():
     if isinstance(_hook, FunctionType):  # the stages are known as methods, in messages and to code
         _hook.__qualname__ = f"{GenerationMixin.__name__}.{_name}"
+
+
+def _driven(model: Any, request: Request) -> Request:
+    """``request``, if the loop that decodes it is hfgen's, and can be driven step by step.
+
+    Raises ``TypeError`` for a model with methods of its own, and ``ValueError`` for the arguments.
+    """
+    name = type(model).__name__
+    methods = ["generate"] if request.custom_generate else ["generate", *HOOKS]
+    for method in methods:
+        if getattr(getattr(model, method), "__func__", None) is not vars(GenerationMixin)[method]:
+            raise TypeError(
+                f"{name} has a `{method}` of its own, which cannot be decoded step by step. Call "
+                "generate(), with a streamer if it takes one."
+            )
+    if request.streamer is not None:
+        raise ValueError("`streamer` would get what stream() yields: leave it out.")
+    if request.custom_generate is not None and not hasattr(request.custom_generate, "start"):
+        raise ValueError(
+            "`custom_generate` decodes by itself, not step by step: pass what hfgen.recipe() makes."
+        )
+    if delegate.runs_elsewhere(request) is not None:
+        raise ValueError(
+            "`cache_implementation='paged'` does not decode step by step: leave it out."
+        )
+    return request
 
 
 @contextmanager

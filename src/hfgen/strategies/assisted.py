@@ -205,6 +205,10 @@ class Assisted:
         self.stats.accepted += sum(accepted)
         self.stats.generated += sum(gained)
 
+    def row_ends(self, run: Run) -> list[int | None]:
+        pairs = zip(self.rows.known, self.rows.has_ended, strict=True)
+        return [known if has_ended or run.finished else None for known, has_ended in pairs]
+
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.schedule.finish()
         return {"sequences": run.ids.contiguous()}

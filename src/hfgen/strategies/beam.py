@@ -279,7 +279,13 @@ class Beam(NextToken):
         slowest = torch.where(waits, n_agreed, length).amin()
         n = int(torch.where(waits.any(), slowest, n_agreed.amax()))
         self.n_settled += n
+        best = take(ends, may_win.int().argmax(dim=1, keepdim=True)).squeeze(1)
+        self.settled_ends = best.masked_fill(waits, -1)
         return example[:, 0, :n]
+
+    def row_ends(self, run: Run) -> list[int | None]:
+        """Of the best of each prompt, read after ``settled``."""
+        return [None if end < 0 else end for end in self.settled_ends.tolist()]
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.invalid.raise_any()

@@ -86,6 +86,12 @@ class Sample(NextToken):
         run.finished = n_unfinished == 0
         self.active.keep(run, self.unfinished, n_unfinished)
 
+    def row_ends(self, run: Run) -> list[int | None]:
+        length = run.ids.shape[1]
+        return [
+            None if goes_on and not run.finished else length for goes_on in self.unfinished.tolist()
+        ]
+
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.invalid.raise_any()
         return {"sequences": run.ids.contiguous()}
