@@ -317,9 +317,7 @@ class Strategy(Protocol):
     * ``streams = False``: no token is final before the end, so a streamer is refused.
     * ``takes_rows = True``: prompts may have parameters of their own (``hfgen.rows``), except for the
       fields in ``fields_of_call``.
-    * ``row_ends(run)``: a list with the length at which each row of a step's (settled) tokens has ended, and
-      ``None`` for a row that goes on; of rows that ended before, any length from there on. For streams,
-      which ask after ``stop``; without it rows end at an EOS.
+    * ``row_ends(run)``: see ``streaming.Rows``; without it, rows end at an EOS.
     """
 
     def prefill(self, run: Run) -> ModelOutput | None:

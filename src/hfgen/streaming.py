@@ -203,7 +203,7 @@ def _decode(
     call = prepare(model, request)
     try:
         run, strategy = call.start(model)
-        rows = _Rows(run, strategy)
+        rows = Rows(run, strategy)
         yield []
         recording = loop.begin(run)
         with validate.explaining_misfit(model, call.cache):
@@ -225,8 +225,13 @@ class _Row:
     has_ended: bool = False
 
 
-class _Rows:
-    """The rows of a call, and where they end."""
+class Rows:
+    """The rows of a call, and where they end.
+
+    A strategy tells that by ``row_ends(run)``, asked after ``stop`` and ``settled``: for each row of the
+    step's settled tokens the length at which it has ended, or ``None`` if it goes on. Of rows that
+    have ended before, any length from there on will do. Without it, rows end at an EOS.
+    """
 
     def __init__(self, run: Run, strategy: Strategy) -> None:
         self.run, self.strategy = run, strategy
