@@ -177,9 +177,7 @@ class Call:
         assert prompt is not None
         kwargs = self.mode_kwargs | prompt.model_kwargs
         arguments = self.processors, self.criteria, self.config, kwargs.pop("synced_gpus", False)
-        run = Run.of(model, prompt.ids, *arguments, kwargs)
-        self.release()
-        return run
+        return Run.of(model, prompt.ids, *arguments, kwargs)
 
     def start(self, model: Any) -> tuple[Run, Strategy]:
         """The run, and the strategy that the method decodes with; it has to be hfgen's or a recipe."""
