@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .config import GenerationConfig
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .drafters import Acceptance, Draft, DraftContext, Drafter
+    from .logprobs import Logprobs, TokenLogprob
     from .mixin import GenerationMixin
     from .patching import (
         AutoModelForCausalLM,
@@ -45,9 +46,11 @@ __all__ = [
     "GenerationConfig",
     "GenerationMixin",
     "InvalidScoresError",
+    "Logprobs",
     "PhrasalConstraint",
     "PrefixCache",
     "StreamEvent",
+    "TokenLogprob",
     "builtin_model",
     "free_caches",
     "minimum_bayes_risk",
@@ -65,6 +68,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "config": ["GenerationConfig"],
     "constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
     "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter"],
+    "logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
     "prefix": ["PrefixCache"],
     "recipes": ["minimum_bayes_risk", "recipe"],

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
     from .modes import Mode
+    from .outputs import Speculation
     from .rows import RowParams
 
 ModelKwargs = dict[str, Any]
@@ -189,30 +190,6 @@ class Call:
         self.config._call = None
 
 
-@dataclass(slots=True)
-class Speculation:
-    """How well drafting went: ``output.speculation``, with ``output_speculation=True``.
-
-    Tokens are counted over all rows. ``rounds`` have a draft; ``forwards`` are the target model's.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    generated: int = 0
-    rounds: int = 0
-    forwards: int = 0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted of the drafted tokens."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Generated tokens, of all rows together, per forward of the target model."""
-        return self.generated / self.forwards if self.forwards else 0.0
-
-
 #: Arguments of one mode or another that no model's forward takes.
 OF_MODES = ("tokenizer", "streamer", "assistant_tokenizer", "assistant_model", "inputs_tensor")
 
@@ -245,8 +222,10 @@ class Run:
     rows: RowParams | None = None
     #: ``(rows,)``: keys of the noise of each row, if rows have seeds of their own.
     row_keys: torch.Tensor | None = None
-    #: Told of each step by ``loop.drive``; written by ``loop.finish``.
+    #: Told of each step by ``loop.drive``; written by ``loop.begin``.
     observers: list[Observer] = field(default_factory=list)
+    #: Attributes of the output that are hfgen's own; written by ``finish`` of observers.
+    extras: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.config.return_dict_in_generate and self.config.output_scores:
@@ -275,6 +254,16 @@ class Run:
     def call(self) -> Call | None:
         """The call that prepared this run; ``None`` if upstream's ``generate`` did."""
         return getattr(self.config, "_call", None)
+
+    @property
+    def configs(self) -> list[GenerationConfig]:
+        """What the prompts ask for: one config, or one for each prompt where they differ."""
+        return [self.config] if self.rows is None else self.rows.configs
+
+    def asks_for(self, *fields: str) -> bool:
+        """Whether any row has set one of the config's ``fields``."""
+        # A recipe may run on a model that is not mixed, whose config lacks hfgen's own.
+        return any(getattr(c, name, None) is not None for c in self.configs for name in fields)
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -316,6 +305,13 @@ class Strategy(Protocol):
     * ``takes_rows = True``: prompts may have parameters of their own (``hfgen.rows``), except for the
       fields in ``fields_of_call``.
     * ``row_ends(run)``: see ``streaming.Rows``; without it, rows end at an EOS.
+
+    Two methods that it may have tell observers, behind ``stop``, more about the newest step:
+
+    * ``is_token(run, step)``: bools ``(rows, n_new)``, where a row's token is not padding behind its
+      end; ``None`` if all are tokens, as without the method.
+    * ``scored()``: rows and tokens ``(m,)`` that the step scored and that may be returned, where rows
+      have changed places since: beams. Then ``result`` has ``beam_indices``.
     """
 
     def prefill(self, run: Run) -> ModelOutput | None:

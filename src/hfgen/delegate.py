@@ -64,6 +64,9 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     for name in NOT_BATCHED:
         if (value := getattr(request, name)) is not None:
             raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
+    for name in ("logprobs", "logprob_token_ids", "prompt_logprobs"):
+        if (value := kwargs.get(name)) is not None:
+            raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
     if request.synced_gpus is not None:
         logger.warning(f"Continuous batching ignores `synced_gpus` (={request.synced_gpus}).")
     if kwargs.get("num_beams", 1) > 1:

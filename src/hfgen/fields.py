@@ -18,6 +18,7 @@ from .kinds import (
     FLAG_OR_NEVER,
     FLOAT,
     INTEGER,
+    N_BEST,
     NAME,
     NUMBER,
     OBJECT,
@@ -143,6 +144,8 @@ PER_ROW: dict[str, Field] = {
     "eos_token_id": Field(TOKENS),
     # hfgen's own
     "seed": Field(INTEGER, SEED, is_own=True),
+    "logprobs": Field(SIZE, N_BEST, is_own=True),
+    "logprob_token_ids": Field(TOKEN_LIST, outside=ValueError, is_own=True),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.
@@ -208,6 +211,7 @@ PER_CALL: dict[str, Field] = {
     # hfgen's own
     "output_speculation": Field(FLAG, is_own=True, default=False),
     "drop_finished": Field(FLAG, is_own=True, default=False),
+    "logprobs_mode": Field(NAME, is_own=True, default="raw_logprobs"),
 }
 
 FIELDS: dict[str, Field] = PER_ROW | PER_CALL

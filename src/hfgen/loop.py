@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from . import logprobs
 from .kinds import is_zero
 from .outputs import GenerateOutput, Recording
 
@@ -58,6 +59,8 @@ def begin(run: Run) -> Recording:
     """Give the run its observers: the recording, which is returned, and those that the call asks for."""
     recording = Recording(run)
     run.observers = [recording]
+    if run.asks_for("logprobs", "logprob_token_ids"):
+        run.observers.append(logprobs.Recorder(run))
     if run.streamer is not None:
         run.observers.append(Streaming(run.streamer))
     if run.call is not None and run.call.prefix_session is not None:

@@ -20,6 +20,7 @@ from .caches import cache_kind
 from .call import Call, Run, Strategy
 from .drafters import Setup, checks
 from .kinds import is_zero
+from .logprobs import Asked
 from .loop import finish
 from .outputs import GenerateOutput
 from .strategies import Beam, ConstrainedBeam, Contrastive, Dola, GroupBeam, Sample
@@ -134,7 +135,13 @@ def check_call(call: Call) -> None:
     """
     if (check := getattr(call.request.custom_generate, "check_call", None)) is not None:
         check(call.config, call.mode_kwargs)
-    if not getattr(config := call.config, "drop_finished", False):
+    config = call.config
+    if call.strategy is None and any(Asked.of(each).n_top is not None for each in call.configs):
+        raise ValueError(
+            f"`logprobs` and `logprob_token_ids` are collected where hfgen decodes, but "
+            f"{getattr(call.method, '__qualname__', call.method)} does here. Leave them out."
+        )
+    if not getattr(config, "drop_finished", False):
         return
     if not getattr(call.strategy, "drops_rows", False):
         dropping = (mode for mode in MODES.values() if getattr(mode.strategy, "drops_rows", False))

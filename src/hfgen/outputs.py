@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +30,30 @@ OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
     (True, False): GenerateEncoderDecoderOutput,
     (True, True): GenerateBeamEncoderDecoderOutput,
 }
+
+
+@dataclass(slots=True)
+class Speculation:
+    """How well drafting went: ``output.speculation``, with ``output_speculation=True``.
+
+    Tokens are counted over all rows. ``rounds`` have a draft; ``forwards`` are the target model's.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    generated: int = 0
+    rounds: int = 0
+    forwards: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted of the drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Generated tokens, of all rows together, per forward of the target model."""
+        return self.generated / self.forwards if self.forwards else 0.0
 
 
 def _asked(run: Run) -> list[str]:
@@ -102,6 +127,8 @@ class Recording:
         # A recipe may run on a model that is not mixed, whose config lacks the field.
         if getattr(run.config, "output_speculation", False):
             output.speculation = run.speculation
+        for name, value in run.extras.items():
+            setattr(output, name, value)
         return output
 
     def _output(self, run: Run, result: dict[str, Any]) -> GenerateOutput:

@@ -37,7 +37,7 @@ from transformers.utils import ModelOutput
 from .. import families, outputs
 from ..caches import layers
 from ..caches.layers import roll_back
-from ..call import Run, Speculation, Step
+from ..call import Run, Step
 from ..drafters import Acceptance, Draft, DraftContext, Setup, make_drafter, make_schedule
 from ..drafters.base import check, check_logits, n_filled, name_of
 from ..execution import Executor, prefill, shared_prompt
@@ -84,7 +84,7 @@ class Assisted:
         #: How many tokens the round feeds after the last that all rows know.
         self.n_new = 0
         self.is_first = True
-        self.stats = run.speculation = Speculation()
+        self.stats = run.speculation = outputs.Speculation()
 
     def prefill(self, run: Run) -> ModelOutput | None:
         """Only of prompts that rows share, that come in chunks, or that are embeddings."""
@@ -208,6 +208,14 @@ class Assisted:
     def row_ends(self, run: Run) -> list[int | None]:
         pairs = zip(self.rows.known, self.rows.has_ended, strict=True)
         return [known if has_ended or run.finished else None for known, has_ended in pairs]
+
+    def is_token(self, run: Run, step: Step) -> torch.Tensor | None:
+        """``(rows, n_new)``: which tokens are not padding behind a row's end; ``None`` for all."""
+        if self.rows.pad is None:
+            return None
+        length = run.ids.shape[1]
+        positions = torch.arange(length - step.tokens.shape[1], length, device=run.ids.device)
+        return positions < self.rows.device_known[:, None]
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.schedule.finish()

@@ -253,6 +253,13 @@ class Beam(NextToken):
         worst = torch.where(self.finished.is_done, worst, NEG_INF)
         self.can_improve = self.can_improve & (possible > worst).any(dim=-1, keepdim=True)
 
+    def scored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and newest tokens ``(m,)`` of what runs on and what has ended, if just now or before."""
+        found = [each for each in (self.running, self.finished) if each.parents.shape[2]]
+        rows = torch.cat([each.parents[..., -1].flatten() for each in found])
+        tokens = torch.cat([each.ids[..., -1].flatten() for each in found])
+        return rows.clamp(min=0).long(), tokens.clamp(min=0)
+
     def settled(self, run: Run) -> torch.Tensor:
         """Tokens ``(batch, n)`` that have become settled, for a streamer; read after ``stop``.
 

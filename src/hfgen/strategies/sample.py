@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from .. import outputs, stopping
+from .. import logprobs, outputs, stopping
 from ..buffers import TokenBuffer
 from ..call import Run, Step
 from ..execution import last_logits
@@ -33,6 +33,10 @@ class Sample(NextToken):
         rows = len(run.ids)
         self.row_choice = None if run.row_keys is None else RowChoice.of(run)
         self.unfinished = stopping.may_begin(run.criteria, run.ids)
+        #: As it was when the newest tokens were chosen.
+        self.was_unfinished = self.unfinished
+        # Processors of the caller's may write to the scores that they get.
+        self.keeps_logits = len(run.processors) > 0 and logprobs.reads(run, "raw")
         self.n_steps = 0
         # An EOS ends a row before the others, and then pads follow; a row alone ends the loop.
         self.is_padded = rows > 1 and stopping.may_end_rows(run.criteria)
@@ -45,7 +49,8 @@ class Sample(NextToken):
         commit(run, model_outputs)
         self.active.widen(run, model_outputs)
         logits = last_logits(model_outputs, run.ids.device)
-        scores = run.processors(run.ids, self.adjust(logits, model_outputs))
+        given = logits.clone() if self.keeps_logits else logits
+        scores = run.processors(run.ids, self.adjust(given, model_outputs))
         if run.scores is not None:
             run.scores += (scores,)
         tokens = self.choose(run, scores)
@@ -81,7 +86,7 @@ class Sample(NextToken):
         if self.stops_by_length_only:  # the host knows the length: nothing to wait for
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
-        self.unfinished = self.unfinished & ~done
+        self.was_unfinished, self.unfinished = self.unfinished, self.unfinished & ~done
         (n_unfinished,) = self.invalid.read(self.unfinished.sum())
         run.finished = n_unfinished == 0
         self.active.keep(run, self.unfinished, n_unfinished)
@@ -91,6 +96,10 @@ class Sample(NextToken):
         return [
             None if goes_on and not run.finished else length for goes_on in self.unfinished.tolist()
         ]
+
+    def is_token(self, run: Run, step: Step) -> torch.Tensor | None:
+        """``(rows, 1)``: whose newest token is not padding; ``None`` for all."""
+        return self.was_unfinished[:, None] if self.is_padded else None
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.invalid.raise_any()

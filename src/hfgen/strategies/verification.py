@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
+from .. import logprobs
 from ..call import Run
 from ..seeds import RowChoice
 from .drafted_rows import DraftedRows
@@ -156,7 +157,8 @@ def verify(
         if rows.may_look and not is_active.any():
             # Scores of known tokens are wanted if all rows have got here, and so will return them.
             is_behind = ~had_ended & (rows.device_known <= length)
-            is_wanted = run.scores is not None and not is_behind.any()
+            is_kept = run.scores is not None or logprobs.reads(run, "processed")
+            is_wanted = is_kept and not is_behind.any()
             all_scores.append(_processed(run, rows, raw, length) if is_wanted else raw)
             continue
         all_scores.append(scores := _processed(run, rows, raw, length))
@@ -187,7 +189,8 @@ def _processed(run: Run, rows: DraftedRows, logits: torch.Tensor, length: int) -
     """Scores ``(rows, vocab)`` of the position after ``length`` tokens."""
     if not run.processors:
         return logits
-    return run.processors(rows.ids(length), logits.clone() if run.config.output_logits else logits)
+    is_kept = run.config.output_logits or logprobs.reads(run, "raw")
+    return run.processors(rows.ids(length), logits.clone() if is_kept else logits)
 
 
 def is_plain(run: Run, verification: Verification) -> bool:

@@ -10,8 +10,13 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from .. import constraints
 from ..caches import table
-from ..fields import FIELDS, is_on
+from ..fields import FIELDS, is_on, with_suggestions
 from ..kinds import is_zero
+from ..logprobs import MODES as LOGPROBS_MODES
+
+#: Own fields whose results are attributes of the output, which has to be one then. Upstream ignores
+#: its own such fields, with a warning; an error says what to do before time is spent.
+ON_OUTPUT = ("output_speculation", "logprobs", "logprob_token_ids")
 
 
 def check_cache_implementation(name: Any) -> None:
@@ -30,6 +35,13 @@ def check_fields(values: dict[str, Any]) -> None:
         is_used = row.needs is None or is_on(row.needs, values.get(row.needs))
         row.check(name, values.get(name), is_used)
     check_cache_implementation(values.get("cache_implementation"))
+    _check_mode(values.get("logprobs_mode"))
+
+
+def _check_mode(mode: Any) -> None:
+    if mode is not None and mode not in LOGPROBS_MODES:
+        meant = with_suggestions([str(mode)], LOGPROBS_MODES)
+        raise ValueError(f"`logprobs_mode` has to be one of {[*LOGPROBS_MODES]}, but is {meant}.")
 
 
 def require_tokenizer(tokenizer: Any, field: str, value: Any) -> None:
@@ -56,11 +68,14 @@ def check_companions(config: GenerationConfig, tokenizer: Any) -> None:
         require_tokenizer(tokenizer, "stop_strings", config.stop_strings)
     if (penalty := config.exponential_decay_length_penalty) is not None:
         require_eos(config.eos_token_id, penalty)
-    if getattr(config, "output_speculation", False) and not config.return_dict_in_generate:
-        raise ValueError(
-            "`output_speculation=True` puts statistics on the output object: set "
-            "`return_dict_in_generate=True`, too."
-        )
+    for name in ON_OUTPUT:
+        value = getattr(config, name, None)
+        is_asked = value is not None and value is not False  # 0 is a number of log-probabilities
+        if is_asked and not config.return_dict_in_generate:
+            raise ValueError(
+                f"`{name}`={value!r} puts its results on the output object: set "
+                "`return_dict_in_generate=True`, too."
+            )
 
 
 def validate_generated_length(

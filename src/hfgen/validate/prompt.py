@@ -165,6 +165,12 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
                 f"`{name}` has the token {outside[0]}, but the model's vocabulary has the ids 0 to "
                 f"{size - 1}."
             )
+    for config, name in itertools.product(call.configs, ("logprobs", "prompt_logprobs")):
+        if (count := getattr(config, name, None)) is not None and count > size:
+            raise ValueError(
+                f"`{name}`={count} asks for more tokens than the model's vocabulary has, which are "
+                f"{size}; -1 asks for all."
+            )
     start = call.config.decoder_start_token_id
     if is_encoder_decoder and isinstance(start, list) and len(start) != prompt.batch_size:
         raise ValueError(

@@ -1,0 +1,7 @@
+"""Log-probabilities of tokens: ``logprobs``, ``logprob_token_ids``, ``prompt_logprobs``."""
+
+from .recorder import Recorder
+from .result import Logprobs, TokenLogprob
+from .settings import MODES, Asked, Settings, reads
+
+__all__ = ["MODES", "Asked", "Logprobs", "Recorder", "Settings", "TokenLogprob", "reads"]

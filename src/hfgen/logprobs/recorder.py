@@ -1,0 +1,110 @@
+"""Keeps what was asked for of the scores of each step: an observer of ``loop.drive``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import Run, Step, Strategy
+from .result import Logprobs, Measures, measure
+from .settings import Asked, Settings, mode_of
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """One generated position, ``m`` tokens of it: those of the rows, or what beams may return."""
+
+    tokens: Tensor  # (m,)
+    rows: Tensor | None  # (m,): whose scores these are; ``None`` for all in order
+    is_token: Tensor | None  # (m,): and no padding; ``None`` for all
+    measures: Measures  # top and asked ones of all rows
+
+
+class Recorder:
+    """Collects ``logprobs``: of each step only ``(rows, k)`` numbers, left on the device.
+
+    Raw are the model's own logits: of beams before the search adds its scores, of DoLa the last
+    layer's, of contrastive search before similarity counts, of drafted tokens the target model's.
+    Processed are the scores that processors return: for DoLa, of the contrast; for beams, of
+    log-probabilities, which are not normalised again in ``"processed_logits"``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        asked = [Asked.of(config) for config in run.configs]
+        self.settings, self.n_rows = Settings(asked, mode_of(run.config)), len(run.ids)
+        self.nothing = run.ids[:, :0]
+        self.asked_ids = self.settings.token_ids(len(run.ids), run.ids.device)
+        self.positions: list[Position] = []
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """Measure the tokens of a step."""
+        scores: Any = step.scores if self.settings.is_processed else step.logits
+        if (scored := getattr(strategy, "scored", None)) is not None:
+            rows, tokens = scored()
+            measures = measure(scores[0], tokens, self.settings, self.asked_ids, rows)
+            self.positions.append(Position(tokens, rows, None, measures))
+            return
+        told = getattr(strategy, "is_token", None)
+        is_token = None if told is None else told(run, step)
+        for place, tokens in enumerate(step.tokens.unbind(dim=1)):
+            # A model with guidance of its own scores each row twice: first with its prompt.
+            measures = measure(scores[place][: len(tokens)], tokens, self.settings, self.asked_ids)
+            is_counted = None if is_token is None else is_token[:, place]
+            self.positions.append(Position(tokens, None, is_counted, measures))
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, Tensor | None]) -> None:
+        """Make ``output.logprobs`` of the sequences that are returned."""
+        paths: Any = result.get("beam_indices")
+        sequences: Any = result["sequences"]
+        found = self.collected() if paths is None else self.of_paths(sequences, paths)
+        run.extras["logprobs"] = found
+
+    def collected(self, start: int = 0) -> Logprobs:
+        """Of all rows, from generated position ``start`` on. Not for beams, whose rows change places."""
+        if not (positions := self.positions[start:]):
+            return Logprobs.empty(self.nothing, self.asked_ids, self.settings)
+        tokens = torch.stack([p.tokens for p in positions], dim=1)
+        every = torch.ones_like(tokens[:, 0], dtype=torch.bool)
+        is_token = torch.stack(
+            [every if p.is_token is None else p.is_token for p in positions], dim=1
+        )
+        measures = _stacked([p.measures for p in positions])
+        return Logprobs.of(tokens, is_token, measures, self.asked_ids, self.settings)
+
+    def of_paths(self, sequences: Tensor, paths: Tensor) -> Logprobs:
+        """Of ``sequences (returned, length)``, whose tokens the rows ``paths (returned, n)`` scored."""
+        is_token = paths >= 0
+        rows = paths.clamp(min=0).long()
+        tokens = sequences[:, sequences.shape[1] - paths.shape[1] :]
+        found = [
+            _at(position, tokens[:, place], rows[:, place])
+            for place, position in enumerate(self.positions[: paths.shape[1]])
+        ]
+        asked_ids = self.asked_ids
+        if asked_ids is not None:  # alike in all rows of a prompt
+            firsts = torch.arange(len(paths), device=paths.device) * self.n_rows // len(paths)
+            asked_ids = asked_ids[firsts]
+        return Logprobs.of(tokens, is_token, _stacked(found), asked_ids, self.settings)
+
+
+def _at(position: Position, tokens: Tensor, rows: Tensor) -> Measures:
+    """The measures of ``tokens (n,)`` by the scores of ``rows (n,)``."""
+    kept = position.measures
+    scored = position.rows
+    if scored is None:
+        scored = torch.arange(len(position.tokens), device=tokens.device)
+    is_same = (scored == rows[:, None]) & (position.tokens == tokens[:, None])
+    index = is_same.int().argmax(dim=1)
+    # What a caller's processor has written into the ids was never scored.
+    logprobs = kept.logprobs[index].masked_fill(~is_same.any(dim=1), torch.nan)
+    at_rows = kept.top_ids[rows], kept.top_logprobs[rows], kept.asked[rows]
+    return Measures(logprobs, kept.ranks[index], *at_rows)
+
+
+def _stacked(measures: list[Measures]) -> Measures:
+    """``(n, …)`` of each position as ``(n, positions, …)``."""
+    names = [each.name for each in fields(Measures)]
+    return Measures(*(torch.stack([getattr(m, n) for m in measures], dim=1) for n in names))
