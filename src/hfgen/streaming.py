@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from . import loop, validate
 from .call import Request, Run, Step, Strategy
 from .outputs import GenerateOutput
 from .prepare import prepare
+from .text import Detokenizer
 
 #: Events that an ``AsyncStream`` decodes ahead of its consumer.
 AHEAD = 4
@@ -223,6 +224,14 @@ class _Row:
 
     tokens: list[int] = field(default_factory=list)
     has_ended: bool = False
+    detokenizer: Detokenizer | None = None
+
+    def text(self, tokens: list[int]) -> str:
+        """What ``tokens``, the next ones of the row, make certain."""
+        if self.detokenizer is None:
+            return ""
+        text = self.detokenizer.push(tokens)
+        return text + self.detokenizer.finish() if self.has_ended else text
 
 
 class Rows:
@@ -240,7 +249,15 @@ class Rows:
         self.eos: set[int] = set() if eos is None else set(eos.tolist())
         #: Tokens that are settled of all rows, prompt included.
         self.prompt_length = self.length = run.ids.shape[1]
-        self.rows: defaultdict[int, _Row] = defaultdict(_Row)
+        self.rows: dict[int, _Row] = {}
+
+    def row(self, index: int) -> _Row:
+        if index not in self.rows:
+            tokenizer = self.run.tokenizer
+            self.rows[index] = _Row(
+                detokenizer=None if tokenizer is None else Detokenizer(tokenizer)
+            )
+        return self.rows[index]
 
     def advance(self, step: Step) -> list[StreamEvent]:
         """The events of ``step``; none in a mode whose tokens are not final before the end."""
@@ -273,7 +290,7 @@ class Rows:
             ends = (self.prompt_length + (parents >= 0).sum(dim=1)).tolist()
         events = (
             self.event(
-                index, row[self.prompt_length + len(self.rows[index].tokens) : end], end or len(row)
+                index, row[self.prompt_length + len(self.row(index).tokens) : end], end or len(row)
             )
             for index, (row, end) in enumerate(zip(sequences, ends, strict=True))
         )
@@ -289,14 +306,15 @@ class Rows:
 
     def event(self, index: int, tokens: list[int], end: int | None) -> StreamEvent | None:
         """The event of ``tokens``, after which the row may have come to its ``end``."""
-        row = self.rows[index]
+        row = self.row(index)
         if row.has_ended:
             return None
         row.tokens += tokens
         row.has_ended = end is not None and self.prompt_length + len(row.tokens) >= end
         if not tokens and not row.has_ended:
             return None
-        return StreamEvent(index, tuple(tokens), "", self.reason(row) if row.has_ended else None)
+        reason = self.reason(row) if row.has_ended else None
+        return StreamEvent(index, tuple(tokens), row.text(tokens), reason)
 
     def reason(self, row: _Row) -> str:
         if row.tokens and row.tokens[-1] in self.eos:
