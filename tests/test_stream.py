@@ -624,3 +624,78 @@ def test_autocast_is_the_consumers(llama: Any, n_threads: int) -> None:
     asyncio.run(main())
     assert seen[0] == (True, torch.bfloat16)
     assert not seen[1][0]
+
+
+# ---------------------------------------------------------------- text
+
+
+class Dictated:
+    """A processor that lets each row say a text, byte by byte, and then end."""
+
+    def __init__(self, tokenizer: Any, *texts: str | list[int], n_prompt: int = 7) -> None:
+        self.n_prompt, rows = (
+            n_prompt,
+            (t if isinstance(t, list) else tokenizer(t).input_ids for t in texts),
+        )
+        self.rows = [[*row, tokenizer.eos_token_id] for row in rows]
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        scores = torch.full_like(scores, -50.0)
+        repeats = len(ids) // len(self.rows)
+        for index, row in enumerate(ids[:, self.n_prompt :].tolist()):
+            said = self.rows[index // repeats]
+            scores[index, said[min(len(row), len(said) - 1)]] = 0.0
+        return scores
+
+
+@pytest.fixture(scope="module")
+def speaker() -> Any:
+    """A model with a token for each byte, whose text breaks characters."""
+    return hfgen.mix_into(tiny.llama(vocab_size=258, eos_token_id=0, pad_token_id=1))
+
+
+@pytest.fixture(scope="module")
+def bytes_of() -> Any:
+    return tiny.byte_tokenizer()
+
+
+def texts_of(events: Iterable[StreamEvent]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for event in events:
+        texts[event.row] = texts.get(event.row, "") + event.text
+    return texts
+
+
+SAID = "naïve 🙂\N{ZERO WIDTH JOINER}日本語 ok"
+
+
+def test_text_comes_in_whole_characters(speaker: Any, bytes_of: Any) -> None:
+    says = Dictated(bytes_of, SAID, "")
+    stream = speaker.stream(
+        tiny.prompt(2), tokenizer=bytes_of, logits_processor=[says], max_new_tokens=60
+    )
+    events = list(stream)
+    assert texts_of(events) == {0: SAID, 1: ""}
+    pieces = [event.text for event in events if event.row == 0]
+    assert [piece for piece in pieces if piece] == list(SAID)
+    assert [event.token_ids for event in events if event.row == 1] == [(bytes_of.eos_token_id,)]
+
+
+def test_a_character_that_stays_broken(speaker: Any, bytes_of: Any) -> None:
+    broken = bytes_of("é").input_ids[:1]
+    says = Dictated(bytes_of, [*broken, *bytes_of("a").input_ids, *broken])
+    stream = speaker.stream(
+        tiny.prompt(1), tokenizer=bytes_of, logits_processor=[says], max_new_tokens=60
+    )
+    assert [event.text for event in stream] == ["", "\ufffda", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_text_is_that_of_the_tokens(speaker: Any, bytes_of: Any, mode: str) -> None:
+    options = {"max_new_tokens": 40, "eos_token_id": [0, *range(40, 50)], **MODES[mode]}
+    torch.manual_seed(1)
+    events = list(speaker.stream(tiny.prompt(3), tokenizer=bytes_of, **options))
+    rows = rows_of(events)
+    assert texts_of(events) == {
+        index: bytes_of.decode(row, skip_special_tokens=True) for index, row in rows.items()
+    }
