@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -80,7 +81,12 @@ class InvalidScores:
     def __init__(self) -> None:
         self.since: torch.Tensor | None = None
 
-    def note(self, is_invalid: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
+    def note(self, best: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
+        """Of the rows ``among (rows,)``, or of all, those whose ``best (rows,)`` score is NaN."""
+        if not best.is_cpu or any(map(math.isnan, best.tolist())):
+            self.mark(best.isnan(), step, among)
+
+    def mark(self, is_invalid: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
         """Of the rows ``among (rows,)``, or of all, those that ``is_invalid (rows,)`` tells."""
         if is_invalid.is_cpu and not is_invalid.any():
             return
@@ -104,11 +110,13 @@ class InvalidScores:
             except RuntimeError:  # some row is invalid; it is an error only if the row still counts
                 pass
         # On an accelerator an invalid row would end the process, so it is looked for beforehand.
-        self.note(is_invalid := probabilities.sum(dim=-1).isnan(), step, among)
-        return torch.multinomial(probabilities.masked_fill(is_invalid[:, None], 1.0), n)
+        self.note(totals := probabilities.sum(dim=-1), step, among)
+        return torch.multinomial(probabilities.masked_fill(totals.isnan()[:, None], 1.0), n)
 
     def read(self, *facts: torch.Tensor) -> list[int]:
         """The values of ``facts``, scalars, in one read of the device; raises as ``raise_any`` does."""
+        if self.since is None and facts[0].is_cpu:
+            return [int(fact) for fact in facts]
         noted = [] if self.since is None else [(self.since >= 0).any()]
         values: list[int] = torch.stack([*facts, *noted]).tolist()
         if noted and values.pop():

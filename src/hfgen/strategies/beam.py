@@ -169,7 +169,7 @@ class Beam(NextToken):
     def likeliest(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
         """Indices ``(batch, n_candidates)`` of the highest of ``totals (batch, beams * vocab)``."""
         scores, index = torch.topk(totals, k=self.n_candidates)  # NaN counts as the largest
-        self.invalid.note(scores[:, 0].isnan(), run.ids.shape[1] - self.prompt_length)
+        self.invalid.note(scores[:, 0], run.ids.shape[1] - self.prompt_length)
         return index
 
     def add_finished(self, run: Run, candidates: Hypotheses) -> None:

@@ -106,8 +106,8 @@ class Contrastive(Sample):
         """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
         k = min(self.top_k, scores.shape[-1])
         probabilities, tokens = scores.softmax(dim=-1).topk(k)
-        is_invalid = probabilities[:, 0].isnan()  # one NaN makes all of its row
-        self.invalid.note(is_invalid, self.n_steps, self.unfinished)
+        # One NaN makes all of its row.
+        self.invalid.note(probabilities[:, 0], self.n_steps, self.unfinished)
         # A token that a processor rules out is no candidate, however unlike the context it is.
         is_ruled_out = scores.gather(1, tokens) == -torch.inf
         self.candidates = probabilities.masked_fill(is_ruled_out, -torch.inf), tokens

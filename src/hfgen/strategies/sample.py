@@ -71,12 +71,11 @@ class Sample(NextToken):
         """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
         if self.row_choice is not None:
             tokens, is_invalid = self.row_choice.choose(scores, run.ids.shape[1])
-            self.invalid.note(is_invalid, self.n_steps, self.unfinished)
+            self.invalid.mark(is_invalid, self.n_steps, self.unfinished)
             return tokens
         if not run.config.do_sample:
             tokens = scores.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
-            is_invalid = scores.gather(1, tokens).isnan().squeeze(1)
-            self.invalid.note(is_invalid, self.n_steps, self.unfinished)
+            self.invalid.note(scores.gather(1, tokens)[:, 0], self.n_steps, self.unfinished)
         else:
             tokens = self.invalid.draw(scores.softmax(-1), 1, self.n_steps, self.unfinished)
         return tokens.squeeze(1)
