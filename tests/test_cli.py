@@ -25,6 +25,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hfgen
+from hfgen import StreamEvent
 from hfgen.cli import app, chat, compare, demo, loading, main, measure, options, report
 from hfgen.cli.report import CliError
 from hfgen.fields import FIELDS
@@ -154,10 +155,6 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", "x", "--device", "tpu9"], ["tpu9", "cpu"]),
         (["generate", "x", "--model", "/no/such"], ["/no/such", "save_pretrained"]),
         (["generate", "x", "--compile-config", '{"foo": 1}'], ["CompileConfig", "foo"]),
-        (
-            ["generate", "x", "--stream", "--do-sample", "--num-return-sequences", "2"],
-            ["one sequence", "--num-return-sequences"],
-        ),
         (["generate", "x\udcff"], ["UTF-8"]),
         (["compare", "x", "--repeat", "0"], ["--repeat"]),
         (["compare", "x", "--repetition-penalty", "-1"], ["transformers:", "penalty", "-1"]),
@@ -318,16 +315,16 @@ def test_no_control_code_is_left_whatever_comes(monkeypatch: pytest.MonkeyPatch)
 def coded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of `generate` gives CODED."""
 
-    def answer(loaded, inputs, config, seed=None, streamer=None):  # type: ignore[no-untyped-def]
+    def answer(loaded, inputs, config, seed=None, show=None):  # type: ignore[no-untyped-def]
         row = loaded.tokenizer(CODED).input_ids
-        if streamer is not None:
-            streamer.put(inputs["input_ids"])
-            for token in row:
-                streamer.put(torch.tensor([token]))
-            streamer.end()
-        return measure.Generated([row], [row], 1.0, 0.1, None)
+        if show is not None:
+            for character in CODED:
+                show(StreamEvent(0, (), character))
+            show(StreamEvent(0, (), "", "eos"))
+        return measure.Generated([row], [row], 1.0, 0.1, None, ["eos"])
 
     monkeypatch.setattr(measure, "generate", answer)
+    monkeypatch.setattr(measure, "stream", answer)
 
 
 @pytest.mark.parametrize("command", ["generate x", "generate x --stream", "chat"])
@@ -377,6 +374,35 @@ def test_generate_streams_the_same_text(folder: str, beams: str) -> None:
     arguments = ["generate", "def f", "--model", folder, "--max-new-tokens", "6"]
     arguments += ["--num-beams", beams]
     assert run(*arguments, "--stream").out.rstrip("\n") == run(*arguments).out.rstrip("\n")
+
+
+def test_several_sequences_are_streamed_in_turn(folder: str) -> None:
+    arguments = ["generate", "def f", "--model", folder, "--max-new-tokens", "6", "--seed", "1"]
+    arguments += ["--do-sample", "--num-return-sequences", "3"]
+    streamed = run(*arguments, "--stream").out
+    assert streamed == run(*arguments).out
+    assert [line for line in streamed.splitlines() if line.startswith("---")] == [
+        "--- 1 of 3 ---",
+        "--- 2 of 3 ---",
+        "--- 3 of 3 ---",
+    ]
+
+
+def test_rows_that_come_mixed_are_written_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = report.Answers(3)
+    written = []
+    for event in [
+        StreamEvent(1, (), "b1"),
+        StreamEvent(0, (), ""),
+        StreamEvent(0, (), "a1"),
+        StreamEvent(2, (), "c\n", "eos"),
+        StreamEvent(0, (), "a2", "eos"),
+        StreamEvent(1, (), "b2", "length"),
+    ]:
+        answers(event)
+        written.append(capsys.readouterr().out)
+    a, b, c = (f"--- {n} of 3 ---\n" for n in (1, 2, 3))
+    assert written == ["", a, "a1", "", f"a2\n{b}b1", f"b2\n{c}c\n"]
 
 
 def test_json(folder: str) -> None:
@@ -468,16 +494,16 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the model is given at each turn of a chat, as text; its answers are "yes"."""
     seen: list[str] = []
 
-    def answer(loaded, inputs, config, streamer):  # type: ignore[no-untyped-def]
+    def answer(loaded, inputs, config, show):  # type: ignore[no-untyped-def]
         seen.append(loaded.tokenizer.decode(inputs["input_ids"][0]))
-        streamer.put(inputs["input_ids"])
-        for token in loaded.tokenizer("yes").input_ids:
-            streamer.put(torch.tensor([token]))
+        for character in "yes":
+            show(StreamEvent(0, (1,), character))
             if seen[-1].endswith("interrupt[assistant]"):
                 raise KeyboardInterrupt
-        streamer.end()
+        show(StreamEvent(0, (), "", "eos"))
+        return measure.Generated([[1] * 3], [[1] * 3], 1.5, 0.5, None, ["eos"])
 
-    monkeypatch.setattr(measure, "generate", answer)
+    monkeypatch.setattr(measure, "stream", answer)
     return seen
 
 
@@ -510,11 +536,53 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat_folder: str, prompts: 
     assert prompts[1] == "[user]interrupt[assistant]y[user]go on[assistant]"
 
 
+@pytest.mark.usefixtures("prompts")
+def test_chat_says_how_fast_it_was_and_why_it_ended(
+    chat_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report.err, "_force_terminal", True)
+    assert (
+        "3 tokens · 2 tokens/s · ended by itself"
+        in run("chat", "--model", chat_folder, stdin="a").err
+    )
+
+
+def test_a_turn_continues_what_is_cached_of_the_turns_before(
+    chat_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = []
+    monkeypatch.setattr(
+        chat, "load", lambda *given: models.append(loading.load(*given)) or models[0]
+    )
+    run("chat", "--model", chat_folder, "--max-new-tokens", "4", stdin="hi there\nwhy\n")
+    stats = models[0].model.prefix_cache.stats
+    assert (stats.lookups, stats.hits) == (2, 1)
+    assert stats.tokens_saved >= len(tokenizer()("[user]hi there[assistant]").input_ids)
+
+
+def test_ctrl_c_within_a_forward(chat_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = loading.load(chat_folder, None, "auto", "cpu")
+    forwards: list[int] = []
+
+    def interrupt(*_: object) -> None:
+        forwards.append(1)
+        if len(forwards) == 3:
+            raise KeyboardInterrupt
+
+    loaded.model.register_forward_pre_hook(interrupt)
+    spoken = chat.Conversation(loaded)
+    chat.turn(spoken, "hi", hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None))
+    assert len(forwards) == 3
+    assert capsys.readouterr().out.endswith("\n")
+    chat.turn(spoken, "hi", hfgen.GenerationConfig(max_new_tokens=9, eos_token_id=None))
+    assert [message["role"] for message in spoken.messages] == ["user", "assistant"] * 2
+
+
 def test_an_error_undoes_the_turn(chat_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise CliError("too long")
 
-    monkeypatch.setattr(measure, "generate", fail)
+    monkeypatch.setattr(measure, "stream", fail)
     spoken = chat.Conversation(loading.load(chat_folder, None, "auto", "cpu"))
     chat.turn(spoken, "hi", None)
     assert spoken.messages == []

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from hfgen.cli import measure, options
-from hfgen.cli.generate import text_streamer
 from hfgen.cli.loading import Loaded, load, quiet
-from hfgen.cli.report import CliError, one_line, say
+from hfgen.cli.report import Answers, CliError, err, one_line, say
 
 NEW_TOKENS = 256
+#: Why an answer ended, in words.
+REASONS = {"eos": "ended by itself", "length": "cut off by its length", "stop": "stopped"}
 HELP = "[dim]/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer[/]"
 
 
@@ -67,10 +68,13 @@ def chat(
     with quiet(debug):
         import torch
 
+        import hfgen
+
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
         if seed is not None:
             torch.manual_seed(seed)
+        loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
         conversation = Conversation(loaded, system)
         if sys.stdin.isatty():
             say(HELP)
@@ -110,14 +114,17 @@ def read_line() -> str | None:
 def turn(conversation: Conversation, line: str, config: Any) -> None:
     """Stream the answer to ``line``; Ctrl-C keeps what was said so far, an error undoes the turn."""
     conversation.messages.append({"role": "user", "content": line})
-    clock = measure.Clock(text_streamer(conversation.loaded))
+    answers = Answers()
     try:
-        measure.generate(conversation.loaded, conversation.inputs(), config, streamer=clock)
+        said = measure.stream(conversation.loaded, conversation.inputs(), config, show=answers)
+        if err.is_terminal:
+            reason = REASONS.get(said.reasons[0], said.reasons[0])
+            say(f"[dim]{said.tokens} tokens · {said.per_second:,.0f} tokens/s · {reason}[/]")
     except KeyboardInterrupt:
+        answers.end()
         say("[dim]stopped[/]")
     except CliError as error:
         conversation.messages.pop()
         say(f"[red]hfgen:[/] {one_line(str(error))} (/reset starts again)")
         return
-    answer = conversation.loaded.tokenizer.decode(clock.tokens, skip_special_tokens=True)
-    conversation.messages.append({"role": "assistant", "content": answer})
+    conversation.messages.append({"role": "assistant", "content": answers.texts[0]})

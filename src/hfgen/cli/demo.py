@@ -9,10 +9,9 @@ from rich.text import Text
 
 from hfgen.cli import measure
 from hfgen.cli.compare import compare_call, comparison_table
-from hfgen.cli.generate import text_streamer
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.options import DebugOption, generation_config
-from hfgen.cli.report import duration, mebibytes, out
+from hfgen.cli.report import Answers, duration, mebibytes, out
 
 PROMPT = '''\
 import os
@@ -53,7 +52,7 @@ def demo(debug: DebugOption = False) -> None:
         inputs = measure.encode(loaded, [PROMPT])
         config = generation_config(MODES["greedy"], loaded.model, NEW_TOKENS)
         out.print(Text(PROMPT, style="dim"), end="", soft_wrap=True)
-        result = measure.generate(loaded, inputs, config, SEED, text_streamer(loaded))
+        result = measure.stream(loaded, inputs, config, SEED, Answers())
         out.print(
             f"\ntime to first token    {duration(result.first)}\n"
             f"time per output token  {duration(result.per_token)}\n"

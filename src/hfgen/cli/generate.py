@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from hfgen.cli import measure, options
-from hfgen.cli.loading import Loaded, load, quiet
-from hfgen.cli.report import CliError, TerminalText, duration, err, mebibytes, print_json, say
+from hfgen.cli.loading import load, quiet
+from hfgen.cli.report import Answers, CliError, duration, err, mebibytes, print_json, say
 
 NEW_TOKENS = 64
 
@@ -46,8 +45,12 @@ def generate(
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         options.note_idle(fields, config, loaded.model)
         inputs = measure.encode(loaded, [given])
-        streamer = text_streamer(loaded) if stream else None
-        result = measure.generate(loaded, inputs, config, seed, streamer)
+        if stream:
+            own = loaded.model.generation_config
+            answers = Answers(config.num_return_sequences or own.num_return_sequences or 1)
+            result = measure.stream(loaded, inputs, config, seed, answers)
+        else:
+            result = measure.generate(loaded, inputs, config, seed)
         texts = [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in result.rows]
         if as_json:  # times in seconds, memory in bytes
             pairs = zip(texts, result.rows, strict=True)
@@ -71,29 +74,12 @@ def generate(
                 }
             )
         elif not stream:
-            print_texts(texts)
+            answers = Answers(len(texts))
+            for row, text in enumerate(texts):
+                answers.add(row, text, has_ended=True)
         if err.is_terminal and not as_json:
             say(
                 f"[dim]{result.tokens} tokens · first after {duration(result.first)} · "
                 f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
                 f"peak {mebibytes(measure.peak_memory())}[/]"
             )
-
-
-def text_streamer(loaded: Loaded) -> Any:
-    """A streamer that writes new text to standard output."""
-    from transformers import TextStreamer
-
-    streamer = TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    write, text = streamer.on_finalized_text, TerminalText()
-    streamer.on_finalized_text = lambda piece, stream_end=False: write(text.add(piece), stream_end)
-    return streamer
-
-
-def print_texts(texts: list[str]) -> None:
-    """One text alone as it is; several with a numbered line before each."""
-    for number, text in enumerate(texts, start=1):
-        if len(texts) > 1:
-            print(f"--- {number} of {len(texts)} ---")
-        text = TerminalText().add(text)
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")

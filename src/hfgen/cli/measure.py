@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfgen.cli.loading import Loaded
 from hfgen.cli.report import CliError
 
+if TYPE_CHECKING:
+    from hfgen import StreamEvent
+
 
 @dataclass(slots=True)
 class Clock:
-    """A streamer that notes when tokens arrive and passes them on to ``then``."""
+    """A streamer that notes when the first new token arrives."""
 
-    then: Any = None
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None  # seconds from the start to the first new token
-    tokens: list[int] = field(default_factory=list)  # of all rows, as they came
     has_begun: bool = False
 
     def put(self, value: Any) -> None:
         """Take the prompt ``(rows, length)`` first, then the new tokens ``(rows,)`` of each step."""
         if self.has_begun:
             self.first = self.first or time.perf_counter() - self.started
-            self.tokens.extend(value.flatten().tolist())
         self.has_begun = True
-        if self.then is not None:
-            self.then.put(value)
 
     def end(self) -> None:
-        """Pass the end on, unless the call failed before it began."""
-        if self.then is not None and self.has_begun:
-            self.then.end()
+        """Nothing is left to note."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,9 @@ class Generated:
     padded: list[list[int]]  # new tokens per row, all of one length
     rows: list[list[int]]  # the same, up to and including the first end-of-sequence token
     seconds: float  # the whole call
-    first: float | None  # to the first new token; None for beams without a streamer
+    first: float | None  # to the first new token; None for beams that are not streamed
     output: Any  # what `generate` returned
+    reasons: Sequence[str] = ()  # why each row of a stream ended
 
     @property
     def tokens(self) -> int:
@@ -85,38 +85,70 @@ def encode(loaded: Loaded, prompts: list[str]) -> dict[str, Any]:
 
 
 def generate(
-    loaded: Loaded,
-    inputs: dict[str, Any],
-    config: Any,
-    seed: int | None = None,
-    streamer: Any = None,
+    loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int | None = None
 ) -> Generated:
     """Generate once with torch's generator at ``seed``, and time it; errors become ``CliError``."""
-    import torch
-
-    if seed is not None:
-        torch.manual_seed(seed)
-    clock, own = Clock(streamer), loaded.model.generation_config
-    if streamer is not None and (config.num_return_sequences or 1) > 1:
-        raise CliError("only one sequence can be streamed: leave --num-return-sequences out")
+    own = loaded.model.generation_config
     has_beams = (config.num_beams or own.num_beams or 1) > 1
-    stream = {} if streamer is None and has_beams else {"streamer": clock}
-    try:
-        kwargs = {**inputs, **loaded.mode_kwargs(), **stream}
-        output = loaded.model.generate(generation_config=config, **kwargs)
-    except BrokenPipeError:  # the reader of the streamed text has closed the pipe
-        raise
-    except Exception as error:
-        raise CliError(f"generate() failed: {error or type(error).__name__}") from error
-    sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    length = 1 if loaded.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-    padded = sequences[:, length:].tolist()
+    kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
+    with _seeded(seed):
+        clock = Clock()
+        output = loaded.model.generate(**kwargs, **({} if has_beams else {"streamer": clock}))
+    padded = new_tokens(loaded, inputs, output)
     seconds = time.perf_counter() - clock.started
     eos = own.eos_token_id if config.eos_token_id is None else config.eos_token_id
     eos = eos if isinstance(eos, list) else [eos]
     ends = [next((i for i, token in enumerate(row, 1) if token in eos), None) for row in padded]
     rows = [row[:end] for row, end in zip(padded, ends, strict=True)]
     return Generated(padded, rows, seconds, clock.first, output)
+
+
+def stream(
+    loaded: Loaded,
+    inputs: dict[str, Any],
+    config: Any,
+    seed: int | None = None,
+    show: Callable[[StreamEvent], None] = lambda event: None,
+) -> Generated:
+    """``generate``, and ``show`` each event as it comes."""
+    kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
+    first, rows = None, defaultdict[int, list[int]](list)
+    reasons: dict[int, str] = {}
+    started = time.perf_counter()
+    with _seeded(seed), loaded.model.stream(**kwargs) as events:
+        for event in events:
+            first = first or time.perf_counter() - started
+            rows[event.row] += event.token_ids
+            reasons[event.row] = event.finish_reason or ""
+            show(event)
+    padded = new_tokens(loaded, inputs, events.result)
+    seconds = time.perf_counter() - started
+    in_order = range(len(rows))
+    said, why = [rows[row] for row in in_order], [reasons[row] for row in in_order]
+    return Generated(padded, said, seconds, first, events.result, why)
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Within, errors become ``CliError``; torch's generator starts at ``seed``."""
+    import torch
+
+    if seed is not None:
+        torch.manual_seed(seed)
+    try:
+        yield
+    except BrokenPipeError:  # the reader of the streamed text has closed the pipe
+        raise
+    except Exception as error:
+        raise CliError(f"generate() failed: {error or type(error).__name__}") from error
+
+
+def new_tokens(loaded: Loaded, inputs: dict[str, Any], output: Any) -> list[list[int]]:
+    """What each row has after the prompt, padding included."""
+    sequences = getattr(output, "sequences", output)
+    length = 1 if loaded.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    tokens: list[list[int]] = sequences[:, length:].tolist()
+    return tokens
 
 
 def peak_memory() -> int | None:

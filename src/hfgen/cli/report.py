@@ -7,10 +7,13 @@ import re
 import sys
 import textwrap
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from hfgen import StreamEvent
 
 # What a terminal obeys in place of showing it (ECMA-48), each without its terminator.
 _CSI = r"(?:\x1b\[|\x9b)[0-?]*[ -/]*"
@@ -44,6 +47,46 @@ class TerminalText:
         begun = UNFINISHED.search(text)
         self.held = begun[0] if begun else ""
         return CONTROL_CODES.sub("", text.removesuffix(self.held))
+
+
+class Answers:
+    """Writes texts to standard output, one after the other, the first as it comes."""
+
+    def __init__(self, n_rows: int = 1) -> None:
+        self.n_rows = n_rows
+        self.texts: list[str] = [""] * n_rows
+        self.has_ended = [False] * n_rows
+        #: The row whose turn it is, and how much of it has been written; ``None`` before it begins.
+        self.row, self.n_written = 0, None  # type: int, int | None
+        self.terminal = TerminalText()
+
+    def __call__(self, event: StreamEvent) -> None:
+        """Take an event of a stream."""
+        self.add(event.row, event.text, event.finish_reason is not None)
+
+    def add(self, row: int, text: str, has_ended: bool) -> None:
+        """Take more of the text of ``row``, and write what it is the turn of."""
+        self.texts[row] += text
+        self.has_ended[row] = has_ended
+        while self.row < self.n_rows and row <= self.row:
+            self.write(self.texts[self.row])
+            if not self.has_ended[self.row]:
+                break
+            self.end()
+
+    def write(self, text: str) -> None:
+        """Write what is new of ``text``, that of the row whose turn it is."""
+        if self.n_written is None and self.n_rows > 1:
+            sys.stdout.write(f"--- {self.row + 1} of {self.n_rows} ---\n")
+        sys.stdout.write(self.terminal.add(text[self.n_written or 0 :]))
+        sys.stdout.flush()
+        self.n_written = len(text)
+
+    def end(self) -> None:
+        """End the row that is being written with the end of a line; the next one's turn comes."""
+        if not self.texts[self.row].endswith("\n"):
+            sys.stdout.write("\n")
+        self.row, self.n_written, self.terminal = self.row + 1, None, TerminalText()
 
 
 def print_json(report: dict[str, Any]) -> None:
