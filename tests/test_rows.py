@@ -97,6 +97,35 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lookup": ({"prompt_lookup_num_tokens": 4}, {}),
     "beams": ({"num_beams": 3, "num_return_sequences": 2, "do_sample": False}, {}),
     "sampled beams": ({"num_beams": 3, "do_sample": True, "temperature": 1.0}, {}),
+    "beams that never stop early": (
+        {"num_beams": 3, "early_stopping": "never", "do_sample": False},
+        {},
+    ),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, {}),
+    "DoLa": ({"dola_layers": "high"}, {}),
+    "groups": (
+        {
+            "num_beams": 4,
+            "num_beam_groups": 2,
+            "diversity_penalty": 0.5,
+            "do_sample": False,
+            "eos_token_id": [2, 30, 31],
+            "max_new_tokens": 7,
+            "forced_eos_token_id": None,
+        },
+        {},
+    ),
+    "constrained": (
+        {
+            "num_beams": 3,
+            "force_words_ids": [[40], [50, 51]],
+            "do_sample": False,
+            "eos_token_id": 2,
+            "max_new_tokens": 9,
+            "forced_eos_token_id": None,
+        },
+        {},
+    ),
 }
 
 

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from .seeds import RowChoice
+
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
     from transformers.generation.streamers import BaseStreamer
@@ -220,8 +222,8 @@ class Run:
     streamer: BaseStreamer | None = None
     #: What each prompt asks for, where they differ.
     rows: RowParams | None = None
-    #: ``(rows,)``: keys of the noise of each row, if rows have seeds of their own.
-    row_keys: torch.Tensor | None = None
+    #: How rows choose tokens if they have seeds, or some are greedy and others sampled.
+    row_choice: RowChoice | None = None
     #: Told of each step by ``loop.drive``; written by ``loop.begin``.
     observers: list[Observer] = field(default_factory=list)
     #: Attributes of the output that are hfgen's own; written by ``finish`` of observers.
@@ -247,7 +249,9 @@ class Run:
         run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
         run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
         if run.call is not None:
-            run.rows, run.row_keys = run.call.rows, run.call.row_keys
+            run.rows, keys = run.call.rows, run.call.row_keys
+            if keys is not None:
+                run.row_choice = RowChoice.of(keys, run.rows, ids.shape[1])
         return run
 
     @property

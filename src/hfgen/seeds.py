@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .call import Run
+    from .rows import RowParams
 
 #: Multipliers of splitmix64 (Steele et al. 2014), and its increment, as signed integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -36,8 +36,7 @@ def keys_of(seeds: list[int | None], copies: int, device: Any) -> torch.Tensor:
 
     Random seeds come from torch's generator, so that ``torch.manual_seed`` fixes them.
     """
-    random = torch.randint(2**62, (len(seeds),)).tolist()
-    known = [r if seed is None else seed for seed, r in zip(seeds, random, strict=True)]
+    known = [int(torch.randint(2**62, ())) if seed is None else seed for seed in seeds]
     base = torch.tensor(known, device=device)[:, None]
     number = torch.arange(copies, device=device)
     return _mixed(_mixed(base) + number * _GOLDEN).flatten()
@@ -95,14 +94,13 @@ class RowChoice:
     prompt_length: int
 
     @classmethod
-    def of(cls, run: Run) -> RowChoice:
-        """What a run with ``row_keys`` chooses by: with seeds, or greedy rows beside sampled ones."""
-        assert run.row_keys is not None
-        keys, is_sampled = run.row_keys, None
-        if run.rows is not None and not all(flags := run.rows.values("do_sample")):
-            each = len(keys) // len(run.rows)
+    def of(cls, keys: torch.Tensor, rows: RowParams | None, prompt_length: int) -> RowChoice:
+        """The choice by ``keys (rows,)``, where what prompts ask for says which of them sample."""
+        is_sampled = None
+        if rows is not None and not all(flags := rows.values("do_sample")):
+            each = len(keys) // len(rows)
             is_sampled = torch.tensor(flags, device=keys.device).repeat_interleave(each)
-        return cls(keys, is_sampled, run.ids.shape[1])
+        return cls(keys, is_sampled, prompt_length)
 
     def of_prompts(self, prompts: slice) -> RowChoice:
         """The choice of some rows."""

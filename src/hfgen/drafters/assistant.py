@@ -69,7 +69,7 @@ class Assistant(Drafter):
             logits = self.next_logits(run)
             scores = processors(run.ids, logits) if processors else logits
             chosen = scores.argmax(dim=-1)
-            if (choice := self.setup.row_choice) is not None:  # the target's own noise
+            if (choice := self.setup.run.row_choice) is not None:  # the target's own noise
                 chosen, _ = choice.choose(scores, position)
             elif run.config.do_sample:
                 chosen = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..seeds import RowChoice
-
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
@@ -197,14 +195,9 @@ class Setup:
         return self.has_streamer and len(self.run.ids) == 1
 
     @property
-    def row_choice(self) -> RowChoice | None:
-        """How rows choose whose draws are fixed by seeds."""
-        return None if self.run.row_keys is None else RowChoice.of(self.run)
-
-    @property
     def is_drawn(self) -> bool:
         """Whether tokens are drawn from torch's generator."""
-        return bool(self.run.config.do_sample) and self.run.row_keys is None
+        return bool(self.run.config.do_sample) and self.run.row_choice is None
 
     @property
     def is_exact(self) -> bool:

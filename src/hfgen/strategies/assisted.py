@@ -65,8 +65,8 @@ class Assisted:
         self.schedule = make_schedule(setup, self.drafter)
         weight = config.assistant_ensemble_weight
         self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
-        if setup.row_choice is not None:
-            self.verification = ChoiceMatch(setup.row_choice)
+        if setup.run.row_choice is not None:
+            self.verification = ChoiceMatch(setup.run.row_choice)
         elif config.do_sample:
             self.verification = SpeculativeSampling(weight, is_upstreams=setup.is_exact)
         self.plain = PlainMatch(run) if is_plain(run, self.verification) else None

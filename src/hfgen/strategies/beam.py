@@ -18,7 +18,6 @@ from ..caches import layers
 from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
-from ..seeds import RowChoice
 from .base import NextToken
 from .hypotheses import NEG_INF, Hypotheses, take
 
@@ -55,7 +54,7 @@ class Beam(NextToken):
         rows, self.prompt_length = run.ids.shape
         self.beams = self.beams_of(config)
         self.batch = rows // self.beams
-        self.row_choice = None if run.row_keys is None else RowChoice.of(run)
+        self.row_choice = run.row_choice
         #: Processors and criteria that remember rows.
         self.followers = [f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")]
         device, eos = run.ids.device, config._eos_token_tensor
@@ -247,8 +246,14 @@ class Beam(NextToken):
         """
         config = run.config
         is_never = config.early_stopping == "never" and config.length_penalty > 0.0
-        length = config.max_length if is_never else run.ids.shape[1]
-        possible = self.normalised(run, self.running.scores[:, :1], length)
+        best = self.running.scores[:, :1]
+        if not is_never or run.rows is None:
+            length = config.max_length if is_never else run.ids.shape[1]
+            possible = self.normalised(run, best, length)
+        else:  # each prompt has its own greatest length
+            lengths = run.rows.values("max_length")
+            parts = zip(best.split(len(best) // len(lengths)), lengths, strict=True)
+            possible = torch.cat([self.normalised(run, part, length) for part, length in parts])
         worst = self.finished.scores.min(dim=1, keepdim=True)[0]
         worst = torch.where(self.finished.is_done, worst, NEG_INF)
         self.can_improve = self.can_improve & (possible > worst).any(dim=-1, keepdim=True)

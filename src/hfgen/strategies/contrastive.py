@@ -33,6 +33,7 @@ class Contrastive(Sample):
     """
 
     continues_cache = drops_rows = False
+    fields_of_call = ("top_k",)
     shares_prefill = rolls_back = True
     tokens_ahead = 1  # candidates for the last token are forwarded too
 

@@ -35,6 +35,8 @@ class NBestBeam(Beam):
     """Search until each list holds ``beams`` hypotheses that nothing can beat."""
 
     drops_rows = streams = False
+    # Lists close by the call's EOS tokens and greatest length.
+    fields_of_call = ("eos_token_id", "max_length", "max_new_tokens", "forced_eos_token_id")
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

@@ -14,7 +14,6 @@ from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
 from ..processors.lists import is_librarys
-from ..seeds import RowChoice
 from .base import NextToken, padding
 
 
@@ -31,7 +30,7 @@ class Sample(NextToken):
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
         run.ids = self.buffer.ids
         rows = len(run.ids)
-        self.row_choice = None if run.row_keys is None else RowChoice.of(run)
+        self.row_choice = run.row_choice
         self.unfinished = stopping.may_begin(run.criteria, run.ids)
         #: As it was when the newest tokens were chosen.
         self.was_unfinished = self.unfinished

@@ -1,0 +1,194 @@
+"""Compare rows of a batch with their solo calls, on any family: ``python -m tests.parity.rows``.
+
+Every case is one batch whose prompts have random parameters and seeds of their own; each row has to
+get the tokens that its prompt gets alone, or to leave them at a near-tie: a position whose two best
+tokens (noise included) are closer than rounding can tell. Near-ties are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig
+
+from hfgen.seeds import gumbel, keys_of
+from tests.parity.family import Limit
+from tests.parity.harness import FAMILIES, forget_models, ours
+
+#: Fields that prompts differ in, and values of each.
+CHOICES: dict[str, list[Any]] = {
+    "temperature": [0.5, 1.0, 1.7, 0.0],
+    "top_k": [0, 3, 20],
+    "top_p": [1.0, 0.9, 0.4],
+    "min_p": [None, 0.05, 0.3],
+    "typical_p": [1.0, 0.8],
+    "repetition_penalty": [1.0, 1.3, 0.8],
+    "no_repeat_ngram_size": [0, 2],
+    "suppress_tokens": [None, [3, 4, 5]],
+    "min_new_tokens": [None, 3],
+    "max_new_tokens": [1, 4, 8],
+    "renormalize_logits": [None, True],
+}
+
+#: Ways to run the batch; drafts and caches must not show.
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drop_finished": {"drop_finished": True},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "copies": {"num_return_sequences": 2, "do_sample": True, "temperature": 0.9},
+    "beams": {"num_beams": 2, "do_sample": False},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+}
+
+#: Scores closer than this are a near-tie: rounding decides between them.
+NEAR = 1e-3
+
+#: Of the ways, those that a family rules out by a limit.
+RULED_OUT = {
+    "lookup": Limit.ASSISTED,
+    "beams": Limit.BEAMS,
+    "static": Limit.STATIC,
+    "copies": Limit.NUM_RETURN_SEQUENCES,
+}
+
+#: Families whose rows depend on each other, also in transformers.
+ENTANGLED = {
+    "rwkv": "its attention in plain torch mixes the states of all rows",
+    "rag_token": "its inputs have a row per document",
+}
+
+#: Families of text alone, whose inputs have a row per prompt.
+TEXT_FAMILIES = [
+    family.name
+    for family in FAMILIES.values()
+    if family.kind in ("decoder", "encoder-decoder") and family.name not in ENTANGLED
+]
+
+
+@dataclass(frozen=True)
+class RowCase:
+    """A batch of ``rows`` prompts with random parameters, run in one of ``WAYS``."""
+
+    family: str
+    way: str
+    rows: int
+    padded: bool
+    seed: int
+
+    @property
+    def command(self) -> str:
+        """The shell command that runs this case alone."""
+        values = f"{self.family}:{self.way}:{self.rows}:{int(self.padded)}:{self.seed}"
+        return f"python -m tests.parity.rows --only {values}"
+
+    @classmethod
+    def parse(cls, text: str) -> RowCase:
+        family, way, rows, padded, seed = text.split(":")
+        return cls(family, way, int(rows), bool(int(padded)), int(seed))
+
+
+def draw_case(rng: random.Random) -> RowCase:
+    family = FAMILIES[rng.choice(TEXT_FAMILIES)]
+    ways = [way for way in WAYS if RULED_OUT.get(way) not in family.unsupported]
+    padded = "padding" not in family.unsupported and rng.random() < 0.5
+    return RowCase(
+        family.name, rng.choice(ways), rng.choice((2, 3, 4)), padded, rng.randrange(1000)
+    )
+
+
+def random_config(rng: random.Random, way: str) -> GenerationConfig:
+    names = rng.sample(sorted(CHOICES), rng.randint(1, 6))
+    values = {"max_new_tokens": 6, **{name: rng.choice(CHOICES[name]) for name in names}}
+    values |= {"do_sample": rng.random() < 0.7, "pad_token_id": 0, **WAYS[way]}
+    return GenerationConfig(seed=rng.randrange(2**62), **values)
+
+
+def solo(config: GenerationConfig) -> GenerationConfig:
+    """What a row asks for, alone: without drafts, and with nobody to leave."""
+    of_batch = {"drop_finished": False, "prompt_lookup_num_tokens": None}
+    return GenerationConfig.from_dict(config.to_dict() | of_batch)
+
+
+def differences(case: RowCase, dtype: torch.dtype, counts: Counter[str]) -> list[str]:
+    """Which rows have other tokens than alone, other than from a near-tie on; these are counted."""
+    rng, model = random.Random(case.seed), ours(case.family).to(dtype)
+    inputs = FAMILIES[case.family].inputs(model, case.rows, case.padded, case.seed)
+    configs = [random_config(rng, case.way) for _ in range(case.rows)]
+    together = model.generate(**inputs, generation_config=configs)
+    n, found = len(together) // case.rows, []
+    for row, config in enumerate(map(solo, configs)):
+        own = {name: take(value, row, case.rows) for name, value in inputs.items()}
+        recorded = {"return_dict_in_generate": True, "output_scores": True}
+        alone = model.generate(**own, generation_config=config, **recorded)
+        n_steps = len(alone.scores)
+        start = alone.sequences.shape[1] - n_steps
+        for copy in range(n):
+            here, there = (
+                tokens[start : start + n_steps].tolist()
+                for tokens in (together[row * n + copy], alone.sequences[copy])
+            )
+            counts["tokens"] += n_steps
+            step = next((i for i in range(n_steps) if here[i] != there[i]), None)
+            if step is None:
+                continue
+            counts["rows with other tokens"] += 1
+            if config.num_beams in (None, 1):
+                best, second = margin_of(alone.scores[step][copy], config, copy, step)
+                if best - second < NEAR:
+                    counts["of these, from a near-tie on"] += 1
+                    continue
+            found.append(f"row {row}.{copy}, step {step}: {here} beside {there}, {config}")
+    return found
+
+
+def take(value: Any, row: int, rows: int) -> Any:
+    """The row of a tensor that has one for each of ``rows`` prompts."""
+    is_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
+    return value[row : row + 1] if is_rows else value
+
+
+def margin_of(scores: Tensor, config: GenerationConfig, copy: int, step: int) -> list[float]:
+    """The two best of ``scores (vocab,)``, with the noise of the row."""
+    if config.do_sample and config.temperature:
+        key = keys_of([config.seed], copy + 1, scores.device)[copy:]
+        scores = scores + gumbel(key, step, torch.arange(len(scores)))
+    return list(scores.topk(2).values.tolist())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--only", help="one case, as a difference prints it")
+    parser.add_argument("--bfloat16", action="store_true", help="count differences, do not fail")
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    dtype = torch.bfloat16 if options.bfloat16 else torch.float32
+    rng, counts, n_different = random.Random(options.seed), Counter[str](), 0
+    cases = [draw_case(rng) for _ in range(options.count)]
+    if options.only:
+        cases = [RowCase.parse(options.only)]
+    for case in sorted(cases, key=lambda case: case.family):
+        try:
+            found = differences(case, dtype, counts)
+        except Exception as error:
+            found = [f"{type(error).__name__}: {error}"]
+        forget_models()
+        n_different += bool(found)
+        if found and not options.bfloat16:
+            print(*found, case.command, sep="\n", flush=True)
+    print(f"{len(cases)} batches, {n_different} with differences; {dict(counts)}")
+    return int(n_different > 0 and not options.bfloat16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""Rows of random batches, on random families, equal their solo calls."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.parity.rows import differences, draw_case
+
+CASES = sorted(map(draw_case, [random.Random(5)] * 60), key=lambda case: case.family)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.way}-{case.seed}")
+def test_rows_equal_solo_calls(case):
+    counts = Counter()
+    assert differences(case, torch.float32, counts) == []
+    assert counts["tokens"] > 0
