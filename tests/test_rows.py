@@ -59,9 +59,10 @@ def prompts(seed: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
 def random_config(draw: random.Random, **fixed: Any) -> GenerationConfig:
     names = draw.sample(sorted(CHOICES), draw.randint(1, 8))
     values = {name: draw.choice(CHOICES[name]) for name in names}
-    values = {"max_new_tokens": 8, "pad_token_id": 0, **values, **fixed}
-    if values.get("exponential_decay_length_penalty"):
+    values = {"max_new_tokens": 8, "pad_token_id": 0, **values}
+    if values.get("exponential_decay_length_penalty") and values.get("eos_token_id") is None:
         values["eos_token_id"] = 2
+    values = {**values, **fixed}
     values.setdefault("do_sample", draw.random() < 0.7)
     return GenerationConfig(seed=draw.randrange(2**40), **values)
 

@@ -10,6 +10,8 @@ import torch
 
 from tests.parity.rows import differences, draw_case
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # upstream's, of tiny configs
+
 CASES = sorted(map(draw_case, [random.Random(5)] * 60), key=lambda case: case.family)
 
 
