@@ -171,14 +171,14 @@ def prepare_generation_config(
     Raises ``ValueError`` or ``TypeError`` for a field of a wrong range or type.
     """
     is_config_given = generation_config is not None
-    if generation_config is None:
+    config, own = copy.deepcopy(generation_config), self.generation_config
+    if config is None:
         if in_model_config := self.config._get_generation_parameters():
             raise ValueError(
                 f"model.config holds generation parameters ({in_model_config}), which generate() "
                 "does not read: set them on model.generation_config, or pass them to generate()."
             )
-        generation_config = transformers.GenerationConfig()
-    config, own = copy.deepcopy(generation_config), self.generation_config
+        config = transformers.GenerationConfig()
     known = {k: v for source in (own, config) for k, v in vars(source).items() if v is not None}
     validate.check_fields(known | kwargs)
     unset = {name for name, row in FIELDS.items() if not row.has_default}

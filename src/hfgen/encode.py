@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import GenerationConfig
 
 from .call import ModelKwargs
+from .validate import parameters
 
 #: Arguments of generate that are the decoder's: an encoder does not get them.
 DECODER_PREFIXES = ("decoder_", "cross_attn", "use_cache", "past_key_values", "cache_params")
@@ -52,7 +52,7 @@ def prepare_text_encoder_decoder_kwargs_for_generation(
             encoder._hf_hook.io_same_device = True
         else:
             add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
-    accepted = set(inspect.signature(encoder.forward).parameters)
+    accepted = parameters(encoder.forward)
     takes_all = bool(accepted & {"kwargs", "model_kwargs"})
     encoder_kwargs = {
         name: value
@@ -83,8 +83,8 @@ def prepare_multimodal_encoder_kwargs_for_generation(
         encoder = getattr(self.base_model, f"get_{modality}_features", None)
         if modality not in self.input_modalities or encoder is None:
             continue
-        accepted = inspect.signature(encoder).parameters
-        names = accepted.keys() & model_kwargs.keys()
+        accepted = parameters(encoder)
+        names = accepted & model_kwargs.keys()
         consumed |= names
         if names.isdisjoint(PIXELS):
             continue
@@ -99,4 +99,4 @@ def prepare_multimodal_encoder_kwargs_for_generation(
 
 def supports_mm_encoder_outputs(self: Any) -> bool:
     """Whether forward takes images and videos that were encoded before."""
-    return "mm_encoder_outputs" in inspect.signature(self.forward).parameters
+    return "mm_encoder_outputs" in parameters(self.forward)

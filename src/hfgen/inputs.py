@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from typing import Any
 
@@ -26,7 +25,7 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
         call.request.inputs, call.config.bos_token_id, model_kwargs
     )
     prompt = Prompt(main_input, name, main_input.shape[0], model_kwargs)
-    if "inputs_tensor" in inspect.signature(call.method).parameters:
+    if "inputs_tensor" in validate.parameters(call.method):
         call.mode_kwargs["inputs_tensor"] = main_input
     model._prepare_special_tokens(
         call.config, has_mask, device=main_input.device, batch_size=prompt.batch_size
@@ -53,7 +52,7 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
 def _prepare_mask_and_positions(model: Any, call: Call, prompt: Prompt, has_mask: bool) -> None:
     """Infer the attention mask and the positions, if forward takes them; drop a mask of ones."""
     config, model_kwargs = call.config, prompt.model_kwargs
-    accepted = inspect.signature(model.forward).parameters
+    accepted = validate.parameters(model.forward)
     if not has_mask and "attention_mask" in accepted:
         model_kwargs["attention_mask"] = model._prepare_attention_mask_for_generation(
             prompt.main_input, config, model_kwargs
@@ -153,7 +152,7 @@ def prepare_model_inputs(
     if name == "input_ids" and embeds is None:
         model_kwargs.pop("inputs_embeds", None)
     elif name == "input_ids":
-        accepted = inspect.signature(self.prepare_inputs_for_generation).parameters
+        accepted = validate.parameters(self.prepare_inputs_for_generation)
         if is_encoder_decoder and inputs is not None:
             raise ValueError(
                 "Both `inputs_embeds` and `input_ids` were passed to the encoder. Pass one of them."

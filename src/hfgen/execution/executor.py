@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ..call import ModelKwargs, Run
+from ..validate import parameters
 from . import shared_prompt
 from .compiled import fastest_forward
 from .prefill import uncached_length
@@ -95,4 +95,4 @@ def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
 
 def supports_logits_to_keep(self: Any) -> bool:
     """Whether forward can leave out the logits of all but the last positions."""
-    return "logits_to_keep" in inspect.signature(self.forward).parameters
+    return "logits_to_keep" in parameters(self.forward)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers.utils import ModelOutput
 from .. import buffers
 from ..call import ModelKwargs, Run
 from ..logs import logger
+from ..validate import parameters
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -122,7 +122,7 @@ def prepare_inputs_for_generation(
         if name not in inputs and name not in (DROPPED if has_cached_media else NEVER_PASSED):
             inputs[name] = value
 
-    if self.is_remote_code() and "cache_position" in inspect.signature(self.forward).parameters:
+    if self.is_remote_code() and "cache_position" in parameters(self.forward):
         logger.warning_once(
             f"{type(self).__name__} is remote code whose forward takes `cache_position`, which "
             "transformers no longer has. It is passed for now; ask the author to remove it."

@@ -4,7 +4,7 @@ Errors name the argument, what was given and what is allowed, and come before th
 pass. Where upstream fails later and less clearly, the class of its exception is kept.
 """
 
-from .arguments import accepted_names, check_request, validate_model_kwargs
+from .arguments import accepted_names, check_request, parameters, validate_model_kwargs
 from .cache import explaining_misfit
 from .fields import (
     check_cache_implementation,
@@ -24,6 +24,7 @@ __all__ = [
     "check_prompt",
     "check_request",
     "explaining_misfit",
+    "parameters",
     "require_eos",
     "require_tokenizer",
     "validate_generated_length",
