@@ -446,7 +446,7 @@ def test_bad_input(llama: Any, options: dict[str, Any], message: str) -> None:
         decode(llama, {"input_ids": tiny.prompt(1)}, max_new_tokens=1, **options)
 
 
-@pytest.mark.parametrize("name", ["logprobs"])
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_the_output_has_to_be_an_object(llama: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}`=0 .* `return_dict_in_generate=True`"):
         llama.generate(tiny.prompt(1), max_new_tokens=1, **{name: 0})

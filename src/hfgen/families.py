@@ -83,6 +83,11 @@ def takes_only_text(model: Any) -> bool:
     return getattr(model, "input_modalities", "text") in ("text", ("text",), ["text"])
 
 
+def has_plain_head(model: Any) -> bool:
+    """Whether the head reads the last states alone: ProphetNet's reads one more state per n-gram."""
+    return model.config.model_type != "prophetnet"
+
+
 def placeholder_tokens(model: Any) -> list[int]:
     """Ids that stand for parts of an image, a video or sound in the prompt, never for text."""
     names = [f"{kind}_token_{e}" for kind in ("image", "video", "audio") for e in ("id", "index")]

@@ -146,6 +146,7 @@ PER_ROW: dict[str, Field] = {
     "seed": Field(INTEGER, SEED, is_own=True),
     "logprobs": Field(SIZE, N_BEST, is_own=True),
     "logprob_token_ids": Field(TOKEN_LIST, outside=ValueError, is_own=True),
+    "prompt_logprobs": Field(SIZE, N_BEST, is_own=True),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.

@@ -59,6 +59,8 @@ def begin(run: Run) -> Recording:
     """Give the run its observers: the recording, which is returned, and those that the call asks for."""
     recording = Recording(run)
     run.observers = [recording]
+    if run.asks_for("prompt_logprobs"):
+        run.extras["prompt_logprobs"] = logprobs.of_prompts(run)
     if run.asks_for("logprobs", "logprob_token_ids"):
         run.observers.append(logprobs.Recorder(run))
     if run.streamer is not None:

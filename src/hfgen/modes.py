@@ -20,7 +20,7 @@ from .caches import cache_kind
 from .call import Call, Run, Strategy
 from .drafters import Setup, checks
 from .kinds import is_zero
-from .logprobs import Asked
+from .logprobs import asks_for_any
 from .loop import finish
 from .outputs import GenerateOutput
 from .strategies import Beam, ConstrainedBeam, Contrastive, Dola, GroupBeam, Sample
@@ -136,10 +136,10 @@ def check_call(call: Call) -> None:
     if (check := getattr(call.request.custom_generate, "check_call", None)) is not None:
         check(call.config, call.mode_kwargs)
     config = call.config
-    if call.strategy is None and any(Asked.of(each).n_top is not None for each in call.configs):
+    if call.strategy is None and any(map(asks_for_any, call.configs)):
         raise ValueError(
-            f"`logprobs` and `logprob_token_ids` are collected where hfgen decodes, but "
-            f"{getattr(call.method, '__qualname__', call.method)} does here. Leave them out."
+            "`logprobs`, `logprob_token_ids` and `prompt_logprobs` are collected where hfgen decodes, "
+            f"but {getattr(call.method, '__qualname__', call.method)} does here. Leave them out."
         )
     if not getattr(config, "drop_finished", False):
         return

@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
+from ..execution.views import view_of
 from ..types import Run
 from .assistant import Assistant
 from .base import Setup
 from .checks import decoder_layers
-
-#: What is bound to the module that it was made for, and made anew when it is missing.
-COMPILED = ("_compiled_call", "_last_compile_config", "_compiled_call_impl")
 
 
 class EarlyExit(Assistant):
@@ -67,18 +63,8 @@ def first_layers(model: Any, n_layers: int) -> Any:
 
 
 def _view(module: Any, configs: dict) -> Any:
-    """A copy of ``module`` that shares all that it holds, but its config and its table of children."""
-    view = copy.copy(module)
-    for key, value in vars(module).items():
-        if key in COMPILED:
-            del view.__dict__[key]
-        elif isinstance(value, MethodType) and value.__self__ is module:
-            view.__dict__[key] = MethodType(value.__func__, view)
-        elif isinstance(value, partial) and module in value.args:  # accelerate's forward
-            args = (view if arg is module else arg for arg in value.args)
-            view.__dict__[key] = bound = partial(value.func, *args, **value.keywords)
-            bound.__dict__.update(vars(value))
-    view._modules = dict(module._modules)
+    """``view_of`` with a config of its own."""
+    view = view_of(module)
     if hasattr(module, "config"):
         view.config = config = copy.deepcopy(module.config, configs)
         config.output_hidden_states = config.output_attentions = False

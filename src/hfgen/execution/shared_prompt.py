@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from .. import families
 from ..batch import map_outputs
 from ..caches import layers
-from ..call import Call, Prompt, Run, SharedPrompt
+from ..call import Call, ModelKwargs, Prompt, Run, SharedPrompt
 from .row_states import LIBRARIES, counts_rows, has_other_caches, have_changed, module_tensors
 
 #: The hooks that expand the inputs of a call.
@@ -57,11 +57,16 @@ def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -
     given = shared.model_kwargs
     added = {name: value for name, value in run.model_kwargs.items() if name not in given}
     kwargs = given | added | {"past_key_values": run.model_kwargs["past_key_values"]}
-    if (states := kwargs.get("encoder_outputs")) is not None:
-        # Some decoders write to what they get, and the encoder's hidden states may be the same.
-        copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in states.items()}
-        kwargs["encoder_outputs"] = type(states)(**copies)
+    kwargs = with_own_states(kwargs)
     return run.model._prefill(shared.ids, run.config, kwargs, is_first_iteration=is_first_iteration)
+
+
+def with_own_states(kwargs: ModelKwargs) -> ModelKwargs:
+    """``kwargs`` with a copy of the encoder's states: some decoders write to what they get."""
+    if (states := kwargs.get("encoder_outputs")) is None:
+        return kwargs
+    copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in states.items()}
+    return kwargs | {"encoder_outputs": type(states)(**copies)}
 
 
 def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:

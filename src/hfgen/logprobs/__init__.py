@@ -1,7 +1,18 @@
 """Log-probabilities of tokens: ``logprobs``, ``logprob_token_ids``, ``prompt_logprobs``."""
 
+from .prompt import of_prompts
 from .recorder import Recorder
 from .result import Logprobs, TokenLogprob
-from .settings import MODES, Asked, Settings, reads
+from .settings import MODES, Asked, Settings, asks_for_any, reads
 
-__all__ = ["MODES", "Asked", "Logprobs", "Recorder", "Settings", "TokenLogprob", "reads"]
+__all__ = [
+    "MODES",
+    "Asked",
+    "Logprobs",
+    "Recorder",
+    "Settings",
+    "TokenLogprob",
+    "asks_for_any",
+    "of_prompts",
+    "reads",
+]

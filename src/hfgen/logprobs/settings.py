@@ -82,6 +82,11 @@ def mode_of(config: Any) -> str:
     return getattr(config, "logprobs_mode", None) or MODES[0]
 
 
+def asks_for_any(config: Any) -> bool:
+    """Whether a config asks for log-probabilities, of the prompt or of what follows it."""
+    return any(asked.n_top is not None for asked in (Asked.of(config), Asked.of_prompt(config)))
+
+
 def reads(run: Run, which: str) -> bool:
     """Whether ``which``, "raw" or "processed" scores, have to stay as they are until a step is over."""
     asks = run.asks_for("logprobs", "logprob_token_ids")

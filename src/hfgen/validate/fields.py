@@ -16,7 +16,7 @@ from ..logprobs import MODES as LOGPROBS_MODES
 
 #: Own fields whose results are attributes of the output, which has to be one then. Upstream ignores
 #: its own such fields, with a warning; an error says what to do before time is spent.
-ON_OUTPUT = ("output_speculation", "logprobs", "logprob_token_ids")
+ON_OUTPUT = ("output_speculation", "logprobs", "logprob_token_ids", "prompt_logprobs")
 
 
 def check_cache_implementation(name: Any) -> None:

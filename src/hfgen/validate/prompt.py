@@ -44,6 +44,8 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
         _check_negative_prompt(call, prompt, table)
         _check_position_ids(model, call, prompt)
     check_cache(model, call, prompt)
+    if any(getattr(config, "prompt_logprobs", None) is not None for config in call.configs):
+        _check_prompt_logprobs(model, call, prompt)
     if name != "input_ids" or main.ndim != 2 or not is_read:
         return
     is_continued = families.given_cache(given) is not None
@@ -177,6 +179,22 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
             f"`decoder_start_token_id` has to be one id or {prompt.batch_size}, one per row, but has "
             f"{len(start)}."
         )
+
+
+def _check_prompt_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
+    cache = families.given_cache(prompt.model_kwargs)
+    n_cached = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+    if prompt.main_input_name == "inputs_embeds" and not model.config.is_encoder_decoder:
+        reason = "the prompt came as `inputs_embeds`. Pass `input_ids`"
+    elif n_cached or (cache is not None and not hasattr(cache, "get_seq_length")):
+        reason = "`past_key_values` holds tokens already, whose logits are not kept. Leave it out"
+    elif call.mode_kwargs.get("synced_gpus"):
+        reason = "with `synced_gpus` all devices have to forward as often. Leave one of them out"
+    else:
+        return
+    raise ValueError(
+        f"`prompt_logprobs` are of the tokens of a prompt that is forwarded; {reason}."
+    )
 
 
 def _check_mask(model: Any, prompt: Prompt) -> None:

@@ -1,0 +1,57 @@
+"""Views of a model: modules that share all parameters with it, but for a few in other places."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+#: What is bound to the module that it was made for, and made anew when it is missing.
+COMPILED = ("_compiled_call", "_last_compile_config", "_compiled_call_impl")
+
+
+def view_of(module: Any) -> Any:
+    """A copy of ``module`` that shares all that it holds, but its table of children."""
+    view = copy.copy(module)
+    for key, value in vars(module).items():
+        if key in COMPILED:
+            del view.__dict__[key]
+        elif isinstance(value, MethodType) and value.__self__ is module:
+            view.__dict__[key] = MethodType(value.__func__, view)
+        elif isinstance(value, partial) and module in value.args:  # accelerate's forward
+            args = (view if arg is module else arg for arg in value.args)
+            view.__dict__[key] = bound = partial(value.func, *args, **value.keywords)
+            bound.__dict__.update(vars(value))
+    view._modules = dict(module._modules)
+    return view
+
+
+class Instead(nn.Module):
+    """Stands in the place of a module: has its attributes and parameters, and is called otherwise."""
+
+    def __init__(self, module: nn.Module, called: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.called = module, called
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.called(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def replaced(model: Any, path: str, called: Callable[..., Any]) -> Any:
+    """A view of ``model`` in which ``called`` is called in place of the module at ``path``."""
+    *parents, name = path.split(".")
+    view = part = view_of(model)
+    for parent in parents:
+        part._modules[parent] = part = view_of(part._modules[parent])
+    part._modules[name] = Instead(part._modules[name], called)
+    return view
