@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from . import logprobs
 from .kinds import is_zero
+from .logprobs.prompt import of_prompts
 from .outputs import GenerateOutput, Recording
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def begin(run: Run) -> Recording:
     recording = Recording(run)
     run.observers = [recording]
     if run.asks_for("prompt_logprobs"):
-        run.extras["prompt_logprobs"] = logprobs.of_prompts(run)
+        run.extras["prompt_logprobs"] = of_prompts(run)
     if run.asks_for("logprobs", "logprob_token_ids"):
         run.observers.append(logprobs.Recorder(run))
     if run.streamer is not None:

@@ -1,6 +1,5 @@
 """Log-probabilities of tokens: ``logprobs``, ``logprob_token_ids``, ``prompt_logprobs``."""
 
-from .prompt import of_prompts
 from .recorder import Recorder
 from .result import Logprobs, TokenLogprob
 from .settings import MODES, Asked, Settings, asks_for_any, reads
