@@ -320,7 +320,7 @@ def coded(monkeypatch: pytest.MonkeyPatch) -> None:
         if show is not None:
             for character in CODED:
                 show(StreamEvent(0, (), character))
-            show(StreamEvent(0, (), "", "eos"))
+            show(StreamEvent(0, (), "", None, "eos"))
         return measure.Generated([row], [row], 1.0, 0.1, None, ["eos"])
 
     monkeypatch.setattr(measure, "generate", answer)
@@ -395,9 +395,9 @@ def test_rows_that_come_mixed_are_written_in_turn(capsys: pytest.CaptureFixture[
         StreamEvent(1, (), "b1"),
         StreamEvent(0, (), ""),
         StreamEvent(0, (), "a1"),
-        StreamEvent(2, (), "c\n", "eos"),
-        StreamEvent(0, (), "a2", "eos"),
-        StreamEvent(1, (), "b2", "length"),
+        StreamEvent(2, (), "c\n", None, "eos"),
+        StreamEvent(0, (), "a2", None, "eos"),
+        StreamEvent(1, (), "b2", None, "length"),
     ]:
         answers(event)
         written.append(capsys.readouterr().out)
@@ -500,7 +500,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             show(StreamEvent(0, (1,), character))
             if seen[-1].endswith("interrupt[assistant]"):
                 raise KeyboardInterrupt
-        show(StreamEvent(0, (), "", "eos"))
+        show(StreamEvent(0, (), "", None, "eos"))
         return measure.Generated([[1] * 3], [[1] * 3], 1.5, 0.5, None, ["eos"])
 
     monkeypatch.setattr(measure, "stream", answer)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hfgen
 from hfgen import StreamEvent
-from hfgen.streaming import AHEAD
+from hfgen.streaming.async_stream import AHEAD
 from tests import tiny
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.test_hooks import is_same
@@ -155,6 +155,47 @@ def test_embeddings_as_a_prompt(llama: Any) -> None:
     expected = llama.generate(inputs_embeds=embeds, max_new_tokens=5)
     rows = rows_of(llama.stream(inputs_embeds=embeds, max_new_tokens=5))
     assert [rows[0], rows[1]] == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": [3, 9, 0, 14]},
+        {"max_new_tokens": 12, "temperature": [1.0, 0.5, 2.0, 1.0], "do_sample": True, "seed": 2},
+        {"max_new_tokens": [3, 9, 1, 14], "num_beams": 2},
+        {"max_new_tokens": [3, 9, 1, 14], "prompt_lookup_num_tokens": 3},
+        {
+            "max_new_tokens": [3, 9, 0, 14],
+            "do_sample": True,
+            "num_return_sequences": 2,
+            "seed": [4, 1, 2, 3],
+        },
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_parameters_per_row(llama: Any, options: dict[str, Any]) -> None:
+    ids, n = tiny.prompt(4), options.get("num_return_sequences", 1)
+    rows = rows_of(llama.stream(ids, **options))
+    assert len(rows) == 4 * n
+    for index in range(4):
+        own = {k: v[index] if isinstance(v, list) else v for k, v in options.items()}
+        alone = generated(llama.generate(ids[index : index + 1], **own), [2])
+        assert [rows[index * n + copy] for copy in range(n)] == list(alone.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logprobs_are_those_of_generate(llama: Any, mode: str) -> None:
+    options = {"max_new_tokens": 12, "eos_token_id": EOS, "logprobs": 2, **MODES[mode]}
+    options |= {"return_dict_in_generate": True, "logprob_token_ids": [5]}
+    torch.manual_seed(0)
+    expected = llama.generate(tiny.prompt(3), **options).logprobs
+    torch.manual_seed(0)
+    found: dict[int, list[Any]] = {}
+    for event in llama.stream(tiny.prompt(3), **options):
+        assert tuple(entry.token_id for entry in event.logprobs or ()) == event.token_ids
+        found.setdefault(event.row, []).extend(event.logprobs or ())
+    assert found == dict(enumerate(expected))
+    assert llama.stream(tiny.prompt(1), max_new_tokens=1).__next__().logprobs is None
 
 
 def test_a_recipe_that_chooses_at_the_end_has_one_event_per_row(llama: Any) -> None:

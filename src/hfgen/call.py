@@ -308,7 +308,7 @@ class Strategy(Protocol):
     * ``streams = False``: no token is final before the end, so a streamer is refused.
     * ``takes_rows = True``: prompts may have parameters of their own (``hfgen.rows``), except for the
       fields in ``fields_of_call``.
-    * ``row_ends(run)``: see ``streaming.Rows``; without it, rows end at an EOS.
+    * ``row_ends(run)``: see ``streaming.events.Rows``; without it, rows end at an EOS.
 
     Two methods that it may have tell observers, behind ``stop``, more about the newest step:
 

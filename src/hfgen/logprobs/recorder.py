@@ -74,14 +74,18 @@ class Recorder:
         measures = _stacked([p.measures for p in positions])
         return Logprobs.of(tokens, is_token, measures, self.asked_ids, self.settings)
 
-    def of_paths(self, sequences: Tensor, paths: Tensor) -> Logprobs:
-        """Of ``sequences (returned, length)``, whose tokens the rows ``paths (returned, n)`` scored."""
+    def of_paths(self, sequences: Tensor, paths: Tensor, start: int = 0) -> Logprobs:
+        """Of ``sequences (returned, length)``, whose last tokens the rows ``paths (returned, n)`` scored.
+
+        They are those from generated position ``start`` on.
+        """
         is_token = paths >= 0
         rows = paths.clamp(min=0).long()
         tokens = sequences[:, sequences.shape[1] - paths.shape[1] :]
+        positions = self.positions[start : start + paths.shape[1]]
         found = [
             _at(position, tokens[:, place], rows[:, place])
-            for place, position in enumerate(self.positions[: paths.shape[1]])
+            for place, position in enumerate(positions)
         ]
         asked_ids = self.asked_ids
         if asked_ids is not None:  # alike in all rows of a prompt

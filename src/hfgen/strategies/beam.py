@@ -284,15 +284,17 @@ class Beam(NextToken):
         ends = self.prompt_length + (finished.parents >= 0).sum(dim=-1)
         ends = torch.cat([ends, torch.full_like(ends, length)], dim=1)
         is_token = torch.arange(start, length, device=ids.device) < ends[:, :, None]
-        example = take(ids, may_win.int().argmax(dim=1, keepdim=True))
+        first = may_win.int().argmax(dim=1, keepdim=True)
+        example = take(ids, first)
         agree = (is_token & (ids == example) | ~may_win[:, :, None]).all(dim=1)
         n_agreed = agree.int().cumprod(dim=1).sum(dim=1)
         waits = is_open.squeeze(1) | (may_win.sum(dim=1) > 1)
         slowest = torch.where(waits, n_agreed, length).amin()
         n = int(torch.where(waits.any(), slowest, n_agreed.amax()))
         self.n_settled += n
-        best = take(ends, may_win.int().argmax(dim=1, keepdim=True)).squeeze(1)
-        self.settled_ends = best.masked_fill(waits, -1)
+        self.settled_ends = take(ends, first).squeeze(1).masked_fill(waits, -1)
+        parents = torch.cat([finished.parents, running.parents], dim=1)
+        self.settled_parents = take(parents, first)[:, 0, start - self.prompt_length :][:, :n]
         return example[:, 0, :n]
 
     def row_ends(self, run: Run) -> list[int | None]:

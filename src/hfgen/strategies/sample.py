@@ -91,8 +91,10 @@ class Sample(NextToken):
 
     def row_ends(self, run: Run) -> list[int | None]:
         length = run.ids.shape[1]
+        had_begun, goes_on = torch.stack([self.was_unfinished, self.unfinished]).tolist()
         return [
-            None if goes_on and not run.finished else length for goes_on in self.unfinished.tolist()
+            None if goes and not run.finished else length if began else length - 1
+            for began, goes in zip(had_begun, goes_on, strict=True)
         ]
 
     def is_token(self, run: Run, step: Step) -> torch.Tensor | None:

@@ -1,0 +1,83 @@
+"""A call as an iterator, decoded in the consumer's thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from .. import loop, validate
+from ..call import Request
+from ..outputs import GenerateOutput
+from ..prepare import prepare
+from .events import Rows, StreamEvent
+
+
+class Stream(Iterator[StreamEvent]):
+    """The events of a call, decoded in the consumer's thread as it asks for them.
+
+    A row has an event for each step in which it gains something. Closing the stream ends decoding
+    and frees its memory: by ``close()``, by leaving ``with stream:``, or when nothing refers to it.
+    An exception of the call is raised by ``next()``, and closes the stream as well.
+    """
+
+    #: What ``generate`` returns, once the stream has come to its end; also ``StopIteration.value``.
+    result: GenerateOutput | torch.Tensor | None = None
+
+    def __init__(self, model: Any, request: Request) -> None:
+        self._ready: deque[StreamEvent] = deque()
+        self._steps = _decode(model, request)
+        self._advance()
+
+    def __next__(self) -> StreamEvent:
+        while not self._ready:
+            try:
+                self._advance()
+            except StopIteration as end:
+                self.result = self.result if end.value is None else end.value
+                raise
+        return self._ready.popleft()
+
+    @torch.no_grad()  # while decoding, and not while the consumer has its turn
+    def _advance(self) -> None:
+        self._ready.extend(next(self._steps))
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """End decoding, if it has not come to its end; no more events come."""
+        self._steps.close()
+        self._ready.clear()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_steps"):
+            self.close()
+
+
+def _decode(
+    model: Any, request: Request
+) -> Generator[list[StreamEvent], None, GenerateOutput | torch.Tensor]:
+    """Prepare the call, and yield nothing; then yield the events of each step."""
+    call = prepare(model, request)
+    try:
+        run, strategy = call.start(model)
+        recording = loop.begin(run)
+        rows = Rows(run, strategy)
+        yield []
+        with validate.explaining_misfit(model, call.cache):
+            with closing(loop.drive(run, strategy)) as steps:
+                for step in steps:
+                    yield rows.advance(step)
+            result, output = loop.conclude(run, strategy, recording)
+        yield rows.finish(result)
+        return output
+    finally:
+        call.release()
