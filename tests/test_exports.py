@@ -10,6 +10,7 @@ EXPORTS = [
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
     "AutoModelForSpeechSeq2Seq",
+    "Cancellation",
     "Constraint",
     "DisjunctiveConstraint",
     "Draft",

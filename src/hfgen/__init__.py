@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .builtin import builtin_model
     from .caches.pool import free_caches
+    from .cancellation import Cancellation
     from .config import GenerationConfig
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .drafters import Acceptance, Draft, DraftContext, Drafter
@@ -38,6 +39,7 @@ __all__ = [
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
     "AutoModelForSpeechSeq2Seq",
+    "Cancellation",
     "Constraint",
     "DisjunctiveConstraint",
     "Draft",
@@ -65,6 +67,7 @@ __all__ = [
 _HOMES = {  # the modules of the names that are not in `patching`
     "builtin": ["builtin_model"],
     "caches.pool": ["free_caches"],
+    "cancellation": ["Cancellation"],
     "config": ["GenerationConfig"],
     "constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
     "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter"],

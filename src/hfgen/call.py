@@ -12,6 +12,7 @@ Shapes, everywhere in hfgen:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -110,6 +111,8 @@ class Call:
     criteria: Any = None
     #: The call's use of a ``PrefixCache``; written by ``prefix.begin``.
     prefix_session: Any = None
+    #: When the call began, by ``time.perf_counter``.
+    started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.adopt(self.config)

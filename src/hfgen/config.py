@@ -23,7 +23,7 @@ from .logs import logger
 from .modes import MODES
 
 #: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
-NOT_THE_MODELS = ("prefix_cache", "trust_remote_code")
+NOT_THE_MODELS = ("prefix_cache", "trust_remote_code", "cancel")
 
 
 class GenerationConfig(transformers.GenerationConfig):
@@ -214,6 +214,10 @@ def _normalise(config: transformers.GenerationConfig) -> None:
         config.do_sample, config.temperature = False, 1.0
     if config.top_k == -1:
         config.top_k = 0
+    if getattr(config, "ignore_eos", False) and (eos := config.eos_token_id) is not None:
+        config.eos_token_id = None
+        if config.pad_token_id is None:
+            config.pad_token_id = eos[0] if isinstance(eos, list) else eos
 
 
 def _drop_path_of_checkpoint(

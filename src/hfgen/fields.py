@@ -18,12 +18,14 @@ from .kinds import (
     FLAG_OR_NEVER,
     FLOAT,
     INTEGER,
+    MARKER,
     N_BEST,
     NAME,
     NUMBER,
     OBJECT,
     PAIR,
     PENALTY,
+    REPETITION,
     SEED,
     SEQUENCES,
     SIZE,
@@ -147,6 +149,16 @@ PER_ROW: dict[str, Field] = {
     "logprobs": Field(SIZE, N_BEST, is_own=True),
     "logprob_token_ids": Field(TOKEN_LIST, outside=ValueError, is_own=True),
     "prompt_logprobs": Field(SIZE, N_BEST, is_own=True),
+    "stop_regex": Field(STRINGS, is_own=True),
+    "stop_token_ids": Field(TOKENS, is_own=True),
+    "ignore_eos": Field(FLAG, is_own=True),
+    "include_stop_str_in_output": Field(FLAG, is_own=True, default=False),
+    "skip_special_tokens": Field(FLAG, is_own=True, default=True),
+    "repetition_detection": Field(REPETITION, is_own=True),
+    "thinking_token_budget": Field(SIZE, at_least(0), is_own=True),
+    "thinking_start": Field(MARKER, is_own=True, default="<think>"),
+    "thinking_end": Field(MARKER, is_own=True, default="</think>"),
+    "thinking_message": Field(MARKER, is_own=True),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.
@@ -211,6 +223,7 @@ PER_CALL: dict[str, Field] = {
     "transformers_version": Field(OBJECT),
     # hfgen's own
     "output_speculation": Field(FLAG, is_own=True, default=False),
+    "output_metrics": Field(FLAG, is_own=True, default=False),
     "drop_finished": Field(FLAG, is_own=True, default=False),
     "logprobs_mode": Field(NAME, is_own=True, default="raw_logprobs"),
 }

@@ -11,6 +11,8 @@ import torch
 from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor, WatermarkingConfig
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
+from .repetition import RepetitionDetection
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -147,6 +149,18 @@ TOKEN = Kind("a token id", _is_token, int, "an integer", False)
 TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens)
 TOKEN_LIST = Kind("a list of token ids", _is_token_list, _plain_tokens)
 STRINGS = Kind("a non-empty string or a list of them", _is_strings)
+MARKER = Kind(
+    "a non-empty string or a non-empty list of token ids",
+    lambda value: (
+        bool(value) if isinstance(value, str) else _is_token_list(value) and len(list(value)) > 0
+    ),
+    lambda value: value if isinstance(value, str) else _plain_tokens(value),
+)
+REPETITION = Kind(
+    "a dict with `max_pattern_size`, `min_pattern_size` and `min_count`",
+    lambda value: isinstance(value, dict) or hasattr(value, "max_pattern_size"),
+    RepetitionDetection.of,
+)
 PAIR = Kind("a pair (start, factor)", _is_pair)
 WORDS = Kind("a list of lists of token ids", _builds(NoBadWordsLogitsProcessor))
 BIASES = Kind(

@@ -13,6 +13,7 @@ from . import logprobs
 from .kinds import is_zero
 from .logprobs.prompt import of_prompts
 from .outputs import GenerateOutput, Recording
+from .results import Results
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
@@ -60,6 +61,8 @@ def begin(run: Run) -> Recording:
     """Give the run its observers: the recording, which is returned, and those that the call asks for."""
     recording = Recording(run)
     run.observers = [recording]
+    if run.config.return_dict_in_generate:
+        run.observers.append(Results(run))
     if run.asks_for("prompt_logprobs"):
         run.extras["prompt_logprobs"] = of_prompts(run)
     if run.asks_for("logprobs", "logprob_token_ids"):

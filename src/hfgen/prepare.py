@@ -23,7 +23,9 @@ def prepare(model: Any, request: Request) -> Call:
         model._validate_model_kwargs(model_kwargs.copy())
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
         for each in call.configs:
-            validate.check_companions(each, call.mode_kwargs.get("tokenizer"))
+            validate.check_companions(each)
+            validate.check_stops(each, call.mode_kwargs.get("tokenizer"))
+        validate.check_ends(call)
         modes.check_call(call)
         prefixes = prefix.check(prefixes, model, call, model_kwargs)
         call.prompt = prompt = inputs.prepare(model, call, model_kwargs)
@@ -57,8 +59,11 @@ def prepare_functions(model: Any, call: Call, prompt: Prompt) -> None:
         negative_prompt_ids=request.negative_prompt_ids,
         negative_prompt_attention_mask=request.negative_prompt_attention_mask,
     )
+    criteria = request.stopping_criteria or StoppingCriteriaList()
+    if (cancellation := request.kwargs.get("cancel")) is not None:
+        criteria = StoppingCriteriaList([*criteria, cancellation])
     call.criteria = model._get_stopping_criteria(
         generation_config=call.config,
-        stopping_criteria=request.stopping_criteria or StoppingCriteriaList(),
+        stopping_criteria=criteria,
         tokenizer=call.mode_kwargs.get("tokenizer"),
     )

@@ -28,6 +28,7 @@ from .context import Builder, Context, Row
 from .diversity import DiversityPenalty, diversity_penalty
 from .guidance import guidance
 from .lists import LogitsProcessorList, is_row_wise, merge_criteria_processor_list
+from .thinking import thinking_budget
 
 __all__ = [
     "FINAL",
@@ -80,6 +81,11 @@ PROCESSORS: list[Builder] = [
         lambda tokens, c: vocabulary.SuppressTokensLogitsProcessor(tokens, device=c.device),
     ),
     Row("begin_suppress_tokens", vocabulary.begin_suppress_tokens, reads=("forced_bos_token_id",)),
+    Row(
+        "thinking_token_budget",
+        thinking_budget,
+        reads=("thinking_start", "thinking_end", "thinking_message"),
+    ),
 ]
 
 #: Run after the caller's own processors, when sampling.
@@ -151,6 +157,7 @@ def get_logits_processor(
         negative_prompt_attention_mask=negative_prompt_attention_mask,
         rows=getattr(call, "rows", None),
         seeds=getattr(call, "row_keys_of_beams", None),
+        tokenizer=None if call is None else call.mode_kwargs.get("tokenizer"),
     )
     processors = self._merge_criteria_processor_list(
         _build(PROCESSORS, context), logits_processor if logits_processor is not None else []

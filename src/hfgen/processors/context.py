@@ -19,6 +19,13 @@ __all__ = ["Builder", "Context", "Row", "expand"]
 PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
 
 
+def n_ending_tokens(config: Any) -> int:
+    """How many tokens end a row: its EOS tokens, and ``stop_token_ids``."""
+    eos, stops = (getattr(config, name, None) for name in ("_eos_token_tensor", "stop_token_ids"))
+    n_stops = 1 if isinstance(stops, int) else len(stops or ())
+    return n_stops + (0 if eos is None else len(eos))
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """The facts of one ``generate`` call that decide which processors it needs.
@@ -42,6 +49,8 @@ class Context:
     of_sampling: bool = False
     #: ``(rows,)`` int64: keys of the noise of each row (``hfgen.seeds``), if the call has seeds.
     seeds: torch.Tensor | None = None
+    #: The call's, if it was given one.
+    tokenizer: Any = None
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -60,10 +69,10 @@ class Context:
 
     @property
     def min_tokens_to_keep(self) -> int:
-        """Tokens that a warper has to leave: beams need one that is not EOS to go on with."""
+        """Tokens that a warper has to leave: beams need one that ends none to go on with."""
         if self.config.num_beams is None or self.config.num_beams <= 1:
             return 1
-        return 2 if self.eos is None else len(self.eos) + 1
+        return max(2, n_ending_tokens(self.config) + 1)
 
     def values(self, name: str) -> list[Any]:
         """A field's values, one per prompt; one in all where prompts do not differ."""
@@ -135,7 +144,7 @@ class Row:
     def all_reads(self, context: Any) -> tuple[str, ...]:
         """The fields that the builder reads besides its own."""
         has_beams = self.keeps_tokens and (context.config.num_beams or 1) > 1
-        return (*self.reads, "eos_token_id") if has_beams else self.reads
+        return (*self.reads, "eos_token_id", "stop_token_ids") if has_beams else self.reads
 
     def each(self, values: list[Any], context: Any) -> Any:
         """One for each group of prompts that ask for the same."""

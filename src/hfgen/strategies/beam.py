@@ -18,6 +18,7 @@ from ..caches import layers
 from ..call import Run, Step
 from ..execution import last_logits
 from ..loop import commit
+from ..processors.context import n_ending_tokens
 from .base import NextToken
 from .hypotheses import NEG_INF, Hypotheses, take
 
@@ -58,11 +59,11 @@ class Beam(NextToken):
         #: Processors and criteria that remember rows.
         self.followers = [f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")]
         device, eos = run.ids.device, config._eos_token_tensor
-        self.n_candidates = self.n_candidates_of(eos)
-        #: ``(batch, 1)``: how many of them are a prompt's own, where prompts have their own EOS tokens.
+        self.n_candidates = self.n_candidates_of(config)
+        #: ``(batch, 1)``: how many of them are a prompt's own, where prompts have ending tokens of their own.
         self.n_own: torch.Tensor | None = None
-        if run.rows is not None and run.rows.differ_in("_eos_token_tensor"):
-            own = [self.n_candidates_of(eos) for eos in run.rows.values("_eos_token_tensor")]
+        if run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids"):
+            own = [self.n_candidates_of(each) for each in run.rows.configs]
             self.n_candidates = max(own)
             self.n_own = torch.tensor(own, device=device)[:, None]
         # Only the best may end; the others are there to go on with.
@@ -85,9 +86,9 @@ class Beam(NextToken):
         #: So many tokens of each prompt are settled, and a streamer has them.
         self.n_settled = self.prompt_length
 
-    def n_candidates_of(self, eos: torch.Tensor | None) -> int:
-        """So many that beams go on even if each ends in every one of its EOS tokens."""
-        return max(2, 1 + (0 if eos is None else len(eos))) * self.beams
+    def n_candidates_of(self, config: GenerationConfig) -> int:
+        """So many that beams go on even if each ends in every token that ends one."""
+        return max(2, 1 + n_ending_tokens(config)) * self.beams
 
     @staticmethod
     def beams_of(config: GenerationConfig) -> int:

@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils import TransformersKwargs
 
 from ..call import Request
+from ..cancellation import Cancellation
 from ..fields import with_suggestions
 
 
@@ -69,6 +70,9 @@ def check_request(request: Request) -> None:
         value = getattr(request, name)
         if value is not None and not accepts(value):
             raise TypeError(f"`{name}` has to {what}, but is {_kind(value)}.")
+    cancellation = request.kwargs.get("cancel")
+    if cancellation is not None and not isinstance(cancellation, Cancellation):
+        raise TypeError(f"`cancel` has to be a hfgen.Cancellation, but is {_kind(cancellation)}.")
     for name in ("logits_processor", "stopping_criteria"):
         for function in getattr(request, name) or ():
             if not callable(function):

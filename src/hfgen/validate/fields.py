@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from typing import Any
 
@@ -10,13 +11,20 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from .. import constraints
 from ..caches import table
+from ..call import Call
 from ..fields import FIELDS, is_on, with_suggestions
 from ..kinds import is_zero
 from ..logprobs import MODES as LOGPROBS_MODES
 
 #: Own fields whose results are attributes of the output, which has to be one then. Upstream ignores
 #: its own such fields, with a warning; an error says what to do before time is spent.
-ON_OUTPUT = ("output_speculation", "logprobs", "logprob_token_ids", "prompt_logprobs")
+ON_OUTPUT = (
+    "output_speculation",
+    "output_metrics",
+    "logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+)
 
 
 def check_cache_implementation(name: Any) -> None:
@@ -62,10 +70,8 @@ def require_eos(eos: Any, penalty: Any) -> None:
         )
 
 
-def check_companions(config: GenerationConfig, tokenizer: Any) -> None:
+def check_companions(config: GenerationConfig) -> None:
     """Raise ``ValueError``, before an encoder runs, for a field that lacks what it works with."""
-    if config.stop_strings is not None:
-        require_tokenizer(tokenizer, "stop_strings", config.stop_strings)
     if (penalty := config.exponential_decay_length_penalty) is not None:
         require_eos(config.eos_token_id, penalty)
     for name in ON_OUTPUT:
@@ -75,6 +81,69 @@ def check_companions(config: GenerationConfig, tokenizer: Any) -> None:
             raise ValueError(
                 f"`{name}`={value!r} puts its results on the output object: set "
                 "`return_dict_in_generate=True`, too."
+            )
+
+
+#: Fields that end a row.
+STOPS = (
+    "max_new_tokens",
+    "stop_strings",
+    "stop_regex",
+    "stop_token_ids",
+    "max_time",
+    "repetition_detection",
+)
+
+
+def check_stops(config: Any, tokenizer: Any) -> None:
+    """Raise ``ValueError`` for stops without a tokenizer, and for patterns that cannot be searched for."""
+    if config.stop_strings is not None:
+        require_tokenizer(tokenizer, "stop_strings", config.stop_strings)
+    patterns = getattr(config, "stop_regex", None)
+    if patterns is not None:
+        require_tokenizer(tokenizer, "stop_regex", patterns)
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+        try:
+            matches_nothing = re.compile(pattern).search("") is not None
+        except re.error as error:
+            raise ValueError(f"`stop_regex` {pattern!r} does not compile: {error}.") from None
+        if matches_nothing:
+            raise ValueError(
+                f"`stop_regex` {pattern!r} matches the empty text: every row would end at its first "
+                "token."
+            )
+    if getattr(config, "thinking_token_budget", None) is not None:
+        _check_thinking(config, tokenizer)
+
+
+def _check_thinking(config: Any, tokenizer: Any) -> None:
+    names = ("thinking_start", "thinking_end", "thinking_message")
+    markers = {name: getattr(config, name) for name in names}
+    for name in names[:2]:
+        if markers[name] is None:
+            raise ValueError(f"`thinking_token_budget` needs the marker `{name}`, which is None.")
+    for name, marker in markers.items():
+        if isinstance(marker, str):
+            require_tokenizer(tokenizer, name, marker)
+    if markers["thinking_start"] == markers["thinking_end"]:
+        raise ValueError(
+            "`thinking_start` and `thinking_end` have to differ, but both are "
+            f"{markers['thinking_start']!r}."
+        )
+
+
+def check_ends(call: Call) -> None:
+    """Raise ``ValueError`` for a row that ignores its EOS, and that nothing else was asked to end."""
+    if call.request.stopping_criteria or call.request.kwargs.get("cancel") is not None:
+        return
+    rows = call.rows
+    defaults = [call.has_default_max_length] if rows is None else [d for d, _ in rows.has_defaults]
+    for config, has_default in zip(call.configs, defaults, strict=True):
+        is_endless = getattr(config, "ignore_eos", False) and has_default
+        if is_endless and all(getattr(config, name, None) is None for name in STOPS):
+            raise ValueError(
+                "`ignore_eos=True` leaves nothing to end a row: set `max_new_tokens`, or one of "
+                f"{', '.join(f'`{name}`' for name in STOPS[1:])}."
             )
 
 

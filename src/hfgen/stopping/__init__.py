@@ -11,21 +11,38 @@ import transformers
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
-from . import validate
-from .processors.by_rows import CriteriaByRows
-from .processors.columns import expand
-from .processors.context import Row
-from .processors.lists import is_librarys, name_of
-from .rows import RowParams
+from .. import validate
+from ..cancellation import Cancellation
+from ..processors.by_rows import CriteriaByRows
+from ..processors.context import Row
+from ..processors.lists import is_librarys, name_of
+from ..rows import RowParams
+from .causes import Notes, is_noted
+from .reasons import FinishReason
+from .strings import StopRegexCriteria, StopStringCriteria
+from .tokens import RepetitionCriteria, RowEosCriteria, RowLengthCriteria, StopTokenCriteria
+
+__all__ = [
+    "CRITERIA",
+    "Cancellation",
+    "FinishReason",
+    "StopRegexCriteria",
+    "StopStringCriteria",
+    "StoppingCriteriaList",
+    "get_stopping_criteria",
+]
 
 
 class StoppingCriteriaList(transformers.StoppingCriteriaList):
     """Criteria of which one suffices to end a row."""
 
+    #: What criteria say that cannot be asked again later, if somebody wants to know.
+    notes: Notes | None = None
+
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``ValueError`` if a caller's returns others."""
         is_done: Any = None
-        for criterion in self:
+        for place, criterion in enumerate(self):
             ends = criterion(input_ids, scores, **kwargs)
             if is_done is None and type(criterion) is MaxLengthCriteria:
                 is_done = ends  # bools for all rows, as are to be returned
@@ -35,7 +52,14 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
             if not is_librarys(type(criterion)):
                 ends = _as_bools(criterion, ends, is_done)
             is_done = is_done | ends
+            if self.notes is not None and place in self.notes:
+                own = torch.zeros_like(is_done) | ends
+                self.notes[place][input_ids.shape[1]] = own
         return input_ids.new_zeros(len(input_ids), dtype=torch.bool) if is_done is None else is_done
+
+    def take_notes(self) -> None:
+        """From now on, note what those criteria say that cannot be asked again later."""
+        self.notes = {i: {} for i, criterion in enumerate(self) if is_noted(criterion)} or None
 
     @property
     def max_length(self) -> int | None:
@@ -66,21 +90,6 @@ def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:
     )
 
 
-class StopStringCriteria(transformers.StopStringCriteria):
-    """Ends a row at a stop string after the first ``prompt_length`` tokens; upstream's reads these, too."""
-
-    def __init__(self, tokenizer: Any, stop_strings: str | list[str], prompt_length: int = 0):
-        super().__init__(tokenizer, stop_strings)
-        self.prompt_length = prompt_length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
-        generated = input_ids[:, self.prompt_length :]
-        if generated.shape[1] == 0:
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-        return super().__call__(generated, scores, **kwargs)
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a builder of a stopping criterion may read."""
@@ -90,10 +99,14 @@ class Context:
     tokenizer: Any = None
     rows: RowParams | None = None
     device: Any = None
+    #: Tokens of each row that were not generated: nothing stops at them.
+    prompt_length: int = 0
 
     def values(self, name: str) -> list[Any]:
         """A field's values, one per prompt; one in all where prompts do not differ."""
-        return [getattr(self.config, name)] if self.rows is None else self.rows.values(name)
+        if self.rows is None:  # the config of a model that is not mixed lacks hfgen's own fields
+            return [getattr(self.config, name, None)]
+        return self.rows.values(name)
 
     def by_rows(self, parts: list[tuple[Any, list[int]]]) -> CriteriaByRows:
         """One criterion that is each of ``parts`` for its prompts."""
@@ -106,43 +119,6 @@ class Context:
         return replace(self, config=self.rows.configs[prompts[0]], rows=None)
 
 
-class RowLengthCriteria(MaxLengthCriteria):
-    """Ends each row at a length of its own; ``max_length`` is the longest."""
-
-    ends_rows = True
-
-    def __init__(self, lengths: torch.Tensor, limit: int | None) -> None:
-        """``lengths (prompts, 1)``, prompt included; ``limit``: the model's positions."""
-        super().__init__(int(lengths.max()), limit)
-        self.lengths = lengths
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        super().__call__(input_ids, scores, **kwargs)  # warns of lengths beyond the positions
-        return self.reached(input_ids)
-
-    def reached(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Which rows ``(rows,)`` have their length."""
-        return input_ids.shape[1] >= expand(self.lengths, len(input_ids)).squeeze(1)
-
-
-class RowEosCriteria(StoppingCriteria):
-    """Ends each row at the EOS tokens of its own prompt."""
-
-    ends_rows = is_row_wise = True
-
-    def __init__(self, tokens: list[torch.Tensor | None]) -> None:
-        """``tokens``: ``(n_eos,)`` of each prompt."""
-        lists = [[] if eos is None else eos.tolist() for eos in tokens]
-        widest = max(map(len, lists))
-        padded = [eos + [-1] * (widest - len(eos)) for eos in lists]
-        device = next(eos.device for eos in tokens if eos is not None)
-        self.tokens = torch.tensor(padded, device=device)  # (prompts, n)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        tokens = expand(self.tokens, len(input_ids)).to(input_ids.device)
-        return (input_ids[:, -1:] == tokens).any(dim=1)
-
-
 def max_length(length: int | torch.Tensor, context: Context) -> MaxLengthCriteria:
     limit = getattr(context.model.config, "max_position_embeddings", None)
     if isinstance(length, torch.Tensor):
@@ -152,8 +128,15 @@ def max_length(length: int | torch.Tensor, context: Context) -> MaxLengthCriteri
 
 def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
     validate.require_tokenizer(context.tokenizer, "stop_strings", strings)
-    call = getattr(context.config, "_call", None)
-    return StopStringCriteria(context.tokenizer, strings, call.prompt_length if call else 0)
+    return StopStringCriteria(context.tokenizer, strings, context.prompt_length)
+
+
+def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:
+    return StopRegexCriteria(context.tokenizer, patterns, context.prompt_length)
+
+
+def stop_tokens(tokens: Any, context: Context) -> StopTokenCriteria:
+    return StopTokenCriteria(tokens if isinstance(tokens, list) else [tokens], context.device)
 
 
 def eos(context: Context) -> StoppingCriteria | None:
@@ -173,6 +156,13 @@ CRITERIA: list[Callable[[Any], StoppingCriteria | None]] = [
     Row("max_time", lambda seconds, c: MaxTimeCriteria(max_time=seconds)),
     Row("stop_strings", stop_strings),
     eos,
+    Row("stop_token_ids", stop_tokens, lambda tokens: tokens == []),
+    Row("stop_regex", stop_regex),
+    Row(
+        "repetition_detection",
+        lambda detection, c: RepetitionCriteria(detection, c.prompt_length),
+        lambda detection: detection.max_pattern_size == 0,
+    ),
     Row("assistant_confidence_threshold", assistant_confidence, lambda threshold: threshold <= 0),
 ]
 
@@ -186,8 +176,10 @@ def get_stopping_criteria(
     """
     call: Any = getattr(generation_config, "_call", None)
     rows = getattr(call, "rows", None)
-    device = None if rows is None else call.prompt.ids.device
-    context = Context(self, generation_config, tokenizer, rows, device)
+    prompt = getattr(call, "prompt", None)
+    device = None if prompt is None else prompt.ids.device
+    length = 0 if call is None else call.prompt_length
+    context = Context(self, generation_config, tokenizer, rows, device, length)
     built = (builder(context) for builder in CRITERIA)
     criteria = StoppingCriteriaList(criterion for criterion in built if criterion is not None)
     return self._merge_criteria_processor_list(criteria, stopping_criteria)

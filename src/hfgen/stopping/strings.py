@@ -1,0 +1,180 @@
+"""Criteria that read the text: rows end at a string, or where a regular expression matches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import StoppingCriteria
+
+from ..text import Pieces, decode
+from .reasons import FinishReason
+
+#: ``stop_regex`` is looked for in the text of so many tokens at the end of a row.
+WINDOW = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A stop in the text of a row, and where: in bytes of UTF-8 before the end of the text."""
+
+    stop: str
+    begin: int
+    end: int
+
+
+class TextCriteria(StoppingCriteria):
+    """Ends rows by what their generated text has come to with the newest token.
+
+    Text is put together from the bytes of the last tokens (``text.Pieces``), so that characters and
+    stops may lie across tokens. It depends on ids alone: beams and drafts are rows like any others.
+    """
+
+    pieces: Pieces
+    prompt_length: int
+    #: Lengths of ``input_ids`` at which a row was ended.
+    hits: set[int]
+
+    #: How many tokens at the end of a row can have to do with a stop.
+    n_tokens: int
+
+    def find(self, ids: Sequence[int]) -> Found | None:
+        """What ends a row with the last of its generated ``ids``, if anything does."""
+        raise NotImplementedError
+
+    def found(self, ids: Sequence[int], n: int) -> Found | None:
+        """``find`` of the first ``n`` generated ids."""
+        return self.find(ids[max(0, n - self.n_tokens) : n])
+
+    def ends(self, ids: Sequence[int]) -> list[int]:
+        return sorted(hit - self.prompt_length for hit in self.hits)
+
+    def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
+        found = self.found(ids, n)
+        return None if found is None else FinishReason("stop", found.stop)
+
+    def ended(self, input_ids: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Bools ``(rows,)``, true for ``rows``; copies to a device only if there are any."""
+        ends = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        if rows:
+            self.hits.add(input_ids.shape[1])
+            ends[rows] = True
+        return ends
+
+
+class StopStringCriteria(transformers.StopStringCriteria, TextCriteria):
+    """Ends a row whose newest token completes one of ``stop_strings`` in the generated text.
+
+    The rows are those of transformers, which reads the prompt as well, and tabulates the vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: str | list[str], prompt_length: int = 0):
+        """``prompt_length``: so many tokens of each row were not generated."""
+        strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+        self.stop_strings = tuple(strings)
+        self.pieces, self.prompt_length, self.hits = Pieces(tokenizer), prompt_length, set()
+        self.endings = _Endings(self.pieces, self.stop_strings)
+        #: A token has a byte at least, so no string begins further back.
+        self.n_tokens = max(len(string.encode()) for string in strings)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
+        newest = input_ids[:, self.prompt_length :][:, -1:].flatten().tolist()
+        rows = [row for row, token in enumerate(newest) if self.endings[token]]
+        if rows:
+            start = max(self.prompt_length, input_ids.shape[1] - self.n_tokens)
+            tails = input_ids[:, start:].tolist()
+            rows = [row for row in rows if self.find(tails[row]) is not None]
+        return self.ended(input_ids, rows)
+
+    def find(self, ids: Sequence[int]) -> Found | None:
+        """The string that is complete first; of those that end alike, the longest."""
+        if not ids or not (endings := self.endings[ids[-1]]):
+            return None
+        text = b"".join(self.pieces.of(ids[-self.n_tokens :]))
+        n_before = len(text) - len(self.pieces[ids[-1]])
+        found = []
+        for string, spelled in endings:
+            start = text.find(spelled, max(0, n_before - len(spelled) + 1))
+            if start >= 0:
+                found.append((start + len(spelled), start, string))
+        if not found:
+            return None
+        end, start, string = min(found)
+        return Found(string, len(text) - start, len(text) - end)
+
+
+class _Endings(dict[int, tuple[tuple[str, bytes], ...]]):
+    """Which stop strings, and their bytes, may end within a token: those whose last byte it has."""
+
+    def __init__(self, pieces: Pieces, strings: tuple[str, ...]) -> None:
+        self.pieces = pieces
+        self.strings = [(string, string.encode()) for string in strings]
+
+    def __missing__(self, token: int) -> tuple[tuple[str, bytes], ...]:
+        piece = self.pieces[token]
+        self[token] = found = tuple(pair for pair in self.strings if pair[1][-1] in piece)
+        return found
+
+
+class StopRegexCriteria(TextCriteria):
+    """Ends a row when a pattern of ``re`` is found in its generated text, and ends with a whole character.
+
+    A match has to lie within the last ``WINDOW`` tokens. ``^`` is the start of the generated text.
+    """
+
+    ends_rows = True
+    n_tokens = WINDOW + 1
+
+    def __init__(self, tokenizer: Any, patterns: str | list[str], prompt_length: int = 0) -> None:
+        """``prompt_length`` as of ``StopStringCriteria``. Raises ``re.error`` for a wrong pattern."""
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        self.patterns = [re.compile(pattern) for pattern in patterns]
+        self.pieces, self.prompt_length, self.hits = Pieces(tokenizer), prompt_length, set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
+        start = max(self.prompt_length, input_ids.shape[1] - self.n_tokens)
+        tails = input_ids[:, start:].tolist()
+        rows = [row for row, ids in enumerate(tails) if self.find(ids) is not None]
+        return self.ended(input_ids, rows)
+
+    def find(self, ids: Sequence[int]) -> Found | None:
+        """The match that is complete first; of those that end alike, the longest."""
+        pieces = self.pieces.of(ids[-self.n_tokens :])
+        if not pieces:
+            return None
+        # What is no character yet becomes surrogates, by which offsets stay those of bytes.
+        text = b"".join(pieces).decode(errors="surrogateescape")
+        whole = text.rstrip(_SURROGATES)
+        # The token before the window is there for `^` and for what looks behind.
+        first = len(pieces[0].decode(errors="surrogateescape")) if len(pieces) > WINDOW else 0
+        matches = [
+            (match.end(), match.start(), pattern.pattern)
+            for pattern in self.patterns
+            if (match := pattern.search(whole, first))
+        ]
+        if not matches:
+            return None
+        end, start, pattern = min(matches)
+        size = [len(text[at:].encode(errors="surrogateescape")) for at in (start, end)]
+        return Found(pattern, *size)
+
+
+_SURROGATES = "".join(map(chr, range(0xDC80, 0xDD00)))
+
+
+def text_until(pieces: Pieces, ids: Sequence[int], n_bytes: int, skip_special_tokens: bool) -> str:
+    """The text of ``ids`` without the ``n_bytes`` at its end, which are counted as in ``Found``."""
+    kept = list(ids)
+    while kept and 0 < n_bytes >= len(pieces[kept[-1]]):
+        n_bytes -= len(pieces[kept.pop()])
+    text = decode(pieces.tokenizer, kept, skip_special_tokens)
+    if n_bytes:
+        piece = pieces[kept[-1]]
+        text = text.removesuffix(piece[len(piece) - n_bytes :].decode(errors="replace"))
+    return text
