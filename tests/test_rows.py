@@ -10,6 +10,7 @@ import torch
 
 import hfgen
 from hfgen import GenerationConfig
+from hfgen.strategies.base import NextToken
 from tests.tiny import llama
 
 LENGTHS = (7, 3, 5, 4)
@@ -135,3 +136,111 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_rows_equal_solo_calls(model: Any, name: str, seed: int) -> None:
     fixed, call = SETTINGS[name]
     check_rows(model, 100 + seed, fixed, call)
+
+
+# --- what is a list of values -------------------------------------------------------------------
+
+
+def test_lists_are_configs_of_the_prompts(model: Any) -> None:
+    batch, _ = prompts(0)
+    lists = {
+        "temperature": [0.5, 0.0, 1.5, 1.0],
+        "top_p": [0.9, 1.0, 0.5, 1.0],
+        "max_new_tokens": [3, 4, 5, 6],
+        "eos_token_id": [[2], [3, 4], [5], 6],
+        "bad_words_ids": [None, [[7]], [[8], [9]], None],
+        "seed": [1, 2, 3, 4],
+    }
+    configs = [
+        GenerationConfig(**{name: values[i] for name, values in lists.items()}, do_sample=True)
+        for i in range(4)
+    ]
+    given = model.generate(**batch, do_sample=True, **lists)
+    assert torch.equal(given, model.generate(**batch, generation_config=configs))
+    config = hfgen.GenerationConfig(do_sample=True, **lists)
+    assert torch.equal(given, model.generate(**batch, generation_config=config))
+
+
+def test_a_list_that_is_a_value_is_the_value_of_all_rows(model: Any) -> None:
+    batch, _ = prompts(0)
+    ids = model.generate(**batch, max_new_tokens=8, eos_token_id=[2, 30, 31, 32])
+    assert torch.equal(
+        ids, model.generate(**batch, max_new_tokens=8, eos_token_id=[[2, 30, 31, 32]] * 4)
+    )
+
+
+def test_the_callers_config_stays_as_it_was(model: Any) -> None:
+    batch, _ = prompts(0)
+    config = hfgen.GenerationConfig(
+        do_sample=True, temperature=[0.5, 1.0, 1.0, 1.0], max_new_tokens=2
+    )
+    before = config.to_dict()
+    model.generate(**batch, generation_config=config)
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("way", [{}, {"prompt_lookup_num_tokens": 3}], ids=["plain", "drafted"])
+def test_a_prompt_that_gets_no_token(model: Any, way: dict[str, Any]) -> None:
+    batch, _ = prompts(0)
+    ids = model.generate(**batch, max_new_tokens=[0, 3, 1, 4], **way)
+    plain = model.generate(**batch, max_new_tokens=4)
+    start = batch["input_ids"].shape[1]
+    for row, n in enumerate((0, 3, 1, 4)):
+        assert torch.equal(ids[row, : start + n], plain[row, : start + n])
+        assert (ids[row, start + n :] == 0).all()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "too few": ({"temperature": [0.5, 1.0]}, "there are 2, and the batch has 4 prompts"),
+    "none": ({"temperature": []}, "`temperature` has 0"),
+    "of different lengths": (
+        {"temperature": [1.0] * 4, "top_k": [1] * 3},
+        "`temperature` has 4, `top_k` has 3",
+    ),
+    "a wrong one": (
+        {"top_p": [0.5, 1.0, 3.0, 1.0], "do_sample": True},
+        "`top_p` has to be between",
+    ),
+    "of beams": ({"num_beams": [1, 2, 1, 1]}, "`num_beams` holds for all rows of a call"),
+    "of beams, in configs": (
+        {"generation_config": [GenerationConfig(num_beams=n) for n in (1, 2, 1, 1)]},
+        r"`num_beams` holds for all rows of a call.*\[1, 2, 1, 1\]. Split",
+    ),
+    "of modes": (
+        {"top_k": [0, 5, 1, 10], "penalty_alpha": 0.6},
+        "different modes.*Split them into one call for each mode",
+    ),
+    "nothing to search for": (
+        {"num_beams": 2, "max_new_tokens": [0, 1, 1, 1]},
+        "`max_new_tokens` of a prompt is 0",
+    ),
+    "no room": ({"max_length": [7, 9, 9, 9], "max_new_tokens": None}, "there is no room"),
+    "an unknown name": ({"tempratur": [1.0] * 4}, "did you mean `temperature`"),
+    "no configs": ({"generation_config": [1, 2, 3, 4]}, "has to be a GenerationConfig, or a list"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_lists_are_named_before_a_forward(model: Any, name: str) -> None:
+    arguments, message = WRONG[name]
+    batch, _ = prompts(0)
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("the model was forwarded")
+
+    with (
+        model.register_forward_pre_hook(fail),
+        pytest.raises((TypeError, ValueError), match=message),
+    ):
+        model.generate(**batch, **({"max_new_tokens": 3} | arguments))
+
+
+def test_a_strategy_that_does_not_declare_it_gets_no_rows(model: Any) -> None:
+    class Own(NextToken):
+        pass
+
+    for name in ("step", "stop", "result"):
+        setattr(Own, name, lambda *arguments: None)
+    batch, _ = prompts(0)
+    with pytest.raises(ValueError, match=r"Own cannot have parameters of their own.*`takes_rows`"):
+        model.generate(**batch, temperature=[1.0, 0.5, 1.0, 1.0], custom_generate=hfgen.recipe(Own))

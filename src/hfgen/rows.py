@@ -12,7 +12,7 @@ import transformers
 
 from . import seeds
 from .call import Call, Prompt, Request
-from .fields import PER_CALL, PER_ROW
+from .fields import PER_CALL, PER_ROW, FieldError
 
 
 @dataclass(slots=True)
@@ -48,10 +48,17 @@ def _is_equal(one: Any, two: Any) -> bool:
     return one is two or bool(one == two)
 
 
-def takes_list(name: str) -> bool:
-    """Whether a list as the value of a field has one value per prompt."""
-    row = PER_ROW.get(name)
-    return row is not None and not row.kind.may_be_list
+def has_value_per_prompt(name: str, value: Any) -> bool:
+    """Whether the value of a field is a list with one value for each prompt.
+
+    It is if a list is no value of the field; of fields that take lists, if each item is a value.
+    """
+    if (row := PER_ROW.get(name)) is None or not isinstance(value, list | tuple):
+        return False
+    kind = row.kind
+    if not kind.may_be_list:
+        return True
+    return not kind.accepts(value) and all(v is None or kind.accepts(v) for v in value)
 
 
 def each(value: Any) -> list[Any]:
@@ -61,7 +68,7 @@ def each(value: Any) -> list[Any]:
 
 def lists_in(values: dict[str, Any]) -> dict[str, list[Any]]:
     """Those of a config's fields that have a value per prompt."""
-    return {n: list(v) for n, v in values.items() if isinstance(v, list | tuple) and takes_list(n)}
+    return {n: list(v) for n, v in values.items() if has_value_per_prompt(n, v)}
 
 
 def split(request: Request) -> list[Request] | None:
@@ -69,6 +76,13 @@ def split(request: Request) -> list[Request] | None:
 
     Raises ``ValueError`` if lists of values have different lengths, or none.
     """
+    for name, value in request.kwargs.items():
+        row = PER_CALL.get(name)
+        if isinstance(value, list) and row is not None and not row.kind.may_be_list:
+            raise FieldError(
+                f"`{name}` holds for all rows of a call, and takes no list ({value}). Split the prompts "
+                "into one call for each value."
+            )
     given = request.generation_config
     configs = list(given) if isinstance(given, list | tuple) else None
     lists = lists_in(request.kwargs)
@@ -192,6 +206,11 @@ def set_lengths(model: Any, call: Call, fix: Callable[..., Any]) -> None:
     rows.configs = [fix(config, *has_defaults) for config, has_defaults in pairs]
     for config, (has_default, _) in zip(rows.configs, rows.has_defaults, strict=True):
         model._validate_generated_length(config, call.prompt_length, has_default)
+    if call.config.num_beams > 1 and 0 in rows.values("max_new_tokens"):
+        raise ValueError(
+            "`max_new_tokens` of a prompt is 0, and there is nothing to search with beams for. Leave the "
+            "prompt out of the batch."
+        )
     call.config.max_length = max(rows.values("max_length"))
     if call.config.max_new_tokens is not None:
         call.config.max_new_tokens = call.config.max_length - call.prompt_length

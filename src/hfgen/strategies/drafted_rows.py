@@ -34,12 +34,14 @@ class DraftedRows:
         self.guesses = self.tokens[:, :0]
         #: ``(rows,)``: the length known of each, and whether it ends there.
         self.device_known = torch.full((n_rows,), length, device=device)
-        self.device_ended = torch.zeros(n_rows, dtype=torch.bool, device=device)
+        self.device_ended = ~stopping.may_begin(run.criteria, run.ids)
         #: ``(rows,)``: whether a row met a criterion, where no row ends before all do.
-        self.is_hit = self.device_ended
+        self.is_hit = torch.zeros_like(self.device_ended)
         # The same on the host.
         self.host_tokens = None if device.type == "cpu" else self.tokens.cpu()
         self.known, self.has_ended = [length] * n_rows, [False] * n_rows
+        if run.rows is not None:
+            self.has_ended = self.device_ended.tolist()
         self.drafted = [0] * n_rows
 
     def place(self, tokens: torch.Tensor, start: int, width: int) -> None:
