@@ -191,7 +191,7 @@ def test_a_prompt_that_gets_no_token(model: Any, way: dict[str, Any]) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "too few": ({"temperature": [0.5, 1.0]}, "there are 2, and the batch has 4 prompts"),
+    "too few": ({"temperature": [0.5, 1.0]}, "`temperature` has 2, and the batch has 4 prompts"),
     "none": ({"temperature": []}, "`temperature` has 0"),
     "of different lengths": (
         {"temperature": [1.0] * 4, "top_k": [1] * 3},

@@ -262,7 +262,7 @@ def test_seeds_out_of_range_are_named(model: Any, seed: Any) -> None:
 
 
 def test_a_seed_for_each_prompt(model: Any) -> None:
-    with pytest.raises(ValueError, match="one for each prompt: there are 2, and the batch has 3"):
+    with pytest.raises(ValueError, match="for each prompt: `seed` has 2, and the batch has 3"):
         sample(model, PROMPT.expand(3, -1), seed=[1, 2])
 
 

@@ -89,15 +89,15 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
 
     Precedence: kwargs, then the passed config, then the model's, then the library's defaults.
     """
-    requests = rows.split(request)
-    request = request if requests is None else requests[0]
+    split = rows.split(request)
+    request = request if split is None else split[0][0]
     kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}
     companions = request.synced_gpus, request.assistant_model, request.streamer
     mode_kwargs = model._extract_generation_mode_kwargs(
         request.custom_generate, kwargs, *companions
     )
     config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
-    params = None if requests is None else rows.resolve(model, requests)
+    params = None if split is None else rows.resolve(model, *split)
     if params is None:
         mode = MODES[config.get_generation_mode(request.assistant_model)]
     else:

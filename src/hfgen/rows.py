@@ -22,6 +22,8 @@ class RowParams:
     configs: list[transformers.GenerationConfig]
     #: Whether nobody set the ``max_length`` of a prompt, and its ``min_length``.
     has_defaults: list[tuple[bool, bool]]
+    #: The arguments that came as lists.
+    given: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.configs)
@@ -71,8 +73,8 @@ def lists_in(values: dict[str, Any]) -> dict[str, list[Any]]:
     return {n: list(v) for n, v in values.items() if has_value_per_prompt(n, v)}
 
 
-def split(request: Request) -> list[Request] | None:
-    """What each prompt asks for; ``None`` if all ask for the same.
+def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
+    """What each prompt asks for, and the arguments that are lists; ``None`` if there are none.
 
     Raises ``ValueError`` if lists of values have different lengths, or none.
     """
@@ -103,17 +105,17 @@ def split(request: Request) -> list[Request] | None:
             setattr(config, name, values[index])
         own = {name: values[index] for name, values in lists.items()}
         requests.append(replace(request, generation_config=config, kwargs=request.kwargs | own))
-    return requests
+    return requests, tuple(lengths)
 
 
-def resolve(model: Any, requests: list[Request]) -> RowParams:
+def resolve(model: Any, requests: list[Request], given: tuple[str, ...]) -> RowParams:
     """The config of each prompt, as a call of its own would have it.
 
     Raises ``ValueError`` for fields that the prompts of one call cannot differ in.
     """
     resolved = [_resolved(model, request) for request in requests]
     params = RowParams(
-        [config for config, _ in resolved], [has_default for _, has_default in resolved]
+        [config for config, _ in resolved], [has_default for _, has_default in resolved], given
     )
     for name in PER_CALL:
         if params.differ_in(name):
@@ -165,8 +167,9 @@ def check_call(call: Call, prompt: Prompt) -> None:
     if rows is None:
         return
     if len(rows) != prompt.batch_size:
+        names = ", ".join(f"`{name}`" for name in rows.given)
         raise ValueError(
-            f"Lists of values need one for each prompt: there are {len(rows)}, and the batch has "
+            f"A list has to have one value for each prompt: {names} has {len(rows)}, and the batch has "
             f"{prompt.batch_size} prompts."
         )
     if not getattr(call.strategy, "takes_rows", False):
