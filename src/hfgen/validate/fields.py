@@ -123,8 +123,11 @@ def _check_thinking(config: Any, tokenizer: Any) -> None:
         if markers[name] is None:
             raise ValueError(f"`thinking_token_budget` needs the marker `{name}`, which is None.")
     for name, marker in markers.items():
-        if isinstance(marker, str):
-            require_tokenizer(tokenizer, name, marker)
+        if isinstance(marker, str) and tokenizer is None:
+            raise ValueError(
+                f"`thinking_token_budget` works with `{name}`, which is the text {marker!r}: pass the model's "
+                f"tokenizer to `generate` as `tokenizer`, or token ids as `{name}`."
+            )
     if markers["thinking_start"] == markers["thinking_end"]:
         raise ValueError(
             "`thinking_start` and `thinking_end` have to differ, but both are "
