@@ -123,7 +123,7 @@ def test_own_options_and_what_follows_two_dashes_are_left_alone() -> None:
 
 def test_an_option_per_field_of_the_table() -> None:
     """Except for objects, which cannot be written as text."""
-    objects = {"constraints", "continuous_batching_config", "transformers_version"}
+    objects = {"constraints", "continuous_batching_config", "grammar", "transformers_version"}
     assert set(options.known_fields()) == set(FIELDS) - objects
     assert options.split_fields(["--drop-finished", "--output-speculation=false"], []) == (
         [],

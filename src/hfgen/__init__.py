@@ -7,12 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import grammar
     from .builtin import builtin_model
     from .caches.pool import free_caches
     from .cancellation import Cancellation
     from .config import GenerationConfig
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
-    from .drafters import Acceptance, Draft, DraftContext, Drafter
+    from .drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
     from .logprobs import Logprobs, TokenLogprob
     from .mixin import GenerationMixin
     from .patching import (
@@ -45,6 +46,7 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "ForcedTokens",
     "GenerationConfig",
     "GenerationMixin",
     "InvalidScoresError",
@@ -55,6 +57,7 @@ __all__ = [
     "TokenLogprob",
     "builtin_model",
     "free_caches",
+    "grammar",
     "minimum_bayes_risk",
     "mix_into",
     "patch",
@@ -70,7 +73,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "cancellation": ["Cancellation"],
     "config": ["GenerationConfig"],
     "constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
-    "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter"],
+    "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
     "logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
     "prefix": ["PrefixCache"],
@@ -85,6 +88,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that ``hfgen --help`` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "grammar":  # a module of functions, of which one is called json
+        return import_module(".grammar", __name__)
     home = next((module for module, names in _HOMES.items() if name in names), "patching")
     globals()[name] = value = getattr(import_module(f".{home}", __name__), name)
     return value

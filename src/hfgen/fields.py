@@ -17,6 +17,7 @@ from .kinds import (
     FLAG_OR_LAYERS,
     FLAG_OR_NEVER,
     FLOAT,
+    GRAMMAR,
     INTEGER,
     MARKER,
     N_BEST,
@@ -159,6 +160,7 @@ PER_ROW: dict[str, Field] = {
     "thinking_start": Field(MARKER, is_own=True, default="<think>"),
     "thinking_end": Field(MARKER, is_own=True, default="</think>"),
     "thinking_message": Field(MARKER, is_own=True),
+    "grammar": Field(GRAMMAR, is_own=True),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.

@@ -11,6 +11,7 @@ import torch
 from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor, WatermarkingConfig
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
+from .grammar import Grammar
 from .repetition import RepetitionDetection
 
 
@@ -177,6 +178,13 @@ DFLASH = Kind("'dflash'", lambda value: isinstance(value, str) and value == "dfl
 NAME = Kind("a name", lambda value: isinstance(value, str))
 ANY = Kind("text or JSON", lambda value: True)  # checked by the stage that reads it
 OBJECT = Kind("an object", lambda value: True, option=None)
+GRAMMAR = Kind(
+    "made by hfgen.grammar.json(), regex(), lark(), choice() or json_object()",
+    _builds(Grammar.of),
+    Grammar.of,
+    option=None,
+    may_be_list=False,
+)
 
 SEED = Range("from 0 to 2**63 - 1", lambda seed: 0 <= seed < 2**63)
 

@@ -9,6 +9,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from . import caches, config, inputs, modes, prefix, rows, validate
 from .call import Call, Prompt, Request
 from .execution import shared_prompt
+from .grammar import setup as grammar
 
 
 def prepare(model: Any, request: Request) -> Call:
@@ -27,6 +28,8 @@ def prepare(model: Any, request: Request) -> Call:
             validate.check_stops(each, call.mode_kwargs.get("tokenizer"))
         validate.check_ends(call)
         modes.check_call(call)
+        if any(getattr(each, "grammar", None) is not None for each in call.configs):
+            grammar.check(model, call)
         prefixes = prefix.check(prefixes, model, call, model_kwargs)
         call.prompt = prompt = inputs.prepare(model, call, model_kwargs)
         if request.streamer is not None:  # beams start alike: one row stands for those of a prompt

@@ -11,6 +11,7 @@ from functools import partial
 from .assistant import Assistant
 from .base import Acceptance, Adapted, Draft, DraftContext, Drafter, Setup
 from .early_exit import EarlyExit
+from .forced import ForcedTokens
 from .lookup import PromptLookup, n_allowed
 from .schedule import (
     DEFAULT_TOKENS,
@@ -35,6 +36,7 @@ __all__ = [
     "DraftContext",
     "Drafter",
     "EarlyExit",
+    "ForcedTokens",
     "FromGenerators",
     "Heuristic",
     "PromptLookup",

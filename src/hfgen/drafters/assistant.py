@@ -166,7 +166,7 @@ class Assistant(Drafter):
             "max_length min_length min_new_tokens max_time stop_strings guidance_scale "
             "prompt_lookup_num_tokens assistant_early_exit assistant_confidence_threshold "
             "output_attentions output_hidden_states token_healing logprobs logprob_token_ids "
-            "prompt_logprobs"
+            "prompt_logprobs grammar"
         ).split():
             setattr(config, name, None)
         if self.model.config.is_encoder_decoder:  # chunks of a decoder's prompt are not worth it

@@ -23,8 +23,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from ..grammar import setup as grammar
 from . import lengths, repetition, sampling, vocabulary
-from .context import Builder, Context, Row
+from .context import Builder, Context, OfAll, Row
 from .diversity import DiversityPenalty, diversity_penalty
 from .guidance import guidance
 from .lists import LogitsProcessorList, is_row_wise, merge_criteria_processor_list
@@ -68,6 +69,7 @@ PROCESSORS: list[Builder] = [
     Row("min_length", lengths.min_length, lambda n: n <= 0, reads=EOS),
     Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, reads=EOS),
     vocabulary.prefix_constrained,
+    OfAll("grammar", grammar.processor),
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
     Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),
     Row(
@@ -122,6 +124,7 @@ WARPERS: list[Builder] = [
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
+    OfAll("grammar", grammar.no_token_left),
     Row("watermarking_config", sampling.watermark),
     Row("renormalize_logits", lambda flag, c: LogitNormalization(), lambda flag: flag is not True),
 ]

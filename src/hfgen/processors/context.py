@@ -14,7 +14,7 @@ from ..rows import RowParams, all_equal
 from .by_rows import ProcessorsByRows
 from .columns import as_column, expand, take_prompts
 
-__all__ = ["Builder", "Context", "Row", "expand"]
+__all__ = ["Builder", "Context", "OfAll", "Row", "expand"]
 
 PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
 
@@ -108,6 +108,18 @@ class Context:
 
 
 Builder: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OfAll:
+    """Builds one processor or criterion for all rows together, if a prompt sets ``field``."""
+
+    field: str
+    build: Builder
+
+    def __call__(self, context: Any) -> Any:
+        is_set = any(value is not None for value in context.values(self.field))
+        return self.build(context) if is_set else None
 
 
 @dataclass(frozen=True, slots=True)

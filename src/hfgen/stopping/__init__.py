@@ -13,8 +13,9 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from .. import validate
 from ..cancellation import Cancellation
+from ..grammar import setup as grammar
 from ..processors.by_rows import CriteriaByRows
-from ..processors.context import Row
+from ..processors.context import OfAll, Row
 from ..processors.lists import is_librarys, name_of
 from ..rows import RowParams
 from .causes import Notes, is_noted
@@ -163,6 +164,7 @@ CRITERIA: list[Callable[[Any], StoppingCriteria | None]] = [
         lambda detection, c: RepetitionCriteria(detection, c.prompt_length),
         lambda detection: detection.max_pattern_size == 0,
     ),
+    OfAll("grammar", grammar.criterion),
     Row("assistant_confidence_threshold", assistant_confidence, lambda threshold: threshold <= 0),
 ]
 

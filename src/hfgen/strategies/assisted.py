@@ -40,6 +40,7 @@ from ..caches.layers import roll_back
 from ..call import Run, Step
 from ..drafters import Acceptance, Draft, DraftContext, Setup, make_drafter, make_schedule
 from ..drafters.base import check, check_logits, n_filled, name_of
+from ..drafters.forced import under_grammar
 from ..execution import Executor, prefill, shared_prompt
 from ..loop import commit
 from .drafted_rows import DraftedRows
@@ -63,6 +64,7 @@ class Assisted:
         run, config = setup.run, setup.run.config
         self.drafter = make_drafter(setup)
         self.schedule = make_schedule(setup, self.drafter)
+        self.drafter = under_grammar(self.drafter, run.processors)
         weight = config.assistant_ensemble_weight
         self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
         if setup.run.row_choice is not None:

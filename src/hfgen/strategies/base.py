@@ -70,8 +70,9 @@ class InvalidScoresError(ValueError, RuntimeError):
     def __init__(self, rows: list[int], step: int) -> None:
         super().__init__(
             f"The scores of row {', '.join(map(str, rows))} are NaN or infinite at step {step}, so no "
-            "token can be chosen. Check the attention mask and the dtype (float16 overflows), or "
-            "set `remove_invalid_values=True`."
+            "token can be chosen. Check the attention mask, the dtype (float16 overflows), and what "
+            "rules tokens out (a `grammar` with `min_new_tokens`, a processor), or set "
+            "`remove_invalid_values=True`."
         )
 
 

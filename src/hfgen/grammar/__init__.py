@@ -1,0 +1,109 @@
+"""Grammars: what the text of a row has to be. Made here, passed as ``generate(grammar=…)``."""
+
+from __future__ import annotations
+
+import json as _json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["KINDS", "Grammar", "choice", "json", "json_object", "lark", "regex"]
+
+#: The languages that a grammar may be written in.
+KINDS = ("json", "regex", "lark")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language: ``text`` is a JSON schema, a regular expression, or a Lark grammar, as ``kind`` says.
+
+    Made by the functions of this module, and read when ``generate`` is called.
+    """
+
+    kind: str
+    text: str
+    #: Of a JSON schema only: whether there may be white space between tokens, or its pattern.
+    whitespace: bool | str = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"`kind` of a grammar has to be one of {KINDS}, but is {self.kind!r}.")
+        if not isinstance(self.text, str):
+            raise TypeError(f"`text` of a grammar has to be a string, but is {_kind(self.text)}.")
+        if not isinstance(self.whitespace, bool | str):
+            given = _kind(self.whitespace)
+            raise TypeError(f"`whitespace` has to be True, False or a pattern, but is {given}.")
+
+    def __str__(self) -> str:
+        text = self.text if len(self.text) <= 60 else f"{self.text[:60]}…"
+        return f"{self.kind}({text})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields, as a saved config has them."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, value: Any) -> Grammar:
+        """A grammar as it is, or of what ``to_dict`` returns."""
+        return value if isinstance(value, Grammar) else cls(**value)
+
+
+def json(schema: Any, *, whitespace: bool | str = True) -> Grammar:
+    """JSON that a schema describes.
+
+    Args:
+        schema: A JSON schema as a dict, as JSON text, or a pydantic class.
+        whitespace: Whether white space may stand between tokens, or a regular expression of what may.
+            ``False`` writes compact JSON; a small model may else write spaces without end.
+
+    Raises:
+        TypeError: ``schema`` is none of these.
+        ValueError: ``schema`` is text, but not JSON.
+    """
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    if isinstance(schema, str):
+        try:
+            schema = _json.loads(schema)
+        except _json.JSONDecodeError as error:
+            raise ValueError(f"`schema` is text, but not JSON: {error}.") from None
+    if not isinstance(schema, Mapping | bool):
+        allowed = "a dict, JSON text of one, or a pydantic class"
+        raise TypeError(f"`schema` has to be {allowed}, but is {_kind(schema)}.")
+    text = schema if isinstance(schema, bool) else dict(schema)
+    return Grammar("json", _json.dumps(text, ensure_ascii=False), whitespace)
+
+
+def json_object(*, whitespace: bool | str = True) -> Grammar:
+    """Any JSON object. ``whitespace`` as of ``json``."""
+    return json({"type": "object"}, whitespace=whitespace)
+
+
+def regex(pattern: str) -> Grammar:
+    """Text that a regular expression matches as a whole (the syntax of Rust's ``regex`` crate)."""
+    return Grammar("regex", pattern)
+
+
+def lark(text: str) -> Grammar:
+    """Text of a context-free grammar in Lark's notation, with the rule ``start``."""
+    return Grammar("lark", text)
+
+
+def choice(options: Sequence[str]) -> Grammar:
+    """One of some texts.
+
+    Raises:
+        TypeError: ``options`` is not a list of strings.
+        ValueError: There are none.
+    """
+    is_list = isinstance(options, Sequence) and not isinstance(options, str)
+    if not is_list or not all(isinstance(option, str) for option in options):
+        raise TypeError(f"`options` has to be a list of strings, but is {_kind(options)}.")
+    if not options:
+        raise ValueError("`options` has to have one string at least, but is empty.")
+    texts = (_json.dumps(option, ensure_ascii=False) for option in options)
+    return Grammar("lark", f"start: {' | '.join(texts)}")
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} ({str(value)[:60]})"

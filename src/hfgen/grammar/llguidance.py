@@ -1,0 +1,139 @@
+"""The matchers of llguidance (https://github.com/guidance-ai/llguidance), compiled once per tokenizer."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ..logs import logger
+from . import Grammar
+from .matcher import Matcher
+
+try:
+    import llguidance
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+except ImportError:  # an extra; `library_of` says so
+    llguidance = None  # type: ignore[assignment]
+
+#: So many compiled grammars are kept per tokenizer.
+N_KEPT = 64
+
+#: The spelling of the token that llguidance takes for the end of a text. No call generates it.
+END = "<|hfgen: end of the text|>"
+
+
+class _Matcher:
+    """A ``Matcher``."""
+
+    __slots__ = ("own",)
+
+    def __init__(self, own: LLMatcher) -> None:
+        self.own = own
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.own.is_accepting()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.own.is_stopped()
+
+    def consume(self, tokens: list[int]) -> int:
+        return self.own.try_consume_tokens(tokens)
+
+    def rollback(self, n_tokens: int) -> None:
+        self.own.rollback(n_tokens)
+
+    def copy(self) -> _Matcher:
+        return _Matcher(self.own.deep_copy())
+
+    def forced(self) -> list[int]:
+        return self.own.compute_ff_tokens()
+
+
+class LLGuidance:
+    """A ``Library``. Its tokenizer is the caller's with one more token, which ends a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        name = type(tokenizer).__name__
+        if backend is None or not hasattr(backend, "to_str"):
+            raise ValueError(
+                f"`grammar` needs a tokenizer with a fast backend (of the library tokenizers), and "
+                f"`tokenizer` ({name}) has none. Load it with `use_fast=True`, or convert it."
+            )
+        self.n_tokens = 1 + max(tokenizer.get_vocab().values())
+        described = json.loads(backend.to_str())
+        described["padding"] = described["truncation"] = None
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        end = {"id": self.n_tokens, "content": END, "special": True, **dict.fromkeys(flags, False)}
+        described["added_tokens"].append(end)
+        try:
+            self.tokenizer = LLTokenizer(json.dumps(described), eos_token=self.n_tokens)
+        except ValueError as error:
+            raise ValueError(
+                f"`grammar` cannot be used with `tokenizer` ({name}), which llguidance does not "
+                f"read: {error}"
+            ) from error
+        self.matcher = lru_cache(maxsize=N_KEPT)(self._compiled)
+        self.executor = LLExecutor()
+
+    def _compiled(self, grammar: Grammar) -> Matcher:
+        matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"`grammar` {grammar} is refused by llguidance: {matcher.get_error()}")
+        for warning in matcher.get_grammar_warnings():
+            logger.warning_once(f"`grammar` {grammar}: {warning}")
+        return _Matcher(matcher)
+
+    def bits(self, n_rows: int) -> torch.Tensor:
+        n_words = (self.n_tokens + 1 + 31) // 32
+        return torch.full((n_rows, 4 * n_words), 255, dtype=torch.uint8)
+
+    def fill(self, bits: torch.Tensor, matchers: list[tuple[int, Any]]) -> None:
+        own = [(matcher.own, row) for row, matcher in matchers]
+        n_rows, n_bytes = bits.shape
+        if len(own) == 1:
+            own[0][0].unsafe_compute_mask_ptr(bits[own[0][1]].data_ptr(), n_bytes)
+        elif own:
+            self.executor.unsafe_compute_mask_ptr(own, bits.data_ptr(), n_bytes, n_rows)
+        end, bit = divmod(self.n_tokens, 8)
+        for matcher, row in own:
+            if matcher.is_error():
+                raise ValueError(f"The grammar of row {row} failed: {matcher.get_error()}")
+        rows = [row for row, _ in matchers]
+        bits[rows, end] &= 255 - (1 << bit)
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar as llguidance writes it."""
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
+    options: Any = {"whitespace_flexible": bool(grammar.whitespace)}
+    if isinstance(grammar.whitespace, str):
+        options = {"whitespace_pattern": grammar.whitespace}
+    return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
+
+
+_LIBRARIES: WeakKeyDictionary[Any, tuple[int, LLGuidance]] = WeakKeyDictionary()
+
+
+def library_of(tokenizer: Any) -> LLGuidance:
+    """The library for a tokenizer: made once, and again if it has got more tokens.
+
+    Raises ``ImportError`` if llguidance is not installed, ``ValueError`` for a tokenizer that it
+    does not read.
+    """
+    if llguidance is None:
+        raise ImportError("`grammar` needs the package llguidance: pip install 'hfgen[grammar]'")
+    size = len(tokenizer)
+    kept = _LIBRARIES.get(tokenizer)
+    if kept is None or kept[0] != size:
+        _LIBRARIES[tokenizer] = kept = (size, LLGuidance(tokenizer))
+    return kept[1]

@@ -1,0 +1,131 @@
+"""Grammars as a logits processor, and as a stopping criterion where there is no EOS token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import LogitsProcessor, StoppingCriteria
+
+from .follower import Follower
+from .matcher import Library
+
+#: The score of every token of a beam that has ended: it stays below all that go on.
+LOWEST = -1e30
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Leaves the tokens that the grammar of a row allows, and an EOS where its text is complete.
+
+    Its state is a function of the ids, so that it follows beams, drafts and what was taken back.
+    Rows that have ended keep their scores; among beams, they get the lowest.
+    """
+
+    is_row_wise = True
+
+    def __init__(self, library: Library, follower: Follower, is_search: bool = False) -> None:
+        """``is_search``: rows are beams, of which those that have ended must not win."""
+        self.library, self.follower, self.is_search = library, follower, is_search
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GrammarProcessor:
+        return GrammarProcessor(self.library, deepcopy(self.follower, memo), self.is_search)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = self.follower.follow(input_ids)
+        is_open = [self.follower.is_open(row) for row in rows]
+        bits = self.library.bits(len(rows))
+        self.library.fill(bits, [(i, rows[i].matcher) for i, is_it in enumerate(is_open) if is_it])
+        bits = widened(bits, (scores.shape[1] + 7) // 8, is_open)
+        self.write_eos(bits, rows, is_open)
+        limits = as_limits(bits, scores)
+        if self.is_search:
+            over = [i for i, row in enumerate(rows) if row is not None and not is_open[i]]
+            limits[over] = LOWEST
+        if limits.shape[1] > scores.shape[1]:
+            return torch.minimum(scores, limits[:, : scores.shape[1]])
+        return torch.minimum(scores, limits, out=limits)
+
+    def write_eos(self, bits: torch.Tensor, rows: list[Any], is_open: list[bool]) -> None:
+        """Allow the EOS tokens of the open rows where their texts are complete, and only there."""
+        array = bits.numpy()  # a view
+        for row, is_it, own in zip(rows, is_open, array, strict=True):
+            if not is_it:
+                continue
+            is_complete = row.matcher.is_accepting
+            for token in self.follower.eos[row.prompt]:
+                byte, bit = divmod(token, 8)
+                if 0 <= byte < len(own):
+                    own[byte] = own[byte] & (255 - (1 << bit)) | (is_complete << bit)
+
+
+def widened(bits: torch.Tensor, n_bytes: int, is_open: Sequence[bool]) -> torch.Tensor:
+    """``bits (rows, any)`` as ``(rows, n_bytes)``: open rows are allowed no id that is no token."""
+    n_more = n_bytes - bits.shape[1]
+    if n_more <= 0:
+        return bits[:, :n_bytes].contiguous()
+    bits = pad(bits, (0, n_more))
+    free = [row for row, is_it in enumerate(is_open) if not is_it]
+    bits[free, -n_more:] = 255
+    return bits
+
+
+def as_limits(bits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """What scores may be at most, ``(rows, 8 * n_bytes)``: infinity where an id is allowed, or -infinity.
+
+    The least of two numbers is many times faster than a masked copy.
+    """
+    table = _table(scores.device, scores.dtype)
+    index = bits.to(scores.device).flatten().int()
+    return table.index_select(0, index).view(len(bits), -1)
+
+
+@lru_cache(maxsize=8)
+def _table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """``(256, 8)``: the limits that the bits of a byte stand for."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    limits = torch.where(bits > 0, math.inf, -math.inf)
+    return limits.to(device, dtype)
+
+
+class NoTokenLeft(LogitsProcessor):
+    """Makes scores NaN, which every strategy reports, where a grammar and other processors leave no token.
+
+    Of ``n_rows`` that search together (beams), one token for any of them is enough.
+    """
+
+    is_row_wise = True
+
+    def __init__(self, n_rows: int = 1) -> None:
+        self.n_rows = n_rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_empty = scores.amax(dim=-1) == -math.inf
+        if self.n_rows > 1:
+            together = is_empty.view(-1, self.n_rows).all(dim=1)
+            is_empty = together.repeat_interleave(self.n_rows)
+        if is_empty.is_cpu and not is_empty.any():
+            return scores
+        return scores.masked_fill(is_empty[:, None], math.nan)
+
+
+class GrammarCriterion(StoppingCriteria):
+    """Ends a row where nothing can follow, if the call has no EOS token that would."""
+
+    is_row_wise = True
+    #: Rows end before others do, so that they are padded.
+    ends_rows = True
+    finish_reason = "grammar"
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
+        rows = self.follower.follow(input_ids)
+        ends = [self.follower.has_ended(row) for row in rows]
+        return torch.tensor(ends, device=input_ids.device)
