@@ -68,6 +68,7 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.speculation
 	@$(BIN)/python -m benchmarks.caches
 	@$(BIN)/python -m benchmarks.quantized_cache
+	@$(BIN)/python -m benchmarks.logprobs
 
 clean: ## Remove the environments and all caches.
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hfgen
-from benchmarks import cache_cases, cache_report, caches, overhead, speculation
+from benchmarks import cache_cases, cache_report, caches, logprobs, overhead, speculation
 from benchmarks.cost import (
     Costs,
     best_gain,
@@ -335,3 +335,32 @@ def test_long_work_has_two_pairs(subject: Subject) -> None:
 def test_time_between_measured_rows() -> None:
     at = {1: 1.0, 4: 2.5, 16: 4.0}
     assert [cache_cases._between(at, n) for n in (1, 2, 4, 10)] == [1.0, 1.5, 2.5, 3.25]
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+def test_log_probabilities_take_little_memory(tmp_path: Path) -> None:
+    logprobs.main(vocab=5000, length=300, new_tokens=2, turns=1, threads=1, out=tmp_path)
+    raw = json.loads((tmp_path / "logprobs.json").read_text())
+    assert [peak["name"] for peak in raw["peaks"]] == [*logprobs.WAYS] * 2
+    asked = {tokens["name"]: tokens["kept"] for tokens in raw["tokens"]}
+    assert (asked["nothing"], asked["`logprobs=0`"]) == (0, 8)
+    assert asked["`output_logits=True`"] == 4 * 5000
+    assert "target" not in (tmp_path / "logprobs.md").read_text()  # it is of another vocabulary
+
+
+def test_ways_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(logprobs.WAYS, "all logits at once", lambda model, ids: torch.zeros(100))
+    with pytest.raises(AssertionError):
+        [*logprobs.measure_peaks(200, 100, torch.float32)]
+
+
+def test_the_target_of_log_probabilities() -> None:
+    def verdict(live: int) -> str:
+        peak = logprobs.Peak(next(iter(logprobs.WAYS)), "float32", 8000, live, None, 1.0)
+        return logprobs.verdict([peak], logprobs.TARGET_VOCAB)
+
+    assert "500 MB at most (less than 700 MB): met" in verdict(500_000_000)
+    assert "**missed**" in verdict(800_000_000)
+    assert logprobs.verdict([], logprobs.TARGET_VOCAB) == ""

@@ -151,6 +151,7 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", ""], ["prompt is empty"]),
         (["generate"], ["prompt is empty"]),
         (["generate", "x", "--stream", "--json"], ["--stream", "--json"]),
+        (["generate", "x", "--logprobs", "2"], ["--json"]),
         (["generate", "x", "--dtype", "int3"], ["int3", "bfloat16"]),
         (["generate", "x", "--device", "tpu9"], ["tpu9", "cpu"]),
         (["generate", "x", "--model", "/no/such"], ["/no/such", "save_pretrained"]),
@@ -403,6 +404,15 @@ def test_rows_that_come_mixed_are_written_in_turn(capsys: pytest.CaptureFixture[
         written.append(capsys.readouterr().out)
     a, b, c = (f"--- {n} of 3 ---\n" for n in (1, 2, 3))
     assert written == ["", a, "a1", "", f"a2\n{b}b1", f"b2\n{c}c\n"]
+
+
+def test_json_has_log_probabilities(folder: str) -> None:
+    arguments = ("--max-new-tokens", "2", "--logprobs", "2", "--prompt-logprobs", "0", "--json")
+    report = json.loads(run("generate", "def f", "--model", folder, *arguments).out)
+    content = report["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
+    of_prompt = report["prompt_logprobs"]["content"]
+    assert "".join(entry["token"] for entry in of_prompt) == "ef f"
 
 
 def test_json(folder: str) -> None:

@@ -12,6 +12,9 @@ from hfgen.cli.report import Answers, CliError, duration, err, mebibytes, print_
 
 NEW_TOKENS = 64
 
+#: Fields whose results are no text.
+LOGPROBS = {"logprobs", "logprob_token_ids", "prompt_logprobs"}
+
 
 def generate(
     context: typer.Context,
@@ -39,6 +42,10 @@ def generate(
     fields: dict[str, Any] = context.obj
     if stream and as_json:
         raise CliError("--stream and --json exclude each other: leave one out")
+    if LOGPROBS & fields.keys():
+        if not as_json:
+            raise CliError("log-probabilities are printed with --json: add it")
+        fields["return_dict_in_generate"] = True
     given = options.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
@@ -51,15 +58,24 @@ def generate(
             result = measure.stream(loaded, inputs, config, seed, answers)
         else:
             result = measure.generate(loaded, inputs, config, seed)
-        texts = [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in result.rows]
+        tokenizer = loaded.tokenizer
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in result.rows]
         if as_json:  # times in seconds, memory in bytes
             pairs = zip(texts, result.rows, strict=True)
             sequences = [{"text": text, "tokens": row} for text, row in pairs]
+            if (found := getattr(result.output, "logprobs", None)) is not None:
+                for sequence, logprobs in zip(sequences, found.to_openai(tokenizer), strict=True):
+                    sequence["logprobs"] = logprobs
+            of_prompt = getattr(result.output, "prompt_logprobs", None)
+            prompts = (
+                {} if of_prompt is None else {"prompt_logprobs": of_prompt.to_openai(tokenizer)[0]}
+            )
             print_json(
                 {
                     "model": loaded.name,
                     "prompt": given,
                     "prompt_tokens": inputs["input_ids"][0].tolist(),
+                    **prompts,
                     "options": fields,
                     "seed": seed,
                     **sequences[0],

@@ -12,6 +12,5 @@ __all__ = [
     "Settings",
     "TokenLogprob",
     "asks_for_any",
-    "of_prompts",
     "reads",
 ]

@@ -171,19 +171,20 @@ def measure(
     asked_ids: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Measures:
-    """What ``scores (n, vocab)`` say of ``tokens (n,)``; with ``rows (m,)``, of ``tokens (m,)`` there.
+    """What ``scores (n, vocab)``, in float32, say of ``tokens (n,)``; with ``rows (m,)``, of ``tokens (m,)`` there.
 
     ``asked_ids (n, m)``. Nothing of the size of the scores outlives this.
     """
     n_top = settings.n_top or 0
     k = scores.shape[-1] if n_top < 0 else min(n_top, scores.shape[-1])
+    index = tokens[:, None]
     at = scores if rows is None else scores[rows]
-    chosen = at.gather(1, tokens[:, None])
-    ranks = (at > chosen).sum(dim=1) + 1
-    top, top_ids = scores.topk(k)
-    asked = scores[:, :0] if asked_ids is None else scores.gather(1, asked_ids)
-    if not settings.is_logits:
-        total = scores.logsumexp(dim=-1, keepdim=True)
-        chosen = chosen - (total if rows is None else total[rows])
-        top, asked = top - total, asked - total
-    return Measures(chosen.squeeze(1), ranks, top_ids, top, asked)
+    ranks = (at > at.gather(1, index)).sum(dim=1, dtype=torch.int32) + 1
+    del at
+    top_ids = scores.topk(k).indices
+    values = scores if settings.is_logits else scores.log_softmax(dim=-1)
+    logprobs = values.gather(1, index).squeeze(1) if rows is None else values[rows, tokens]
+    asked_ids = top_ids[:, :0] if asked_ids is None else asked_ids
+    return Measures(
+        logprobs, ranks, top_ids, *(values.gather(1, ids) for ids in (top_ids, asked_ids))
+    )
