@@ -731,12 +731,24 @@ def test_a_character_that_stays_broken(speaker: Any, bytes_of: Any) -> None:
     assert [event.text for event in stream] == ["", "\ufffda", "", "\ufffd"]
 
 
+def check_texts(model: Any, tokenizer: Any, rows: int = 3, seed: int = 1, **options: Any) -> Any:
+    """Text and reasons of a stream are those of the output of ``generate``."""
+    options = {"tokenizer": tokenizer, **options}
+    torch.manual_seed(seed)
+    output = model.generate(tiny.prompt(rows), return_dict_in_generate=True, **options)
+    torch.manual_seed(seed)
+    events = list(model.stream(tiny.prompt(rows), **options))
+    assert texts_of(events) == dict(enumerate(output.texts)), options
+    reasons = {event.row: event.finish_reason for event in events}
+    assert reasons == dict(enumerate(output.finish_reasons)), options
+    for row, reason in reasons.items():
+        assert reason.stop == output.finish_reasons[row].stop
+    return output
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_text_is_that_of_the_tokens(speaker: Any, bytes_of: Any, mode: str) -> None:
-    options = {"max_new_tokens": 40, "eos_token_id": [0, *range(40, 50)], **MODES[mode]}
-    torch.manual_seed(1)
-    events = list(speaker.stream(tiny.prompt(3), tokenizer=bytes_of, **options))
-    rows = rows_of(events)
-    assert texts_of(events) == {
-        index: bytes_of.decode(row, skip_special_tokens=True) for index, row in rows.items()
-    }
+def test_texts_and_reasons_are_those_of_generate(speaker: Any, bytes_of: Any, mode: str) -> None:
+    options = {"max_new_tokens": 40, **MODES[mode]}
+    options.pop("return_dict_in_generate", None)
+    for eos in ([0, *range(40, 50)], [0]):
+        check_texts(speaker, bytes_of, eos_token_id=eos, **options)

@@ -47,6 +47,14 @@ class Ending:
     #: The criterion that ended it, if one did.
     cause: Any = None
 
+    @classmethod
+    def of(cls, run: Run, causes: list[Any], row: int, ids: list[int], is_end: bool) -> Ending:
+        """That of a row with ``causes``; ``is_end``: it ended with the last of its generated ``ids``."""
+        if not ids:
+            return cls(ids, FinishReason("length"))
+        n, reason, cause = (at_end if is_end else first)(causes, ids)
+        return cls(ids[:n], own_reason(run, row, ids[:n], reason), cause)
+
 
 class Results:
     """Collects while a call decodes what can only be known then; the rest is found out at the end."""
@@ -80,19 +88,15 @@ class Results:
     def endings(self, run: Run, result: dict[str, Any]) -> list[Ending]:
         """How each returned row ended. Of hypotheses, whose length is known, only the end is looked at."""
         rows = result["sequences"][:, self.prompt_length :].tolist()
-        if not rows or not rows[0]:
-            return [Ending(ids, FinishReason("length")) for ids in rows]
-        notes = getattr(run.criteria, "notes", None) or {}
-        causes = Causes(run.criteria, notes, self.prompt_length)
+        causes = Causes.of_run(run, self.prompt_length)
         if (parents := result.get("beam_indices")) is not None:
             lengths = (parents >= 0).sum(dim=1).tolist()
             rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
-        find = first if parents is None else at_end
-        endings = []
-        for row, ids in enumerate(rows):
-            n, reason, cause = find(causes.of(row, len(rows), parents is not None), ids)
-            endings.append(Ending(ids[:n], own_reason(run, row, ids[:n], reason), cause))
-        return endings
+        is_search = parents is not None
+        return [
+            Ending.of(run, causes.of(row, len(rows), is_search), row, ids, is_search)
+            for row, ids in enumerate(rows)
+        ]
 
     def metrics(self, run: Run, lengths: list[int]) -> Metrics:
         """The times up to now; ``lengths``: generated tokens of each returned row."""
@@ -128,11 +132,7 @@ def own_reason(run: Run, row: int, ids: list[int], reason: FinishReason) -> Fini
 
 def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:
     """The text of a returned row, without what stopped it unless that is asked for."""
-    config: Any = run.config
-    if run.rows is not None:
-        config = run.rows.configs[row * len(run.rows) // n_rows]
-    skips = bool(getattr(config, "skip_special_tokens", True))
-    includes = bool(getattr(config, "include_stop_str_in_output", False))
+    skips, includes = skips_and_includes(run, row, n_rows)
     ids, cause = ending.ids, ending.cause
     if isinstance(cause, TextCriteria) and (found := cause.found(ids, len(ids))) is not None:
         n_bytes = found.end if includes else found.begin
@@ -140,6 +140,15 @@ def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:
     if ending.reason.stop is not None and not includes:
         ids = ids[:-1]
     return decode(run.tokenizer, ids, skips)
+
+
+def skips_and_includes(run: Run, row: int, n_rows: int) -> tuple[bool, bool]:
+    """``skip_special_tokens`` and ``include_stop_str_in_output`` of a returned row."""
+    config: Any = run.config
+    if run.rows is not None:
+        config = run.rows.configs[row * len(run.rows) // n_rows]
+    skips = getattr(config, "skip_special_tokens", True)
+    return bool(skips), bool(getattr(config, "include_stop_str_in_output", False))
 
 
 def _now(run: Run) -> float:

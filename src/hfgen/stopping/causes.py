@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
@@ -13,6 +13,9 @@ from ..processors.by_rows import CriteriaByRows
 from ..processors.lists import name_of
 from .reasons import FinishReason
 from .tokens import RowEosCriteria, RowLengthCriteria
+
+if TYPE_CHECKING:
+    from ..call import Run
 
 
 class Cause(Protocol):
@@ -88,6 +91,11 @@ class Causes:
             for place, by_length in notes.items()
             if by_length
         }
+
+    @classmethod
+    def of_run(cls, run: Run, prompt_length: int) -> Causes:
+        """Those of ``run``, up to its newest step."""
+        return cls(run.criteria, getattr(run.criteria, "notes", None) or {}, prompt_length)
 
     def of(self, row: int, n_rows: int, is_search: bool) -> list[Any]:
         """Those of row ``row`` of ``n_rows`` returned; noted is, in a search, what ended any of its rows."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import regex
 import torch
 import transformers
 from transformers import StoppingCriteria
@@ -49,6 +51,19 @@ class TextCriteria(StoppingCriteria):
     def found(self, ids: Sequence[int], n: int) -> Found | None:
         """``find`` of the first ``n`` generated ids."""
         return self.find(ids[max(0, n - self.n_tokens) : n])
+
+    def n_begun(self, ids: Sequence[int]) -> int:
+        """Bytes at the end of the text of ``ids`` with which a stop may have begun."""
+        raise NotImplementedError
+
+    def n_open(self, ids: Sequence[int]) -> int:
+        """How many tokens at the end of the generated ``ids`` may belong to a stop that is to come."""
+        tail = ids[-self.n_tokens :]
+        n_bytes, n = self.n_begun(tail), 0
+        while n_bytes > 0 and n < len(tail):
+            n += 1
+            n_bytes -= len(self.pieces[tail[-n]])
+        return n
 
     def ends(self, ids: Sequence[int]) -> list[int]:
         return sorted(hit - self.prompt_length for hit in self.hits)
@@ -107,6 +122,16 @@ class StopStringCriteria(transformers.StopStringCriteria, TextCriteria):
         end, start, string = min(found)
         return Found(string, len(text) - start, len(text) - end)
 
+    def n_begun(self, ids: Sequence[int]) -> int:
+        text = b"".join(self.pieces.of(ids))
+        begun = (
+            n
+            for spelled in (string.encode() for string in self.stop_strings)
+            for n in range(1, len(spelled))
+            if text.endswith(spelled[:n])
+        )
+        return max(begun, default=0)
+
 
 class _Endings(dict[int, tuple[tuple[str, bytes], ...]]):
     """Which stop strings, and their bytes, may end within a token: those whose last byte it has."""
@@ -136,6 +161,11 @@ class StopRegexCriteria(TextCriteria):
         self.patterns = [re.compile(pattern) for pattern in patterns]
         self.pieces, self.prompt_length, self.hits = Pieces(tokenizer), prompt_length, set()
 
+    @functools.cached_property
+    def partial_patterns(self) -> list[Any]:
+        """The patterns for ``regex``, which finds what may yet become a match; ``None`` if it cannot."""
+        return [_partial(pattern.pattern) for pattern in self.patterns]
+
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
         start = max(self.prompt_length, input_ids.shape[1] - self.n_tokens)
@@ -163,6 +193,23 @@ class StopRegexCriteria(TextCriteria):
         end, start, pattern = min(matches)
         size = [len(text[at:].encode(errors="surrogateescape")) for at in (start, end)]
         return Found(pattern, *size)
+
+    def n_begun(self, ids: Sequence[int]) -> int:
+        pieces = self.pieces.of(ids)
+        text = b"".join(pieces).decode(errors="surrogateescape")
+        whole = text.rstrip(_SURROGATES)
+        begin = len(whole)
+        for pattern in self.partial_patterns:
+            match = None if pattern is None else pattern.search(whole, partial=True)
+            begin = 0 if pattern is None else begin if match is None else min(begin, match.start())
+        return len(text[begin:].encode(errors="surrogateescape"))
+
+
+def _partial(pattern: str) -> Any:
+    try:
+        return regex.compile(pattern)
+    except regex.error:
+        return None
 
 
 _SURROGATES = "".join(map(chr, range(0xDC80, 0xDD00)))

@@ -207,7 +207,9 @@ class Assisted:
         self.stats.accepted += sum(accepted)
         self.stats.generated += sum(gained)
 
-    def row_ends(self, run: Run) -> list[int | None]:
+    def row_ends(self, run: Run) -> list[int | None] | None:
+        if not self.rows.has_padding:  # rows that have ended run on until all have
+            return None
         pairs = zip(self.rows.known, self.rows.has_ended, strict=True)
         return [known if has_ended or run.finished else None for known, has_ended in pairs]
 

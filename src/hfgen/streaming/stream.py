@@ -69,9 +69,9 @@ def _decode(
     call = prepare(model, request)
     try:
         run, strategy = call.start(model)
+        yield []
         recording = loop.begin(run)
         rows = Rows(run, strategy)
-        yield []
         with validate.explaining_misfit(model, call.cache):
             with closing(loop.drive(run, strategy)) as steps:
                 for step in steps:
