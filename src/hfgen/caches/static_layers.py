@@ -235,8 +235,9 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, added = self._length(), key_states.shape[-2]
-        end = start + added
-        self._check(key_states, end)
+        end, shape = start + added, self.keys.shape
+        if end > shape[2] or key_states.shape[:2] != shape[:2]:
+            self._refuse(key_states, end)
         visible = self._visible
         visible.is_open = False
         if visible.total == end:
@@ -246,21 +247,22 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             keys, values = self.keys, self.values
         keys.narrow(2, start, added).copy_(key_states)
         values.narrow(2, start, added).copy_(value_states)
-        self.cumulative_length.add_(added)
-        self._note(end)
+        count = self.cumulative_length
+        count.add_(added)
+        if not count.is_cpu:
+            self._note(end)
         if self._lease is not None:
             self._lease.buffers.reach(end)
         return keys, values
 
-    def _check(self, key_states: Tensor, end: int) -> None:
+    def _refuse(self, key_states: Tensor, end: int) -> None:
         shape = self.keys.shape
         if end > shape[2]:
             raise IndexError(f"The static cache holds {shape[2]} tokens, but gets {end}.")
-        if key_states.shape[:2] != shape[:2]:
-            raise RuntimeError(
-                f"The static cache holds {shape[0]} rows of {shape[1]} heads, but gets "
-                f"{key_states.shape[0]} of {key_states.shape[1]}."
-            )
+        raise RuntimeError(
+            f"The static cache holds {shape[0]} rows of {shape[1]} heads, but gets "
+            f"{key_states.shape[0]} of {key_states.shape[1]}."
+        )
 
     def _update_in_graph(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """The same in a compiled graph, which must not depend on the length."""
