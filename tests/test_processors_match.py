@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, WatermarkingConfig
 
 from hfgen import processors
-from hfgen.processors import lengths, repetition, sampling, vocabulary
+from hfgen.processors import lengths, ngrams, repetition, sampling, vocabulary
 from hfgen.processors.lists import public_type
 from tests.versions import IS_5_23
 
@@ -212,7 +212,7 @@ def test_encoder_no_repeat_ngram(
     encoder_ids = draw_ids(count, 9, seed + 1)
     ours, theirs = (
         module.EncoderNoRepeatNGramLogitsProcessor(size, encoder_ids)
-        for module in (repetition, transformers)
+        for module in (ngrams, transformers)
     )
     ids, scores = draw_ids(count * beams, length, seed), draw_scores(count * beams, seed, dtype)
     assert_same(ours, theirs, ids, scores)

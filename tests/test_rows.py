@@ -39,6 +39,23 @@ CHOICES: dict[str, list[Any]] = {
     "exponential_decay_length_penalty": [None, (2, 1.5)],
     "remove_invalid_values": [None, True],
     "renormalize_logits": [None, True],
+    "frequency_penalty": [None, 0.8, -0.5],
+    "presence_penalty": [None, 1.5],
+    "penalty_window": [None, 3],
+    "penalty_exclude_ids": [None, [11, 12, 13]],
+    "dry_multiplier": [0.0, 1.0, 2.0],
+    "dry_allowed_length": [1, 2],
+    "top_n_sigma": [None, 1.0, 2.0],
+    "top_a": [None, 0.3],
+    "p_less": [None, True],
+    "xtc_probability": [None, 0.5, 1.0],
+    "xtc_threshold": [0.05, 0.2],
+    "dynatemp_range": [None, 0.5],
+    "dynatemp_exponent": [1.0, 2.0],
+    "smoothing_factor": [None, 0.3],
+    "mirostat": [0, 1, 2],
+    "mirostat_tau": [1.0, 3.0],
+    "adaptive_target": [None, 0.3],
 }
 
 
@@ -58,12 +75,14 @@ def prompts(seed: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
 
 
 def random_config(draw: random.Random, **fixed: Any) -> GenerationConfig:
-    names = draw.sample(sorted(CHOICES), draw.randint(1, 8))
+    names = draw.sample(sorted(CHOICES), draw.randint(1, 12))
     values = {name: draw.choice(CHOICES[name]) for name in names}
-    values = {"max_new_tokens": 8, "pad_token_id": 0, **values}
+    values = {"max_new_tokens": 8, "pad_token_id": 0, "dry_sequence_breakers": [15], **values}
     if values.get("exponential_decay_length_penalty") and values.get("eos_token_id") is None:
         values["eos_token_id"] = 2
     values = {**values, **fixed}
+    if fixed.get("num_beams", 1) > 1:  # they are steered by the one token that is drawn
+        values |= {"mirostat": None, "adaptive_target": None}
     values.setdefault("do_sample", draw.random() < 0.7)
     return GenerationConfig(seed=draw.randrange(2**40), **values)
 

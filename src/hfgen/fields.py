@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from .kinds import (
     ANY,
     BIASES,
+    BREAKERS,
     CUTOFF,
     DFLASH,
     FINITE,
@@ -22,13 +24,16 @@ from .kinds import (
     MARKER,
     N_BEST,
     NAME,
+    NAMES,
     NUMBER,
     OBJECT,
     PAIR,
     PENALTY,
+    POSITIVE,
     REPETITION,
     SEED,
     SEQUENCES,
+    SHARE,
     SIZE,
     STRINGS,
     TOKEN,
@@ -143,6 +148,38 @@ PER_ROW: dict[str, Field] = {
     "suppress_tokens": Field(TOKEN_LIST),
     "begin_suppress_tokens": Field(TOKEN_LIST),
     "watermarking_config": Field(WATERMARK),
+    # Scores: penalties
+    "frequency_penalty": Field(NUMBER, FINITE, is_own=True),
+    "presence_penalty": Field(NUMBER, FINITE, is_own=True),
+    "penalty_window": Field(SIZE, at_least(1), is_own=True, within_sequence=True),
+    "penalty_exclude_ids": Field(TOKENS, is_own=True),
+    "dry_multiplier": Field(NUMBER, POSITIVE, is_own=True),
+    "dry_base": Field(
+        NUMBER,
+        Range("at least 1, and finite", lambda x: 1 <= x < math.inf),
+        is_own=True,
+        default=1.75,
+    ),
+    "dry_allowed_length": Field(SIZE, at_least(1), is_own=True, default=2),
+    "dry_sequence_breakers": Field(BREAKERS, is_own=True),
+    # Sampling
+    "top_n_sigma": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
+    "top_a": Field(NUMBER, SHARE, "do_sample", is_own=True),
+    "p_less": Field(FLAG, None, "do_sample", is_own=True),
+    "xtc_probability": Field(NUMBER, SHARE, "do_sample", is_own=True),
+    "xtc_threshold": Field(NUMBER, SHARE, "do_sample", is_own=True, default=0.1),
+    "dynatemp_range": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
+    "dynatemp_exponent": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=1.0),
+    "smoothing_factor": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
+    "mirostat": Field(
+        SIZE, Range("1 or 2; 0 is off", lambda n: n in (0, 1, 2)), "do_sample", is_own=True
+    ),
+    "mirostat_tau": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=5.0),
+    "mirostat_eta": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=0.1),
+    "adaptive_target": Field(
+        NUMBER, Range("between 0 and 1", lambda x: 0 <= x <= 1), "do_sample", is_own=True
+    ),
+    "adaptive_decay": Field(NUMBER, CUTOFF, "do_sample", is_own=True, default=0.9),
     # Special tokens
     "eos_token_id": Field(TOKENS),
     # hfgen's own
@@ -224,6 +261,7 @@ PER_CALL: dict[str, Field] = {
     "continuous_batching_config": Field(OBJECT),
     "transformers_version": Field(OBJECT),
     # hfgen's own
+    "sampler_order": Field(NAMES, is_own=True),
     "output_speculation": Field(FLAG, is_own=True, default=False),
     "output_metrics": Field(FLAG, is_own=True, default=False),
     "drop_finished": Field(FLAG, is_own=True, default=False),

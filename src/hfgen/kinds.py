@@ -111,6 +111,17 @@ def _is_strings(value: Any) -> bool:
     return is_collection and all(isinstance(string, str) and string for string in strings)
 
 
+def _are_names(value: Any) -> bool:
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+
+
+def _are_breakers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(item, str) or (_is_tokens(item) and item not in ("", [], ())) for item in value
+    )
+
+
 def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
 
@@ -176,6 +187,8 @@ WATERMARK = Kind(
 )
 DFLASH = Kind("'dflash'", lambda value: isinstance(value, str) and value == "dflash")
 NAME = Kind("a name", lambda value: isinstance(value, str))
+BREAKERS = Kind("a list of strings, token ids and lists of token ids", _are_breakers)
+NAMES = Kind("a name or a list of names", _are_names)
 ANY = Kind("text or JSON", lambda value: True)  # checked by the stage that reads it
 OBJECT = Kind("an object", lambda value: True, option=None)
 GRAMMAR = Kind(
@@ -198,6 +211,8 @@ def at_least(least: int) -> Range:
 
 FINITE = Range("finite", lambda value: math.isfinite(value))
 SEQUENCES = Range(f"at least 1, and at most {MAX_ROWS:,}", lambda n: 1 <= n <= MAX_ROWS)
+POSITIVE = Range("at least 0, and finite", lambda x: 0 <= x < math.inf)
+SHARE = Range("between 0 and 1; 0 is off", lambda x: 0 <= x <= 1)
 CUTOFF = Range("at least 0 and below 1; 0 is off", lambda x: 0 <= x < 1)
 PENALTY = Range("a float above 0; 1 is off", lambda x: is_positive_float(x) and x < math.inf)
 N_BEST = Range("at least 0, or -1 for the whole vocabulary", lambda n: n >= -1)

@@ -26,6 +26,7 @@ def prepare(model: Any, request: Request) -> Call:
         for each in call.configs:
             validate.check_companions(each)
             validate.check_stops(each, call.mode_kwargs.get("tokenizer"))
+            validate.check_samplers(each, call.mode_kwargs.get("tokenizer"))
         validate.check_ends(call)
         modes.check_call(call)
         if any(getattr(each, "grammar", None) is not None for each in call.configs):

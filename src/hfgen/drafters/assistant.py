@@ -13,7 +13,7 @@ from .. import execution
 from ..caches.layers import record_past, roll_back
 from ..call import ModelKwargs, Request, Run
 from ..loop import commit
-from ..processors import is_row_wise
+from ..processors import for_drafts, is_row_wise
 from ..validate import accepted_names
 from .base import Draft, DraftContext, Drafter, Setup
 from .schedule import relative_cost
@@ -156,7 +156,7 @@ class Assistant(Drafter):
         Those with a state, and the caller's own, only where draws or chunks have to be upstream's.
         """
         shows = self.setup.is_exact or self.setup.is_streamed_row
-        return [p for p in target.processors if shows or is_row_wise(p)]
+        return for_drafts(p for p in target.processors if shows or is_row_wise(p))
 
     def config(self, target: GenerationConfig) -> GenerationConfig:
         """The call's config, without what is for the target alone."""
@@ -166,7 +166,10 @@ class Assistant(Drafter):
             "max_length min_length min_new_tokens max_time stop_strings guidance_scale "
             "prompt_lookup_num_tokens assistant_early_exit assistant_confidence_threshold "
             "output_attentions output_hidden_states token_healing logprobs logprob_token_ids "
-            "prompt_logprobs grammar"
+            "prompt_logprobs grammar "
+            # These samplers come with the target's processors.
+            "frequency_penalty presence_penalty dry_multiplier dynatemp_range smoothing_factor "
+            "top_n_sigma top_a p_less xtc_probability mirostat adaptive_target sampler_order"
         ).split():
             setattr(config, name, None)
         if self.model.config.is_encoder_decoder:  # chunks of a decoder's prompt are not worth it

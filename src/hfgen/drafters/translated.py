@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from ..caches.layers import keeps_all_tokens
 from ..call import ModelKwargs, Run
-from ..processors import LogitsProcessorList, is_row_wise
+from ..processors import LogitsProcessorList, for_drafts, is_row_wise
 from ..vocabularies import Spelling, n_scores, shared_tokens
 from .assistant import Assistant
 from .base import Draft, DraftContext, Setup
@@ -217,7 +217,7 @@ class BySharedTokens(UniversalDrafter):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.to_target = shared_tokens(self.target, self.own)
-        processors = [p for p in setup.run.processors if is_row_wise(p)]
+        processors = for_drafts(p for p in setup.run.processors if is_row_wise(p))
         self.restriction = Restriction(
             self.to_target, self.target.size, LogitsProcessorList(processors), setup.run.ids.device
         )

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from ..batch import row_dim
 from ..call import ModelKwargs, Run
-from ..processors import is_row_wise
+from ..processors import for_drafts, is_row_wise
 from .base import Draft, DraftContext, Drafter, Setup
 from .checks import has_foreign_generator
 from .schedule import DEFAULT_TOKENS, Constant
@@ -258,7 +258,8 @@ def _made(setup: Setup, generator: Any) -> FromGenerators:
 def _call_hook(setup: Setup, row: int = 0) -> Any:
     """The generator that the model's hook makes: for all of the call, or for a row of a batch."""
     run, rows = setup.run, len(setup.run.ids)
-    processors, model_kwargs, encoder_input = run.processors, run.model_kwargs, setup.encoder_input
+    model_kwargs, encoder_input = run.model_kwargs, setup.encoder_input
+    processors = LogitsProcessorList(for_drafts(run.processors))
     if rows > 1:
         processors = LogitsProcessorList([_ForRow(run, row)])
         model_kwargs = _of_row(model_kwargs, row, rows)
@@ -284,7 +285,7 @@ class _ForRow(LogitsProcessor):
     """
 
     def __init__(self, run: Run, row: int, n_pads: int = 0) -> None:
-        self.processors = LogitsProcessorList(filter(is_row_wise, run.processors))
+        self.processors = LogitsProcessorList(for_drafts(filter(is_row_wise, run.processors)))
         self.row, self.rows = row, len(run.ids)
         self.pads = run.ids[row : row + 1, :n_pads]
 

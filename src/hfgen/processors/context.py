@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import GenerationConfig
 
+from ..fields import OWN_FIELDS
 from ..rows import RowParams, all_equal
 from .by_rows import ProcessorsByRows
 from .columns import as_column, expand, take_prompts
@@ -87,6 +88,15 @@ class Context:
         """A field's value, or ``(prompts, 1)`` of them where prompts differ; ``off`` for ``None``."""
         return as_column([off if v is None else v for v in self.values(name)], self.device)
 
+    def own(self, name: str) -> Any:
+        """The value of one of hfgen's own fields, or its default; upstream's configs lack them."""
+        value = getattr(self.config, name, None)
+        return OWN_FIELDS[name] if value is None else value
+
+    def own_column(self, name: str) -> Any:
+        """``column`` of one of hfgen's own fields, with its default for ``None``."""
+        return self.column(name, OWN_FIELDS[name])
+
     def by_rows(self, parts: list[tuple[Any, list[int]]]) -> Any:
         """One processor that is each of ``parts`` for its prompts."""
         assert self.rows is not None
@@ -108,6 +118,11 @@ class Context:
 
 
 Builder: TypeAlias = Callable[[Any], Any]
+
+
+def field_of(builder: Builder) -> str | None:
+    """The field that a row of a table is for; ``None`` for what reads no field."""
+    return getattr(builder, "field", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -110,6 +112,11 @@ _WITH_STATE = (
     "SynthIDTextWatermarkLogitsProcessor",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
 )
+
+
+def for_drafts(processors: Iterable[Any]) -> list[Any]:
+    """The processors, for another model to draft with: what remembers rows is copied."""
+    return [copy.deepcopy(p) if hasattr(p, "reorder") else p for p in processors]
 
 
 def is_row_wise(function: Any) -> bool:

@@ -1,113 +1,163 @@
-"""Processors that hold repetition down, of generated tokens or of the encoder's input."""
+"""Penalties on tokens that have occurred: among those generated, in the prompt, in the encoder's input."""
 
 from __future__ import annotations
 
-import math
 import warnings
+from typing import Any
 
 import torch
-from transformers import EncoderRepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor
+from torch.nn.functional import pad
+from transformers import EncoderRepetitionPenaltyLogitsProcessor, LogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from .. import families
+from .columns import expand
 from .context import Context
+from .history import Counted, Counts, Distinct
 
 
 class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor):
     """Divides positive and multiplies negative scores of tokens that occurred by the penalty."""
 
     prompt_ignore_length: int | torch.Tensor | None
+    is_row_wise = True
 
     def __init__(
-        self, penalty: float, prompt_ignore_length: int | torch.Tensor | None = None
+        self,
+        penalty: float | torch.Tensor,
+        prompt_ignore_length: int | torch.Tensor | None = None,
+        window: int | None = None,
+        excluded: torch.Tensor | None = None,
     ) -> None:
-        """``prompt_ignore_length``: tokens at the start that do not count, also per row ``(rows,)``."""
+        """``penalty`` may be a column ``(prompts, 1)``.
+
+        ``prompt_ignore_length``: tokens at the start that do not count, also per row ``(rows,)``.
+        ``window``: only the last so many count. ``excluded (n,)``: tokens that never do.
+        """
         ignored = prompt_ignore_length
         if isinstance(ignored, torch.Tensor) and ignored.dim() != 1:
             raise ValueError(
                 "`prompt_ignore_length` has to be an integer or a tensor of shape (rows,), but has "
                 f"the shape {tuple(ignored.shape)}."
             )
-        super().__init__(penalty, None if isinstance(ignored, torch.Tensor) else ignored)
-        self.prompt_ignore_length = ignored
+        n_pads, first = (ignored, None) if isinstance(ignored, torch.Tensor) else (None, ignored)
+        super().__init__(1.0 if isinstance(penalty, torch.Tensor) else penalty, first)
+        self.penalty, self.prompt_ignore_length = penalty, ignored
+        self.history = Distinct(Counted(first or 0, window, n_pads, excluded))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.dim() != 2 or input_ids.dim() != 2:
             return super().__call__(input_ids, scores)
-        vocab = scores.shape[-1]
-        input_ids = self._without_ignored(input_ids, vocab).clamp(max=vocab)
-        padded = torch.nn.functional.pad(scores, (0, 1))  # a column for ids that do not count
-        seen = padded.gather(1, input_ids)
-        seen = torch.where(seen < 0, seen * self.penalty, seen / self.penalty)
-        return padded.scatter_(1, input_ids, seen)[:, :vocab]
-
-    def _without_ignored(self, input_ids: torch.Tensor, vocab: int) -> torch.Tensor:
-        ignored = self.prompt_ignore_length
-        if isinstance(ignored, int):
-            return input_ids[:, ignored:]
-        if ignored is None:
-            return input_ids
-        if len(ignored) != len(input_ids):
+        vocab, ignored = scores.shape[-1], self.history.counted.n_pads
+        if ignored is not None and len(ignored) != len(input_ids):
             raise ValueError(
                 f"`prompt_ignore_length` has {len(ignored)} rows, the input ids {len(input_ids)}."
             )
-        self.prompt_ignore_length = ignored = ignored.to(input_ids.device)
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return input_ids.masked_fill(positions < ignored[:, None], vocab)
+        tokens = self.history.tokens(input_ids, vocab)
+        padded = pad(scores, (0, 1))  # a column for ids that do not count
+        penalty, seen = expand(self.penalty, len(scores)), padded.gather(1, tokens)
+        seen = torch.where(seen < 0, seen * penalty, quotient(seen, penalty))
+        return padded.scatter_(1, tokens, seen)[:, :vocab]
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        self.history.reorder(index)
 
 
-class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsProcessor):
-    """Rules out the token that would complete an n-gram of the encoder's input."""
+def quotient(scores: torch.Tensor, by: float | torch.Tensor) -> torch.Tensor:
+    """``scores / by``, the same for a number and for a column ``(rows, 1)`` of it."""
+    if scores.is_cpu or not isinstance(by, torch.Tensor):
+        return scores / by
+    return scores * by.reciprocal()  # what CUDA does for a number
+
+
+class OccurrencePenalty(Counts, LogitsProcessor):
+    """Takes ``penalty`` off a score for each time that its token has occurred, or once if ``of_presence``.
+
+    As in OpenAI's API. ``penalty`` is a number, or a column ``(prompts, 1)``; 0 changes nothing.
+    """
+
+    is_row_wise = True
+
+    def __init__(
+        self, penalty: float | torch.Tensor, counted: Counted, of_presence: bool = False
+    ) -> None:
+        super().__init__(counted)
+        self.penalty, self.of_presence = penalty, of_presence
+
+    def begin(self, n_rows: int, device: torch.device) -> None:
+        super().begin(n_rows, device)
+        #: ``(rows, vocab + 1)``: what is taken off.
+        self.penalties = torch.zeros(n_rows, self.vocab + 1, device=device)
+
+    def changed(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        counts = counts.clamp(max=1) if self.of_presence else counts
+        self.penalties.scatter_(1, tokens, counts * expand(self.penalty, len(tokens)))
+
+    def take(self, index: torch.Tensor) -> None:
+        super().take(index)
+        self.penalties = self.penalties[index]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        start = input_ids.shape[-1] + 1 - self.ngram_size
-        scores = scores.clone()  # upstream's copies too: a later in-place edit spares the logits
-        if start < 0:
-            return scores
-        beams = len(scores) // self.batch_size
-        rows: list[int] = []
-        tokens: list[int] = []
-        for row, prefix in enumerate(input_ids[:, start:].tolist()):
-            banned = self.generated_ngrams[row // beams].get(tuple(prefix), [])
-            tokens += banned
-            rows += [row] * len(banned)
-        scores[rows, tokens] = -math.inf
-        return scores
+        if scores.shape[-1] != self.vocab:
+            self.vocab = scores.shape[-1]
+            self.forget()
+        self.follow(input_ids)
+        return scores - self.penalties[:, :-1]
 
 
 def encoder_repetition_penalty(value: float, context: Context) -> upstream.LogitsProcessor | None:
-    ids = _encoder_ids(context, "encoder_repetition_penalty")
+    ids = encoder_ids(context, "encoder_repetition_penalty")
     return None if ids is None else EncoderRepetitionPenaltyLogitsProcessor(value, ids)
 
 
-def repetition_penalty(penalty: float, context: Context) -> RepetitionPenaltyLogitsProcessor:
+def repetition_penalty(penalty: Any, context: Context) -> RepetitionPenaltyLogitsProcessor:
+    warn_without_prompt(context, "repetition_penalty")
+    n_pads = pads(context) if families.penalty_spares_padding() else None
+    return RepetitionPenaltyLogitsProcessor(penalty, n_pads, *_restriction(context))
+
+
+def frequency_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
+    return OccurrencePenalty(_as_float(penalty), _of_output(context))
+
+
+def presence_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
+    return OccurrencePenalty(_as_float(penalty), _of_output(context), of_presence=True)
+
+
+def _as_float(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) else float(value)
+
+
+def _of_output(context: Context) -> Counted:
+    """What was generated, or the last of all tokens if there is a window."""
+    window, excluded = _restriction(context)
+    return Counted(0 if window else context.prompt_length, window, pads(context), excluded)
+
+
+def pads(context: Context) -> torch.Tensor | None:
+    """``(rows,)``: how many columns of padding each row of the decoder's prompt begins with."""
     name = "decoder_attention_mask" if context.is_encoder_decoder else "attention_mask"
-    mask = context.model_kwargs.get(name) if families.penalty_spares_padding() else None
-    pads = None if mask is None else (mask != 0).int().argmax(dim=1)
-    _warn_without_prompt(context, "repetition_penalty")
-    return RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=pads)
+    mask = context.model_kwargs.get(name)
+    return None if mask is None else (mask != 0).int().argmax(dim=1)
 
 
-def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor:
-    _warn_without_prompt(context, "no_repeat_ngram_size")
-    return NoRepeatNGramLogitsProcessor(size)
+def _restriction(context: Context) -> tuple[int | None, torch.Tensor | None]:
+    """The window of a penalty, and the tokens that it spares."""
+    excluded = context.own("penalty_exclude_ids")
+    if excluded is not None:
+        excluded = torch.tensor(excluded, dtype=torch.long, device=context.device).flatten()
+    return context.own("penalty_window"), excluded
 
 
-def encoder_no_repeat_ngram(size: int, context: Context) -> upstream.LogitsProcessor | None:
-    if (ids := _encoder_ids(context, "encoder_no_repeat_ngram_size")) is None:
-        return None
-    # Upstream's time grows with the size, also above the length, where no n-gram is left.
-    return EncoderNoRepeatNGramLogitsProcessor(min(size, ids.shape[1] + 1), ids)
-
-
-def _encoder_ids(context: Context, argument: str) -> torch.Tensor | None:
+def encoder_ids(context: Context, argument: str) -> torch.Tensor | None:
     if (ids := context.encoder_ids) is None:
         reason = "it works on token ids, and the input of this call has none."
         warnings.warn(f"`{argument}` is ignored: {reason}", stacklevel=2)
     return ids
 
 
-def _warn_without_prompt(context: Context, argument: str) -> None:
+def warn_without_prompt(context: Context, argument: str) -> None:
     if not context.is_encoder_decoder and context.prompt_length == 0:
         reason = "the prompt was given as `inputs_embeds`, without `input_ids`."
         warnings.warn(f"`{argument}` counts generated tokens only: {reason}", stacklevel=2)

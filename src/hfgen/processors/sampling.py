@@ -26,15 +26,23 @@ class TopPLogitsWarper(UpstreamTopP):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         left = self._tokens_left(scores)
         if not self.min_tokens_to_keep <= left <= scores.shape[-1] // 4:
-            return super().__call__(input_ids, scores)
+            return self.of_all(input_ids, scores)
         values, tokens = (part.flip(-1) for part in scores.topk(left))  # ascending
         ascending = pad(values, (scores.shape[-1] - left, 0), value=-math.inf)
-        drop = ascending.softmax(dim=-1).cumsum(dim=-1)[:, -left:] <= 1 - self.top_p
+        drop = ascending.softmax(dim=-1).cumsum(dim=-1)[:, -left:] <= self.rest(len(scores))
         drop[:, -self.min_tokens_to_keep :] = False
         # Which of equal scores fall on which side of the cut is up to the order of the full sort.
         if (drop[:, :-1] & ~drop[:, 1:] & (values[:, :-1] == values[:, 1:])).any():
-            return super().__call__(input_ids, scores)
+            return self.of_all(input_ids, scores)
         return scores.scatter(1, tokens, values.masked_fill(drop, -math.inf))
+
+    def rest(self, n_rows: int) -> float | torch.Tensor:
+        """How much may be dropped: a number, or ``(n_rows, 1)``."""
+        return 1 - self.top_p
+
+    def of_all(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The scores by a sort of all of them."""
+        return super().__call__(input_ids, scores)
 
     def _tokens_left(self, scores: torch.Tensor) -> int:
         """The most tokens above -inf in a row; the vocabulary's size where a full sort is as good."""

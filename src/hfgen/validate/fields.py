@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
-from .. import constraints
+from .. import constraints, sampler_order
 from ..caches import table
 from ..call import Call
 from ..fields import FIELDS, is_on, with_suggestions
@@ -43,6 +43,8 @@ def check_fields(values: dict[str, Any]) -> None:
         is_used = row.needs is None or is_on(row.needs, values.get(row.needs))
         row.check(name, values.get(name), is_used)
     check_cache_implementation(values.get("cache_implementation"))
+    if (order := values.get("sampler_order")) is not None:
+        sampler_order.fields_of(order)
     _check_mode(values.get("logprobs_mode"))
 
 
@@ -148,6 +150,34 @@ def check_ends(call: Call) -> None:
                 "`ignore_eos=True` leaves nothing to end a row: set `max_new_tokens`, or one of "
                 f"{', '.join(f'`{name}`' for name in STOPS[1:])}."
             )
+
+
+def check_samplers(config: Any, tokenizer: Any) -> None:
+    """Raise ``ValueError`` for samplers that have no meaning, or nothing to work with."""
+    if getattr(config, "dry_multiplier", None):
+        _check_breakers(getattr(config, "dry_sequence_breakers", None), tokenizer)
+    steered = {
+        "mirostat": bool(getattr(config, "mirostat", None)),
+        "adaptive_target": getattr(config, "adaptive_target", None) is not None,
+    }
+    for name, is_steered in steered.items():
+        if is_steered and config.do_sample and (config.num_beams or 1) > 1:
+            raise ValueError(
+                f"`{name}` is steered by the token that is drawn at each step, but with `num_beams`="
+                f"{config.num_beams} there are several. Set `num_beams=1`, or leave `{name}` out."
+            )
+
+
+def _check_breakers(breakers: Any, tokenizer: Any) -> None:
+    if tokenizer is not None:
+        return
+    if breakers is None or any(isinstance(item, str) for item in breakers):
+        which = "are strings by default" if breakers is None else "has strings"
+        raise ValueError(
+            f"`dry_sequence_breakers` {which}: no repeat that `dry_multiplier` penalises reaches over "
+            "them. Pass the model's tokenizer to `generate` as `tokenizer`, or a list of token ids, "
+            "which may be empty."
+        )
 
 
 def validate_generated_length(

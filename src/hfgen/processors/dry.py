@@ -1,0 +1,114 @@
+"""DRY ("don't repeat yourself"): a penalty that grows with the length of what a token would repeat.
+
+As llama.cpp's sampler of that name, after p-e-w (2024, github.com/oobabooga/text-generation-webui/pull/5677).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from .breakers import DEFAULT_BREAKERS, Breakers
+from .context import Context
+from .history import RowStates
+from .repetition import pads
+from .suffixes import SuffixAutomaton
+
+#: Up to here a power fits into a float32.
+_LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)
+
+
+class Repeats:
+    """How long a repeat each token would make longer in one row; none reaches over a breaker."""
+
+    def __init__(self, allowed: int, breakers: Breakers) -> None:
+        self.automaton, self.breakers = SuffixAutomaton(allowed), breakers
+        self.tokens: list[int] = []
+        #: For each length, how many tokens have followed the last breaker.
+        self.since_breaker = [0]
+
+    def push(self, token: int) -> None:
+        self.tokens.append(token)
+        self.automaton.push(token)
+        ends = self.breakers.ends(self.tokens)
+        self.since_breaker.append(0 if ends else self.since_breaker[-1] + 1)
+
+    def pop(self) -> None:
+        self.tokens.pop()
+        self.automaton.pop()
+        self.since_breaker.pop()
+
+    def copy(self) -> Repeats:
+        other = Repeats(self.automaton.least, self.breakers)
+        other.automaton = self.automaton.copy()
+        other.tokens, other.since_breaker = self.tokens.copy(), self.since_breaker.copy()
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Repeats:
+        return self.copy()
+
+    def lengths(self) -> dict[int, int]:
+        """Tokens that would continue a repeat, with the length of the longest so far."""
+        if (limit := self.since_breaker[-1]) < self.automaton.least:
+            return {}
+        repeats = self.automaton.repeats()
+        is_breaker = self.breakers.is_breaker
+        return {t: min(n, limit) for t, n in repeats.items() if not is_breaker(t)}
+
+
+@dataclass(eq=False)
+class DryPenalty(LogitsProcessor):
+    """Takes ``multiplier * base ** (n - allowed)`` off tokens that would continue a repeat of ``n`` tokens.
+
+    Repeats shorter than ``allowed`` are free. Pads of the prompt, ``n_pads (rows,)`` columns, do not count.
+    """
+
+    multiplier: float
+    base: float
+    allowed: int
+    breakers: Breakers
+    n_pads: torch.Tensor | None = None
+
+    is_row_wise = True
+
+    def __post_init__(self) -> None:
+        self.history = RowStates(lambda: Repeats(self.allowed, self.breakers), self.n_pads)
+        #: The exponent from which on the penalty stays the same.
+        self.largest = math.inf if self.base <= 1 else _LARGEST_EXPONENT / math.log(self.base)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.history.follow(input_ids)
+        rows: list[int] = []
+        tokens: list[int] = []
+        penalties: list[float] = []
+        for row, state in enumerate(self.history.states):
+            for token, length in state.lengths().items():
+                if token < scores.shape[-1]:
+                    rows.append(row)
+                    tokens.append(token)
+                    penalties.append(self.penalty(length))
+        if not rows:
+            return scores
+        scores = scores.clone()
+        scores[rows, tokens] -= torch.tensor(penalties, dtype=scores.dtype, device=scores.device)
+        return scores
+
+    def penalty(self, length: int) -> float:
+        """What is taken off a token that would continue a repeat of ``length`` tokens."""
+        exponent = min(length - self.allowed, self.largest)
+        return min(self.multiplier * self.base**exponent, torch.finfo(torch.float32).max)
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        self.history.reorder(index)
+
+
+def dry(multiplier: float, context: Context) -> DryPenalty:
+    given = context.own("dry_sequence_breakers")
+    breakers = Breakers(DEFAULT_BREAKERS if given is None else given, context.tokenizer)
+    base, allowed = float(context.own("dry_base")), int(context.own("dry_allowed_length"))
+    return DryPenalty(float(multiplier), base, allowed, breakers, pads(context))

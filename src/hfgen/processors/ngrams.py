@@ -1,0 +1,115 @@
+"""Processors that rule out n-grams that have occurred, in the sequence itself or in the encoder's input."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import pad
+from transformers.generation import logits_process as upstream
+
+from .context import Context
+from .history import Counted, Distinct, RowStates
+from .repetition import encoder_ids, warn_without_prompt
+
+
+class NGrams:
+    """The n-grams of one row, ``size`` at least 2: which tokens have followed each ``size - 1`` of them."""
+
+    def __init__(self, size: int) -> None:
+        self.n_before = size - 1
+        self.tokens: list[int] = []
+        #: Last of ``n_before`` tokens each: what has followed, in order.
+        self.followers: dict[tuple[int, ...], list[int]] = {}
+
+    def push(self, token: int) -> None:
+        if len(self.tokens) >= self.n_before:
+            self.followers.setdefault(self._last(), []).append(token)
+        self.tokens.append(token)
+
+    def pop(self) -> None:
+        self.tokens.pop()
+        if len(self.tokens) >= self.n_before:
+            self.followers[self._last()].pop()
+
+    def repeating(self) -> list[int]:
+        """The tokens that would repeat an n-gram."""
+        return self.followers.get(self._last(), [])
+
+    def copy(self) -> NGrams:
+        other = NGrams(self.n_before + 1)
+        other.tokens = self.tokens.copy()
+        other.followers = {last: tokens.copy() for last, tokens in self.followers.items()}
+        return other
+
+    def _last(self) -> tuple[int, ...]:
+        return tuple(self.tokens[-self.n_before :])
+
+
+class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
+    """Rules out the token that would complete an n-gram for the second time.
+
+    Upstream compares with all n-grams of the sequence at each step. Here they are looked up, at a cost per new
+    token; but not on an accelerator, where upstream's comparison does not wait for the device.
+    """
+
+    is_row_wise = True
+
+    def __init__(self, ngram_size: int) -> None:
+        super().__init__(ngram_size)
+        self.distinct = Distinct(Counted())
+        self.ngrams = RowStates(lambda: NGrams(ngram_size))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[-1] < self.ngram_size:
+            return scores
+        if self.ngram_size == 1:
+            tokens = self.distinct.tokens(input_ids, scores.shape[-1])
+            return pad(scores, (0, 1)).scatter_(1, tokens, -math.inf)[:, :-1]
+        if not scores.is_cpu:
+            return super().__call__(input_ids, scores)
+        self.ngrams.follow(input_ids)
+        return without(scores, [state.repeating() for state in self.ngrams.states])
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        self.distinct.reorder(index)
+        self.ngrams.reorder(index)
+
+
+class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsProcessor):
+    """Rules out the token that would complete an n-gram of the encoder's input."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        start = input_ids.shape[-1] + 1 - self.ngram_size
+        if start < 0:
+            return scores.clone()
+        beams = len(scores) // self.batch_size
+        banned = [
+            self.generated_ngrams[row // beams].get(tuple(prefix), [])
+            for row, prefix in enumerate(input_ids[:, start:].tolist())
+        ]
+        return without(scores, banned)
+
+
+def without(scores: torch.Tensor, banned: list[list[int]]) -> torch.Tensor:
+    """A copy of ``scores (rows, vocab)`` with -inf at each row's ``banned`` tokens."""
+    vocab = scores.shape[-1]
+    scores = scores.clone()  # upstream's copy too: a later edit in place spares the logits
+    pairs = [(row, token) for row, tokens in enumerate(banned) for token in tokens if token < vocab]
+    if pairs:
+        rows, tokens = zip(*pairs, strict=True)
+        scores[list(rows), list(tokens)] = -math.inf
+    return scores
+
+
+def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor:
+    warn_without_prompt(context, "no_repeat_ngram_size")
+    return NoRepeatNGramLogitsProcessor(size)
+
+
+def encoder_no_repeat_ngram(size: int, context: Context) -> upstream.LogitsProcessor | None:
+    if (ids := encoder_ids(context, "encoder_no_repeat_ngram_size")) is None:
+        return None
+    # Upstream's time grows with the size, also above the length, where no n-gram is left.
+    return EncoderNoRepeatNGramLogitsProcessor(min(size, ids.shape[1] + 1), ids)

@@ -1,0 +1,286 @@
+"""Penalties on what has occurred: by hand, by llama.cpp, and in calls of every mode."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import hfgen
+from hfgen.processors.breakers import Breakers
+from hfgen.processors.dry import DryPenalty
+from hfgen.processors.history import Counted
+from hfgen.processors.repetition import OccurrencePenalty, RepetitionPenaltyLogitsProcessor
+from tests import tiny
+from tests.llama_cpp import Sampler
+
+VOCAB = 11
+
+with_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("xllamacpp") is None,
+    reason="xllamacpp, an optional dependency of the tests, is not installed",
+)
+
+
+def scores_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def some_tokens(draw: random.Random, n: int, alphabet: int) -> list[int]:
+    return [draw.randrange(alphabet) for _ in range(n)]
+
+
+# By hand
+
+
+def test_frequency_and_presence_count_the_output() -> None:
+    ids = torch.tensor([[3, 3, 3, 1, 1, 2]])  # the first three are the prompt
+    zeros = torch.zeros(1, 5)
+    frequency = OccurrencePenalty(0.5, Counted(first=3))
+    assert frequency(ids, zeros).tolist() == [[0.0, -1.0, -0.5, 0.0, 0.0]]
+    presence = OccurrencePenalty(0.5, Counted(first=3), of_presence=True)
+    assert presence(ids, zeros).tolist() == [[0.0, -0.5, -0.5, 0.0, 0.0]]
+    assert not zeros.any()
+    assert OccurrencePenalty(0.5, Counted(first=9))(ids, zeros).tolist() == [[0.0] * 5]
+
+
+def test_tokens_outside_of_the_vocabulary_and_excluded_ones_do_not_count() -> None:
+    ids, zeros = torch.tensor([[7, 1, 2, 1]]), torch.ones(1, 3)
+    excluded = torch.tensor([2, 99])
+    frequency = OccurrencePenalty(1.0, Counted(excluded=excluded))
+    assert frequency(ids, zeros).tolist() == [[1.0, -1.0, 1.0]]
+    repetition = RepetitionPenaltyLogitsProcessor(2.0, excluded=excluded)
+    assert repetition(ids, zeros).tolist() == [[1.0, 0.5, 1.0]]
+
+
+def test_a_window_of_repetition() -> None:
+    processor = RepetitionPenaltyLogitsProcessor(2.0, window=2)
+    ones = torch.ones(1, 4)
+    assert processor(torch.tensor([[0, 1, 2]]), ones).tolist() == [[1.0, 0.5, 0.5, 1.0]]
+    assert processor(torch.tensor([[3]]), ones).tolist() == [[1.0, 1.0, 1.0, 0.5]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_repetition_of_long_texts_is_that_of_all_ids(rows: int) -> None:
+    torch.manual_seed(0)
+    ids, ours = torch.randint(0, 700, (rows, 1700)), RepetitionPenaltyLogitsProcessor(1.3)
+    for length in (5, 511, 512, 600, 1100, 1101, 1600, 1030, 400, 1700):
+        scores = scores_of(length, rows, 600)
+        seen = torch.zeros(rows, 701, dtype=torch.bool).scatter_(1, ids[:, :length], True)[:, :600]
+        expected = torch.where(seen, torch.where(scores < 0, scores * 1.3, scores / 1.3), scores)
+        assert torch.equal(ours(ids[:, :length], scores), expected)
+
+
+def test_a_breaker_ends_a_repeat() -> None:
+    def taken_off(ids: list[int], breakers: list[Any], allowed: int = 2) -> dict[int, float]:
+        processor = DryPenalty(1.0, 2.0, allowed, Breakers(breakers))
+        found = processor(torch.tensor([ids]), torch.zeros(1, 9))[0]
+        return {token: -value for token, value in enumerate(found.tolist()) if value}
+
+    ids = [1, 2, 3, 4, 5, 1, 2, 3]
+    assert taken_off(ids, []) == {4: 2.0}  # three tokens are repeated, two are allowed
+    assert taken_off(ids, [1]) == {4: 1.0}  # two since the breaker
+    assert taken_off(ids, [2]) == {}
+    assert taken_off(ids, [2], allowed=1) == {4: 1.0}
+    assert taken_off(ids, [4]) == {}  # a breaker itself is free
+    assert taken_off(ids, [[1, 2]], allowed=1) == {4: 1.0}
+    assert taken_off(ids, [[2, 9]]) == {4: 2.0}
+    assert taken_off([1, 1, 1, 1], []) == {1: 2.0}
+
+
+def test_the_penalty_of_long_repeats_stays_finite() -> None:
+    processor = DryPenalty(2.0, 1.75, 1, Breakers([]))
+    found = processor(torch.full((1, 400), 3), torch.zeros(1, 5))
+    assert math.isfinite(found.min())
+    assert float(found.min()) < -1e30
+
+
+def test_breakers_by_their_text() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    breakers = Breakers(["\n", "ab"], tokenizer)
+    newline, a, b = (tokenizer.encode(c)[0] for c in ("\n", "a", "b"))
+    assert breakers.is_breaker(newline)
+    assert not breakers.is_breaker(a)
+    assert breakers.ends([a, b])
+    assert not breakers.ends([b])
+
+
+# llama.cpp
+
+
+@with_llama_cpp
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("window", [1, 4, 64])
+def test_penalties_are_llama_cpps(seed: int, window: int) -> None:
+    draw, counted = random.Random(seed), Counted(window=window)
+    repetition = RepetitionPenaltyLogitsProcessor(1.3, window=window)
+    frequency = OccurrencePenalty(0.4, counted)
+    presence = OccurrencePenalty(-0.3, counted, of_presence=True)
+    theirs = Sampler("penalties", 10**6, window, 1.3, 0.4, -0.3)
+    ids: list[int] = []
+    for step in range(20):
+        ids.append(draw.randrange(VOCAB))
+        scores, rows = scores_of(step), torch.tensor([ids])
+        ours = presence(rows, frequency(rows, repetition(rows, scores)))
+        expected, _, _ = theirs.accept(ids[-1]).apply(scores[0].tolist())
+        assert ours[0].tolist() == pytest.approx([expected[t] for t in range(VOCAB)], abs=1e-5)
+
+
+@with_llama_cpp
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("allowed", [1, 2, 4])
+@pytest.mark.parametrize("breakers", [[], [2], [0, 3]], ids=str)
+def test_dry_is_llama_cpps(seed: int, allowed: int, breakers: list[int]) -> None:
+    draw = random.Random(seed)
+    alphabet = draw.choice([2, 3, VOCAB])
+    ours = DryPenalty(0.8, 1.3, allowed, Breakers(breakers))
+    theirs = Sampler.dry(0.8, 1.3, allowed, 512, [[token] for token in breakers])
+    ids: list[int] = []
+    for step in range(60):
+        new = some_tokens(draw, 1, alphabet)
+        if len(ids) > 10 and draw.random() < 0.1:  # say something again
+            start = draw.randrange(len(ids) - 5)
+            new = ids[start : start + 5]
+        ids += new
+        theirs.accept(*new)
+        scores = scores_of(step)
+        expected, _, _ = theirs.apply(scores[0].tolist())
+        found = ours(torch.tensor([ids]), scores)[0].tolist()
+        assert found == pytest.approx([expected[t] for t in range(VOCAB)], rel=1e-4, abs=1e-4)
+
+
+# generate
+
+#: Penalties, each of which changes what the calls below generate.
+PENALTIES: dict[str, dict[str, Any]] = {
+    "repetition, window": {"repetition_penalty": 1.8, "penalty_window": 4},
+    "repetition, excluded": {"repetition_penalty": 1.8, "penalty_exclude_ids": list(range(5, 50))},
+    "frequency": {"frequency_penalty": 1.1},
+    "presence": {"presence_penalty": 1.6},
+    "frequency, window": {"frequency_penalty": 1.1, "penalty_window": 5},
+    "both": {"frequency_penalty": 0.4, "presence_penalty": 0.9, "penalty_exclude_ids": 7},
+    "dry": {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": []},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "n-grams of 1": {"no_repeat_ngram_size": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return hfgen.mix_into(tiny.llama().eval())
+
+
+def generate(model: Any, **options: Any) -> torch.Tensor:
+    """A batch of three, of which one row is padded."""
+    ids = tiny.prompt(3, 7)
+    ids[1, :3] = 0
+    mask = (ids != 0).long()
+    options = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0, **options}
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_rows_with_penalties_are_solo_calls(model: Any, name: str) -> None:
+    ours, ids = generate(model, **PENALTIES[name]), tiny.prompt(3, 7)
+    assert ours.tolist() != generate(model).tolist()
+    for row, start in enumerate((0, 3, 0)):
+        alone = model.generate(
+            ids[row : row + 1, start:], max_new_tokens=30, eos_token_id=None, **PENALTIES[name]
+        )
+        assert ours[row, 7:].tolist() == alone[0, 7 - start :].tolist()
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize(
+    "drafts",
+    [{"prompt_lookup_num_tokens": 4}, {"num_assistant_tokens": 3}, {"assistant_early_exit": 1}],
+    ids=["lookup", "assistant", "early exit"],
+)
+def test_drafts_change_nothing(model: Any, name: str, drafts: dict[str, Any]) -> None:
+    options = dict(drafts)
+    if "num_assistant_tokens" in drafts:
+        options["assistant_model"] = hfgen.mix_into(tiny.llama(num_hidden_layers=1).eval())
+    expected = generate(model, **PENALTIES[name])
+    assert generate(model, **options, **PENALTIES[name]).tolist() == expected.tolist()
+    first = tiny.prompt(3, 7)[:1]
+    alone = model.generate(
+        first, max_new_tokens=30, eos_token_id=None, pad_token_id=0, **options, **PENALTIES[name]
+    )
+    assert alone[0].tolist() == expected[0].tolist()
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize(
+    "mode",
+    [{"num_beams": 3}, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}],
+    ids=["beams", "groups"],
+)
+def test_beams_remember_their_own_past(
+    model: Any, name: str, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = generate(model, **mode, **PENALTIES[name])
+    assert ours.tolist() != generate(model, **mode).tolist()
+    build = type(model)._get_logits_processor
+
+    def forgetful(self: Any, *args: Any, **kwargs: Any) -> Any:
+        processors = build(self, *args, **kwargs)
+        for index, processor in enumerate(processors):
+            if hasattr(processor, "reorder"):
+                processors[index] = _Anew(lambda i=index: build(self, *args, **kwargs)[i])
+        return processors
+
+    monkeypatch.setattr(type(model), "_get_logits_processor", forgetful)
+    assert generate(model, **mode, **PENALTIES[name]).tolist() == ours.tolist()
+
+
+class _Anew(hfgen.processors.repetition.LogitsProcessor):
+    """A processor that is made for each call, and so remembers nothing."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.make()(input_ids, scores)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_samples_of_one_prompt(model: Any, name: str) -> None:
+    call: dict[str, Any] = {"do_sample": True, "top_k": 0, "seed": 5, "max_new_tokens": 15}
+    ours = generate(model, **call, **PENALTIES[name], num_return_sequences=2)
+    assert len(ours) == 6
+    assert generate(model, **call, **PENALTIES[name])[0].tolist() == ours[0].tolist()
+
+
+def test_an_encoder_decoder_counts_what_it_generates() -> None:
+    model = hfgen.mix_into(tiny.t5().eval())
+    out = model.generate(
+        tiny.prompt(2, 7), max_new_tokens=20, presence_penalty=50.0, eos_token_id=None
+    )
+    for row in out[:, 1:].tolist():
+        assert max(Counter(row).values()) == 1
+
+
+def test_dry_without_a_tokenizer_says_what_is_missing(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"dry_sequence_breakers.*tokenizer"):
+        generate(model, dry_multiplier=0.8)
+    with pytest.raises(ValueError, match=r"dry_sequence_breakers.*has strings"):
+        generate(model, dry_multiplier=0.8, dry_sequence_breakers=[3, "\n"])
+
+
+def test_dry_with_a_tokenizer() -> None:
+    model = hfgen.mix_into(tiny.llama(vocab_size=258).eval())
+    tokenizer = tiny.byte_tokenizer()
+    given = {"dry_multiplier": 3.0, "dry_allowed_length": 1, "tokenizer": tokenizer}
+    expected = [tokenizer.encode(c)[0] for c in '\n:"*']
+    ids = torch.randint(100, 120, (1, 40), generator=torch.Generator().manual_seed(0))
+    call: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 1}
+    ours = model.generate(ids, **call, **given)
+    assert torch.equal(ours, model.generate(ids, **call, **given, dry_sequence_breakers=expected))
+    assistant = hfgen.mix_into(tiny.llama(vocab_size=258, num_hidden_layers=1).eval())
+    drafted = model.generate(ids, **call, **given, assistant_model=assistant)
+    assert torch.equal(ours, drafted)
