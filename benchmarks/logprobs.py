@@ -78,7 +78,7 @@ def prompt_of(vocab: int, length: int, rows: int = 1) -> torch.Tensor:
 
 def by_hfgen(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """``(length,)``: the log-probabilities of the prompt's tokens, 0 of the first."""
-    output = model.generate(ids, max_new_tokens=0, prompt_logprobs=K, return_dict_in_generate=True)
+    output = model.generate(ids, max_new_tokens=1, prompt_logprobs=K, return_dict_in_generate=True)
     return output.prompt_logprobs.token_logprobs[0].nan_to_num(0.0)
 
 

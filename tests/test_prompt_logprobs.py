@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
 import hfgen
 from benchmarks.live_bytes import LiveBytes
@@ -19,6 +19,7 @@ from tests import tiny
 from tests.markov import Markov
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.harness import FAMILIES
+from tests.simulated_accelerator import Accelerator, on_device, to_device
 from tests.test_logprobs import CALLS, CHANCES, decode, padded
 
 
@@ -171,6 +172,57 @@ def test_a_prompt_is_scored_without_generating(llama: Any) -> None:
     assert output.sequences.equal(ids)
     expected = forwarded(llama, input_ids=ids)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
     torch.testing.assert_close(output.prompt_logprobs.cumulative_logprobs, expected.sum(dim=1))
+
+
+#: Calls whose prefill cannot be watched, so that another forward follows.
+FORWARDED_AGAIN = {"lookup", "lookup, processed", "lookup, sampling", "chunks"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_prefill_is_enough(llama: Any, call: str) -> None:
+    counts = []
+    for asked in ({}, {"prompt_logprobs": 1}):
+        n_tokens: list[int] = []
+        hook = llama.model.layers[0].register_forward_pre_hook(
+            lambda module, inputs, seen=n_tokens: seen.append(inputs[0].shape[1])
+        )
+        decode(llama, padded(), max_new_tokens=3, **CALLS[call], **asked)
+        hook.remove()
+        counts.append(sum(n_tokens))
+    assert counts[1] - counts[0] == (9 if call in FORWARDED_AGAIN else 0)
+
+
+class Leaving(LlamaForCausalLM):
+    """Counts its forwards, on itself and on its body."""
+
+    n_forwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.n_forwards += 1
+        self.model.n_seen = self.n_forwards
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("call", ["greedy", "samples", "lookup", "chunks"])
+def test_a_model_is_left_as_by_a_call_without(call: str) -> None:
+    left = []
+    for asked in ({}, {"prompt_logprobs": 1}):
+        model = hfgen.mix_into(Leaving(tiny.llama().config).eval())
+        decode(model, padded(), max_new_tokens=2, **CALLS[call], **asked)
+        left.append((model.n_forwards, vars(model.model)["n_seen"]))
+    assert left[0] == left[1]
+
+
+def test_an_accelerator_is_not_read_for_them(llama: Any) -> None:
+    model, counts = on_device(llama), []
+    for asked in ({}, {"prompt_logprobs": 2}):
+        with Accelerator() as accelerator:
+            model.generate(
+                to_device(tiny.prompt(2)), attention_mask=to_device(torch.ones(2, 7).long()),
+                max_new_tokens=3, eos_token_id=None, **asked, return_dict_in_generate=True,
+            )  # fmt: skip
+        counts.append([len(accelerator.of_kind(kind)) for kind in ("read", "copy")])
+    assert counts[0] == counts[1]
 
 
 def test_by_hand() -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
     from transformers.utils import ModelOutput
 
+    from .execution.prompt_logits import Body
     from .modes import Mode
     from .outputs import Speculation
     from .rows import RowParams
@@ -231,6 +232,7 @@ class Run:
     observers: list[Observer] = field(default_factory=list)
     #: Attributes of the output that are hfgen's own; written by ``finish`` of observers.
     extras: dict[str, Any] = field(default_factory=dict)
+    body: Body | None = None  # keeps what the prefill gives besides logits, for ``prompt_logprobs``
 
     def __post_init__(self) -> None:
         if self.config.return_dict_in_generate and self.config.output_scores:
@@ -268,8 +270,7 @@ class Run:
         return [self.config] if self.rows is None else self.rows.configs
 
     def asks_for(self, *fields: str) -> bool:
-        """Whether any row has set one of the config's ``fields``."""
-        # A recipe may run on a model that is not mixed, whose config lacks hfgen's own.
+        """Whether any row has set one of ``fields``; an upstream config lacks hfgen's own."""
         return any(getattr(c, name, None) is not None for c in self.configs for name in fields)
 
     @property
@@ -313,10 +314,9 @@ class Strategy(Protocol):
       fields in ``fields_of_call``.
     * ``row_ends(run)``: see ``streaming.events.Rows``; without it, rows end at an EOS.
 
-    Two methods that it may have tell observers, behind ``stop``, more about the newest step:
+    Observers ask two more methods, if it has them, about the newest step, behind ``stop``:
 
-    * ``is_token(run, step)``: bools ``(rows, n_new)``, where a row's token is not padding behind its
-      end; ``None`` if all are tokens, as without the method.
+    * ``is_token(run, step)``: bools ``(rows, n_new)``, false for padding; ``None``: all are tokens.
     * ``scored()``: rows and tokens ``(m,)`` that the step scored and that may be returned, where rows
       have changed places since: beams. Then ``result`` has ``beam_indices``.
     """

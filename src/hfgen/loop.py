@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from . import logprobs
 from .kinds import is_zero
-from .logprobs.prompt import of_prompts
+from .logprobs.prompt import PromptRecorder
 from .outputs import GenerateOutput, Recording
 from .results import Results
 
@@ -64,7 +64,7 @@ def begin(run: Run) -> Recording:
     if run.config.return_dict_in_generate:
         run.observers.append(Results(run))
     if run.asks_for("prompt_logprobs"):
-        run.extras["prompt_logprobs"] = of_prompts(run)
+        run.observers.append(PromptRecorder(run))
     if run.asks_for("logprobs", "logprob_token_ids"):
         run.observers.append(logprobs.Recorder(run))
     if run.streamer is not None:

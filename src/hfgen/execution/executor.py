@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class Executor:
 
     def prefill(self, run: Run, is_first_iteration: bool = True) -> ModelOutput:
         """Forward the prompt of each row, once where rows have the same one."""
-        return shared_prompt.prefill(run, is_first_iteration)
+        with nullcontext() if run.body is None else run.body.watching(run):
+            return shared_prompt.prefill(run, is_first_iteration)
 
     def forward(self, run: Run, ids: torch.Tensor | None = None) -> ModelOutput:
         """``next_token``, compiled where possible."""

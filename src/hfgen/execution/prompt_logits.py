@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from transformers.utils import ModelOutput
 from .. import families
 from ..batch import take_rows
 from ..caches.dynamic import GrowingCache
-from ..call import ModelKwargs, Run
+from ..call import Run
+from ..vocabularies import n_scores
 from .prefill import prefill
+from .row_states import restored
 from .shared_prompt import with_own_states
 from .views import replaced
 
@@ -33,13 +36,15 @@ LEFT_OUT = ("past_key_values", "cache_params", "output_attentions", "output_hidd
 class PromptLogits:
     """Logits ``(prompts, n, vocab)`` of some positions of the prompts after another, in the model's dtype.
 
-    A forward of its own, without the call's cache: in chunks, if the call asks for ``prefill_chunk_size``.
-    The head's part of it takes ``BYTES`` at most. Where a model has no such part, and of
-    encoder-decoders, whose decoders' prompts are short, all logits are made at once.
+    Of the states that the call's own prefill has given, if it was watched; else a forward follows,
+    without the call's cache: in chunks, if the call asks for ``prefill_chunk_size``. The head's part
+    takes ``BYTES`` at most. Where a model has no such part, and of encoder-decoders, whose decoders'
+    prompts are short, all logits are made at once.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self.model, self.config = run.model, run.config
+        self.is_encoder_decoder = run.is_encoder_decoder
         shared = None if run.call is None else run.call.shared_prompt
         ids, kwargs = run.ids, run.model_kwargs
         if shared is not None:  # the prompts before rows were repeated
@@ -60,51 +65,84 @@ class PromptLogits:
     @property
     def is_token(self) -> Tensor:
         """``(prompts, length)``: bools, false where there is padding."""
-        name = "decoder_attention_mask" if self.run.is_encoder_decoder else "attention_mask"
+        name = "decoder_attention_mask" if self.is_encoder_decoder else "attention_mask"
         mask = self.kwargs.get(name)
         if isinstance(mask, Tensor) and mask.shape == self.ids.shape:
             return mask.bool()
         return torch.ones_like(self.ids, dtype=torch.bool)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        if not self.run.is_encoder_decoder:
-            body = Body.of(self.run, self.ids, self.kwargs)
-            if body is not None:
+    def of(self, watched: Body | None = None) -> Iterator[Tensor]:
+        """The logits; ``watched``, the body of the call's own prefill, if there was one."""
+        for body in (watched, None if self.is_encoder_decoder else Body.of_model(self.model)):
+            if body is None:
+                continue
+            if body is not watched:
+                self.forward(body)
+            if body.covers(self.ids):
                 return body.logits(self.ids)
         return self.at_once()
 
+    def forward(self, body: Body) -> None:
+        """Forward the prompts for what their ``body`` gives."""
+        kwargs = self.kwargs
+        if self.config.prefill_chunk_size is not None:
+            decoder = self.model.config.get_text_config(decoder=True)
+            kwargs = kwargs | {"past_key_values": GrowingCache(config=decoder), "use_cache": True}
+        with restored(self.model):
+            prefill(body.view(), self.ids, self.config, kwargs)
+
     def at_once(self) -> Iterator[Tensor]:
-        model = self.run.model
-        model_inputs = model.prepare_inputs_for_generation(
-            self.ids, next_sequence_length=None, is_first_iteration=True, **self.kwargs
-        )
-        yield from model(**model_inputs, return_dict=True).logits.split(POSITIONS, dim=1)
+        """Pieces of all logits."""
+        model: Any = self.model
+        with restored(model):
+            model_inputs = model.prepare_inputs_for_generation(
+                self.ids, next_sequence_length=None, is_first_iteration=True, **self.kwargs
+            )
+            logits = model(**model_inputs, return_dict=True).logits
+        yield from logits.split(POSITIONS, dim=1)
 
 
 class Body:
-    """A model without its head, and what it returned for the prompts."""
+    """All of a model but its head, and what it has returned."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, paths: list[str]) -> None:
         self.model = model
-        #: Of each module that may be what comes before the head: its path, and what it has returned.
-        self.found: dict[str, list[Any]] = {path: [] for path in _bodies(model)}
-        self.vocab = self.depth = 0
+        #: Of each module that may be the body, the outermost first: its path, and what it returned.
+        self.found: dict[str, list[Any]] = {path: [] for path in paths}
+        #: How many of them are running.
+        self.depth = 0
 
     @classmethod
-    def of(cls, run: Run, ids: Tensor, kwargs: ModelKwargs) -> Body | None:
-        """What a forward of ``ids (prompts, length)`` gives; ``None`` if it is not one body and a head."""
-        body, config = cls(run.model), run.config
-        if not body.found:
+    def of_model(cls, model: Any) -> Body | None:
+        paths = _bodies(model)
+        return cls(model, paths) if paths else None
+
+    @classmethod
+    def of_prefill(cls, run: Run) -> Body | None:
+        """To watch the prefill of ``run``; ``None`` where it could not be as it is without that.
+
+        That is so if all logits are made anyway, if it is in chunks, possibly compiled, if a stored
+        prefix takes the place of a part of it, and for encoder-decoders.
+        """
+        is_stored = run.call is not None and run.call.prefix_session is not None
+        is_whole = not is_stored and run.config.prefill_chunk_size is None
+        if run.is_encoder_decoder or not is_whole or not run.model._supports_logits_to_keep():
             return None
-        if config.prefill_chunk_size is not None:
-            decoder = run.model.config.get_text_config(decoder=True)
-            kwargs = kwargs | {"past_key_values": GrowingCache(config=decoder), "use_cache": True}
-        outputs = prefill(body.view(), ids, config, kwargs)
-        body.vocab = outputs.logits.shape[-1]
-        body.found = {path: found for path, found in body.found.items() if _cover(found, ids.shape)}
-        while len(body.found) > 1:
-            body.found.popitem()
-        return body if body.found else None
+        paths = _bodies(run.model)[:1]
+        return cls(run.model, paths) if paths else None
+
+    @contextmanager
+    def watching(self, run: Run) -> Iterator[None]:
+        """Within, the run's model is a view that keeps what its body returns."""
+        view = self.view()
+        before, kept = dict(vars(view)), run.model_kwargs.get("logits_to_keep")
+        run.model, run.model_kwargs["logits_to_keep"] = view, 0
+        try:
+            yield
+        finally:
+            run.model, run.model_kwargs["logits_to_keep"] = self.model, kept
+            left = {name: v for name, v in vars(view).items() if before.get(name) is not v}
+            vars(self.model).update(left)
 
     def view(self) -> Any:
         """A view of the model that keeps what its body returns, and makes logits of the last position."""
@@ -120,28 +158,37 @@ class Body:
             self.depth += 1
             outputs = module(*args, **kwargs)
             self.depth -= 1
-            self.found[path].append(outputs)
-            if self.depth or (states := _states(outputs)) is None:
+            states = _states(outputs)
+            self.found[path].append(None if states is None else _bare(outputs, states))
+            if self.depth or states is None:
                 return outputs
             return _with_states(outputs, states[:, -1:])
 
         return replaced(view, path, called)
 
+    def covers(self, ids: Tensor) -> bool:
+        """Whether one of the modules has given states of ``ids (prompts, length)``; others are forgotten."""
+        self.found = {path: found for path, found in self.found.items() if _cover(found, ids.shape)}
+        while len(self.found) > 1:
+            self.found.popitem()
+        return bool(self.found)
+
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
         """Logits ``(prompts, n, vocab)`` of some positions after another."""
         ((path, found),) = self.found.items()
         given: list[Any] = []
-        view = replaced(self.model, path, lambda *args, **kwargs: given[0])
+        view = replaced(self.model, path, lambda *args, **kwargs: given[0], is_copied=True)
         view._forward_hooks, view._forward_pre_hooks = {}, {}
-        n = max(1, min(POSITIONS, BYTES // (4 * len(ids) * self.vocab)))
         keep = {"logits_to_keep": 0} if self.model._supports_logits_to_keep() else {}
+        n = max(1, min(POSITIONS, BYTES // (4 * len(ids) * n_scores(self.model))))
         start = 0
         for outputs in found:
-            for states in _states(outputs).split(n, dim=1):
-                given[:] = [_with_states(outputs, states)]
-                part = ids[:, start : start + states.shape[1]]
-                start += states.shape[1]
-                yield view(input_ids=part, use_cache=False, return_dict=True, **keep).logits
+            states = _states(outputs)
+            for part in states[:: len(states) // len(ids)].split(n, dim=1):
+                given[:] = [_with_states(outputs, part)]
+                tokens = ids[:, start : start + part.shape[1]]
+                start += part.shape[1]
+                yield view(input_ids=tokens, use_cache=False, return_dict=True, **keep).logits
 
 
 def _bodies(model: Any) -> list[str]:
@@ -171,9 +218,17 @@ def _with_states(outputs: Any, states: Tensor) -> Any:
     return (states, *outputs[1:])
 
 
+def _bare(outputs: Any, states: Tensor) -> Any:
+    """``outputs`` of a body without a cache, other layers' states and so on."""
+    if isinstance(outputs, ModelOutput):
+        return type(outputs)(**{next(iter(outputs)): states})
+    return (states, *(None for _ in outputs[1:]))
+
+
 def _cover(found: list[Any], shape: torch.Size) -> bool:
-    """Whether outputs of a body are of all positions of ids ``(rows, length)``."""
-    states = [_states(outputs) for outputs in found]
-    if not states or any(each is None for each in states):
+    """Whether outputs of a body are of all positions of ids ``(prompts, length)``, or of rows of theirs."""
+    if not found or any(outputs is None for outputs in found):
         return False
-    return (len(states[0]), sum(each.shape[1] for each in states)) == tuple(shape)
+    states = [_states(outputs) for outputs in found]
+    n_rows, length = len(states[0]), sum(each.shape[1] for each in states)
+    return n_rows % shape[0] == 0 and length == shape[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +54,20 @@ def have_changed(model: Any, before: ModuleTensors) -> bool:
         if value is not was or version != version_then:
             return True
     return False
+
+
+@contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """After it, modules have the attributes that they had before, whatever forwards have left there."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update({n: v for n, v in attributes.items() if now.get(n) is not v})
 
 
 def has_other_caches(outputs: ModelOutput) -> bool:

@@ -35,7 +35,8 @@ class Instead(nn.Module):
 
     def __init__(self, module: nn.Module, called: Callable[..., Any]) -> None:
         super().__init__()
-        self.module, self.called = module, called
+        self._modules["module"] = module
+        self.__dict__["called"] = called
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.called(*args, **kwargs)
@@ -44,14 +45,24 @@ class Instead(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            return getattr(self._modules["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "module" in self.__dict__.get("_modules", {}):  # what models leave on their parts
+            setattr(self._modules["module"], name, value)
+        else:
+            super().__setattr__(name, value)
 
 
-def replaced(model: Any, path: str, called: Callable[..., Any]) -> Any:
-    """A view of ``model`` in which ``called`` is called in place of the module at ``path``."""
+def replaced(model: Any, path: str, called: Callable[..., Any], is_copied: bool = False) -> Any:
+    """A view of ``model`` in which ``called`` is called in place of the module at ``path``.
+
+    What the model writes to that module's attributes is there afterwards, unless ``is_copied``.
+    """
     *parents, name = path.split(".")
     view = part = view_of(model)
     for parent in parents:
         part._modules[parent] = part = view_of(part._modules[parent])
-    part._modules[name] = Instead(part._modules[name], called)
+    module = part._modules[name]
+    part._modules[name] = Instead(view_of(module) if is_copied else module, called)
     return view
