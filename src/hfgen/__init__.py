@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .builtin import builtin_model
     from .caches.pool import free_caches
     from .cancellation import Cancellation
-    from .config import GenerationConfig
+    from .config import GenerationConfig, SamplingParams
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
     from .logprobs import Logprobs, TokenLogprob
@@ -53,6 +53,7 @@ __all__ = [
     "Logprobs",
     "PhrasalConstraint",
     "PrefixCache",
+    "SamplingParams",
     "StreamEvent",
     "TokenLogprob",
     "builtin_model",
@@ -71,7 +72,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "builtin": ["builtin_model"],
     "caches.pool": ["free_caches"],
     "cancellation": ["Cancellation"],
-    "config": ["GenerationConfig"],
+    "config": ["GenerationConfig", "SamplingParams"],
     "constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
     "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
     "logprobs": ["Logprobs", "TokenLogprob"],

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from . import families, rows, validate
+from . import families, rows, validate, vllm
 from .caches import table
 from .call import Call, ModelKwargs, Prompt, Request
 from .fields import FIELDS, OWN_FIELDS, with_suggestions
@@ -46,6 +46,27 @@ class GenerationConfig(transformers.GenerationConfig):
             FIELDS["max_new_tokens"].check("max_new_tokens", value)
         with _hiding_own_values(self):
             super().validate(strict=strict, **kwargs)
+
+    @classmethod
+    def from_vllm(cls, params: Any) -> GenerationConfig:
+        """The config of an object of vLLM's ``SamplingParams``, or of a mapping with its fields.
+
+        ``output_kind`` is left aside: it says how vLLM hands over results, and not what they are.
+        """
+        given = {name: v for name, v in vllm.fields_of(params).items() if name != "output_kind"}
+        return cls(**vllm.translated(given))
+
+
+def SamplingParams(**params: Any) -> GenerationConfig:
+    """A generation config of the parameters of vLLM's class of this name, with its defaults.
+
+    They differ from transformers': sampling, of all tokens, 16 of them. docs/controls.md has the
+    table. A batch takes one config per prompt: ``generate(generation_config=[config, …])``.
+
+    Raises ``ValueError`` for a name that vLLM does not know, and for a field that hfgen does not
+    take, saying what to use instead; other errors are those of the field that a parameter becomes.
+    """
+    return GenerationConfig(**vllm.translated(params))
 
 
 for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays upstream's

@@ -97,6 +97,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
+ONE_TOKEN = Range("one id at least", lambda value: any(True for _ in tokens_in(value)))
+
 #: Fields that may differ between the prompts of a batch; those that others need come first.
 PER_ROW: dict[str, Field] = {
     # Mode
@@ -136,7 +138,7 @@ PER_ROW: dict[str, Field] = {
     "remove_invalid_values": Field(FLAG),
     "forced_bos_token_id": Field(
         TOKENS,
-        Range("one id at least", lambda value: any(True for _ in tokens_in(value))),
+        ONE_TOKEN,
         outside=IndexError,
     ),
     "forced_eos_token_id": Field(
@@ -184,6 +186,8 @@ PER_ROW: dict[str, Field] = {
     "eos_token_id": Field(TOKENS),
     # hfgen's own
     "seed": Field(INTEGER, SEED, is_own=True),
+    "bad_words": Field(STRINGS, is_own=True),
+    "allowed_token_ids": Field(TOKEN_LIST, ONE_TOKEN, outside=ValueError, is_own=True),
     "logprobs": Field(SIZE, N_BEST, is_own=True),
     "logprob_token_ids": Field(TOKEN_LIST, outside=ValueError, is_own=True),
     "prompt_logprobs": Field(SIZE, N_BEST, is_own=True),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import InfNanRemoveLogitsProcessor as UpstreamInfNanRemove
-from transformers import PrefixConstrainedLogitsProcessor
+from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from .banned import Banning
@@ -67,6 +67,18 @@ class SuppressTokensLogitsProcessor(Banning, upstream.SuppressTokensLogitsProces
         return self.without(self.suppress_tokens, scores)
 
 
+class AllowedTokens(LogitsProcessor):
+    """Rules out all but given tokens at every step (vLLM's ``allowed_token_ids``)."""
+
+    def __init__(self, tokens: list[int], device: Any) -> None:
+        """``tokens``: the ids that may be generated."""
+        self.tokens = torch.tensor(sorted(set(tokens)), device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        allowed = scores.index_select(1, self.tokens)
+        return torch.full_like(scores, -torch.inf).index_copy(1, self.tokens, allowed)
+
+
 class SuppressTokensAtBeginLogitsProcessor(Banning, upstream.SuppressTokensAtBeginLogitsProcessor):
     """Rules out given tokens where the sequence is ``begin_index`` tokens long."""
 
@@ -87,6 +99,15 @@ def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor | N
     if (allowed := context.prefix_allowed_tokens_fn) is None:
         return None
     return PrefixConstrainedLogitsProcessor(allowed, context.config.num_beams)
+
+
+def bad_words(words: str | list[str], context: Context) -> NoBadWordsLogitsProcessor:
+    """Rules out words, at the start of a text and after a space (vLLM's ``bad_words``)."""
+    given = [words] if isinstance(words, str) else words
+    texts = [prefix + word.lstrip() for word in given for prefix in ("", " ")]
+    encoded = (context.tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    ids = {tuple(tokens) for tokens in encoded if tokens}
+    return NoBadWordsLogitsProcessor([list(tokens) for tokens in sorted(ids)], context.eos)
 
 
 def begin_suppress_tokens(tokens: Any, context: Context) -> SuppressTokensAtBeginLogitsProcessor:

@@ -101,6 +101,8 @@ def check_stops(config: Any, tokenizer: Any) -> None:
     """Raise ``ValueError`` for stops without a tokenizer, and for patterns that cannot be searched for."""
     if config.stop_strings is not None:
         require_tokenizer(tokenizer, "stop_strings", config.stop_strings)
+    if getattr(config, "bad_words", None) is not None:
+        require_tokenizer(tokenizer, "bad_words", config.bad_words)
     patterns = getattr(config, "stop_regex", None)
     if patterns is not None:
         require_tokenizer(tokenizer, "stop_regex", patterns)

@@ -1,0 +1,143 @@
+"""vLLM's ``SamplingParams`` as a generation config, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import grammar
+from .fields import with_suggestions
+
+#: What stands for a length that nothing limits: the model's positions do.
+ENDLESS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One field of vLLM's class: its default there, and the fields that it becomes here.
+
+    With a ``reason``, other values than the default are refused.
+    """
+
+    default: Any
+    becomes: Callable[[Any], dict[str, Any]] = lambda value: {}
+    reason: str | None = None
+
+
+def _named(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {} if value is None else {name: value}
+
+
+def _temperature(value: float) -> dict[str, Any]:
+    return {"do_sample": value > 0, **({"temperature": float(value)} if value > 0 else {})}
+
+
+def _bias(biases: Mapping[Any, float] | None) -> dict[str, Any]:
+    if not biases:
+        return {}
+    return {"sequence_bias": {(int(token),): float(bias) for token, bias in biases.items()}}
+
+
+def _repetition(params: Any) -> dict[str, Any]:
+    """vLLM's ``RepetitionDetectionParams``, or its fields in a mapping; a size of 0 is off."""
+    names = ("max_pattern_size", "min_pattern_size", "min_count")
+    values = {name: int(value) for name, value in fields_of(params).items() if name in names}
+    return {"repetition_detection": values} if values.get("max_pattern_size") else {}
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a mapping, a ``msgspec.Struct``, or an object with attributes."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return dict(value)
+    names = getattr(value, "__struct_fields__", None) or vars(value)
+    return {name: getattr(value, name) for name in names if not name.startswith("_")}
+
+
+#: The kinds of grammar, by their names in vLLM's ``StructuredOutputsParams``.
+GRAMMARS = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
+
+
+def _structured(params: Any) -> dict[str, Any]:
+    given = {name: value for name, value in fields_of(params).items() if value}
+    if not given:
+        return {}
+    if given == {"json_object": True}:
+        return {"grammar": grammar.json_object()}
+    if len(given) != 1 or (name := next(iter(given))) not in GRAMMARS:
+        raise ValueError(
+            f"`structured_outputs` has to have one of {sorted([*GRAMMARS, 'json_object'])}, and nothing "
+            f"else, but has {sorted(given)}."
+        )
+    return {"grammar": getattr(grammar, GRAMMARS[name])(given[name])}
+
+
+#: Every field of vLLM's class, in its order.
+PARAMS: dict[str, Param] = {
+    "n": Param(1, _named("num_return_sequences")),
+    "presence_penalty": Param(0.0, _named("presence_penalty")),
+    "frequency_penalty": Param(0.0, _named("frequency_penalty")),
+    "repetition_penalty": Param(1.0, lambda value: {"repetition_penalty": float(value)}),
+    "temperature": Param(1.0, _temperature),
+    "top_p": Param(1.0, _named("top_p")),
+    "top_k": Param(0, _named("top_k")),
+    "min_p": Param(0.0, _named("min_p")),
+    "seed": Param(None, _named("seed")),
+    "stop": Param(None, lambda value: {"stop_strings": value} if value else {}),
+    "stop_token_ids": Param(None, lambda value: {"stop_token_ids": value} if value else {}),
+    "ignore_eos": Param(False, lambda value: {"ignore_eos": True} if value else {}),
+    "max_tokens": Param(16, lambda value: {"max_new_tokens": ENDLESS if value is None else value}),
+    "min_tokens": Param(0, lambda value: {"min_new_tokens": value} if value else {}),
+    "logprobs": Param(None, _named("logprobs")),
+    "prompt_logprobs": Param(None, _named("prompt_logprobs")),
+    "prompt_logprob_token_ids": Param(None, reason="`prompt_logprobs` gives the best of each row"),
+    "prompt_logprob_start": Param(None, reason="`prompt_logprobs` starts with the first token"),
+    "logprob_token_ids": Param(None, _named("logprob_token_ids")),
+    "flat_logprobs": Param(False, reason="`output.logprobs` is kept in flat tensors in any case"),
+    "detokenize": Param(True, reason="there are texts only if `generate` gets a `tokenizer`"),
+    "skip_special_tokens": Param(True, _named("skip_special_tokens")),
+    "spaces_between_special_tokens": Param(
+        True, reason="the tokenizer decides on spaces between special tokens"
+    ),
+    "include_stop_str_in_output": Param(False, _named("include_stop_str_in_output")),
+    "output_kind": Param(None, reason="`generate` returns the end, and `stream` what is new"),
+    "stream_interval": Param(None, reason="`stream` has an event for every step"),
+    "skip_clone": Param(False, lambda value: {}),  # configs are copied where it matters
+    "output_text_buffer_length": Param(0, reason="`stream` holds back as much as it has to"),
+    "structured_outputs": Param(None, _structured),
+    "logit_bias": Param(None, _bias),
+    "allowed_token_ids": Param(None, _named("allowed_token_ids")),
+    "extra_args": Param(None, reason="pass a `logits_processor` of your own to `generate`"),
+    "bad_words": Param(None, lambda value: {"bad_words": value} if value else {}),
+    "skip_reading_prefix_cache": Param(None, reason="pass `prefix_cache` only where it is wanted"),
+    "thinking_token_budget": Param(
+        None, lambda value: {} if value in (None, -1) else {"thinking_token_budget": value}
+    ),
+    "repetition_detection": Param(None, _repetition),
+    "routed_experts_prompt_start": Param(0, reason="routed experts are not returned"),
+    "trace_decode_token_ids": Param(None, reason="use `prefix_allowed_tokens_fn` to force tokens"),
+    # Of earlier versions
+    "best_of": Param(None, reason="use `n`, and choose by `output.logprobs`, or `num_beams`"),
+    "logits_processors": Param(None, reason="pass `logits_processor` to `generate`"),
+    "truncate_prompt_tokens": Param(None, reason="truncate with the tokenizer"),
+    "guided_decoding": Param(None, _structured),
+    "use_beam_search": Param(False, reason="set `num_beams` on the config"),
+}
+
+
+def translated(params: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a generation config that say what ``params``, by vLLM's names, say there.
+
+    Raises ``ValueError`` for a name that vLLM does not know, and for a field that is not taken.
+    """
+    if unknown := [name for name in params if name not in PARAMS]:
+        raise ValueError(f"SamplingParams does not know {with_suggestions(unknown, PARAMS)}.")
+    fields: dict[str, Any] = {}
+    for name, param in PARAMS.items():
+        value = params.get(name, param.default)
+        if param.reason is not None and value != param.default:
+            raise ValueError(f"`{name}` (={value!r}) is not taken: {param.reason}.")
+        fields |= param.becomes(value)
+    return fields
