@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from . import prefix
+from . import prefix, rows
 from .call import Request
+from .fields import OWN_FIELDS
 from .logs import logger
 
 
@@ -64,9 +65,8 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     for name in NOT_BATCHED:
         if (value := getattr(request, name)) is not None:
             raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
-    for name in ("logprobs", "logprob_token_ids", "prompt_logprobs"):
-        if (value := kwargs.get(name)) is not None:
-            raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
+    if rows.split(request) is not None:
+        raise NotImplementedError("Continuous batching takes one value of each field for all rows.")
     if request.synced_gpus is not None:
         logger.warning(f"Continuous batching ignores `synced_gpus` (={request.synced_gpus}).")
     if kwargs.get("num_beams", 1) > 1:
@@ -77,9 +77,12 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.atleast_2d(mask).bool()
     prompts = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
     config, _ = model._prepare_generation_config(request.generation_config, **kwargs)
+    for name, default in OWN_FIELDS.items():
+        if (value := getattr(config, name)) not in (None, default):
+            raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
     results = model.generate_batch(inputs=prompts, generation_config=config, **kwargs)
-    rows = [results[f"req_{i}"] for i in range(len(results))]
-    sequences = [torch.tensor(row.prompt_ids + row.generated_tokens) for row in rows]
+    found = [results[f"req_{i}"] for i in range(len(results))]
+    sequences = [torch.tensor(row.prompt_ids + row.generated_tokens) for row in found]
     pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
     pad = (pad[0] if isinstance(pad, list) else pad) or 0
     return pad_sequence(sequences, True, pad).to(model.device).unsqueeze(0)
