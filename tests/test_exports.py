@@ -23,6 +23,7 @@ EXPORTS = [
     "Logprobs",
     "PhrasalConstraint",
     "PrefixCache",
+    "SamplingParams",
     "StreamEvent",
     "TokenLogprob",
     "builtin_model",
