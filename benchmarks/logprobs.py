@@ -7,6 +7,7 @@ a Llama of one narrow layer with a large vocabulary, so that nearly all memory a
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -18,10 +19,10 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfgen
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.side_by_side import machine
 
 #: Bytes above the model that a prompt of ``TARGET_LENGTH`` tokens may take, on ``TARGET_VOCAB``.
@@ -33,13 +34,12 @@ K = 5
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """One way to score a prompt. ``live``: bytes of tensors at most; ``resident``: of the process."""
+    """One way to score a prompt: bytes that were allocated at most, besides the model's."""
 
     name: str
     dtype: str
     length: int
-    live: int
-    resident: int | None
+    n_bytes: int
     seconds: float
 
 
@@ -84,10 +84,11 @@ def by_hfgen(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def at_once(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The same of all logits, which are normalised in place, one tensor of them being enough."""
+    """The same of all logits, which are normalised in place, some after another."""
     logits = model(ids, use_cache=False).logits[0].float()
-    logits.sub_(torch.stack([row.logsumexp(dim=-1) for row in logits])[:, None])
-    torch.stack([row.topk(K).values for row in logits])
+    for part in logits.split(64):
+        part.sub_(part.logsumexp(dim=-1, keepdim=True))
+        part.topk(K)
     found = logits[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
     return torch.nn.functional.pad(found, (1, 0))
 
@@ -99,30 +100,19 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def resident(name: str) -> int | None:
-    """Bytes of the process's memory by a line of Linux's ``/proc/self/status``."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
-    except (OSError, StopIteration):
-        return None
-
-
 def measure_peak(name: str, model: Any, ids: torch.Tensor) -> tuple[Peak, torch.Tensor]:
     """The peak of one way, above what there was before; and what it found."""
     gc.collect()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = resident("VmRSS")
-    except OSError:
-        before = None
     start = time.perf_counter()
-    with LiveBytes() as live:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         found = WAYS[name](model, ids)
-    seconds, peak = time.perf_counter() - start, resident("VmHWM")
-    above = None if before is None or peak is None else peak - before
+    seconds = time.perf_counter() - start
+    events: Any = profiler.profiler
+    changes = [e for e in events.kineto_results.events() if e.name() == "[memory]"]
+    sizes = (event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns()))
+    peak = max(itertools.accumulate(sizes))
     dtype = str(model.dtype).removeprefix("torch.")
-    return Peak(name, dtype, ids.shape[1], live.peak, above, seconds), found
+    return Peak(name, dtype, ids.shape[1], peak, seconds), found
 
 
 def measure_peaks(vocab: int, length: int, dtype: torch.dtype) -> Iterator[Peak]:
@@ -180,14 +170,10 @@ def n_kept(output: Any) -> int:
 
 
 def peak_table(peaks: list[Peak]) -> str:
-    lines = [
-        "| tokens | dtype | | tensors, at most | process, at most | seconds |",
-        "|--:|---|---|--:|--:|--:|",
-    ]
+    lines = ["| tokens | dtype | | allocated, at most | seconds |", "|--:|---|---|--:|--:|"]
     for peak in peaks:
-        process = "" if peak.resident is None else f"{peak.resident / 1e6:,.0f} MB"
         lines.append(
-            f"| {peak.length:,} | {peak.dtype} | {peak.name} | {peak.live / 1e6:,.0f} MB | {process} "
+            f"| {peak.length:,} | {peak.dtype} | {peak.name} | {peak.n_bytes / 1e6:,.0f} MB "
             f"| {peak.seconds:.1f} |"
         )
     return "\n".join(lines)
@@ -207,7 +193,7 @@ def verdict(peaks: list[Peak], vocab: int) -> str:
     measured = [p for p in peaks if p.name == next(iter(WAYS)) and p.length == TARGET_LENGTH]
     if not measured or vocab != TARGET_VOCAB:
         return ""
-    worst = max(max(peak.live, peak.resident or 0) for peak in measured)
+    worst = max(peak.n_bytes for peak in measured)
     is_met = "met" if worst < TARGET else "**missed**"
     return (
         f"* {TARGET_LENGTH:,} tokens, above the model: {worst / 1e6:,.0f} MB at most (less than "
@@ -224,7 +210,7 @@ A Llama of one layer of 64 features, random weights, a vocabulary of {vocab:,}.
 
 ## Of a prompt
 
-Peaks above the model: of tensors that operations made (a kernel's own memory is not seen), and of the process. *All logits at once*: one forward's, normalised in place, row by row.
+Bytes above the model, those that a kernel takes for itself included (torch's profiler), and one more token generated. *All logits at once*: one forward's, normalised in place.
 
 {verdict(peaks, vocab)}{peak_table(peaks)}
 

@@ -344,6 +344,7 @@ def test_log_probabilities_take_little_memory(tmp_path: Path) -> None:
     logprobs.main(vocab=5000, length=300, new_tokens=2, turns=1, threads=1, out=tmp_path)
     raw = json.loads((tmp_path / "logprobs.json").read_text())
     assert [peak["name"] for peak in raw["peaks"]] == [*logprobs.WAYS] * 2
+    assert raw["peaks"][1]["n_bytes"] > 4 * 5000 * 300
     asked = {tokens["name"]: tokens["kept"] for tokens in raw["tokens"]}
     assert (asked["nothing"], asked["`logprobs=0`"]) == (0, 8)
     assert asked["`output_logits=True`"] == 4 * 5000
@@ -357,8 +358,8 @@ def test_ways_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_target_of_log_probabilities() -> None:
-    def verdict(live: int) -> str:
-        peak = logprobs.Peak(next(iter(logprobs.WAYS)), "float32", 8000, live, None, 1.0)
+    def verdict(n_bytes: int) -> str:
+        peak = logprobs.Peak(next(iter(logprobs.WAYS)), "float32", 8000, n_bytes, 1.0)
         return logprobs.verdict([peak], logprobs.TARGET_VOCAB)
 
     assert "500 MB at most (less than 700 MB): met" in verdict(500_000_000)
