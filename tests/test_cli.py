@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import re
 import subprocess
 import sys
 import unicodedata
@@ -25,10 +27,24 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen import StreamEvent
-from hfgen.cli import app, chat, compare, demo, loading, main, measure, options, report
+from hfgen import StreamEvent, grammar
+from hfgen.cli import (
+    app,
+    chat,
+    compare,
+    demo,
+    loading,
+    main,
+    measure,
+    options,
+    probabilities,
+    report,
+    topics,
+)
 from hfgen.cli.report import CliError
+from hfgen.cli.short_forms import SHORT_FORMS
 from hfgen.fields import FIELDS
+from hfgen.stopping import FinishReason
 from tests.tiny import byte_tokenizer as tokenizer
 
 TEMPLATE = (
@@ -105,6 +121,12 @@ def upstream_ids(folder: str, prompt: str, **kwargs: object) -> list[int]:
         (["--stop-strings", '["a", "b"]'], {"stop_strings": ["a", "b"]}),
         (["--stop-strings", "--"], {"stop_strings": "--"}),
         (["--cache-implementation", "static"], {"cache_implementation": "static"}),
+        (["--bad-words", "7"], {"bad_words": "7"}),
+        (["--stop", r"\n\n", "--stop", r"a\\tb\t\d"], {"stop_strings": ["\n\n", "a\\tb\t\\d"]}),
+        (["--stop=--"], {"stop_strings": ["--"]}),
+        (["--regex", "[0-9]+"], {"grammar": grammar.regex("[0-9]+")}),
+        (["--choice", "yes", "--choice=no"], {"grammar": grammar.choice(["yes", "no"])}),
+        (["--json-object"], {"grammar": grammar.json_object(whitespace=" ?")}),
         (["--watermarking-config", '{"bias": 2}'], {"watermarking_config": {"bias": 2}}),
     ],
 )
@@ -119,6 +141,39 @@ def test_a_flag_does_not_swallow_the_prompt() -> None:
 def test_own_options_and_what_follows_two_dashes_are_left_alone() -> None:
     arguments = ["--model", "m", "--", "--top-k", "3"]
     assert options.split_fields(arguments, ["--model"]) == (arguments, {})
+
+
+def test_grammars_are_read_from_files(tmp_path: Path) -> None:
+    schema, lark = tmp_path / "schema.json", tmp_path / "é.lark"
+    schema.write_text('{"enum": ["é"]}', encoding="utf-8")
+    lark.write_text('start: "é"', encoding="utf-8")
+    given = options.split_fields(["--json-schema", str(schema)], [])
+    assert given == ([], {"grammar": grammar.json({"enum": ["é"]}, whitespace=" ?")})
+    assert options.split_fields([f"--lark={lark}"], [])[1] == {
+        "grammar": grammar.lark('start: "é"')
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "samples"),
+    [
+        ({}, None),
+        ({"max_new_tokens": 3}, None),
+        ({"seed": 3}, None),
+        ({"temperature": 0.7}, True),
+        ({"xtc_probability": 0.5}, True),
+        ({"temperature": 0}, None),
+        ({"temperature": 0, "top_k": 3}, None),
+        ({"temperature": 0.7, "do_sample": False}, False),
+        ({"top_k": 4, "penalty_alpha": 0.6}, None),
+    ],
+)
+def test_a_parameter_of_sampling_switches_it_on(
+    fields: dict[str, object], samples: bool | None
+) -> None:
+    found = options.with_sampling(fields)
+    assert found.get("do_sample") is samples
+    assert found | fields == found
 
 
 def test_an_option_per_field_of_the_table() -> None:
@@ -146,12 +201,23 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", "x", "--do-sample=maybe"], ["--do-sample", "true or false", "'maybe'"]),
         (["generate", "x", "--no-do-sample=1"], ["--no-do-sample", "'1'"]),
         (["generate", "x", "--cache-implementation", "foo"], ["foo", "static"]),
-        (["generate", "x", "--seed", "y"], ["--seed"]),
+        (["generate", "x", "--seed", "y"], ["--seed", "an integer", "'y'"]),
+        (["generate", "x", "--do-sample", "--seed", "-1"], ["`seed`", "from 0 to 2**63 - 1", "-1"]),
+        (["compare", "x", "--seed", "y"], ["--seed"]),
+        (["generate", "x", "--stop"], ["--stop", "TEXT"]),
+        (["generate", "x", "--stpo", "y"], ["--stpo", "--stop"]),
+        (["generate", "x", "--stop", "a", "--stop-strings", "b"], ["--stop", "--stop-strings"]),
+        (["generate", "x", "--regex", "a", "--json-object"], ["--regex", "--json-object"]),
+        (["generate", "x", "--regex", "a", "--regex", "b"], ["--regex", "2 times"]),
+        (["generate", "x", "--json-object=1"], ["--json-object", "'1'"]),
+        (["generate", "x", "--json-schema", "/no/such"], ["/no/such", "No such file"]),
+        (["generate", "x", "--json-schema", __file__], ["--json-schema", "not JSON"]),
+        (["generate", "x", "--regex", "("], ["generate() failed", "grammar"]),
         (["generate", "x", "y"], ["y"]),
         (["generate", ""], ["prompt is empty"]),
         (["generate"], ["prompt is empty"]),
         (["generate", "x", "--stream", "--json"], ["--stream", "--json"]),
-        (["generate", "x", "--logprobs", "2"], ["--json"]),
+        (["generate", "x", "--logprobs", "-2"], ["`logprobs`", "-2"]),
         (["generate", "x", "--dtype", "int3"], ["int3", "bfloat16"]),
         (["generate", "x", "--device", "tpu9"], ["tpu9", "cpu"]),
         (["generate", "x", "--model", "/no/such"], ["/no/such", "save_pretrained"]),
@@ -415,19 +481,104 @@ def test_json_has_log_probabilities(folder: str) -> None:
     assert "".join(entry["token"] for entry in of_prompt) == "ef f"
 
 
-def test_json(folder: str) -> None:
+def test_a_table_of_log_probabilities(folder: str, loaded: loading.Loaded) -> None:
+    arguments = ["--max-new-tokens", "3", "--logprobs", "2", "--prompt-logprobs", "0"]
+    text = run("generate", "def f", "--model", folder, *arguments).out
+    ids = tokenizer()("def f", return_tensors="pt").input_ids
+    output = loaded.model.generate(
+        ids, max_new_tokens=3, logprobs=2, return_dict_in_generate=True, tokenizer=tokenizer()
+    )
+    assert text.startswith(output.texts[0])
+    of_prompt, of_answer = text[len(output.texts[0]) :].split("answer\n")
+    rows = [line.split() for line in of_prompt.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[:2] for row in rows] == [["2", "e"], ["3", "f"], ["4", "␣"], ["5", "f"]]
+    lines = of_answer.splitlines()[1:]
+    assert max(map(len, text.splitlines())) <= 80
+    for number, (line, token) in enumerate(zip(lines, output.logprobs[0], strict=True), 1):
+        cells = line.split()
+        assert (int(cells[0]), int(cells[3])) == (number, token.rank)
+        assert cells[2] == probabilities.value(token.logprob, is_logit=False)
+        assert f"{cells[1]}\u00a0{cells[2]}" in line  # greedy: it is the likeliest, too
+
+
+def test_what_a_table_says_of_rare_tokens_and_of_logits() -> None:
+    said = [probabilities.value(math.log(p), False) for p in (1.0, 0.12345, 0.0006, 0.0004)]
+    assert said == ["100.0%", "12.3%", "0.1%", "<0.1%"]
+    assert probabilities.value(-math.inf, False) == "0.0%"
+    assert probabilities.value(-2.5, True) == "-2.500"
+
+
+def test_tokens_of_every_probability_are_marked() -> None:
+    tokens = [hfgen.TokenLogprob(i, math.log(p), 1) for i, p in enumerate((0.9, 0.2, 0.01))]
+    text = probabilities.coloured(tokens, {0: "a", 1: "b", 2: "c"})
+    assert text.plain == "ab«c»"
+    assert [str(span.style) for span in text.spans] == ["green", "yellow", "bold red"]
+
+
+def test_the_rest_of_a_line_is_said_in_words(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.err, "_force_terminal", True)
+    arguments = ["generate", "abc", "--model", folder, "--max-new-tokens", "6"]
+    assert "6 tokens · cut off by its length · first after" in run(*arguments).err
+    tokens = map(tokenizer().decode, upstream_ids(folder, "abc", max_new_tokens=6))
+    n, stop = next((n, text) for n, text in enumerate(tokens, 1) if text.isascii())
+    for mode in [], ["--stream"]:
+        said = run(*arguments, *mode, "--stop-strings", json.dumps([stop])).err
+        assert f"{n} tokens · stopped by {stop!r} · first after" in said
+
+
+@pytest.mark.usefixtures("tiny_builtin")
+def test_an_answer_by_a_schema(tmp_path: Path) -> None:
+    schema = {"properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "type": "object"}
+    (tmp_path / "schema.json").write_text(json.dumps(schema | {"additionalProperties": False}))
+    arguments = ["generate", "x", "--json-schema", str(tmp_path / "schema.json")]
+    assert json.loads(run(*arguments).out)["n"] in (1, 2)
+    said = json.loads(run(*arguments, "--json").out)
+    assert json.loads(said["text"])["n"] in (1, 2)
+    assert said["options"]["grammar"]["kind"] == "json"
+
+
+def test_seeded_samples_do_not_depend_on_how_many_there_are(folder: str) -> None:
+    arguments = ["generate", "x", "--model", folder, "--temperature", "2", "--seed", "5", "--json"]
+    alone = json.loads(run(*arguments).out)["tokens"]
+    several = json.loads(run(*arguments, "--num-return-sequences", "3").out)["sequences"]
+    assert several[0]["tokens"] == alone
+    assert several[1]["tokens"] != alone
+
+
+def test_rows_end_where_they_end() -> None:
+    eos, stop = FinishReason("eos", 5), FinishReason("stop", "x")
+    row = [3, 5, 0, 5, 0, 0]
+    assert measure.said(row, None, [5, None], 0) == [3, 5]
+    assert measure.said(row, eos, [7], 0) == [3, 5]
+    assert measure.said(row, stop, [5], 0) == [3, 5, 0, 5]
+    assert measure.said(row, FinishReason("length"), [5], 0) == row
+    assert measure.said(row, stop, [5], None) == row
+
+
+def test_compare_says_what_transformers_does_not_know(folder: str) -> None:
+    arguments = ["compare", "x", "--model", folder, "--repeat", "1", "--max-new-tokens", "3"]
+    said = run(*arguments, "--drop-finished", "--choice", "a")
+    assert said.code == 1
+    assert said.err == (
+        "note: transformers does not know --drop-finished, --grammar, and runs without\n"
+    )
+
+
+def test_json(folder: str, loaded: loading.Loaded) -> None:
     result = run(
         *("generate", "def f", "--model", folder, "--json", "--seed", "3"),
         *("--do-sample", "--max-new-tokens", "6"),
     )
     report = json.loads(result.out)
-    torch.manual_seed(3)
-    assert report["tokens"] == upstream_ids(folder, "def f", do_sample=True, max_new_tokens=6)
+    ids = tokenizer()("def f", return_tensors="pt").input_ids
+    output = loaded.model.generate(ids, do_sample=True, max_new_tokens=6, seed=3)
+    assert report["tokens"] == output[0, ids.shape[1] :].tolist()
     assert report["text"] == tokenizer().decode(report["tokens"], skip_special_tokens=True)
-    assert report["sequences"] == [{"text": report["text"], "tokens": report["tokens"]}]
+    end = {"finish_reason": "length", "stopped_by": None}
+    assert report["sequences"] == [{"text": report["text"], "tokens": report["tokens"]} | end]
     assert report["prompt_tokens"] == tokenizer()("def f").input_ids
-    assert report["options"] == {"do_sample": True, "max_new_tokens": 6}
-    assert (report["model"], report["prompt"], report["seed"]) == (folder, "def f", 3)
+    assert report["options"] == {"seed": 3, "do_sample": True, "max_new_tokens": 6}
+    assert (report["model"], report["prompt"]) == (folder, "def f")
     times = report["timings"]
     assert 0 < times["time_to_first_token"] < times["total"]
     assert times["time_per_output_token"] > 0
@@ -458,6 +609,8 @@ def test_stop_strings_end_the_output(folder: str) -> None:
     report = json.loads(run("generate", "abc", "--model", folder, *arguments).out)
     assert report["tokens"] == whole[: texts.index(stop) + 1]
     assert len(report["tokens"]) < 6
+    assert report["text"] == "".join(texts[: texts.index(stop)])
+    assert (report["finish_reason"], report["stopped_by"]) == ("stop", stop)
 
 
 def test_length_defaults(folder: str, loaded: loading.Loaded) -> None:
@@ -469,12 +622,13 @@ def test_length_defaults(folder: str, loaded: loading.Loaded) -> None:
 
 def test_options_without_effect_are_noted(folder: str) -> None:
     arguments = ["generate", "x", "--model", folder, "--max-new-tokens", "1"]
-    note = run(*arguments, "--temperature", "0.5", "--length-penalty", "2").err.splitlines()
-    assert note == [
+    idle = ("--temperature", "0.5", "--no-do-sample", "--seed", "3", "--length-penalty", "2")
+    assert run(*arguments, *idle).err.splitlines() == [
         "note: --temperature does nothing without --do-sample",
+        "note: --seed does nothing without --do-sample",
         "note: --length-penalty does nothing without --num-beams",
     ]
-    assert run(*arguments, "--temperature", "0.5", "--do-sample").err == ""
+    assert run(*arguments, "--temperature", "0.5", "--seed", "3").err == ""
 
 
 @pytest.mark.usefixtures("tiny_builtin")
@@ -694,6 +848,11 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in demo.MODES:
         assert f"{mode} " in result.out
     assert "Every token is identical to transformers'." in result.out
+    answer = next(json.loads(line) for line in result.out.splitlines() if line.startswith("{"))
+    assert list(answer) == list(demo.SCHEMA["required"])
+    assert "It can be parsed, and is what the schema says." in result.out
+    assert result.out.endswith(f"{probabilities.LEGEND}\n")
+    assert max(map(len, result.out.splitlines())) <= 80
     monkeypatch.setitem(compare.LIBRARIES, "hfgen", other_weights)
     differing = run("demo")
     assert differing.code == 1
@@ -715,10 +874,22 @@ def test_version_and_help(
     assert capsys.readouterr().out == f"{hfgen.__version__}\n"
 
 
-def test_help_lists_every_field() -> None:
-    text = run("generate", "--help").out
-    missing = [name for name in options.known_fields() if options.option_name(name) not in text]
-    assert missing == []
+@pytest.mark.parametrize("command", ["generate", "chat", "compare"])
+def test_help_has_a_line_for_every_option(command: str) -> None:
+    text = run(command, "--help").out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    for field, kind in options.known_fields().items():
+        pattern = rf"│ {options.option_name(field)} .*│"
+        assert len([line for line in lines if re.match(pattern, line)]) == 1, field
+        assert kind.option in topics.METAVARS
+    for lines_of_topic in topics.TOPICS.values():
+        assert all(line in text for line in lines_of_topic.values() if "fix what" not in line)
+
+
+def test_every_option_has_one_topic() -> None:
+    names = [name for lines in topics.TOPICS.values() for name in lines]
+    assert sorted(names) == sorted([*options.known_fields(), *SHORT_FORMS])
 
 
 def test_help_does_not_import_torch() -> None:

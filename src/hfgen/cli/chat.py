@@ -11,11 +11,9 @@ import typer
 
 from hfgen.cli import measure, options
 from hfgen.cli.loading import Loaded, load, quiet
-from hfgen.cli.report import Answers, CliError, err, one_line, say
+from hfgen.cli.report import Answers, CliError, err, one_line, say, why
 
 NEW_TOKENS = 256
-#: Why an answer ended, in words.
-REASONS = {"eos": "ended by itself", "length": "cut off by its length", "stop": "stopped"}
 HELP = "[dim]/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer[/]"
 
 
@@ -54,7 +52,6 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="What the model is told before everything else.")
     ] = None,
-    seed: options.SeedOption = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -66,14 +63,11 @@ def chat(
     An answer has at most 256 new tokens unless told otherwise.
     """
     with quiet(debug):
-        import torch
-
         import hfgen
 
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
-        if seed is not None:
-            torch.manual_seed(seed)
+        options.note_idle(context.obj, config, loaded.model)
         loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
         conversation = Conversation(loaded, system)
         if sys.stdin.isatty():
@@ -118,8 +112,8 @@ def turn(conversation: Conversation, line: str, config: Any) -> None:
     try:
         said = measure.stream(conversation.loaded, conversation.inputs(), config, show=answers)
         if err.is_terminal:
-            reason = REASONS.get(said.reasons[0], said.reasons[0])
-            say(f"[dim]{said.tokens} tokens · {said.per_second:,.0f} tokens/s · {reason}[/]")
+            speed = f"{said.tokens} tokens · {said.per_second:,.0f} tokens/s"
+            say(f"[dim]{speed} · {why(said.reasons[0])}[/]")
     except KeyboardInterrupt:
         answers.end()
         say("[dim]stopped[/]")

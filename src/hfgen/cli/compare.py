@@ -90,13 +90,16 @@ def compare(
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         options.note_idle(fields, config, loaded.model)
+        options.note_own(fields)
         groups = [texts] if batch else [[text] for text in texts]
         inputs = (measure.encode(loaded, group) for group in groups)
         results = [compare_call(loaded, each, config, seed, repeat) for each in inputs]
     names = [f"{len(texts)} prompts"] if batch and len(texts) > 1 else texts
     if as_json:
         calls = [as_object(*each) for each in zip(groups, results, strict=True)]
-        print_json({"model": loaded.name, "options": fields, "seed": seed, "calls": calls})
+        print_json(
+            {"model": loaded.name, "options": options.plain(fields), "seed": seed, "calls": calls}
+        )
     else:
         out.print(comparison_table([repr(name)[1:-1] for name in names], results, "prompt"))
         for name, result in zip(names, results, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib.util import find_spec
 from typing import Any
 
 import typer
@@ -9,9 +11,11 @@ from rich.text import Text
 
 from hfgen.cli import measure
 from hfgen.cli.compare import compare_call, comparison_table
-from hfgen.cli.loading import load, quiet
+from hfgen.cli.loading import Loaded, load, quiet
 from hfgen.cli.options import DebugOption, generation_config
+from hfgen.cli.probabilities import LEGEND, Spelling, coloured
 from hfgen.cli.report import Answers, duration, mebibytes, out
+from hfgen.cli.short_forms import WHITESPACE
 
 PROMPT = '''\
 import os
@@ -28,6 +32,24 @@ MODES: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.95},
     "beam search (4)": {"do_sample": False, "num_beams": 4},
 }
+
+#: What is asked as JSON: of the function above, in words that the schema knows.
+QUESTION = f"""{PROMPT}    return [os.path.join(folder, name) for name in os.listdir(folder)
+            if name.endswith(suffix)]
+
+SIGNATURE = """
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["find_files", "read_lines", "count_words"]},
+        "arguments": {"type": "integer", "minimum": 0, "maximum": 9},
+        "returns": {"enum": ["list", "str", "int"]},
+        "public": {"type": "boolean"},
+    },
+    "required": ["name", "arguments", "returns", "public"],
+    "additionalProperties": False,
+}
+IN_WORDS = "name: one of 3, arguments: 0 to 9, returns: one of 3, public: true or false"
 
 
 def demo(debug: DebugOption = False) -> None:
@@ -52,7 +74,7 @@ def demo(debug: DebugOption = False) -> None:
         inputs = measure.encode(loaded, [PROMPT])
         config = generation_config(MODES["greedy"], loaded.model, NEW_TOKENS)
         out.print(Text(PROMPT, style="dim"), end="", soft_wrap=True)
-        result = measure.stream(loaded, inputs, config, SEED, Answers())
+        result = measure.stream(loaded, inputs, config, show=Answers())
         out.print(
             f"\ntime to first token    {duration(result.first)}\n"
             f"time per output token  {duration(result.per_token)}\n"
@@ -70,4 +92,42 @@ def demo(debug: DebugOption = False) -> None:
     if differing:
         out.print(f"[bold red]The tokens differ from transformers' in: {', '.join(differing)}.[/]")
         raise typer.Exit(1)
-    out.print("[bold green]Every token is identical to transformers'.[/]")
+    out.print("[bold green]Every token is identical to transformers'.[/]\n")
+    with quiet(debug):
+        show_json(loaded)
+        show_tokens(loaded)
+
+
+def show_json(loaded: Loaded) -> None:
+    """An answer that a schema forces, checked against it."""
+    from hfgen import grammar
+
+    if find_spec("llguidance") is None:
+        out.print("[dim]pip install 'hfgen[grammar]', and here is an answer in JSON[/]\n")
+        return
+    given = {"max_new_tokens": 120, "grammar": grammar.json(SCHEMA, whitespace=WHITESPACE)}
+    config = generation_config(given, loaded.model, NEW_TOKENS)
+    out.print(f"[bold]JSON, forced by a schema[/]\n[dim]{IN_WORDS}[/]")
+    answers = Answers()
+    measure.stream(loaded, measure.encode(loaded, [QUESTION]), config, show=answers)
+    answer = json.loads(answers.texts[0])
+    if find_spec("jsonschema") is None:
+        out.print(
+            "[green]It can be parsed[/] [dim](jsonschema, if installed, checks the rest).[/]\n"
+        )
+        return
+    from jsonschema import validate
+
+    validate(answer, SCHEMA)
+    out.print("[green]It can be parsed, and is what the schema says.[/]\n")
+
+
+def show_tokens(loaded: Loaded) -> None:
+    """A row of sampled tokens in the colours of their probability."""
+    given = MODES["sampling"] | {"seed": SEED, "max_new_tokens": 24, "logprobs": 0}
+    config = generation_config(given, loaded.model, NEW_TOKENS)
+    config.return_dict_in_generate = True
+    result = measure.generate(loaded, measure.encode(loaded, [PROMPT]), config)
+    out.print(f"[bold]How likely each token was[/] [dim]sampled with seed={SEED}[/]")
+    out.print(coloured(result.output.logprobs[0], Spelling(loaded.tokenizer)))
+    out.print(f"[dim]{LEGEND}[/]")

@@ -7,13 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from hfgen.cli import measure, options
-from hfgen.cli.loading import load, quiet
-from hfgen.cli.report import Answers, CliError, duration, err, mebibytes, print_json, say
+from hfgen.cli.loading import Loaded, load, quiet
+from hfgen.cli.probabilities import Spelling, logprobs_table
+from hfgen.cli.report import Answers, CliError, duration, err, mebibytes, out, print_json, say, why
 
 NEW_TOKENS = 64
-
-#: Fields whose results are no text.
-LOGPROBS = {"logprobs", "logprob_token_ids", "prompt_logprobs"}
 
 
 def generate(
@@ -27,7 +25,6 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, times, memory.")
     ] = False,
-    seed: options.SeedOption = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -36,66 +33,89 @@ def generate(
     """Complete a prompt; the prompt itself is not printed.
 
     Every field of GenerationConfig is an option, as in
-    --max-new-tokens 64 --do-sample --temperature 0.7 --eos-token-id '\\[1, 2]' --no-use-cache.
+    --max-new-tokens 64 --temperature 0.7 --seed 3 --stop '\\n\\n' --eos-token-id '\\[1, 2]' --no-use-cache.
     Without a length it stops after 64 new tokens.
     """
     fields: dict[str, Any] = context.obj
     if stream and as_json:
         raise CliError("--stream and --json exclude each other: leave one out")
-    if LOGPROBS & fields.keys():
-        if not as_json:
-            raise CliError("log-probabilities are printed with --json: add it")
-        fields["return_dict_in_generate"] = True
     given = options.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
+        config.return_dict_in_generate = True
         options.note_idle(fields, config, loaded.model)
         inputs = measure.encode(loaded, [given])
         if stream:
             own = loaded.model.generation_config
             answers = Answers(config.num_return_sequences or own.num_return_sequences or 1)
-            result = measure.stream(loaded, inputs, config, seed, answers)
+            result = measure.stream(loaded, inputs, config, show=answers)
         else:
-            result = measure.generate(loaded, inputs, config, seed)
-        tokenizer = loaded.tokenizer
-        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in result.rows]
-        if as_json:  # times in seconds, memory in bytes
-            pairs = zip(texts, result.rows, strict=True)
-            sequences = [{"text": text, "tokens": row} for text, row in pairs]
-            if (found := getattr(result.output, "logprobs", None)) is not None:
-                for sequence, logprobs in zip(sequences, found.to_openai(tokenizer), strict=True):
-                    sequence["logprobs"] = logprobs
-            of_prompt = getattr(result.output, "prompt_logprobs", None)
-            prompts = (
-                {} if of_prompt is None else {"prompt_logprobs": of_prompt.to_openai(tokenizer)[0]}
-            )
-            print_json(
-                {
-                    "model": loaded.name,
-                    "prompt": given,
-                    "prompt_tokens": inputs["input_ids"][0].tolist(),
-                    **prompts,
-                    "options": fields,
-                    "seed": seed,
-                    **sequences[0],
-                    "sequences": sequences,
-                    "timings": {
-                        "total": result.seconds,
-                        "time_to_first_token": result.first,
-                        "time_per_output_token": result.per_token,
-                        "tokens_per_second": result.per_second,
-                    },
-                    "peak_memory": measure.peak_memory(),
-                }
-            )
-        elif not stream:
+            result = measure.generate(loaded, inputs, config)
+        texts = texts_of(loaded, result)
+        if as_json:
+            report = {"model": loaded.name, "prompt": given, "options": options.plain(fields)}
+            report["prompt_tokens"] = inputs["input_ids"][0].tolist()
+            print_json(report | as_object(loaded, result, texts))
+            return
+        if not stream:
             answers = Answers(len(texts))
             for row, text in enumerate(texts):
                 answers.add(row, text, has_ended=True)
-        if err.is_terminal and not as_json:
-            say(
-                f"[dim]{result.tokens} tokens · first after {duration(result.first)} · "
-                f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
-                f"peak {mebibytes(measure.peak_memory())}[/]"
-            )
+        print_logprobs(loaded, result)
+        if err.is_terminal:
+            say(f"[dim]{summary(result)}[/]")
+
+
+def texts_of(loaded: Loaded, result: measure.Generated) -> list[str]:
+    """The text of each row, without the stop string that ended it."""
+    if (texts := getattr(result.output, "texts", None)) is not None:
+        return texts
+    return [loaded.tokenizer.decode(row, skip_special_tokens=True) for row in result.rows]
+
+
+def as_object(loaded: Loaded, result: measure.Generated, texts: list[str]) -> dict[str, Any]:
+    """What ``--json`` prints of the answers; times in seconds, memory in bytes."""
+    pairs = zip(texts, result.rows, strict=True)
+    sequences: list[dict[str, Any]] = [{"text": text, "tokens": row} for text, row in pairs]
+    for sequence, reason in zip(sequences, result.reasons, strict=False):
+        sequence["finish_reason"] = reason
+        sequence["stopped_by"] = getattr(reason, "stop", None)
+    if (found := getattr(result.output, "logprobs", None)) is not None:
+        for sequence, logprobs in zip(sequences, found.to_openai(loaded.tokenizer), strict=True):
+            sequence["logprobs"] = logprobs
+    report = {**sequences[0], "sequences": sequences}
+    if (found := getattr(result.output, "prompt_logprobs", None)) is not None:
+        report["prompt_logprobs"] = found.to_openai(loaded.tokenizer)[0]
+    timings = {
+        "total": result.seconds,
+        "time_to_first_token": result.first,
+        "time_per_output_token": result.per_token,
+        "tokens_per_second": result.per_second,
+    }
+    return report | {"timings": timings, "peak_memory": measure.peak_memory()}
+
+
+def print_logprobs(loaded: Loaded, result: measure.Generated) -> None:
+    """Tables of log-probabilities, if they were asked for: of the prompt, and of each answer."""
+    spelling = Spelling(loaded.tokenizer)
+    tables: list[tuple[str, Any, int]] = []
+    if (found := getattr(result.output, "prompt_logprobs", None)) is not None:
+        tables.append(("prompt", found, 0))
+    if (found := getattr(result.output, "logprobs", None)) is not None:
+        n = len(found)
+        names = (f"answer {row} of {n}" if n > 1 else "answer" for row in range(1, n + 1))
+        tables += [(name, found, row) for row, name in enumerate(names)]
+    for name, logprobs, row in tables:
+        out.print(f"\n[bold]{name}[/]")
+        out.print(logprobs_table(logprobs[row], spelling, logprobs.settings.is_logits))
+
+
+def summary(result: measure.Generated) -> str:
+    """One line: how many tokens, why they ended, how fast they came, and the memory."""
+    reasons = ", ".join(dict.fromkeys(map(why, result.reasons)))
+    return (
+        f"{result.tokens} tokens · {reasons} · first after {duration(result.first)} · "
+        f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
+        f"peak {mebibytes(measure.peak_memory())}"
+    )

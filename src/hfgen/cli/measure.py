@@ -44,7 +44,7 @@ class Generated:
     seconds: float  # the whole call
     first: float | None  # to the first new token; None for beams that are not streamed
     output: Any  # what `generate` returned
-    reasons: Sequence[str] = ()  # why each row of a stream ended
+    reasons: Sequence[str] = ()  # why each row ended, if the output is an object of hfgen's
 
     @property
     def tokens(self) -> int:
@@ -88,26 +88,44 @@ def generate(
     loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int | None = None
 ) -> Generated:
     """Generate once with torch's generator at ``seed``, and time it; errors become ``CliError``."""
+    import torch
+
     own = loaded.model.generation_config
     has_beams = (config.num_beams or own.num_beams or 1) > 1
     kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
-    with _seeded(seed):
+    if seed is not None:
+        torch.manual_seed(seed)
+    with named_errors():
         clock = Clock()
         output = loaded.model.generate(**kwargs, **({} if has_beams else {"streamer": clock}))
     padded = new_tokens(loaded, inputs, output)
     seconds = time.perf_counter() - clock.started
-    eos = own.eos_token_id if config.eos_token_id is None else config.eos_token_id
+    reasons = getattr(output, "finish_reasons", None) or [None] * len(padded)
+    eos, pad = (
+        getattr(own if getattr(config, name) is None else config, name)
+        for name in ("eos_token_id", "pad_token_id")
+    )
     eos = eos if isinstance(eos, list) else [eos]
-    ends = [next((i for i, token in enumerate(row, 1) if token in eos), None) for row in padded]
-    rows = [row[:end] for row, end in zip(padded, ends, strict=True)]
-    return Generated(padded, rows, seconds, clock.first, output)
+    rows = [said(row, why, eos, pad) for row, why in zip(padded, reasons, strict=True)]
+    why = [reason for reason in reasons if reason is not None]
+    return Generated(padded, rows, seconds, clock.first, output, why)
+
+
+def said(row: list[int], reason: Any, eos: list[int | None], pad: int | None) -> list[int]:
+    """``row`` without the padding behind its end. ``reason``: why it ended, None if nobody says."""
+    if reason is None or reason == "eos":
+        ends = [getattr(reason, "stop", None)] if reason is not None else eos
+        return row[: next((i for i, token in enumerate(row, 1) if token in ends), None)]
+    if reason == "length":
+        return row
+    n_pads = next((n for n, token in enumerate(reversed(row)) if token != pad), len(row))
+    return row[: len(row) - n_pads]
 
 
 def stream(
     loaded: Loaded,
     inputs: dict[str, Any],
     config: Any,
-    seed: int | None = None,
     show: Callable[[StreamEvent], None] = lambda event: None,
 ) -> Generated:
     """``generate``, and ``show`` each event as it comes."""
@@ -115,7 +133,7 @@ def stream(
     first, rows = None, defaultdict[int, list[int]](list)
     reasons: dict[int, str] = {}
     started = time.perf_counter()
-    with _seeded(seed), loaded.model.stream(**kwargs) as events:
+    with named_errors(), loaded.model.stream(**kwargs) as events:
         for event in events:
             first = first or time.perf_counter() - started
             rows[event.row] += event.token_ids
@@ -124,17 +142,13 @@ def stream(
     padded = new_tokens(loaded, inputs, events.result)
     seconds = time.perf_counter() - started
     in_order = range(len(rows))
-    said, why = [rows[row] for row in in_order], [reasons[row] for row in in_order]
-    return Generated(padded, said, seconds, first, events.result, why)
+    tokens, why = [rows[row] for row in in_order], [reasons[row] for row in in_order]
+    return Generated(padded, tokens, seconds, first, events.result, why)
 
 
 @contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """Within, errors become ``CliError``; torch's generator starts at ``seed``."""
-    import torch
-
-    if seed is not None:
-        torch.manual_seed(seed)
+def named_errors() -> Iterator[None]:
+    """Within, errors become ``CliError``."""
     try:
         yield
     except BrokenPipeError:  # the reader of the streamed text has closed the pipe

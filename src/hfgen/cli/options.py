@@ -9,12 +9,12 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Annotated, Any
 
-from rich.panel import Panel
-from rich.table import Table
 from typer import Option
 from typer.core import TyperCommand
 
 from hfgen.cli.report import CliError, out, say
+from hfgen.cli.short_forms import SHORT_FORMS, fields_of
+from hfgen.cli.topics import LEGEND, METAVARS, option_name, panels
 
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
@@ -30,7 +30,6 @@ AssistantOption = Annotated[
         help="Draft tokens with this smaller model (assisted decoding).",
     ),
 ]
-SeedOption = Annotated[int | None, Option("--seed", help="Seed of the random generator.")]
 DtypeOption = Annotated[str, Option("--dtype", help="auto, float32, bfloat16 or float16 weights.")]
 DeviceOption = Annotated[
     str | None,
@@ -52,29 +51,30 @@ class GenerationCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {"--help"}.union(*(parameter.opts for parameter in self.params))
-        rest, ctx.obj = split_fields(args, own)
+        rest, fields = split_fields(args, own)
+        ctx.obj = with_sampling(fields)
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        table = Table(box=None, show_header=False, padding=(0, 1))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(style="cyan")
-        for kind in ("true or false", "an integer", "a number", "text or JSON"):
-            names = (name for name, takes in known_fields().items() if takes.option == kind)
-            table.add_row(kind, " ".join(map(option_name, names)))
-        title = "Generation options: every field of GenerationConfig"
-        out.print(Panel(table, title=title, title_align="left", border_style="dim"))
+        metavars = {option_name(n): METAVARS[kind.option] for n, kind in known_fields().items()}
+        metavars |= {option: form.metavar for option, form in SHORT_FORMS.items()}
+        own = {option for parameter in self.params for option in parameter.opts}
+        for panel in panels(metavars, own):
+            out.print(panel)
+        out.print(LEGEND, style="dim")
 
 
 def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
     """Separate generation fields from a command's own arguments, whose options are ``own``.
 
     ``--top-k 5``, ``--top_k=5``, ``--do-sample``, ``--no-use-cache`` and ``--use-cache false`` are
-    understood; what follows ``--`` is left alone. Raises ``CliError`` for what is not understood.
+    understood, and short forms; what follows ``--`` is left alone. Raises ``CliError`` for what is not
+    understood.
     """
     rest: list[str] = []
     fields: dict[str, Any] = {}
+    short: dict[str, list[str]] = {}
     pending = list(args)
     while pending:
         argument = pending.pop(0)
@@ -85,6 +85,13 @@ def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict
         if not option.startswith("--") or option in own:
             rest.append(argument)
             continue
+        if (form := SHORT_FORMS.get(option)) is not None:
+            takes = form.metavar
+            if equals and not takes:
+                raise CliError(f"{option} takes no value, but {text!r} was given")
+            value = text if equals or not takes else following(option, pending, takes)
+            short.setdefault(option, []).append(value)
+            continue
         name, negated = field_name(option, own)
         if negated and equals:
             raise CliError(f"{option} takes no value, but {text!r} was given")
@@ -92,11 +99,29 @@ def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict
             fields[name] = parse_value(name, text)
         elif negated or (is_flag(name) and not (pending and is_switch(name, pending[0]))):
             fields[name] = not negated
-        elif pending:
-            fields[name] = parse_value(name, pending.pop(0))
         else:
-            raise CliError(f"{option} needs a value: {known_fields()[name].option}")
-    return rest, fields
+            value = following(option, pending, known_fields()[name].option)
+            fields[name] = parse_value(name, value)
+    return rest, fields | fields_of(short, fields)
+
+
+def following(option: str, pending: list[str], takes: str) -> str:
+    """Take the value of ``option`` off the arguments that are left; ``CliError`` if there are none."""
+    if not pending:
+        raise CliError(f"{option} needs a value: {takes}")
+    return pending.pop(0)
+
+
+def with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields``, which sample if one of them is about sampling, and none says that they do not."""
+    if not fields:
+        return fields
+    from hfgen.fields import FIELDS
+
+    says_not = fields.get("temperature") == 0 or "penalty_alpha" in fields
+    if says_not or "do_sample" in fields or all(FIELDS[n].needs != "do_sample" for n in fields):
+        return fields
+    return fields | {"do_sample": True}
 
 
 def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
@@ -106,7 +131,7 @@ def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
         return name, False
     if (flag := name.removeprefix("no_")) in known and is_flag(flag):
         return flag, True
-    names = [*map(option_name, known), *own]
+    names = [*map(option_name, known), *SHORT_FORMS, *own]
     nearest = difflib.get_close_matches(option_name(name), names, n=1, cutoff=0.0)
     raise CliError(f"no option {option}; the nearest is {nearest[0]}, and --help lists all of them")
 
@@ -116,10 +141,6 @@ def known_fields() -> dict[str, Any]:
     from hfgen.fields import FIELDS
 
     return {name: row.kind for name, row in sorted(FIELDS.items()) if row.kind.option is not None}
-
-
-def option_name(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def is_flag(name: str) -> bool:
@@ -139,9 +160,9 @@ def parse_value(name: str, text: str) -> Any:
     except json.JSONDecodeError:
         value = text
     kind = known_fields()[name]
-    if kind.option == "a number" and isinstance(value, str):
+    if kind.option == "a number" and not isinstance(value, bool):
         with suppress(ValueError):
-            value = float(text)  # '.5' is no JSON
+            value = float(text)  # '.5' is no JSON, and '2' no float
     if value is None:
         return None
     if is_flag(name):
@@ -153,9 +174,8 @@ def parse_value(name: str, text: str) -> Any:
     if not fits:
         takes = "true, false or never" if name == "early_stopping" else kind.option
         raise CliError(f"{option_name(name)} takes {takes}, but {text!r} was given")
-    if name == "stop_strings" and not isinstance(value, list):
-        return value if isinstance(value, str) else text  # '--stop-strings 1' stops at the text "1"
-    return value
+    # '--stop-strings 1' stops at the text "1"
+    return text if not kind.accepts(value) and kind.accepts(text) else value
 
 
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
@@ -179,6 +199,11 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
         raise CliError(str(error)) from error
 
 
+def plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields`` as JSON has them."""
+    return {n: value.to_dict() if n == "grammar" else value for n, value in fields.items()}
+
+
 def note_idle(fields: dict[str, Any], config: Any, model: Any) -> None:
     """Say which of the given fields do nothing in the chosen mode."""
     from hfgen.fields import FIELDS, is_on
@@ -187,12 +212,21 @@ def note_idle(fields: dict[str, Any], config: Any, model: Any) -> None:
         value = getattr(config, name)
         return getattr(model.generation_config, name) if value is None else value
 
-    for name, row in FIELDS.items():
-        if name not in fields or row.needs is None or is_on(row.needs, chosen(row.needs)):
+    for name in fields:
+        needs = "do_sample" if name == "seed" else FIELDS[name].needs
+        if needs is None or is_on(needs, chosen(needs)):
             continue
         if name != "top_k" or not chosen("penalty_alpha"):  # contrastive search reads top_k
-            idle, needed = option_name(name), option_name(row.needs)
+            idle, needed = option_name(name), option_name(needs)
             say(f"[yellow]note:[/] {idle} does nothing without {needed}")
+
+
+def note_own(fields: dict[str, Any]) -> None:
+    """Say which of the given fields transformers goes without."""
+    from hfgen.fields import OWN_FIELDS
+
+    if own := ", ".join(option_name(name) for name in fields if name in OWN_FIELDS):
+        say(f"[yellow]note:[/] transformers does not know {own}, and runs without")
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -25,6 +25,15 @@ CONTROL_CODES = re.compile(
 )
 UNFINISHED = re.compile(rf"(?:{_CSI}|{_STRING}\x1b?|{_ESCAPE})\Z")
 
+#: Why an answer ended, in words.
+REASONS = {
+    "eos": "ended by itself",
+    "length": "cut off by its length",
+    "stop": "stopped",
+    "time": "out of time",
+    "repetition": "repeated itself",
+}
+
 out = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
 
@@ -103,6 +112,12 @@ def one_line(message: str, width: int = 320) -> str:
 def say(markup: str) -> None:
     """One line on standard error, whatever the width of the terminal."""
     err.print(markup, soft_wrap=True)
+
+
+def why(reason: str) -> str:
+    """Why an answer ended, in words, safe as rich markup; what stopped it is named."""
+    stop = getattr(reason, "stop", None) if reason == "stop" else None
+    return one_line(REASONS.get(reason, reason) + ("" if stop is None else f" by {stop!r}"))
 
 
 def duration(seconds: float | None) -> str:

@@ -1,0 +1,77 @@
+"""Options that stand for a field without being called like it: ``--stop``, ``--json-schema``, …"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfgen import grammar
+from hfgen.cli.report import CliError
+from hfgen.cli.topics import option_name
+
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+
+
+@dataclass(frozen=True, slots=True)
+class ShortForm:
+    """An option: the field that it sets, what is written behind it, and how that is read."""
+
+    field: str
+    metavar: str
+    read: Callable[..., Any]
+    #: Whether it may be given several times; ``read`` gets a list then.
+    is_repeated: bool = False
+
+
+def unescaped(text: str) -> str:
+    r"""``text`` with a line feed for ``\n``, and so on for ``\t``, ``\r`` and ``\\``."""
+    return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text)
+
+
+def _content(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise CliError(f"cannot read {path!r}: {error}") from error
+
+
+#: Between the tokens of JSON: small models may write spaces without end.
+WHITESPACE = " ?"
+
+
+def _schema(path: str) -> grammar.Grammar:
+    return grammar.json(_content(path), whitespace=WHITESPACE)
+
+
+SHORT_FORMS: dict[str, ShortForm] = {
+    "--stop": ShortForm("stop_strings", "TEXT", lambda texts: list(map(unescaped, texts)), True),
+    "--json-schema": ShortForm("grammar", "FILE", _schema),
+    "--json-object": ShortForm("grammar", "", lambda _: grammar.json_object(whitespace=WHITESPACE)),
+    "--regex": ShortForm("grammar", "PATTERN", grammar.regex),
+    "--choice": ShortForm("grammar", "TEXT", grammar.choice, True),
+    "--lark": ShortForm("grammar", "FILE", lambda path: grammar.lark(_content(path))),
+}
+
+
+def fields_of(given: dict[str, list[str]], fields: Collection[str]) -> dict[str, Any]:
+    """The fields of short forms and their values, beside ``fields`` that other options have set.
+
+    Raises ``CliError`` for two options of one field, and for what cannot be read.
+    """
+    options = {field: option_name(field) for field in fields}
+    values = {}
+    for option, texts in given.items():
+        form = SHORT_FORMS[option]
+        if form.field in options:
+            raise CliError(f"{options[form.field]} and {option} exclude each other: leave one out")
+        if len(texts) > 1 and not form.is_repeated:
+            raise CliError(f"{option} was given {len(texts)} times: give it once")
+        try:
+            values[form.field] = form.read(texts if form.is_repeated else texts[0])
+        except (TypeError, ValueError) as error:
+            raise CliError(f"{option}: {error}") from error
+        options[form.field] = option
+    return values
