@@ -37,6 +37,23 @@ CHOICES: dict[str, list[Any]] = {
     "min_new_tokens": [None, 3],
     "max_new_tokens": [1, 4, 8],
     "renormalize_logits": [None, True],
+    "frequency_penalty": [None, 0.7],
+    "presence_penalty": [None, -0.5],
+    "penalty_window": [None, 3],
+    "dry_multiplier": [None, 1.0],
+    "xtc_probability": [None, 0.6],
+    "top_n_sigma": [None, 1.0],
+    "top_a": [None, 0.2],
+    "p_less": [None, True],
+    "dynatemp_range": [None, 0.4],
+    "smoothing_factor": [None, 0.3],
+    "mirostat": [0, 1, 2],
+    "adaptive_target": [None, 0.3],
+    "eos_token_id": [2, [2, 11, 12, 13, 14, 15], None],
+    "stop_token_ids": [None, [16, 17, 18, 19, 20]],
+    "ignore_eos": [None, True],
+    "repetition_detection": [None, {"max_pattern_size": 2, "min_pattern_size": 1, "min_count": 2}],
+    "allowed_token_ids": [None, list(range(5, 60))],
 }
 
 #: Ways to run the batch; drafts and caches must not show.
@@ -114,6 +131,7 @@ def draw_case(rng: random.Random) -> RowCase:
 def random_config(rng: random.Random, way: str) -> GenerationConfig:
     names = rng.sample(sorted(CHOICES), rng.randint(1, 6))
     values = {"max_new_tokens": 6, **{name: rng.choice(CHOICES[name]) for name in names}}
+    values["dry_sequence_breakers"] = []  # the strings of the default need a tokenizer
     values |= {"do_sample": rng.random() < 0.7, "pad_token_id": 0, **WAYS[way]}
     return GenerationConfig(seed=rng.randrange(2**62), **values)
 

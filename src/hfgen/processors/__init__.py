@@ -122,6 +122,7 @@ PROCESSORS: list[Builder] = [
         reads=EOS,
     ),
     Row("bad_words", vocabulary.bad_words, reads=EOS),
+    Row("allowed_token_ids", lambda tokens, c: vocabulary.AllowedTokens(list(tokens), c.device)),
     Row("min_length", lengths.min_length, lambda n: n <= 0, reads=EOS),
     Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, reads=EOS),
     vocabulary.prefix_constrained,
@@ -138,7 +139,6 @@ PROCESSORS: list[Builder] = [
         "suppress_tokens",
         lambda tokens, c: vocabulary.SuppressTokensLogitsProcessor(tokens, device=c.device),
     ),
-    Row("allowed_token_ids", lambda tokens, c: vocabulary.AllowedTokens(list(tokens), c.device)),
     Row("begin_suppress_tokens", vocabulary.begin_suppress_tokens, reads=("forced_bos_token_id",)),
     Row(
         "thinking_token_budget",
