@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hfgen
 from hfgen import GenerationConfig
@@ -151,10 +152,75 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_rows_equal_solo_calls(model: Any, name: str, seed: int) -> None:
     fixed, call = SETTINGS[name]
     check_rows(model, 100 + seed, fixed, call)
+
+
+def _favour(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor of a caller's: tokens after an even one get higher scores."""
+    return scores + (input_ids[:, -1:] % 2 == 0) * torch.linspace(0, 2, scores.shape[1])
+
+
+def _ends_at_five(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+    return input_ids[:, -1] % 10 == 5
+
+
+@pytest.mark.filterwarnings("ignore:`min_")  # drawn above the greatest length
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_with_things_of_the_callers(model: Any, seed: int) -> None:
+    """A prefix cache that is filled, an assistant, processors and criteria."""
+    cache = hfgen.PrefixCache()
+    batch, _ = prompts(seed)
+    model.generate(**batch, max_new_tokens=3, pad_token_id=0, prefix_cache=cache)
+    check_rows(model, seed, {}, {"prefix_cache": cache})
+    check_rows(model, seed, {}, {"assistant_model": llama(num_hidden_layers=1).eval()})
+    functions: dict[str, Any] = {
+        "logits_processor": LogitsProcessorList([_favour]),
+        "stopping_criteria": StoppingCriteriaList([_ends_at_five]),
+    }
+    draw = random.Random(seed)
+    batch, rows = prompts(seed)
+    configs = [random_config(draw, eos_token_id=2) for _ in rows]
+    together = model.generate(**batch, generation_config=configs, **functions)
+    for index, (row, config) in enumerate(zip(rows, configs, strict=True)):
+        alone = model.generate(row, generation_config=config, **functions)[0, row.shape[1] :]
+        start = batch["input_ids"].shape[1]
+        assert torch.equal(together[index, start : start + len(alone)], alone)
+
+
+def test_texts_stops_and_reasons_of_each_prompt() -> None:
+    model, tokenizer = hfgen.builtin_model()
+    texts = ["def add(a, b):\n    return", "import os\nimport", "for i in range(10):\n    print"]
+    rows: list[dict[str, Any]] = [
+        {"stop_strings": ["\n"], "max_new_tokens": 30, "do_sample": False},
+        {
+            "stop_regex": r"import \w+\n",
+            "include_stop_str_in_output": True,
+            "seed": 3,
+            "do_sample": True,
+        },
+        {
+            "stop_strings": ["i", ")"],
+            "max_new_tokens": 5,
+            "seed": 4,
+            "do_sample": True,
+            "logprobs": 2,
+        },
+    ]
+    configs = [hfgen.GenerationConfig(**({"max_new_tokens": 12} | row)) for row in rows]
+    options = {"tokenizer": tokenizer, "return_dict_in_generate": True}
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    together = model.generate(**inputs, generation_config=configs, **options)
+    for row, (text, config) in enumerate(zip(texts, configs, strict=True)):
+        alone = model.generate(
+            **tokenizer(text, return_tensors="pt"), generation_config=config, **options
+        )
+        assert together.texts[row] == alone.texts[0]
+        assert together.finish_reasons[row] == alone.finish_reasons[0]
+        assert together.finish_reasons[row].stop == alone.finish_reasons[0].stop
+    assert together.finish_reasons[0] == "stop"
 
 
 # --- what is a list of values -------------------------------------------------------------------
