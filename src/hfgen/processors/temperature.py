@@ -45,7 +45,9 @@ class DynamicTemperature(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         t, span, exponent = (
-            torch.as_tensor(expand(value, len(scores)), dtype=scores.dtype, device=scores.device)
+            expand(value, len(scores)).to(scores.dtype)
+            if isinstance(value, torch.Tensor)
+            else scores.new_full((1, 1), value)
             for value in (self.temperature, self.span, self.exponent)
         )
         n_left = (scores > -math.inf).sum(dim=-1, keepdim=True)
