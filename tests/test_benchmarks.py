@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hfgen
-from benchmarks import cache_cases, cache_report, caches, logprobs, overhead, speculation
+from benchmarks import cache_cases, cache_report, caches, controls, logprobs, overhead, speculation
 from benchmarks.cost import (
     Costs,
     best_gain,
@@ -365,3 +365,30 @@ def test_the_target_of_log_probabilities() -> None:
     assert "500 MB at most (less than 700 MB): met" in verdict(500_000_000)
     assert "**missed**" in verdict(800_000_000)
     assert logprobs.verdict([], logprobs.TARGET_VOCAB) == ""
+
+
+def test_controls_over_long_outputs(tmp_path: Path) -> None:
+    model = controls.build(vocab=300)
+    curves = [
+        controls.measure(model, control, library, text, 2, (20, 60), 3)
+        for control, library in controls.cases()
+        for text in controls.TEXTS
+    ]
+    assert {curve.control for curve in curves} == {*controls.CONTROLS}
+    assert all(min(curve.microseconds) > 0 for curve in curves)
+    text = controls.write(curves, controls.machine(), 300, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"controls.{e}" for e in ("md", "json", "png")
+    }
+    assert text.count("\n| ") == 1 + len(curves)
+    assert len(json.loads((tmp_path / "controls.json").read_text())["curves"]) == len(curves)
+
+
+def test_what_is_flat() -> None:
+    def verdict(*microseconds: float) -> str:
+        curve = controls.Curve("x", "hfgen", "loop", 1, (1, 2, 3), microseconds)
+        return controls.verdict([curve])
+
+    assert "are flat" in verdict(10.0, 10.0, 15.0)
+    assert "are flat" in verdict(1.0, 1.0, 20.0)
+    assert "Not flat" in verdict(50.0, 60.0, 90.0)

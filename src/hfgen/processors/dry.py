@@ -51,13 +51,13 @@ class Repeats:
     def __deepcopy__(self, memo: dict[int, Any]) -> Repeats:
         return self.copy()
 
-    def lengths(self) -> dict[int, int]:
-        """Tokens that would continue a repeat, with the length of the longest so far."""
+    def lengths(self, vocab: int) -> dict[int, int]:
+        """Tokens below ``vocab`` that would continue a repeat, with the length of the longest so far."""
         if (limit := self.since_breaker[-1]) < self.automaton.least:
             return {}
-        repeats = self.automaton.repeats()
         is_breaker = self.breakers.is_breaker
-        return {t: min(n, limit) for t, n in repeats.items() if not is_breaker(t)}
+        repeats = self.automaton.repeats().items()
+        return {t: min(n, limit) for t, n in repeats if t < vocab and not is_breaker(t)}
 
 
 @dataclass(eq=False)
@@ -79,6 +79,7 @@ class DryPenalty(LogitsProcessor):
         self.history = RowStates(lambda: Repeats(self.allowed, self.breakers), self.n_pads)
         #: The exponent from which on the penalty stays the same.
         self.largest = math.inf if self.base <= 1 else _LARGEST_EXPONENT / math.log(self.base)
+        self._penalties: dict[int, float] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.history.follow(input_ids)
@@ -86,21 +87,23 @@ class DryPenalty(LogitsProcessor):
         tokens: list[int] = []
         penalties: list[float] = []
         for row, state in enumerate(self.history.states):
-            for token, length in state.lengths().items():
-                if token < scores.shape[-1]:
-                    rows.append(row)
-                    tokens.append(token)
-                    penalties.append(self.penalty(length))
+            if lengths := state.lengths(scores.shape[-1]):
+                rows += [row] * len(lengths)
+                tokens += lengths
+                penalties += map(self.penalty, lengths.values())
         if not rows:
             return scores
-        scores = scores.clone()
-        scores[rows, tokens] -= torch.tensor(penalties, dtype=scores.dtype, device=scores.device)
-        return scores
+        where = torch.tensor([rows, tokens], device=scores.device)
+        taken_off = torch.tensor(penalties, dtype=scores.dtype, device=scores.device)
+        return scores.index_put((where[0], where[1]), -taken_off, accumulate=True)
 
     def penalty(self, length: int) -> float:
         """What is taken off a token that would continue a repeat of ``length`` tokens."""
-        exponent = min(length - self.allowed, self.largest)
-        return min(self.multiplier * self.base**exponent, torch.finfo(torch.float32).max)
+        if (known := self._penalties.get(length)) is None:
+            exponent = min(length - self.allowed, self.largest)
+            known = min(self.multiplier * self.base**exponent, torch.finfo(torch.float32).max)
+            self._penalties[length] = known
+        return known
 
     def reorder(self, index: torch.Tensor) -> None:
         """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""

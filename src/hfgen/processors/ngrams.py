@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch.nn.functional import pad
@@ -19,22 +20,26 @@ class NGrams:
     def __init__(self, size: int) -> None:
         self.n_before = size - 1
         self.tokens: list[int] = []
-        #: Last of ``n_before`` tokens each: what has followed, in order.
-        self.followers: dict[tuple[int, ...], list[int]] = {}
+        #: For ``n_before`` tokens: those that have followed, and how often.
+        self.followers: dict[tuple[int, ...], dict[int, int]] = {}
 
     def push(self, token: int) -> None:
         if len(self.tokens) >= self.n_before:
-            self.followers.setdefault(self._last(), []).append(token)
+            counts = self.followers.setdefault(self._last(), {})
+            counts[token] = counts.get(token, 0) + 1
         self.tokens.append(token)
 
     def pop(self) -> None:
-        self.tokens.pop()
+        token = self.tokens.pop()
         if len(self.tokens) >= self.n_before:
-            self.followers[self._last()].pop()
+            counts = self.followers[self._last()]
+            counts[token] -= 1
+            if not counts[token]:
+                del counts[token]
 
-    def repeating(self) -> list[int]:
+    def repeating(self) -> Iterable[int]:
         """The tokens that would repeat an n-gram."""
-        return self.followers.get(self._last(), [])
+        return self.followers.get(self._last(), ())
 
     def copy(self) -> NGrams:
         other = NGrams(self.n_before + 1)
@@ -92,7 +97,7 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
         return without(scores, banned)
 
 
-def without(scores: torch.Tensor, banned: list[list[int]]) -> torch.Tensor:
+def without(scores: torch.Tensor, banned: list[Iterable[int]]) -> torch.Tensor:
     """A copy of ``scores (rows, vocab)`` with -inf at each row's ``banned`` tokens."""
     vocab = scores.shape[-1]
     scores = scores.clone()  # upstream's copy too: a later edit in place spares the logits
