@@ -44,7 +44,20 @@ CALLS: dict[str, dict[str, Any]] = {
     "quantized": {"cache_implementation": "quantized"},
     "dropped": {"drop_finished": True, "do_sample": True},
     "no cache": {"use_cache": False},
-}
+    "beams, dropped": {"num_beams": 3, "drop_finished": True, "num_return_sequences": 2},
+    "groups, all returned": {
+        "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "num_return_sequences": 4,
+        "repetition_penalty": 1.3,
+    },
+    "constrained, all returned": {
+        "num_beams": 3, "force_words_ids": [[9], [40, 41]], "num_return_sequences": 3,
+    },
+    "contrastive, one by one": {"penalty_alpha": 0.6, "top_k": 4, "low_memory": True},
+    "early exit": {"assistant_early_exit": 1},
+    "drafts of samples": {"assistant_early_exit": 1, "do_sample": True, "num_return_sequences": 2},
+    "seeded": {"do_sample": True, "seed": 3, "temperature": 0.8},
+    "seeded drafts": {"do_sample": True, "seed": 3, "prompt_lookup_num_tokens": 3},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -318,8 +331,9 @@ def test_minus_one_is_the_whole_vocabulary(llama: Any) -> None:
     assert sum(math.exp(value) for _, value in entry.top) == pytest.approx(1.0)
 
 
-def test_nothing_is_generated(llama: Any) -> None:
-    options = {"max_new_tokens": 0, "logprobs": 2, "logprob_token_ids": [3]}
+@pytest.mark.parametrize("beams", [1, 2])
+def test_nothing_is_generated(llama: Any, beams: int) -> None:
+    options = {"max_new_tokens": 0, "logprobs": 2, "logprob_token_ids": [3], "num_beams": beams}
     found = decode(llama, {"input_ids": tiny.prompt(2)}, **options).logprobs
     assert [*found] == [[], []]
     assert (found.top_logprobs.shape, found.asked_logprobs.shape) == ((2, 0, 2), (2, 0, 1))

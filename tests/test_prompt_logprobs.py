@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -175,7 +176,9 @@ def test_a_prompt_is_scored_without_generating(llama: Any) -> None:
 
 
 #: Calls whose prefill cannot be watched, so that another forward follows.
-FORWARDED_AGAIN = {"lookup", "lookup, processed", "lookup, sampling", "chunks"}
+FORWARDED_AGAIN = {
+    *("lookup", "lookup, processed", "lookup, sampling", "chunks", "early exit", "seeded drafts")
+}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -183,13 +186,16 @@ def test_the_prefill_is_enough(llama: Any, call: str) -> None:
     counts = []
     for asked in ({}, {"prompt_logprobs": 1}):
         n_tokens: list[int] = []
-        hook = llama.model.layers[0].register_forward_pre_hook(
-            lambda module, inputs, seen=n_tokens: seen.append(inputs[0].shape[1])
-        )
+
+        def note(module: Any, inputs: Any, seen: list[int] = n_tokens) -> None:
+            seen.append(inputs[0].shape[0] * inputs[0].shape[1])
+
+        note.is_row_wise = True  # type: ignore[attr-defined]  # else rows do not share their prompt
+        hook = llama.model.layers[0].register_forward_pre_hook(note)
         decode(llama, padded(), max_new_tokens=3, **CALLS[call], **asked)
         hook.remove()
         counts.append(sum(n_tokens))
-    assert counts[1] - counts[0] == (9 if call in FORWARDED_AGAIN else 0)
+    assert counts[1] - counts[0] == (3 * 9 if call in FORWARDED_AGAIN else 0)
 
 
 class Leaving(LlamaForCausalLM):
@@ -201,6 +207,20 @@ class Leaving(LlamaForCausalLM):
         self.n_forwards += 1
         self.model.n_seen = self.n_forwards
         return super().forward(*args, **kwargs)
+
+
+def test_compiled_models_and_models_with_hooks() -> None:
+    inputs, options = padded(), {"max_new_tokens": 2, "prompt_logprobs": 1}
+    expected = decode(hfgen.mix_into(tiny.llama()), inputs, **options).prompt_logprobs
+    compiled, hooked = (hfgen.mix_into(tiny.llama()) for _ in range(2))
+    compiled.compile(backend="eager")
+    for module in (hooked, hooked.model, *hooked.model.layers):
+        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    for model in (compiled, hooked):
+        found = decode(model, inputs, **options).prompt_logprobs
+        torch.testing.assert_close(
+            found.token_logprobs, expected.token_logprobs, equal_nan=True, atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("call", ["greedy", "samples", "lookup", "chunks"])

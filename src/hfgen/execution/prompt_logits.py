@@ -121,12 +121,14 @@ class Body:
     def of_prefill(cls, run: Run) -> Body | None:
         """To watch the prefill of ``run``; ``None`` where it could not be as it is without that.
 
-        That is so if all logits are made anyway, if it is in chunks, possibly compiled, if a stored
+        That is so if all logits are made anyway, if it is in chunks or compiled, if a stored
         prefix takes the place of a part of it, and for encoder-decoders.
         """
         is_stored = run.call is not None and run.call.prefix_session is not None
         is_whole = not is_stored and run.config.prefill_chunk_size is None
-        if run.is_encoder_decoder or not is_whole or not run.model._supports_logits_to_keep():
+        is_plain = getattr(run.model, "_compiled_call_impl", None) is None
+        is_plain = is_plain and not run.is_encoder_decoder and run.model._supports_logits_to_keep()
+        if not (is_whole and is_plain):
             return None
         paths = _bodies(run.model)[:1]
         return cls(run.model, paths) if paths else None

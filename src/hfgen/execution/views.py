@@ -19,7 +19,7 @@ def view_of(module: Any) -> Any:
     view = copy.copy(module)
     for key, value in vars(module).items():
         if key in COMPILED:
-            del view.__dict__[key]
+            view.__dict__.pop(key, None)  # copies of a compiled module lack it already
         elif isinstance(value, MethodType) and value.__self__ is module:
             view.__dict__[key] = MethodType(value.__func__, view)
         elif isinstance(value, partial) and module in value.args:  # accelerate's forward

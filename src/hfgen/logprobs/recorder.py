@@ -79,6 +79,8 @@ class Recorder:
 
         They are those from generated position ``start`` on.
         """
+        if paths.shape[1] == 0:
+            return Logprobs.empty(paths, self.asked_of(len(paths)), self.settings)
         is_token = paths >= 0
         rows = paths.clamp(min=0).long()
         tokens = sequences[:, sequences.shape[1] - paths.shape[1] :]
@@ -87,11 +89,15 @@ class Recorder:
             _at(position, tokens[:, place], rows[:, place])
             for place, position in enumerate(positions)
         ]
-        asked_ids = self.asked_ids
-        if asked_ids is not None:  # alike in all rows of a prompt
-            firsts = torch.arange(len(paths), device=paths.device) * self.n_rows // len(paths)
-            asked_ids = asked_ids[firsts]
+        asked_ids = self.asked_of(len(paths))
         return Logprobs.of(tokens, is_token, _stacked(found), asked_ids, self.settings)
+
+    def asked_of(self, n: int) -> Tensor | None:
+        """``(n, m)``: the ids that ``n`` returned sequences ask for, alike in all rows of a prompt."""
+        if self.asked_ids is None:
+            return None
+        rows = torch.arange(n, device=self.asked_ids.device) * self.n_rows // n
+        return self.asked_ids[rows]
 
 
 def _at(position: Position, tokens: Tensor, rows: Tensor) -> Measures:

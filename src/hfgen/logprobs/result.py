@@ -97,7 +97,8 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
 
     @classmethod
     def empty(cls, token_ids: Tensor, asked_ids: Tensor | None, settings: Settings) -> Logprobs:
-        """Of ``token_ids (rows, 0)``."""
+        """Of ``token_ids (rows, 0)``, integers of any kind."""
+        token_ids = token_ids.long()
         values = token_ids.float()
         n_asked = 0 if asked_ids is None else asked_ids.shape[1]
         none = token_ids[..., None].expand(-1, -1, max(settings.n_top or 0, 0))
