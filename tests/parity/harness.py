@@ -498,14 +498,15 @@ def check(case: Case) -> Report:
 def breaks_by_drafts(case: Case, theirs: Outcome) -> bool:
     """Whether upstream's assisted decoding raises where hfgen decodes: documented differences.
 
-    It takes the image's keys out of mllama's cache, and drafts placeholders of media.
+    It takes the image's keys out of mllama's cache, drafts placeholders of media, and lets an
+    assistant encode ids of -100 where the caller gave encoder outputs alone.
     """
     if case.mode != ASSISTED:
         return False
     has_lost_keys = case.family == "mllama" and "size of tensor" in theirs.message
-    return has_lost_keys or bool(
-        re.search(r"features and \w+ tokens do not match", theirs.message, re.I)
-    )
+    has_no_ids = case.options.get("encoder_outputs") == "alone" and theirs.error == "IndexError"
+    has_placeholders = re.search(r"features and \w+ tokens do not match", theirs.message, re.I)
+    return has_lost_keys or has_no_ids or bool(has_placeholders)
 
 
 def drafts_otherwise(case: Case) -> str | None:
@@ -517,6 +518,8 @@ def drafts_otherwise(case: Case) -> str | None:
         return None
     if upstream(case.family).config.is_encoder_decoder:
         return "upstream's assistant goes on from a text that nobody wrote"
+    if case.family in ("kosmos2", "kosmos2_5"):
+        return "upstream drafts by the assistant's own generate, in which a part of it decodes"
     return None
 
 
@@ -546,8 +549,12 @@ def _scored(case: Case) -> Outcome:
 
 
 def _has_nan(case: Case) -> bool:
+    """Whether upstream decodes from NaN; sums of beams have one where infinite scores cancel out."""
     scores = getattr(_scored(case).returned, "scores", None) or ()
-    return any(bool(score.isnan().any()) for score in scores)
+    return any(
+        bool(score.isnan().any() or (case.mode in BEAMS and score.isposinf().any()))
+        for score in scores
+    )
 
 
 def _explain(case: Case, theirs: Outcome, mine: Outcome) -> list[str]:

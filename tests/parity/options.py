@@ -606,7 +606,7 @@ _BOTH_SAME = "both set the same argument"
 INTENDED = "documented difference: "
 
 #: Families whose own ``generate`` puts a pad token of 0 in the place of ``None``.
-_PADS_WITH_ZERO = ("janus", "moshi_speech")
+_PADS_WITH_ZERO = ("janus", "moshi_speech", "whisper")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
     # intended differences (docs/differences.md)

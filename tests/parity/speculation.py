@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +138,16 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "voxtral_realtime": lambda case: True,
 }
 
+#: Families whose decoder counts positions from the ids of one forward: a pad shifts those after it.
+COUNTS_IDS = ("m2m_100", "nllb_moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text")
+
+
+def goes_on_after_pad(model: Any, ids: Tensor) -> bool:
+    """Whether a row of ``ids (rows, length)`` has a pad in the middle of what was generated."""
+    is_text = ids[:, 1:] != model.config.get_text_config(decoder=True).pad_token_id
+    return bool((is_text.int().diff(dim=1) > 0).any())
+
+
 #: Families that cannot draft with their first layers, and why. The call has to say so.
 NO_EARLY_EXIT = {
     name: reason
@@ -207,6 +218,8 @@ def check(speculated: Speculated) -> list[str] | str:
     plain = run(model, case)
     if plain.error is not None or sequences(plain) is None:
         return "the plain call raises"
+    if case.family in COUNTS_IDS and goes_on_after_pad(model, sequences(plain)):
+        return "several tokens at once are answered otherwise"
     drafted = run(model, case, amend=lambda call: enter(call, plain))
     if speculated.drafter == "early exit" and (reason := NO_EARLY_EXIT.get(case.family)):
         is_refused = "assistant_early_exit" in drafted.message
