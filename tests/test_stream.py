@@ -317,6 +317,22 @@ def test_models_with_methods_of_their_own() -> None:
     assert rows_of(model.stream(tiny.prompt(1), **options)) == {0: [3, 3, 3]}
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own
+def test_adapters_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
+    model = hfgen.mix_into(peft.get_peft_model(tiny.llama(), config).eval())
+    expected = model.generate(input_ids=tiny.prompt(2), max_new_tokens=5)
+    rows = rows_of(model.stream(input_ids=tiny.prompt(2), max_new_tokens=5))
+    assert rows == generated(expected, [2])
+    assert rows != generated(tiny.llama().generate(tiny.prompt(2), max_new_tokens=5), [2])
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = hfgen.mix_into(peft.get_peft_model(tiny.llama(), config))
+    for stream in (model.stream, model.astream):
+        with pytest.raises(TypeError, match="virtual tokens"):
+            stream(input_ids=tiny.prompt(1))
+
+
 def test_with_patched_transformers() -> None:
     model = tiny.llama()
     with hfgen.patched():

@@ -35,7 +35,17 @@ def mix_into(model: T) -> T:
     if hasattr(model, "base_model_prepare_inputs_for_generation"):  # kept by PEFT as it was before
         method = model.get_base_model().prepare_inputs_for_generation  # type: ignore[operator]
         model.base_model_prepare_inputs_for_generation = method
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        # The model within, whose methods they would be, knows of no virtual tokens.
+        vars(model).update(stream=_refuse_stream, astream=_refuse_stream)
     return model
+
+
+def _refuse_stream(*args: Any, **kwargs: Any) -> Any:
+    raise TypeError(
+        "PEFT puts virtual tokens before the prompt in its own `generate`, which cannot be decoded step "
+        "by step. Call generate(), with a streamer."
+    )
 
 
 class _AutoMixed:
