@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import hfgen
@@ -460,6 +461,23 @@ def test_memory_is_free_at_once(llama: Any, mode: str) -> None:
             consume_and_fail(llama.stream(tiny.prompt(2), **options))
         assert caches.n_alive == 0
         assert caches.references
+
+
+@pytest.mark.parametrize("mode", ["greedy", "drafted"])
+def test_a_cache_of_the_callers_goes_on_where_the_stream_was_left(llama: Any, mode: str) -> None:
+    ids, cache = tiny.prompt(1), transformers.DynamicCache(config=llama.config)
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": None}
+    expected = llama.generate(ids, **options)
+    said: list[int] = []
+    for event in llama.stream(ids, past_key_values=cache, **options, **MODES[mode]):
+        said += event.token_ids
+        if len(said) >= 5:
+            break
+    assert cache.get_seq_length() == 7 + len(said) - 1
+    ids = torch.cat([ids, torch.tensor([said])], dim=1)
+    options["max_new_tokens"] -= len(said)
+    rest = llama.generate(ids, past_key_values=cache, **options)
+    assert torch.equal(rest, expected)
 
 
 def n_tensors() -> int:
