@@ -62,12 +62,14 @@ parity: $(VENV)/installed ## Compare with upstream, caches and modes on COUNT ra
 	@$(BIN)/python -m tests.parity.sweep --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.caches --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.invariants --seed $(SEED) --count $(COUNT)
+	@$(BIN)/python -m tests.parity.grammars --seed $(SEED)
 
 bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.speculation
 	@$(BIN)/python -m benchmarks.caches
 	@$(BIN)/python -m benchmarks.quantized_cache
+	@$(BIN)/python -m benchmarks.grammar
 	@$(BIN)/python -m benchmarks.logprobs
 
 clean: ## Remove the environments and all caches.

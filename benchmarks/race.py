@@ -165,7 +165,7 @@ def counted(target: Any, draft: Any = None) -> Iterator[Forwards]:
 
     with ExitStack() as stack:
         for model, hook in ((target, of_target), (draft, of_draft)):
-            if model is not None:
+            if isinstance(model, torch.nn.Module):
                 handle = model.register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         yield forwards

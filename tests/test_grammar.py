@@ -467,6 +467,84 @@ def test_a_forced_eos_ends_a_text_at_the_last_token(loaded):
     assert set(loaded[1].decode(output[0, -6:-1])) == {"a"}
 
 
+def test_why_a_row_ended(loaded):
+    options = {"grammar": [G.regex("a{3}"), G.regex("a{30}")], "return_dict_in_generate": True}
+    own = generate(loaded, PROMPTS[:2], eos_token_id=None, max_new_tokens=8, **options)
+    assert own.finish_reasons == ["grammar", "length"]
+    eos = generate(loaded, PROMPTS[:2], max_new_tokens=8, **options)
+    assert eos.finish_reasons == ["eos", "length"]
+
+
+# Thinking
+
+
+def test_a_grammar_begins_behind_thoughts(loaded):
+    """A section is open at the end of the first prompt and closed in the second; the third has none."""
+    prompts = ["x<think>y", "x<think>y</think>", "x"]
+    options = {"grammar": G.regex("[0-9]{4}"), "thinking_token_budget": [5, 5, 5]}
+    output = generate(loaded, prompts, max_new_tokens=40, **options)
+    tokenizer = loaded[1]
+    found = [tokenizer.decode(row, skip_special_tokens=True) for row in output]
+    assert re.fullmatch(r"(?s)x<think>y.*</think>[0-9]{4}", found[0])
+    assert re.fullmatch(r"(?s)x<think>y</think>([0-9]{4}|<think>.*</think>[0-9]{4})", found[1])
+    assert re.fullmatch(r"(?s)x([0-9]{4}|<think>.*</think>[0-9]{4})", found[2])
+    n_thoughts = len(
+        tokenizer(found[0].removeprefix(prompts[0]).partition("</think>")[0]).input_ids
+    )
+    assert n_thoughts <= 6
+    drafted = generate(loaded, prompts, max_new_tokens=40, assistant_model=Babble(), **options)
+    assert torch.equal(drafted, output)
+
+
+def likes(tokenizer: Any, text: str, after: int) -> Any:
+    """A processor that wants ``text`` to be what is generated behind ``after`` tokens."""
+    tokens = tokenizer(text).input_ids
+
+    def push(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        n = ids.shape[1] - after
+        if n >= len(tokens):
+            return scores
+        scores = scores.clone()
+        scores[:, tokens[n]] += 1e4
+        return scores
+
+    push.is_row_wise = True  # type: ignore[attr-defined]
+    return push
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_row_may_open_a_section_of_thoughts_itself(loaded, beams):
+    tokenizer = loaded[1]
+    n_prompt = len(tokenizer("x").input_ids)
+    wish = "<think>abc<|endoftext|>!</think>"
+    options: dict[str, Any] = {"grammar": G.regex("[0-9]{4}"), "num_beams": beams}
+
+    def text(**more: Any) -> str:
+        push = [likes(tokenizer, wish, n_prompt)]
+        output = generate(
+            loaded, ["x"], logits_processor=push, max_new_tokens=50, **options, **more
+        )
+        return tokenizer.decode(output[0, n_prompt:], skip_special_tokens=True)
+
+    thought = text(thinking_token_budget=30)
+    assert re.fullmatch(r"(?s)<think>abc.*</think>[0-9]{4}", thought)  # no EOS amid thoughts
+    assert re.fullmatch("[0-9]{4}", text())  # without a budget, only a prompt opens a section
+
+
+def test_a_section_that_has_begun_to_open_is_opened(loaded):
+    """Behind the first token of a start marker of several, the others have to follow."""
+    tokenizer = loaded[1]
+    start = tokenizer("<think>").input_ids
+    assert len(start) > 1
+    n_prompt = len(tokenizer("x").input_ids)
+    push = [likes(tokenizer, tokenizer.decode(start[:1]), n_prompt)]
+    options = {"grammar": G.regex("[0-9]{4}"), "thinking_token_budget": 3}
+    output = generate(loaded, ["x"], logits_processor=push, max_new_tokens=30, **options)
+    assert output[0, n_prompt:].tolist()[: len(start)] == start
+    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    assert re.fullmatch(r"(?s)x<think>.*</think>[0-9]{4}", text)
+
+
 # With what else there is
 
 

@@ -8,34 +8,44 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .matcher import Matcher
+from .thinking import Thinking
 
 
 @dataclass(slots=True)
 class Followed:
-    """One row: the generated ``tokens (n,)``, of which the grammar took the first ``n_consumed``."""
+    """One row: the ``tokens (n,)`` of its text, of which the grammar took the first ``n_consumed``."""
 
     prompt: int
     matcher: Matcher
     tokens: torch.Tensor
-    n_consumed: int
+    n_consumed: int = 0
+    #: Whether the text has not begun, since the row thinks; ``tokens`` are its thoughts.
+    is_thinking: bool = False
+    #: The token that goes on opening a section of thoughts.
+    opening: int | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether all tokens are text of the grammar."""
+        return self.n_consumed == len(self.tokens) and not self.is_thinking
 
     @property
     def is_over(self) -> bool:
         """Whether the row has ended, by an EOS or by what else is no text of its grammar."""
-        return self.n_consumed < len(self.tokens)
+        return not self.is_text and not self.is_thinking and self.opening is None
 
 
 class Follower:
     """The rows of a call. Lists have an entry per prompt.
 
     ``starts``: matchers at the beginning, ``None`` without a grammar. ``begins``: the lengths at which
-    the text begins. ``n_tokens``: ids from there on are no tokens.
+    the text, or a section of thoughts before it, begins. ``n_tokens``: ids from there on are no tokens.
     """
 
     def __init__(
@@ -44,16 +54,18 @@ class Follower:
         eos: Sequence[frozenset[int]],
         begins: Sequence[int],
         n_tokens: int,
+        thinking: Sequence[Thinking | None] = (),
     ) -> None:
         self.starts, self.eos, self.begins, self.n_tokens = starts, eos, begins, n_tokens
+        self.thinking = thinking or [None] * len(starts)
+        #: Which prompts end amid a section of thoughts.
+        self.is_open_prompt: dict[int, bool] = {}
         self.rows: list[Followed | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Follower:
-        other = Follower(self.starts, self.eos, self.begins, self.n_tokens)
-        other.rows = [
-            row and Followed(row.prompt, row.matcher.copy(), row.tokens, row.n_consumed)
-            for row in self.rows
-        ]
+        other = Follower(self.starts, self.eos, self.begins, self.n_tokens, self.thinking)
+        other.is_open_prompt = self.is_open_prompt
+        other.rows = [row and replace(row, matcher=row.matcher.copy()) for row in self.rows]
         return other
 
     def follow(self, ids: torch.Tensor, lengths: Sequence[int] | None = None) -> list[Any]:
@@ -65,61 +77,84 @@ class Follower:
         first = min(self.begins)
         generated = ids[:, first:].to("cpu", copy=True)
         n_rows, n_repeats = len(ids), len(ids) // len(self.starts)
-        new: list[Followed | None] = [None] * n_rows
-        tokens, sources = [], []
+        targets = []
         for row in range(n_rows):
             prompt = row // n_repeats
             end = None if lengths is None else max(lengths[row] - first, 0)
-            tokens.append(generated[row, self.begins[prompt] - first : end])
-            has_grammar = self.starts[prompt] is not None
-            sources.append(self._source(row, prompt, tokens[row]) if has_grammar else -1)
+            tokens = generated[row, self.begins[prompt] - first : end]
+            targets.append(self._target(prompt, ids[row], tokens))
+        sources = [self._source(row, target) for row, target in enumerate(targets)]
         users = Counter(sources)
-        for row, source in enumerate(sources):
-            prompt = row // n_repeats
-            if (start := self.starts[prompt]) is None:
+        new: list[Followed | None] = []
+        for target, source in zip(targets, sources, strict=True):
+            if target is None or target.is_thinking:
+                new.append(target)
                 continue
             old = self.rows[source] if source >= 0 else None
-            if old is None:
-                old = Followed(prompt, start.copy(), tokens[row][:0], 0)
             users[source] -= 1
-            if users[source] > 0:  # others go on from it as well
-                old = Followed(prompt, old.matcher.copy(), old.tokens, old.n_consumed)
-            new[row] = self._moved(old, tokens[row])
+            if old is None:
+                matcher, tokens, n_consumed = target.matcher.copy(), target.tokens[:0], 0
+            else:
+                matcher, tokens, n_consumed = old.matcher, old.tokens, old.n_consumed
+                if users[source] > 0:  # others go on from it as well
+                    matcher = matcher.copy()
+            target.matcher = matcher
+            self._move(target, tokens, n_consumed)
+            new.append(target)
         self.rows = new
         return new
 
+    def _target(self, prompt: int, ids: torch.Tensor, tokens: torch.Tensor) -> Followed | None:
+        """A row as it is to be, with the matcher of its beginning."""
+        if (start := self.starts[prompt]) is None:
+            return None
+        if (thinking := self.thinking[prompt]) is None:
+            return Followed(prompt, start, tokens)
+        if prompt not in self.is_open_prompt:
+            before = ids[: self.begins[prompt]].cpu()
+            self.is_open_prompt[prompt] = thinking.is_open(before)
+        is_open = self.is_open_prompt[prompt]
+        n = thinking.begin(tokens, is_open)
+        opening = thinking.next_of_start(tokens, is_open)
+        return Followed(prompt, start, tokens[max(n, 0) :], 0, n < 0, opening)
+
     def is_open(self, row: Followed | None) -> bool:
         """Whether a grammar decides what comes next in a row."""
-        return row is not None and not row.is_over and not self.has_ended(row)
+        return not (row is None or row.is_over or row.is_thinking or self.has_ended(row))
 
     def has_ended(self, row: Followed | None) -> bool:
         """Whether nothing can follow in a row, and there is no EOS token to say so."""
-        return row is not None and not self.eos[row.prompt] and row.matcher.is_stopped
+        if row is None or not row.is_text or self.eos[row.prompt]:
+            return False
+        return row.matcher.is_stopped
 
-    def _source(self, row: int, prompt: int, tokens: torch.Tensor) -> int:
-        """The row of the last call, of the same prompt, that shares most with ``tokens``; -1: none."""
+    def _source(self, row: int, target: Followed | None) -> int:
+        """The row of the last call, of the same prompt, that shares most with ``target``; -1: none."""
+        if target is None or target.is_thinking:
+            return -1
         n_repeats = len(self.rows) // len(self.starts)
-        others = range(prompt * n_repeats, (prompt + 1) * n_repeats)
+        others = range(target.prompt * n_repeats, (target.prompt + 1) * n_repeats)
         best, n_best = -1, 0
         for other in (row, *others) if row in others else others:
-            if (old := self.rows[other]) is None:
+            old = self.rows[other]
+            if old is None or old.is_thinking:
                 continue
-            n = n_common(old.tokens, tokens)
-            if n == len(old.tokens) or n == len(tokens):
+            n = n_common(old.tokens, target.tokens)
+            if n == len(old.tokens) or n == len(target.tokens):
                 return other
             if n > n_best:
                 best, n_best = other, n
         return best
 
-    def _moved(self, old: Followed, tokens: torch.Tensor) -> Followed:
-        """``old``, taken back to what it shares with ``tokens`` and then on to their end."""
-        n = n_common(old.tokens, tokens)
-        if n > old.n_consumed:  # the token after these was refused, and is still there
-            return Followed(old.prompt, old.matcher, tokens, old.n_consumed)
-        if n < old.n_consumed:
-            old.matcher.rollback(old.n_consumed - n)
-        n_taken = self.consume(old, tokens[n:].tolist())
-        return Followed(old.prompt, old.matcher, tokens, n + n_taken)
+    def _move(self, target: Followed, tokens: torch.Tensor, n_consumed: int) -> None:
+        """Take the matcher back from ``tokens`` to what they share with the target's, and on to their end."""
+        n = n_common(tokens, target.tokens)
+        if n > n_consumed:  # the token after these was refused, and is still there
+            target.n_consumed = n_consumed
+            return
+        if n < n_consumed:
+            target.matcher.rollback(n_consumed - n)
+        target.n_consumed = n + self.consume(target, target.tokens[n:].tolist())
 
     def consume(self, row: Followed, tokens: list[int]) -> int:
         """Let a row's matcher follow ``tokens``, up to an EOS; returns how many it took."""

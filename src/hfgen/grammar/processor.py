@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import LogitsProcessor, StoppingCriteria
 
-from .follower import Follower
+from .follower import Followed, Follower
 from .matcher import Library
 
 #: The score of every token of a beam that has ended: it stays below all that go on.
@@ -39,28 +39,38 @@ class GrammarProcessor(LogitsProcessor):
         rows = self.follower.follow(input_ids)
         is_open = [self.follower.is_open(row) for row in rows]
         bits = self.library.bits(len(rows))
-        self.library.fill(bits, [(i, rows[i].matcher) for i, is_it in enumerate(is_open) if is_it])
+        places = [i for i, is_it in enumerate(is_open) if is_it]
+        self.library.fill(bits, [(i, rows[i].matcher) for i in places if rows[i].is_text])
         bits = widened(bits, (scores.shape[1] + 7) // 8, is_open)
-        self.write_eos(bits, rows, is_open)
+        for row, own, is_it in zip(rows, bits.numpy(), is_open, strict=True):  # a view
+            if row is not None and (is_it or row.is_thinking):
+                self.complete(row, own)
         limits = as_limits(bits, scores)
         if self.is_search:
-            over = [i for i, row in enumerate(rows) if row is not None and not is_open[i]]
-            limits[over] = LOWEST
+            limits[[i for i, row in enumerate(rows) if row is not None and row.is_over]] = LOWEST
         if limits.shape[1] > scores.shape[1]:
             return torch.minimum(scores, limits[:, : scores.shape[1]])
         return torch.minimum(scores, limits, out=limits)
 
-    def write_eos(self, bits: torch.Tensor, rows: list[Any], is_open: list[bool]) -> None:
-        """Allow the EOS tokens of the open rows where their texts are complete, and only there."""
-        array = bits.numpy()  # a view
-        for row, is_it, own in zip(rows, is_open, array, strict=True):
-            if not is_it:
-                continue
-            is_complete = row.matcher.is_accepting
-            for token in self.follower.eos[row.prompt]:
-                byte, bit = divmod(token, 8)
-                if 0 <= byte < len(own):
-                    own[byte] = own[byte] & (255 - (1 << bit)) | (is_complete << bit)
+    def complete(self, row: Followed, bits: Any) -> None:
+        """Add to a row's ``bits (n_bytes,)``, a numpy array, what its matcher does not know.
+
+        An EOS may follow what is complete, and nothing else; a section of thoughts may be opened.
+        """
+        if not row.is_text and not row.is_thinking:
+            bits[:] = 0
+        is_complete = row.is_text and row.matcher.is_accepting
+        for token in self.follower.eos[row.prompt]:
+            set_bit(bits, token, is_complete)
+        if row.opening is not None:
+            set_bit(bits, row.opening, True)
+
+
+def set_bit(bits: Any, token: int, is_on: bool) -> None:
+    """Set the bit of an id in ``bits (n_bytes,)``; those of ids behind the end are left out."""
+    byte, bit = divmod(token, 8)
+    if 0 <= byte < len(bits):
+        bits[byte] = bits[byte] & (255 - (1 << bit)) | (is_on << bit)
 
 
 def widened(bits: torch.Tensor, n_bytes: int, is_open: Sequence[bool]) -> torch.Tensor:

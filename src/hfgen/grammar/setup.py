@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from .. import validate
+from ..markers import marker_ids
 from ..vocabularies import n_scores
 from . import Grammar
 from .follower import Follower
 from .llguidance import library_of
 from .matcher import Library
 from .processor import GrammarCriterion, GrammarProcessor, NoTokenLeft
+from .thinking import Thinking
 
 
 def check(model: Any, call: Any) -> None:
@@ -31,7 +33,7 @@ def check(model: Any, call: Any) -> None:
 
 def library_for(call: Any, model: Any, grammar: Grammar) -> Library:
     """The library for the tokenizer of a call; raises as ``check`` does."""
-    tokenizer = call.request.kwargs.get("tokenizer")
+    tokenizer = tokenizer_of(call)
     validate.require_tokenizer(tokenizer, "grammar", grammar)
     library, size = library_of(tokenizer), n_scores(model)
     if library.n_tokens > size:
@@ -40,6 +42,11 @@ def library_for(call: Any, model: Any, grammar: Grammar) -> Library:
             "tokenizer that the model was trained with."
         )
     return library
+
+
+def tokenizer_of(call: Any) -> Any:
+    """The caller's, also where what decodes does not take it."""
+    return call.request.kwargs.get("tokenizer")
 
 
 def processor(context: Any) -> GrammarProcessor | None:
@@ -55,8 +62,17 @@ def processor(context: Any) -> GrammarProcessor | None:
     # A forced BOS is no part of the text.
     n, is_first = context.prompt_length, context.prompt_length == 1
     begins = [n + (is_first and config.forced_bos_token_id is not None) for config in configs]
-    follower = Follower(starts, eos, begins, library.n_tokens)
+    thinking = [thinking_of(config, tokenizer_of(call)) for config in configs]
+    follower = Follower(starts, eos, begins, library.n_tokens, thinking)
     return GrammarProcessor(library, follower, is_search=(context.config.num_beams or 1) > 1)
+
+
+def thinking_of(config: Any, tokenizer: Any) -> Thinking | None:
+    """How a prompt's thoughts are told from its text."""
+    start, end = (marker_ids(getattr(config, f"thinking_{n}"), tokenizer) for n in ("start", "end"))
+    if not start or not end:
+        return None
+    return Thinking(start, end, may_begin=config.thinking_token_budget is not None)
 
 
 def eos_of(config: Any) -> list[int]:

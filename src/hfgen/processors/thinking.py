@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
+from ..markers import last, marker_ids
+
 
 class ThinkingBudget(LogitsProcessor):
     """Forces the end of a thinking section of which ``budget`` tokens have been generated.
@@ -70,16 +72,6 @@ class ThinkingBudget(LogitsProcessor):
         return n_thought.masked_fill(is_first, n_new)
 
 
-def last(ids: torch.Tensor, marker: torch.Tensor) -> torch.Tensor:
-    """Where in ``ids (rows, length)`` each row's last ``marker (n,)`` ends: ``(rows,)``, -1 without one."""
-    n = len(marker)
-    if ids.shape[1] < n:
-        return ids.new_full((len(ids),), -1)
-    is_marker = (ids.unfold(1, n, 1) == marker).all(dim=2)
-    ends = torch.arange(n, ids.shape[1] + 1, device=ids.device)
-    return torch.where(is_marker, ends, -1).amax(dim=1)
-
-
 def thinking_budget(budget: int, context: Any) -> ThinkingBudget:
     """The processor of a call; markers and message are token ids, or strings that are tokenised."""
     config, tokenizer = context.config, context.tokenizer
@@ -88,10 +80,3 @@ def thinking_budget(budget: int, context: Any) -> ThinkingBudget:
         for name in ("start", "end", "message")
     )
     return ThinkingBudget(budget, start, end, message, context.prompt_length, context.device)
-
-
-def marker_ids(marker: str | list[int] | None, tokenizer: Any) -> list[int]:
-    """The token ids of a marker."""
-    if isinstance(marker, str):
-        return list(tokenizer.encode(marker, add_special_tokens=False))
-    return list(marker or ())
