@@ -19,11 +19,14 @@ from .thinking import Thinking
 
 @dataclass(slots=True)
 class Followed:
-    """One row: the ``tokens (n,)`` of its text, of which the grammar took the first ``n_consumed``."""
+    """One row: the ``tokens (n,)`` of its text, of which the grammar took the first ``n_consumed``.
+
+    Tokens are a numpy array: it is quicker than a tensor where there are few.
+    """
 
     prompt: int
     matcher: Matcher
-    tokens: torch.Tensor
+    tokens: Any
     n_consumed: int = 0
     #: Whether the text has not begun, since the row thinks; ``tokens`` are its thoughts.
     is_thinking: bool = False
@@ -75,7 +78,7 @@ class Follower:
         grammar are ``None``.
         """
         first = min(self.begins)
-        generated = ids[:, first:].to("cpu", copy=True)
+        generated = ids[:, first:].to("cpu", copy=True).numpy()
         n_rows, n_repeats = len(ids), len(ids) // len(self.starts)
         targets = []
         for row in range(n_rows):
@@ -84,27 +87,21 @@ class Follower:
             tokens = generated[row, self.begins[prompt] - first : end]
             targets.append(self._target(prompt, ids[row], tokens))
         sources = [self._source(row, target) for row, target in enumerate(targets)]
-        users = Counter(sources)
-        new: list[Followed | None] = []
-        for target, source in zip(targets, sources, strict=True):
+        users = Counter(source for source, _ in sources)
+        for target, (source, n_shared) in zip(targets, sources, strict=True):
             if target is None or target.is_thinking:
-                new.append(target)
                 continue
             old = self.rows[source] if source >= 0 else None
             users[source] -= 1
-            if old is None:
-                matcher, tokens, n_consumed = target.matcher.copy(), target.tokens[:0], 0
+            if old is None or users[source] > 0:  # others go on from it as well
+                target.matcher = (old or target).matcher.copy()
             else:
-                matcher, tokens, n_consumed = old.matcher, old.tokens, old.n_consumed
-                if users[source] > 0:  # others go on from it as well
-                    matcher = matcher.copy()
-            target.matcher = matcher
-            self._move(target, tokens, n_consumed)
-            new.append(target)
-        self.rows = new
-        return new
+                target.matcher = old.matcher
+            self._move(target, n_shared, 0 if old is None else old.n_consumed)
+        self.rows = targets
+        return targets
 
-    def _target(self, prompt: int, ids: torch.Tensor, tokens: torch.Tensor) -> Followed | None:
+    def _target(self, prompt: int, ids: torch.Tensor, tokens: Any) -> Followed | None:
         """A row as it is to be, with the matcher of its beginning."""
         if (start := self.starts[prompt]) is None:
             return None
@@ -113,9 +110,10 @@ class Follower:
         if prompt not in self.is_open_prompt:
             before = ids[: self.begins[prompt]].cpu()
             self.is_open_prompt[prompt] = thinking.is_open(before)
-        is_open = self.is_open_prompt[prompt]
-        n = thinking.begin(tokens, is_open)
-        opening = thinking.next_of_start(tokens, is_open)
+        if not (is_open := self.is_open_prompt[prompt]) and not thinking.may_begin:
+            return Followed(prompt, start, tokens)
+        n = thinking.begin(torch.from_numpy(tokens), is_open)
+        opening = thinking.next_of_start(torch.from_numpy(tokens), is_open)
         return Followed(prompt, start, tokens[max(n, 0) :], 0, n < 0, opening)
 
     def is_open(self, row: Followed | None) -> bool:
@@ -128,10 +126,13 @@ class Follower:
             return False
         return row.matcher.is_stopped
 
-    def _source(self, row: int, target: Followed | None) -> int:
-        """The row of the last call, of the same prompt, that shares most with ``target``; -1: none."""
+    def _source(self, row: int, target: Followed | None) -> tuple[int, int]:
+        """The row of the last call, of the same prompt, that shares most with ``target``, and how much.
+
+        -1 is none.
+        """
         if target is None or target.is_thinking:
-            return -1
+            return -1, 0
         n_repeats = len(self.rows) // len(self.starts)
         others = range(target.prompt * n_repeats, (target.prompt + 1) * n_repeats)
         best, n_best = -1, 0
@@ -141,20 +142,23 @@ class Follower:
                 continue
             n = n_common(old.tokens, target.tokens)
             if n == len(old.tokens) or n == len(target.tokens):
-                return other
+                return other, n
             if n > n_best:
                 best, n_best = other, n
-        return best
+        return best, n_best
 
-    def _move(self, target: Followed, tokens: torch.Tensor, n_consumed: int) -> None:
-        """Take the matcher back from ``tokens`` to what they share with the target's, and on to their end."""
-        n = n_common(tokens, target.tokens)
-        if n > n_consumed:  # the token after these was refused, and is still there
+    def _move(self, target: Followed, n_shared: int, n_consumed: int) -> None:
+        """Let the matcher, which has consumed ``n_consumed`` tokens, follow the target's.
+
+        The first ``n_shared`` are those that it was asked to follow before.
+        """
+        if n_shared > n_consumed:  # the token after these was refused, and is still there
             target.n_consumed = n_consumed
             return
-        if n < n_consumed:
-            target.matcher.rollback(n_consumed - n)
-        target.n_consumed = n + self.consume(target, target.tokens[n:].tolist())
+        if n_shared < n_consumed:
+            target.matcher.rollback(n_consumed - n_shared)
+        rest = target.tokens[n_shared:].tolist()
+        target.n_consumed = n_shared + self.consume(target, rest)
 
     def consume(self, row: Followed, tokens: list[int]) -> int:
         """Let a row's matcher follow ``tokens``, up to an EOS; returns how many it took."""
@@ -172,8 +176,9 @@ class Follower:
         return n + is_end
 
 
-def n_common(one: torch.Tensor, two: torch.Tensor) -> int:
-    """How many tokens at the start two sequences ``(n,)`` have in common."""
+def n_common(one: Any, two: Any) -> int:
+    """How many tokens at the start two arrays ``(n,)`` have in common."""
     n = min(len(one), len(two))
-    one, two = one[:n], two[:n]
-    return n if torch.equal(one, two) else int((one != two).int().argmax())
+    differs = one[:n] != two[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n

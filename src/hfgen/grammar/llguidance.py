@@ -101,12 +101,11 @@ class LLGuidance:
             own[0][0].unsafe_compute_mask_ptr(bits[own[0][1]].data_ptr(), n_bytes)
         elif own:
             self.executor.unsafe_compute_mask_ptr(own, bits.data_ptr(), n_bytes, n_rows)
-        end, bit = divmod(self.n_tokens, 8)
+        (byte, bit), array = divmod(self.n_tokens, 8), bits.numpy()
         for matcher, row in own:
             if matcher.is_error():
                 raise ValueError(f"The grammar of row {row} failed: {matcher.get_error()}")
-        rows = [row for row, _ in matchers]
-        bits[rows, end] &= 255 - (1 << bit)
+            array[row, byte] &= 255 - (1 << bit)  # END
 
 
 def _source(grammar: Grammar) -> str:

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers import LogitsProcessor, StoppingCriteria
 
 from .follower import Followed, Follower
@@ -75,13 +74,14 @@ def set_bit(bits: Any, token: int, is_on: bool) -> None:
 
 def widened(bits: torch.Tensor, n_bytes: int, is_open: Sequence[bool]) -> torch.Tensor:
     """``bits (rows, any)`` as ``(rows, n_bytes)``: open rows are allowed no id that is no token."""
-    n_more = n_bytes - bits.shape[1]
-    if n_more <= 0:
+    n_rows, n = bits.shape
+    if n >= n_bytes:
         return bits[:, :n_bytes].contiguous()
-    bits = pad(bits, (0, n_more))
-    free = [row for row, is_it in enumerate(is_open) if not is_it]
-    bits[free, -n_more:] = 255
-    return bits
+    wide = bits.new_zeros(n_rows, n_bytes)
+    array = wide.numpy()
+    array[:, :n] = bits.numpy()
+    array[[not is_it for is_it in is_open], n:] = 255
+    return wide
 
 
 def as_limits(bits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
