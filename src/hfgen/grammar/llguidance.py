@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,9 @@ except ImportError:  # an extra; `library_of` says so
 
 #: So many compiled grammars are kept per tokenizer.
 N_KEPT = 64
+
+#: Up to so many masks take less time than to wake threads for them.
+N_ALONE = 8
 
 #: The spelling of the token that llguidance takes for the end of a text. No call generates it.
 END = "<|hfgen: end of the text|>"
@@ -80,7 +83,11 @@ class LLGuidance:
                 f"read: {error}"
             ) from error
         self.matcher = lru_cache(maxsize=N_KEPT)(self._compiled)
-        self.executor = LLExecutor()
+
+    @cached_property
+    def executor(self) -> LLExecutor:
+        """The library's threads."""
+        return LLExecutor()
 
     def _compiled(self, grammar: Grammar) -> Matcher:
         matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0)
@@ -96,11 +103,12 @@ class LLGuidance:
 
     def fill(self, bits: torch.Tensor, matchers: list[tuple[int, Any]]) -> None:
         own = [(matcher.own, row) for row, matcher in matchers]
-        n_rows, n_bytes = bits.shape
-        if len(own) == 1:
-            own[0][0].unsafe_compute_mask_ptr(bits[own[0][1]].data_ptr(), n_bytes)
-        elif own:
-            self.executor.unsafe_compute_mask_ptr(own, bits.data_ptr(), n_bytes, n_rows)
+        (n_rows, n_bytes), start = bits.shape, bits.data_ptr()
+        if len(own) > N_ALONE:
+            self.executor.unsafe_compute_mask_ptr(own, start, n_bytes, n_rows)
+        else:
+            for matcher, row in own:
+                matcher.unsafe_compute_mask_ptr(start + row * n_bytes, n_bytes)
         (byte, bit), array = divmod(self.n_tokens, 8), bits.numpy()
         for matcher, row in own:
             if matcher.is_error():
