@@ -10,7 +10,17 @@ import pytest
 import torch
 
 import hfgen
-from benchmarks import cache_cases, cache_report, caches, controls, logprobs, overhead, speculation
+from benchmarks import (
+    cache_cases,
+    cache_report,
+    caches,
+    controls,
+    grammar,
+    logprobs,
+    overhead,
+    side_by_side,
+    speculation,
+)
 from benchmarks.cost import (
     Costs,
     best_gain,
@@ -21,7 +31,7 @@ from benchmarks.cost import (
 )
 from benchmarks.edits import EDITS, Edit, Reference
 from benchmarks.models import Subject
-from benchmarks.race import Variant, race
+from benchmarks.race import Forwards, Result, Variant, race
 from benchmarks.side_by_side import (
     LIBRARIES,
     Spread,
@@ -392,3 +402,28 @@ def test_what_is_flat() -> None:
     assert "are flat" in verdict(10.0, 10.0, 15.0)
     assert "are flat" in verdict(1.0, 1.0, 20.0)
     assert "Not flat" in verdict(50.0, 60.0, 90.0)
+
+
+def test_costs_of_grammars_are_measured(tmp_path: Path) -> None:
+    _, tokenizer = hfgen.builtin_model()
+    costs = grammar.measure_costs(tokenizer, 9, 3)
+    assert costs.n_tokens == 2048
+    assert len(costs.compiling) == 9
+    for cost, rows in zip(costs.costs, grammar.ROWS, strict=True):
+        assert cost.rows == rows
+        assert len(cost.steps) == len(cost.matchers) > 0
+        assert all(0 <= mask <= step for mask, step in zip(cost.matchers, cost.steps, strict=True))
+    plain = Result("plain", 1, [2.0], [2.0], [10])
+    forced = Result("forced tokens", 1, [1.0], [1.0], [10], drafted=4, accepted=4)
+    for result in (plain, forced):
+        result.forwards.append(grammar_forwards(5))
+    text = grammar.write(costs, [[plain, forced]], side_by_side.machine(), tmp_path)
+    assert "| 1 | forced tokens | 2.00 | 100% | 1000 | 2.000 (2.000 to 2.000) |" in text
+    assert (tmp_path / "grammar.md").read_text() == text
+    raw = json.loads((tmp_path / "grammar.json").read_text())
+    assert raw["gains"][0][1]["variant"] == "forced tokens"
+
+
+def grammar_forwards(n: int) -> Forwards:
+    """``n`` forwards of one token."""
+    return Forwards([1] * n)
