@@ -11,7 +11,7 @@ import jsonschema
 import pydantic
 import pytest
 import torch
-from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
@@ -606,24 +606,11 @@ def test_streaming(loaded):
         assert streamer.tokens == output[0].tolist()
 
 
-def ascii_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, for the tiny models: pad 0, bos 1, eos 2."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    characters = [chr(code) for code in range(33, 126)]  # a space is Ġ
-    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "Ġ", *characters])}
-    backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-
-
 @pytest.mark.parametrize("build", [tiny.t5, tiny.bart])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_encoder_decoders(build, beams):
     """Only what is generated counts: neither the start token nor a forced BOS is part of the text."""
-    model, tokenizer = hfgen.mix_into(build()), ascii_tokenizer()
+    model, tokenizer = hfgen.mix_into(build()), tiny.ascii_tokenizer()
     options: dict[str, Any] = {"eos_token_id": 2, "pad_token_id": 0, "num_beams": beams}
     if build is tiny.bart:
         options["forced_bos_token_id"] = 1
@@ -646,7 +633,7 @@ def test_logits_wider_than_the_vocabulary():
     model = hfgen.mix_into(tiny.llama(vocab_size=131))
     with torch.no_grad():
         model.lm_head.weight[97:] = model.lm_head.weight[3] * 50
-    tokenizer = ascii_tokenizer()
+    tokenizer = tiny.ascii_tokenizer()
     output = model.generate(
         tiny.prompt(3), grammar=G.regex("[a-z]{4,8}"), tokenizer=tokenizer, max_new_tokens=12
     )
@@ -756,7 +743,7 @@ def test_a_tokenizer_is_not_kept_alive():
     import gc
     import weakref
 
-    tokenizer = ascii_tokenizer()
+    tokenizer = tiny.ascii_tokenizer()
     library_of(tokenizer)
     seen = weakref.ref(tokenizer)
     del tokenizer

@@ -523,3 +523,27 @@ def tokens_of(family: Family, model: nn.Module, n_new: int, move: Any) -> Tensor
 def test_most_families_are_run() -> None:
     assert set(NOT_SIMULATED) <= set(FAMILIES)
     assert len(FAMILIES) - len(NOT_SIMULATED) >= (256 if IS_5_23 else 200)
+
+
+@pytest.mark.parametrize(
+    ("options", "n_reads"),
+    [({}, 2), ({"do_sample": True, "seed": 3}, 2), ({"num_beams": 3}, 2)],
+    ids=["greedy", "sampled", "beams"],
+)
+def test_a_grammar_reads_the_ids_once_a_step(
+    model: nn.Module, device_model: nn.Module, options: dict[str, Any], n_reads: int
+) -> None:
+    """The host follows the text: one read of the ids beside that for an EOS, and one copy of the masks."""
+    tokenizer = tiny.ascii_tokenizer()
+    given: dict[str, Any] = {
+        "grammar": [hfgen.grammar.regex("[a-z]{30}"), hfgen.grammar.regex("[0-9]{30}")],
+        "tokenizer": tokenizer,
+        "eos_token_id": 2,
+        **options,
+    }
+    both(model, device_model, **given, max_new_tokens=1)  # a table is kept on the device
+    _, short = both(model, device_model, **given, max_new_tokens=SHORT)
+    _, long = both(model, device_model, **given, max_new_tokens=LONG)
+    for kind, n in (("read", n_reads), ("copy", 1)):
+        n_more = len(long.of_kind(kind)) - len(short.of_kind(kind))
+        assert n_more == n * (LONG - SHORT), more(short, long)

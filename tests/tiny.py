@@ -105,6 +105,17 @@ def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     )
 
 
+def ascii_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character that can be seen, and the space: as many as the models have."""
+    characters = [chr(code) for code in range(33, 126)]  # a space is Ġ
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", "Ġ", *characters])}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
 def prompt(rows: int = 2, length: int = 7, seed: int = 0) -> torch.Tensor:
     """Ids ``(rows, length)``, none of them special."""
     generator = torch.Generator().manual_seed(seed)

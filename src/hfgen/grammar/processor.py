@@ -45,8 +45,9 @@ class GrammarProcessor(LogitsProcessor):
             if row is not None and (is_it or row.is_thinking):
                 self.complete(row, own)
         limits = as_limits(bits, scores)
-        if self.is_search:
-            limits[[i for i, row in enumerate(rows) if row is not None and row.is_over]] = LOWEST
+        over = [i for i, row in enumerate(rows) if row is not None and row.is_over]
+        if self.is_search and over:
+            limits[over] = LOWEST
         if limits.shape[1] > scores.shape[1]:
             return torch.minimum(scores, limits[:, : scores.shape[1]])
         return torch.minimum(scores, limits, out=limits)
