@@ -191,6 +191,17 @@ def test_xtc_leaves_one_choice_and_what_is_below() -> None:
     assert len(left(ExcludeTopChoices(1.0, 0.0)(IDS, ties))) == 1
 
 
+@pytest.mark.parametrize(
+    "processor", [Mirostat(2, 3.0, 0.3), AdaptiveP(0.3, 0.9)], ids=["mirostat", "p"]
+)
+def test_other_rows_start_again(processor: Any) -> None:
+    expected = processor(IDS, logits(0))
+    processor(torch.cat([IDS, IDS[:, :1]], dim=1), logits(1))
+    assert torch.equal(
+        processor(IDS.expand(2, -1), logits(0).expand(2, -1)), expected.expand(2, -1)
+    )
+
+
 def test_mirostat_goes_on_from_the_length_it_is_called_with() -> None:
     torch.manual_seed(0)
     ids, scores = torch.randint(0, VOCAB, (2, 12)), [logits(i, rows=2) for i in range(12)]
@@ -245,6 +256,8 @@ COLUMNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "presence_penalty": ([0.3, None, -0.7, 2.0], {"penalty_window": 5}),
     "dry_multiplier": ([0.3, None, 0.7, 2.0], {"dry_sequence_breakers": [3]}),
     "no_repeat_ngram_size": ([2, None, 3, 1], {}),
+    "min_length": ([5, None, 6, 9], {}),
+    "min_new_tokens": ([1, None, 3, 4], {}),
 }
 
 
@@ -252,6 +265,8 @@ def built(field: str, configs: list[Any], keys: torch.Tensor, each: int) -> Any:
     """The processor of a field for prompts with ``each`` rows."""
     rows = _Values(configs) if len(configs) > 1 else None
     context = Context(None, configs[0], 2, rows=rows, of_sampling=True, seeds=keys)  # type: ignore[arg-type]
+    for config in configs:
+        config._eos_token_tensor = torch.tensor([2, 4])
     object.__setattr__(context, "model", type("M", (), {"config": tiny.llama().config}))
     table = [*hfgen.processors.PROCESSORS, *hfgen.processors.WARPERS]
     return next(row for row in table if getattr(row, "field", None) == field)(context)

@@ -43,6 +43,8 @@ class Feedback(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         length = input_ids.shape[1]
+        if self.last is not None and len(self.last[1]) != len(scores):  # other rows than before
+            self.states, self.last = {}, None
         if self.last is not None and self.last[0] == length - 1:
             log_prob = self.last[1].gather(1, input_ids[:, -1:])
             self.states[length] = self.updated(self.states[length - 1], log_prob)

@@ -10,6 +10,7 @@ from transformers.generation import logits_process as upstream
 
 from .. import validate
 from .banned import Banning
+from .columns import expand
 from .context import Context
 
 # Some return a copy in any case, as upstream's do: a later edit in place then spares the logits.
@@ -31,6 +32,25 @@ class MinNewTokensLengthLogitsProcessor(Banning, upstream.MinNewTokensLengthLogi
         return self.without(self.eos_token_id, scores) if is_short else scores.clone()
 
 
+class _PerRow(Banning):
+    """No EOS while a row is shorter than its own of ``lengths (prompts, 1)``."""
+
+    def __init__(self, lengths: torch.Tensor, eos: torch.Tensor) -> None:
+        self.lengths, self.eos = lengths, eos
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_short = expand(self.lengths, len(scores)) > input_ids.shape[-1]
+        return torch.where(is_short, self.without(self.eos, scores), scores)
+
+
+class MinLengthPerRow(_PerRow, upstream.MinLengthLogitsProcessor):
+    """Counts the prompt and its left pads."""
+
+
+class MinNewTokensPerRow(_PerRow, upstream.MinNewTokensLengthLogitsProcessor):
+    """Counts what is generated, behind a prompt that ``lengths`` include."""
+
+
 class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
     """EOS grows likelier by a factor per token, from a given number of new tokens on."""
 
@@ -46,14 +66,19 @@ class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
         return scores.index_copy(1, self.eos_token_id, eos + gain.masked_fill(~eos.isfinite(), 0.0))
 
 
-def min_length(wanted: int, context: Context) -> MinLengthLogitsProcessor | None:
-    eos = context.eos
-    return None if eos is None else MinLengthLogitsProcessor(wanted, eos, device=context.device)
+def min_length(wanted: Any, context: Context) -> upstream.LogitsProcessor | None:
+    if (eos := context.eos) is None:
+        return None
+    if isinstance(wanted, torch.Tensor):
+        return MinLengthPerRow(wanted, eos)
+    return MinLengthLogitsProcessor(wanted, eos, device=context.device)
 
 
-def min_new_tokens(wanted: int, context: Context) -> MinNewTokensLengthLogitsProcessor | None:
+def min_new_tokens(wanted: Any, context: Context) -> upstream.LogitsProcessor | None:
     if context.eos is None:
         return None
+    if isinstance(wanted, torch.Tensor):
+        return MinNewTokensPerRow(context.prompt_length + wanted, context.eos)
     return MinNewTokensLengthLogitsProcessor(
         context.prompt_length, wanted, context.eos, device=context.device
     )
