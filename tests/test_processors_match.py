@@ -205,6 +205,18 @@ def test_repetition_penalty_of_packed_rows_is_upstreams() -> None:
 
 
 @repeatable
+@given(rows, seeds, dtypes, st.integers(1, 4), st.lists(st.integers(1, 12), min_size=1, max_size=5))
+def test_no_repeat_ngram(
+    count: int, seed: int, dtype: torch.dtype, size: int, lengths: list[int]
+) -> None:
+    ours, theirs = (module.NoRepeatNGramLogitsProcessor(size) for module in (ngrams, transformers))
+    ids = draw_ids(count, 12, seed) % 3  # so few tokens that most n-grams repeat
+    for length in lengths:  # as of one call after another: longer, shorter, other rows
+        assert_same(ours, theirs, ids[:, :length], draw_scores(count, seed, dtype))
+        ids = ids.flip(0)
+
+
+@repeatable
 @given(rows, lengths_of_ids, seeds, dtypes, st.integers(1, 4), st.integers(1, 2))
 def test_encoder_no_repeat_ngram(
     count: int, length: int, seed: int, dtype: torch.dtype, size: int, beams: int
