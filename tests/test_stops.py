@@ -267,10 +267,10 @@ def test_rows_that_a_stop_has_ended_are_padded_and_leave_the_batch() -> None:
         ({"stop_regex": "a(", "tokenizer": 1}, "`stop_regex` 'a\\(' does not compile: missing \\)"),
         ({"stop_regex": "a*", "tokenizer": 1}, "`stop_regex` 'a\\*' matches the empty text"),
         ({"stop_regex": "a"}, "`stop_regex` .* works on text"),
-        ({"stop_regex": []}, "`stop_regex` has to be a non-empty string"),
+        ({"stop_regex": ""}, "`stop_regex` has to be a non-empty string"),
         ({"ignore_eos": True}, "`ignore_eos=True` leaves nothing to end a row"),
         ({"thinking_token_budget": -1}, "`thinking_token_budget` has to be at least 0"),
-        ({"thinking_token_budget": 3}, "`thinking_start` .* works on text"),
+        ({"thinking_token_budget": 3}, "`thinking_token_budget` works with `thinking_start`"),
         (
             {"thinking_token_budget": 3, "thinking_start": [5], "thinking_end": [5]},
             "`thinking_start` and `thinking_end` have to differ",

@@ -76,9 +76,14 @@ class Results:
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
         """Give the output ``finish_reasons``, and ``texts`` and ``metrics`` if they are asked for."""
+        has_texts = run.tokenizer is not None and hasattr(run.tokenizer, "decode")
+        if getattr(run.criteria, "length_only", False) and not (has_texts or self.has_metrics):
+            n_rows = len(result["sequences"])  # known without a look at them
+            run.extras["finish_reasons"] = [FinishReason("length")] * n_rows
+            return
         endings = self.endings(run, result)
         run.extras["finish_reasons"] = [ending.reason for ending in endings]
-        if run.tokenizer is not None and hasattr(run.tokenizer, "decode"):
+        if has_texts:
             run.extras["texts"] = [
                 text_of(run, row, ending, len(endings)) for row, ending in enumerate(endings)
             ]

@@ -140,11 +140,6 @@ PROCESSORS: list[Builder] = [
         lambda tokens, c: vocabulary.SuppressTokensLogitsProcessor(tokens, device=c.device),
     ),
     Row("begin_suppress_tokens", vocabulary.begin_suppress_tokens, reads=("forced_bos_token_id",)),
-    Row(
-        "thinking_token_budget",
-        thinking_budget,
-        reads=("thinking_start", "thinking_end", "thinking_message"),
-    ),
 ]
 
 #: Run after the caller's own processors, when sampling.
@@ -175,6 +170,11 @@ WARPERS: list[Row] = [
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
+    Row(
+        "thinking_token_budget",
+        thinking_budget,
+        reads=("thinking_start", "thinking_end", "thinking_message"),
+    ),
     OfAll("grammar", grammar.no_token_left),
     Row("watermarking_config", sampling.watermark),
     Row("renormalize_logits", lambda flag, c: LogitNormalization(), lambda flag: flag is not True),

@@ -18,7 +18,7 @@ from ..processors.by_rows import CriteriaByRows
 from ..processors.context import OfAll, Row
 from ..processors.lists import is_librarys, name_of
 from ..rows import RowParams
-from .causes import Notes, is_noted
+from .causes import Causes, Notes, is_noted
 from .reasons import FinishReason
 from .strings import StopRegexCriteria, StopStringCriteria
 from .tokens import RepetitionCriteria, RowEosCriteria, RowLengthCriteria, StopTokenCriteria
@@ -38,7 +38,8 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
     """Criteria of which one suffices to end a row."""
 
     #: What criteria say that cannot be asked again later, if somebody wants to know.
-    notes: Notes | None = None
+    notes: dict[int, Notes] | None = None
+    causes: Causes | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``ValueError`` if a caller's returns others."""
@@ -55,12 +56,13 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
             is_done = is_done | ends
             if self.notes is not None and place in self.notes:
                 own = torch.zeros_like(is_done) | ends
-                self.notes[place][input_ids.shape[1]] = own
+                self.notes[place].add(input_ids.shape[1], own)
         return input_ids.new_zeros(len(input_ids), dtype=torch.bool) if is_done is None else is_done
 
     def take_notes(self) -> None:
         """From now on, note what those criteria say that cannot be asked again later."""
-        self.notes = {i: {} for i, criterion in enumerate(self) if is_noted(criterion)} or None
+        noted = [place for place, criterion in enumerate(self) if is_noted(criterion)]
+        self.notes, self.causes = {place: Notes() for place in noted} or None, None
 
     @property
     def max_length(self) -> int | None:

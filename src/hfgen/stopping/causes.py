@@ -54,23 +54,51 @@ class Length:
         return FinishReason("length") if n >= self.n else None
 
 
+class Notes:
+    """Which rows a criterion has ended, by length: of one that cannot be asked again later."""
+
+    def __init__(self) -> None:
+        self.unread: list[tuple[int, torch.Tensor]] = []
+        #: What it said last of each row, and whether it ever ended one.
+        self.rows: dict[int, list[bool]] = {}
+        self.any: dict[int, bool] = {}
+
+    def add(self, length: int, ends: torch.Tensor) -> None:
+        """Take what it says, ``(rows,)`` bools, of ids of ``length``; read later, all at once."""
+        self.unread.append((length, ends))
+
+    def read(self) -> None:
+        if not self.unread:
+            return
+        table = torch.stack([ends for _, ends in self.unread]).tolist()
+        for (length, _), ends in zip(self.unread, table, strict=True):
+            self.rows[length] = ends  # what it said of drafts that were rejected is overwritten
+            self.any[length] = self.any.get(length, False) or any(ends)
+        self.unread = []
+
+
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A criterion that is not a function of the ids: what it said is noted when it says it."""
+    """A criterion that is not a function of the ids: what it says is noted when it says it."""
 
     name: str
-    #: After how many new tokens it has ended the row, or any row of a search.
-    lengths: frozenset[int]
+    notes: Notes
+    #: The row that it was asked about; ``None`` in a search, where candidates have no row.
+    row: int | None
+    prompt_length: int
 
     def ends(self, ids: Sequence[int]) -> Iterable[int]:
-        return sorted(self.lengths)
+        self.notes.read()
+        return sorted(length - self.prompt_length for length in self.notes.rows)
 
     def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
-        return FinishReason(self.name) if n in self.lengths else None
-
-
-#: What criteria said that have to be noted: by place in the list and by length, ``(rows,)`` bools.
-Notes = dict[int, dict[int, torch.Tensor]]
+        self.notes.read()
+        length = n + self.prompt_length
+        if self.row is None:
+            ends = self.notes.any.get(length, False)
+        else:
+            ends = length in self.notes.rows and self.notes.rows[length][self.row]
+        return FinishReason(self.name) if ends else None
 
 
 def is_noted(criterion: Any) -> bool:
@@ -84,50 +112,52 @@ def is_noted(criterion: Any) -> bool:
 class Causes:
     """The causes for the rows of a call, in the order in which they count where several end a row."""
 
-    def __init__(self, criteria: Sequence[Any], notes: Notes, prompt_length: int) -> None:
-        self.criteria, self.prompt_length = criteria, prompt_length
-        self.notes = {
-            place: (list(by_length), torch.stack(list(by_length.values())).cpu())
-            for place, by_length in notes.items()
-            if by_length
-        }
+    def __init__(self, criteria: Sequence[Any], prompt_length: int) -> None:
+        self.prompt_length = prompt_length
+        notes = getattr(criteria, "notes", None) or {}
+        #: Each criterion, what it is made of, and the cause that this is for all rows or each prompt.
+        self.parts = [
+            (criterion, part, self.made(part), notes.get(place, Notes()))
+            for place, criterion in enumerate(criteria)
+            for part in _parts(criterion)
+        ]
 
     @classmethod
     def of_run(cls, run: Run, prompt_length: int) -> Causes:
-        """Those of ``run``, up to its newest step."""
-        return cls(run.criteria, getattr(run.criteria, "notes", None) or {}, prompt_length)
+        """Those of ``run``, made once."""
+        made = getattr(run.criteria, "causes", None)
+        if made is None:
+            made = cls(run.criteria, prompt_length)
+            if hasattr(run.criteria, "causes"):
+                run.criteria.causes = made
+        return made
+
+    def made(self, part: Any) -> Any:
+        """The cause that a criterion is, or one for each prompt; ``None`` for one that is noted."""
+        if isinstance(part, EosTokenCriteria):
+            return Eos(frozenset(part.eos_token_id.tolist()))
+        if isinstance(part, RowEosCriteria):
+            return [Eos(frozenset(tokens)) for tokens in part.tokens.tolist()]
+        if isinstance(part, RowLengthCriteria):
+            return [Length(n - self.prompt_length) for n in part.lengths.flatten().tolist()]
+        if isinstance(part, MaxLengthCriteria):
+            return Length(part.max_length - self.prompt_length)
+        return part if hasattr(part, "reason") else None
 
     def of(self, row: int, n_rows: int, is_search: bool) -> list[Any]:
         """Those of row ``row`` of ``n_rows`` returned; noted is, in a search, what ended any of its rows."""
         causes: list[Any] = []
-        for place, criterion in enumerate(self.criteria):
-            part = _part(criterion, row, n_rows)
-            if isinstance(part, EosTokenCriteria):
-                causes.append(Eos(frozenset(part.eos_token_id.tolist())))
-            elif isinstance(part, RowEosCriteria):
-                prompt = row * len(part.tokens) // n_rows
-                causes.append(Eos(frozenset(part.tokens[prompt].tolist())))
-            elif isinstance(part, RowLengthCriteria):
-                prompt = row * len(part.lengths) // n_rows
-                causes.append(Length(int(part.lengths[prompt]) - self.prompt_length))
-            elif isinstance(part, MaxLengthCriteria):
-                causes.append(Length(part.max_length - self.prompt_length))
-            elif hasattr(part, "reason"):
-                causes.append(part)
-            elif part is not None:
-                causes.append(self.noted(place, part, row, n_rows, is_search))
-        return sorted(causes, key=_rank)  # what is noted of a search may be about another row
-
-    def noted(self, place: int, criterion: Any, row: int, n_rows: int, is_search: bool) -> Noted:
-        lengths, ends = self.notes.get(place, ([], torch.zeros(0, n_rows, dtype=torch.bool)))
-        is_end = ends.any(dim=1) if is_search or ends.shape[1] != n_rows else ends[:, row]
-        after = (
-            length - self.prompt_length
-            for length, is_it in zip(lengths, is_end.tolist(), strict=True)
-            if is_it
-        )
-        name = "time" if isinstance(criterion, MaxTimeCriteria) else name_of(criterion)
-        return Noted(str(getattr(criterion, "finish_reason", name)), frozenset(after))
+        for criterion, part, made, notes in self.parts:
+            if isinstance(criterion, CriteriaByRows) and part is not _part(criterion, row, n_rows):
+                continue
+            if isinstance(made, list):
+                causes.append(made[row * len(made) // n_rows])
+            elif made is not None:
+                causes.append(made)
+            else:
+                place = None if is_search else row
+                causes.append(Noted(_name(part), notes, place, self.prompt_length))
+        return sorted(causes, key=_rank)
 
 
 def first(causes: list[Any], ids: Sequence[int]) -> tuple[int, FinishReason, Any]:
@@ -169,9 +199,20 @@ def _rank(cause: Any) -> int:
 LATE = ("time", "cancelled")
 
 
-def _part(criterion: Any, row: int, n_rows: int) -> Any:
-    """What a criterion is for a row, if it is another for each prompt; ``None`` if nothing."""
-    if not isinstance(criterion, CriteriaByRows):
-        return criterion
+def _name(criterion: Any) -> str:
+    """What a criterion says as its reason: its own ``finish_reason``, or what the caller calls it."""
+    name = "time" if isinstance(criterion, MaxTimeCriteria) else name_of(criterion)
+    return str(getattr(criterion, "finish_reason", name))
+
+
+def _parts(criterion: Any) -> list[Any]:
+    """What a criterion is made of: itself, or others for some prompts each."""
+    if isinstance(criterion, CriteriaByRows):
+        return [part for part, _ in criterion.parts]
+    return [criterion]
+
+
+def _part(criterion: CriteriaByRows, row: int, n_rows: int) -> Any:
+    """What a criterion is for a row of ``n_rows``; ``None`` if nothing."""
     prompt = row * criterion.n_prompts // n_rows
     return next((part for part, prompts in criterion.parts if prompt in prompts.tolist()), None)
