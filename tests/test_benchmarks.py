@@ -20,6 +20,7 @@ from benchmarks import (
     overhead,
     side_by_side,
     speculation,
+    stopping,
 )
 from benchmarks.cost import (
     Costs,
@@ -427,3 +428,22 @@ def test_costs_of_grammars_are_measured(tmp_path: Path) -> None:
 def grammar_forwards(n: int) -> Forwards:
     """``n`` forwards of one token."""
     return Forwards([1] * n)
+
+
+def test_what_stopping_costs_is_measured(tmp_path: Path) -> None:
+    stopping.main(vocab=2000, longest=500, calls=2, threads=1, out=tmp_path)
+    raw = json.loads((tmp_path / "stopping.json").read_text(encoding="utf-8"))
+    assert raw["vocab"] == 2000
+    assert [use["name"] for use in raw["first_use"]] == ["transformers", "hfgen"] * 2
+    assert all(len(each["microseconds"]) == 2 for each in raw["per_token"])
+    assert {each["library"] for each in raw["per_token"]} == {"transformers", "hfgen"}
+    assert "first use within" not in (tmp_path / "stopping.md").read_text(encoding="utf-8")
+
+
+def test_the_target_of_stop_strings() -> None:
+    def verdict(seconds: float) -> str:
+        uses = [stopping.FirstUse("hfgen", 3, seconds, 0.0), stopping.FirstUse("x", 3, 9.0, 9.0)]
+        return stopping.verdict(uses, stopping.TARGET_VOCAB)
+
+    assert "first use within 50 ms: 12.0 ms at most: met" in verdict(0.012)
+    assert "**missed**" in verdict(0.06)

@@ -37,11 +37,12 @@ def forced(budget: int, ids: list[int], prompt_length: int, message: list[int]) 
     message=st.sampled_from([[], [7], [7, 8, 9]]),
     ids=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 12, 34]), min_size=1, max_size=30),
     prompt_length=st.integers(0, 8),
+    drafts=st.lists(st.lists(st.sampled_from([1, 2, 3, 4, 5]), max_size=3), max_size=30),
 )
 def test_a_row_is_closed_by_the_count_of_its_tokens(
-    budget: int, message: list[int], ids: list[int], prompt_length: int
+    budget: int, message: list[int], ids: list[int], prompt_length: int, drafts: list[list[int]]
 ) -> None:
-    """As the processor is called: with each prefix, of which what it forced is a part."""
+    """As the processor is called: with each prefix, and with drafts behind it that are rejected."""
     whole = [
         one
         for token in ids
@@ -55,6 +56,8 @@ def test_a_row_is_closed_by_the_count_of_its_tokens(
         allowed = scores.isfinite().nonzero()[:, 1].tolist()
         expected = forced(budget, row, prompt_length, message)
         assert allowed == (list(range(10)) if expected is None else [expected])
+        for n in range(1, len(draft := drafts.pop() if drafts else []) + 1):
+            processor(torch.tensor([row + draft[:n]]), torch.zeros(1, 10))
         row.append(rest.pop(0) if expected is None else expected)
 
 
@@ -124,6 +127,36 @@ def test_each_beam_has_its_budget(options: dict[str, Any]) -> None:
     texts = tokenizer().batch_decode(output[:, len(PROMPT) + 3 :])
     ends = tokenizer().encode("[/t]", add_special_tokens=False)
     assert all(row[3:7] == ends for row in output[:, len(PROMPT) + 3 :].tolist()), texts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4, "num_return_sequences": 4},
+        {"num_beams": 4, "do_sample": True},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"num_beams": 4, "force_words_ids": [[9, 11]]},
+        {"prompt_lookup_num_tokens": 5},
+        {"do_sample": True, "num_return_sequences": 3},
+    ],
+)
+def test_counts_follow_their_rows(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each were read from all ids of its row."""
+    one, options = hfgen.mix_into(tiny.llama()), {"max_new_tokens": 30, **options}
+    budget = {"thinking_token_budget": 2, "thinking_message": [5, 6, 7]}
+    found = []
+    for _ in range(2):
+        for start, end in ((91, 1), (83, 76), (7, 24)):
+            torch.manual_seed(0)
+            markers = {"thinking_start": [start], "thinking_end": [end]}
+            found.append(one.generate(tiny.prompt(2), **options, **budget, **markers))
+        monkeypatch.setattr(
+            ThinkingBudget, "counts", property(lambda self: {}, lambda *_: None), raising=False
+        )
+    for counted, read in zip(found[:3], found[3:], strict=True):
+        assert torch.equal(counted, read)
+    texts = [" ".join(map(str, row)) for ids in found[3:] for row in ids.tolist()]
+    assert any("5 6 7" in text for text in texts)
 
 
 def test_a_plain_call_has_no_budget() -> None:

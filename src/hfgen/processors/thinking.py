@@ -10,6 +10,9 @@ from transformers import LogitsProcessor
 
 from ..markers import last, marker_ids
 
+#: Lengths whose counts are kept: drafts are no longer, and what was rejected of them is read again.
+KEPT = 256
+
 
 class ThinkingBudget(LogitsProcessor):
     """Forces the end of a thinking section of which ``budget`` tokens have been generated.
@@ -18,7 +21,8 @@ class ThinkingBudget(LogitsProcessor):
     the tokens ``end``. What is forced are ``message`` and ``end``, which do not count; another section
     has a budget of its own. The meaning is that of vLLM's ``thinking_token_budget``.
 
-    It is a function of the ids, of which it reads as many as a section can be long.
+    Tokens are counted from one length to the next, so that a step costs the same however long the
+    text is; a length without one before it is counted from the ids.
     """
 
     is_row_wise = True
@@ -37,39 +41,46 @@ class ThinkingBudget(LogitsProcessor):
         self.start, self.end, self.forced = (
             torch.tensor(ids, device=device) for ids in (start, end, [*message, *end])
         )
-        #: Tokens of the longest section, its markers included; of a marker, all but one.
-        self.n_tokens = len(self.start) + budget + len(self.forced)
-        self.overlap = max(len(self.start), len(self.end)) - 1
-        #: ``(rows,)``: whether the prompt ends amid a section; found at the first step.
-        self.begins_open = torch.empty(0, dtype=torch.bool)
+        #: By length: tokens generated of each row's open section, ``(rows,)``, -1 outside of one.
+        self.counts: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``(rows, vocab)``, in which a row that has to end a section has one token left."""
         n_thought = self.n_thought(input_ids)
+        is_forced = n_thought >= self.budget
+        if is_forced.is_cpu and not is_forced.any():  # to look at an accelerator is to wait for it
+            return scores
         step = (n_thought - self.budget).clamp(min=0, max=len(self.forced) - 1)
-        is_forced = (n_thought >= self.budget)[:, None]
-        columns = torch.arange(scores.shape[1], device=scores.device)
-        is_other = columns != self.forced[step][:, None]
-        return scores.masked_fill(is_forced & is_other, -torch.inf).masked_fill(
-            is_forced & ~is_other, 0.0
-        )
+        forced = torch.full_like(scores, -torch.inf).scatter(1, self.forced[step][:, None], 0.0)
+        return torch.where(is_forced[:, None], forced, scores)
 
     def n_thought(self, input_ids: torch.Tensor) -> torch.Tensor:
         """How many tokens of an open section have been generated: ``(rows,)``, -1 outside of one."""
         n_rows, length = input_ids.shape
-        if len(self.begins_open) != n_rows:
-            prompt = input_ids[:, : self.prompt_length]
-            self.begins_open = last(prompt, self.start) > last(prompt, self.end)
-        # A marker may begin in the prompt.
-        window = input_ids[:, max(length - self.n_tokens, self.prompt_length - self.overlap, 0) :]
-        opened, closed = last(window, self.start), last(window, self.end)
-        n_new = length - self.prompt_length
-        n_thought = (window.shape[1] - opened).clamp(max=n_new)
-        n_thought = n_thought.masked_fill(opened <= closed, -1)
-        if n_new > self.n_tokens:  # a section that the prompt began has been closed
-            return n_thought
-        is_first = self.begins_open & (opened < 0) & (closed < 0)
-        return n_thought.masked_fill(is_first, n_new)
+        before = self.counts.get(length - 1)
+        if before is not None and len(before) == n_rows:
+            n_thought = torch.where(before >= 0, before + 1, before)
+            n_thought = n_thought.masked_fill(ends_in(input_ids, self.start), 0)
+            n_thought = n_thought.masked_fill(ends_in(input_ids, self.end), -1)
+        else:
+            opened, closed = last(input_ids, self.start), last(input_ids, self.end)
+            n_thought = (length - opened).clamp(max=length - self.prompt_length)
+            n_thought = n_thought.masked_fill(opened <= closed, -1)
+        self.counts[length] = n_thought
+        self.counts.pop(length - KEPT, None)
+        return n_thought
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Let row ``i`` go on as row ``index[i]``: beams have moved."""
+        newest = max(self.counts, default=0)
+        self.counts = {n: counts[index] for n, counts in self.counts.items() if n == newest}
+
+
+def ends_in(ids: torch.Tensor, marker: torch.Tensor) -> torch.Tensor:
+    """Which of ``ids (rows, length)`` end in ``marker (n,)``: ``(rows,)``."""
+    if ids.shape[1] < len(marker):
+        return ids.new_zeros(len(ids), dtype=torch.bool)
+    return (ids[:, -len(marker) :] == marker).all(dim=1)
 
 
 def thinking_budget(budget: int, context: Any) -> ThinkingBudget:
