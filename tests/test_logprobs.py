@@ -19,6 +19,7 @@ from tests import tiny
 from tests.markov import Markov
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.family import sharpen
+from tests.parity.harness import FAMILIES
 from tests.simulated_accelerator import Accelerator, on_device, to_device
 
 MODES = ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -475,6 +476,16 @@ def test_a_function_that_decodes_by_itself_is_refused(llama: Any) -> None:
             llama, {"input_ids": tiny.prompt(1)}, custom_generate=by_itself, max_new_tokens=1,
             logprobs=1,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["whisper", "parakeet_tdt", "bark_semantic"])
+def test_models_that_make_their_own_output_are_refused(name: str) -> None:
+    family: Any = FAMILIES[name]
+    model = hfgen.mix_into(family.build())
+    inputs = family.inputs(model, 1, False, 0)
+    for asked in ({"logprobs": 1}, {"prompt_logprobs": 1}):
+        with pytest.raises(ValueError, match=f"{type(model).__name__}.generate.* of its own"):
+            decode(model, inputs, max_new_tokens=2, **asked)
 
 
 def test_continuous_batching_refuses_them(llama: Any) -> None:

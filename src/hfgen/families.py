@@ -83,6 +83,13 @@ def takes_only_text(model: Any) -> bool:
     return getattr(model, "input_modalities", "text") in ("text", ("text",), ["text"])
 
 
+def makes_its_own_output(model: Any) -> bool:
+    """Whether the model's class has a ``generate`` that makes an output of what hfgen's returns."""
+    kinds = "whisper parakeet_rnnt parakeet_tdt nemotron_asr_streaming nemotron3_5_asr"
+    of_bark = "semantic coarse_acoustics fine_acoustics"
+    return model.config.model_type in (*kinds.split(), *of_bark.split())
+
+
 def has_plain_head(model: Any) -> bool:
     """Whether the head reads the last states alone: ProphetNet's reads one more state per n-gram."""
     return model.config.model_type != "prophetnet"

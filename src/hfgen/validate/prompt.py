@@ -44,8 +44,7 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
         _check_negative_prompt(call, prompt, table)
         _check_position_ids(model, call, prompt)
     check_cache(model, call, prompt)
-    if any(getattr(config, "prompt_logprobs", None) is not None for config in call.configs):
-        _check_prompt_logprobs(model, call, prompt)
+    _check_logprobs(model, call, prompt)
     if name != "input_ids" or main.ndim != 2 or not is_read:
         return
     is_continued = families.given_cache(given) is not None
@@ -181,12 +180,25 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
         )
 
 
-def _check_prompt_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
+def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
+    fields = ("logprobs", "logprob_token_ids", "prompt_logprobs")
+    pairs = itertools.product(call.configs, fields)
+    asked = {name for config, name in pairs if getattr(config, name, None) is not None}
+    if asked and families.makes_its_own_output(model):
+        raise ValueError(
+            f"`{min(asked)}` is an attribute of hfgen's output, but {type(model).__name__}.generate() "
+            "returns one of its own. Leave it out."
+        )
+    if "prompt_logprobs" not in asked:
+        return
     cache = families.given_cache(prompt.model_kwargs)
-    n_cached = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+    try:
+        is_filled = cache is not None and int(cache.get_seq_length()) > 0
+    except (AttributeError, ValueError):  # of a kind that does not count tokens
+        is_filled = True
     if prompt.main_input_name == "inputs_embeds" and not model.config.is_encoder_decoder:
         reason = "the prompt came as `inputs_embeds`. Pass `input_ids`"
-    elif n_cached or (cache is not None and not hasattr(cache, "get_seq_length")):
+    elif is_filled:
         reason = "`past_key_values` holds tokens already, whose logits are not kept. Leave it out"
     elif call.mode_kwargs.get("synced_gpus"):
         reason = "with `synced_gpus` all devices have to forward as often. Leave one of them out"
