@@ -403,8 +403,8 @@ def generated(outcome: Outcome) -> Outcome:
 def check_reused(cached: Cached) -> list[str] | None:
     """A static cache that stays with the model: each call as upstream's with one of its own."""
     family = cached.case.family
-    if has_indexer(family) or family in LENGTH_COUNTS:  # the length of the cache changes choices
-        return None
+    if has_indexer(family) or family in (*LENGTH_COUNTS, "imagegpt"):
+        return None  # the length of the cache changes choices, ImageGPT's for prompts of several tokens
     static = adding(cache_implementation="static")
     found = []
     hfgen.free_caches(ours(family))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -60,7 +61,20 @@ def prompt_lookup(setup: Setup) -> Drafter | None:
     if setup.is_exact and run.processors:
         allowed = partial(n_allowed, run.processors, run.model.config.get_text_config().vocab_size)
     max_ngram = config.max_matching_ngram_size or 2
-    return PromptLookup(int(max_ngram), config._eos_token_tensor, allowed, setup.is_exact)
+    return PromptLookup(int(max_ngram), config._eos_token_tensor, allowed, _overshoots(setup))
+
+
+def _overshoots(setup: Setup) -> bool:
+    """Whether a lookup drafts beyond the last token, as upstream's does.
+
+    For draws, and for logits: they depend, in the last digits, on how many tokens are forwarded.
+    """
+    run, config = setup.run, setup.run.config
+    model_config = run.model.config.get_text_config(decoder=True)
+    positions = getattr(model_config, "max_position_embeddings", None) or math.inf
+    fits = setup.max_length + config.prompt_lookup_num_tokens <= positions
+    shows = len(run.ids) == 1 and config.return_dict_in_generate and config.output_logits
+    return setup.is_exact or bool(shows and fits)
 
 
 def own(setup: Setup) -> Drafter | None:
