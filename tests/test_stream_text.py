@@ -171,6 +171,15 @@ def test_reasons(speaker: Any, bytes_of: Any, mode: str) -> None:
     ]
 
 
+def test_a_row_without_tokens_has_its_length(speaker: Any, bytes_of: Any) -> None:
+    says = Dictated(bytes_of, *["aaaaaaaa"] * 3)
+    repetition = {"max_pattern_size": 2, "min_count": 4}
+    options = {"max_new_tokens": [3, 0, 6], "repetition_detection": repetition}
+    output = check_texts(speaker, bytes_of, logits_processor=[says], **options)
+    assert output.texts == ["aaa", "", "aaaa"]
+    assert output.finish_reasons == ["length", "length", "repetition"]
+
+
 STOPS = (r"a+b", r"\n\n", r"(?:é|🙂)a", r"b.*\.", r"[^a]{3}", r"a(?=b)", r"(?<=a)b", r"\Aab")
 
 

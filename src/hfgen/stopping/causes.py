@@ -165,7 +165,7 @@ def first(causes: list[Any], ids: Sequence[int]) -> tuple[int, FinishReason, Any
     found = []
     for rank, cause in enumerate(causes):
         for n in cause.ends(ids):
-            if 0 < n <= len(ids) and (reason := cause.reason(ids, n)) is not None:
+            if n <= len(ids) and (reason := cause.reason(ids, n)) is not None:
                 found.append((n, rank, reason))
                 break
     if not found:
