@@ -346,6 +346,30 @@ def test_reads_per_step(models: Any, mode: Mode, eos: int | None) -> None:
     assert len(long.of_kind("copy")) == len(short.of_kind("copy")), more(short, long)
 
 
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"return_dict_in_generate": True}])
+@pytest.mark.parametrize(
+    ("stop", "n_reads"),
+    [
+        ({"stop_strings": ["zz"]}, 2),  # the newest tokens, besides whether all have ended
+        ({"stop_regex": "z{9}"}, 2),
+        ({"stop_token_ids": [EOS]}, 1),
+        ({"repetition_detection": {"max_pattern_size": 3, "min_count": 9}}, 1),
+        (
+            {"thinking_token_budget": 1, "thinking_start": [EOS], "thinking_end": [4]},
+            0,
+        ),
+    ],
+)
+def test_what_stops_cost_per_step(
+    models: Any, mode: dict[str, Any], stop: dict[str, Any], n_reads: int
+) -> None:
+    tokenizer = {"tokenizer": tiny.byte_tokenizer()} if n_reads == 2 else {}
+    short, long = calls(models, Mode("stops", mode), **stop, **tokenizer)
+    reads = len(long.of_kind("read")) - len(short.of_kind("read"))
+    assert reads <= n_reads * (LONG - SHORT), more(short, long)
+    assert len(long.of_kind("copy")) == len(short.of_kind("copy")), more(short, long)
+
+
 def test_rows_that_leave_cost_a_read_each_time(model: nn.Module, device_model: nn.Module) -> None:
     plain = model.generate(prompt(), eos_token_id=None, max_new_tokens=LONG)
     eos = int(plain[0, 9])  # the third new token of the first row
