@@ -63,6 +63,17 @@ def test_a_string_in_several_tokens_of_a_character() -> None:
     assert ends == [n == len(ids) - 1 for n in range(1, len(ids) + 1)]
 
 
+@pytest.mark.parametrize(("name", "string"), [("metaspace", "☃"), ("word_piece", "return")])
+def test_strings_that_upstream_cannot_tabulate(name: str, string: str) -> None:
+    """A character that no token has is never found; a tokenizer need not be able to write "abcdef"."""
+    tokenizer = ALL[name]()
+    with pytest.raises(ValueError, match=r"Stop string preprocessing|substring not found"):
+        transformers.StopStringCriteria(tokenizer, string)
+    ids = tokenizer.encode("x return", add_special_tokens=False)
+    ended = StopStringCriteria(tokenizer, string)(torch.tensor([ids]), None).item()
+    assert ended == (name == "word_piece")
+
+
 # ---------------------------------------------------------------- in every mode
 
 
