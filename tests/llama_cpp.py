@@ -85,11 +85,14 @@ class Sampler:
         return self
 
     def apply(
-        self, logits: Sequence[float]
+        self, logits: Sequence[float] | dict[int, float]
     ) -> tuple[dict[int, float], dict[int, float], int | None]:
-        """The logits that are left, by token; their probabilities, where it sets them; what it has chosen."""
-        data = (Token * len(logits))(*[Token(i, v, 0.0) for i, v in enumerate(logits)])
-        tokens = Tokens(data, len(logits), -1, False)
+        """Of all tokens, or of some: the logits that are left, by token, in its order; their
+        probabilities, where it sets them; and the token that it has chosen, if it does.
+        """
+        given = logits if isinstance(logits, dict) else dict(enumerate(logits))
+        data = (Token * len(given))(*[Token(token, value, 0.0) for token, value in given.items()])
+        tokens = Tokens(data, len(given), -1, False)
         _library().llama_sampler_apply(self.pointer, c.byref(tokens))
         left = [tokens.data[i] for i in range(tokens.size) if tokens.data[i].logit > -float("inf")]
         chosen = tokens.data[tokens.selected].id if tokens.selected >= 0 else None

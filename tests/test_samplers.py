@@ -126,6 +126,43 @@ def test_adaptive_p_is_llama_cpps(target: float, decay: float) -> None:
         ids = torch.cat([ids, torch.tensor([[chosen]])], dim=1)
 
 
+#: llama.cpp's samplers in its order, and the fields that ask for each.
+CHAIN: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    (
+        "penalties",
+        (10**6, 6, 1.2, 0.3, -0.2),
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": -0.2},
+    ),
+    ("top_n_sigma", (1.8,), {"top_n_sigma": 1.8}),
+    ("top_k", (15,), {"top_k": 15}),
+    ("typical", (0.95, 1), {"typical_p": 0.95}),
+    ("top_p", (0.9, 1), {"top_p": 0.9}),
+    ("min_p", (0.05, 1), {"min_p": 0.05}),
+    ("xtc", (1.0, 0.25, 1, 7), {"xtc_probability": 1.0, "xtc_threshold": 0.25}),
+    ("temp_ext", (0.7, 0.3, 1.0), {"temperature": 0.7, "dynatemp_range": 0.3}),
+]
+
+
+@with_llama_cpp
+@pytest.mark.parametrize("seed", range(40))
+def test_the_whole_chain_is_llama_cpps(seed: int) -> None:
+    scores = logits(seed, vocab=40)
+    ids = torch.randint(0, 40, (1, 9), generator=torch.Generator().manual_seed(seed))
+    options: dict[str, Any] = {"do_sample": True, "penalty_window": 6, "sampler_order": "llama.cpp"}
+    expected: Any = scores[0].tolist()
+    for name, arguments, fields in CHAIN:
+        sampler = Sampler(name, *arguments)
+        if name == "penalties":
+            sampler.accept(*ids[0].tolist())
+        expected = sampler.apply(expected)[0]
+        options |= fields
+    model = hfgen.mix_into(tiny.llama())
+    config = hfgen.GenerationConfig(**options)
+    chain = model._get_logits_processor(config, input_ids_seq_length=2, device="cpu")
+    assert len(chain) == len(CHAIN) + 2
+    check_left(chain(ids, scores), expected)
+
+
 # By hand
 
 
