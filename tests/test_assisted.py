@@ -452,6 +452,19 @@ def test_greedy_ensemble_mixes_both_models() -> None:
     assert is_accepted.tolist() == [True]
 
 
+def test_a_greedy_ensemble_of_one_row_is_upstreams() -> None:
+    """Tokens depend on where drafts end: what was not drafted for is the target's choice alone."""
+    theirs, mine = tiny.llama(), hfgen.mix_into(tiny.llama())
+    kwargs: dict[str, Any] = {"max_new_tokens": 14, "assistant_ensemble_weight": 0.1}
+    for seed in range(8):
+        helper = noisy(theirs, 0.3)
+        torch.manual_seed(seed)
+        ids = torch.randint(5, 97, (1, 8))
+        expected = theirs.generate(ids, assistant_model=helper, **kwargs)
+        found = mine.generate(ids, assistant_model=hfgen.mix_into(copy.deepcopy(helper)), **kwargs)
+        assert found.tolist() == expected.tolist()
+
+
 class Rambling(Script):
     """Drafts tokens of its own, right by chance; has the two methods alone."""
 

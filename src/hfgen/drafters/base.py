@@ -201,8 +201,11 @@ class Setup:
 
     @property
     def is_exact(self) -> bool:
-        """Whether draws have to be upstream's: one row is sampled."""
-        return self.is_drawn and len(self.run.ids) == 1
+        """Whether drafts have to be upstream's: the draws of one row, or its tokens, depend on them.
+
+        An ensemble of target and assistant chooses the tokens that are drafted for, and no others.
+        """
+        return self.needs_logits and len(self.run.ids) == 1
 
     @property
     def needs_logits(self) -> bool:
