@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hfgen
 from hfgen.logprobs import Asked, Settings
 from hfgen.logprobs.result import measure
+from hfgen.strategies import Sample
 from tests import tiny
 from tests.markov import Markov
 from tests.parity.decoder_families import DECODER_FAMILIES
@@ -465,6 +467,19 @@ def test_bad_input(llama: Any, options: dict[str, Any], message: str) -> None:
 def test_the_output_has_to_be_an_object(llama: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}`=0 .* `return_dict_in_generate=True`"):
         llama.generate(tiny.prompt(1), max_new_tokens=1, **{name: 0})
+
+
+class WithoutLogits(Sample):
+    def step(self, run: Any, model_outputs: Any) -> Any:
+        return dataclasses.replace(super().step(run, model_outputs), logits=None)
+
+
+def test_a_strategy_has_to_say_what_the_model_gave(llama: Any) -> None:
+    options = {"custom_generate": hfgen.recipe(WithoutLogits), "max_new_tokens": 1, "logprobs": 1}
+    with pytest.raises(ValueError, match=r"`Step.logits`, which WithoutLogits leaves out"):
+        decode(llama, {"input_ids": tiny.prompt(1)}, **options)
+    options["logprobs_mode"] = "processed_logprobs"
+    assert len(decode(llama, {"input_ids": tiny.prompt(1)}, **options).logprobs[0]) == 1
 
 
 def test_a_function_that_decodes_by_itself_is_refused(llama: Any) -> None:

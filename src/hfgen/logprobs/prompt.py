@@ -33,6 +33,7 @@ class PromptRecorder:
         if "prompt_logprobs" not in run.extras:
             run.extras["prompt_logprobs"] = self.measured(run.body)
             run.body = None
+            self.prompt.kwargs.clear()
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Tensor | None]) -> None:
         """Measure them, if there was no step."""

@@ -41,7 +41,12 @@ class Recorder:
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
         """Measure the tokens of a step."""
-        scores: Any = step.scores if self.settings.is_processed else step.logits
+        name = "scores" if self.settings.is_processed else "logits"
+        scores: Any = getattr(step, name)
+        if scores is None:
+            raise ValueError(
+                f"`logprobs` are read off `Step.{name}`, which {type(strategy).__name__} leaves out."
+            )
         if (scored := getattr(strategy, "scored", None)) is not None:
             rows, tokens = scored()
             measures = measure(scores[0], tokens, self.settings, self.asked_ids, rows)
