@@ -87,7 +87,8 @@ def makes_its_own_output(model: Any) -> bool:
     """Whether the model's class has a ``generate`` that makes an output of what hfgen's returns."""
     kinds = "whisper parakeet_rnnt parakeet_tdt nemotron_asr_streaming nemotron3_5_asr"
     of_bark = "semantic coarse_acoustics fine_acoustics"
-    return model.config.model_type in (*kinds.split(), *of_bark.split())
+    has_own = not type(model).generate.__module__.startswith("hfgen.")
+    return has_own and model.config.model_type in (*kinds.split(), *of_bark.split())
 
 
 def has_plain_head(model: Any) -> bool:
