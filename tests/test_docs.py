@@ -9,10 +9,10 @@ import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
 
+PAGES = ["controls.md", "grammars.md", "logprobs.md", "samplers.md", "speculation.md", "streaming.md"]
 
-@pytest.mark.parametrize(
-    "page", ["grammars.md", "logprobs.md", "samplers.md", "speculation.md", "streaming.md"]
-)
+
+@pytest.mark.parametrize("page", PAGES)
 def test_code_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(
         r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL

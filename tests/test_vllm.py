@@ -144,3 +144,9 @@ def test_bad_words_are_banned_at_starts_and_after_spaces() -> None:
     assert not banned.removeprefix("def add(a, b):\n    return").lstrip().startswith(word)
     with pytest.raises(ValueError, match=r"`bad_words`.*pass the model's tokenizer"):
         model.generate(**inputs, bad_words=[word])
+
+
+def test_greedy_parameters_come_without_those_of_sampling(caplog: pytest.LogCaptureFixture) -> None:
+    config = SamplingParams(temperature=0.0, top_p=0.5, seed=3)
+    assert (config.do_sample, config.top_p, config.seed) == (False, None, 3)
+    assert caplog.text == ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import grammar
-from .fields import with_suggestions
+from .fields import FIELDS, with_suggestions
 
 #: What stands for a length that nothing limits: the model's positions do.
 ENDLESS = 2**31 - 1
@@ -130,7 +130,8 @@ PARAMS: dict[str, Param] = {
 def translated(params: dict[str, Any]) -> dict[str, Any]:
     """The fields of a generation config that say what ``params``, by vLLM's names, say there.
 
-    Raises ``ValueError`` for a name that vLLM does not know, and for a field that is not taken.
+    Greedy ones are without those of sampling, which transformers would warn of. Raises ``ValueError``
+    for a name that vLLM does not know, and for a field that is not taken.
     """
     if unknown := [name for name in params if name not in PARAMS]:
         raise ValueError(f"SamplingParams does not know {with_suggestions(unknown, PARAMS)}.")
@@ -140,4 +141,6 @@ def translated(params: dict[str, Any]) -> dict[str, Any]:
         if param.reason is not None and value != param.default:
             raise ValueError(f"`{name}` (={value!r}) is not taken: {param.reason}.")
         fields |= param.becomes(value)
-    return fields
+    if fields["do_sample"]:
+        return fields
+    return {name: value for name, value in fields.items() if FIELDS[name].needs != "do_sample"}
