@@ -8,6 +8,7 @@ tokens (noise included) are closer than rounding can tell. Near-ties are counted
 from __future__ import annotations
 
 import argparse
+import inspect
 import random
 import sys
 from collections import Counter
@@ -20,6 +21,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig
 
+import hfgen
 from hfgen.seeds import gumbel, keys_of
 from tests.parity.family import Limit
 from tests.parity.harness import FAMILIES, forget_models, ours
@@ -143,31 +145,74 @@ def solo(config: GenerationConfig) -> GenerationConfig:
 
 
 def differences(case: RowCase, dtype: torch.dtype, counts: Counter[str]) -> list[str]:
-    """Which rows have other tokens than alone, other than from a near-tie on; these are counted."""
+    """Which rows of a case have other tokens than alone, as ``rows_beside_solo`` says it."""
     rng, model = random.Random(case.seed), ours(case.family).to(dtype)
     inputs = FAMILIES[case.family].inputs(model, case.rows, case.padded, case.seed)
     configs = [random_config(rng, case.way) for _ in range(case.rows)]
+    rows = range(case.rows)
+    each = [{name: take(v, row, case.rows) for name, v in inputs.items()} for row in rows]
+    return rows_beside_solo(model, inputs, each, configs, NEAR, counts)
+
+
+def of_the_builtin(seed: int, n_rows: int, dtype: torch.dtype, counts: Counter[str]) -> list[str]:
+    """The same of ``n_rows`` prompts of Python code, on the built-in model, which is trained."""
+    model, tokenizer = hfgen.builtin_model()
+    rng, lines = random.Random(seed), inspect.getsource(argparse).splitlines()
+    starts = [rng.randrange(len(lines) - 6) for _ in range(n_rows)]
+    prompts = ["\n".join(lines[i : i + rng.randint(1, 5)]) + "\n" for i in starts]
+    configs = [
+        GenerationConfig(
+            do_sample=True,
+            temperature=rng.choice((0.0, 0.5, 0.8, 1.0, 1.3)),
+            seed=rng.randrange(2**62),
+            max_new_tokens=64,
+        )
+        for _ in prompts
+    ]
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    # Spacing of numbers between 8 and 16, where the scores are.
+    near = 8 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else NEAR
+    each = [tokenizer([prompt], return_tensors="pt") for prompt in prompts]  # without padding
+    return rows_beside_solo(model.to(dtype), inputs, each, configs, near, counts)
+
+
+def rows_beside_solo(
+    model: Any,
+    inputs: Any,
+    each: list[Any],
+    configs: list[GenerationConfig],
+    near: float,
+    counts: Counter[str],
+) -> list[str]:
+    """Which rows have other tokens than alone, other than from a near-tie on; these are counted.
+
+    ``inputs`` are those of the batch, ``each`` those of every prompt alone.
+    """
     together = model.generate(**inputs, generation_config=configs)
-    n, found = len(together) // case.rows, []
-    start = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-    for row, config in enumerate(map(solo, configs)):
-        own = {name: take(value, row, case.rows) for name, value in inputs.items()}
+    n, found = len(together) // len(configs), []
+    for row, (own, config) in enumerate(zip(each, map(solo, configs), strict=True)):
         recorded = {"return_dict_in_generate": True, "output_scores": True}
         alone = model.generate(**own, generation_config=config, **recorded)
+        start, own_start = (
+            1 if model.config.is_encoder_decoder else of["input_ids"].shape[1]
+            for of in (inputs, own)
+        )
         for copy in range(n):
-            there = alone.sequences[copy, start:].tolist()
+            there = alone.sequences[copy, own_start:].tolist()
             here = together[row * n + copy, start:].tolist()[: len(there)]
-            counts["tokens"] += len(there)
             step = next((i for i, token in enumerate(here) if token != there[i]), None)
+            counts["tokens"] += len(there) if step is None else step + 1
             if step is None:
                 continue
             counts["rows with other tokens"] += 1
+            margin = None
             if config.num_beams in (None, 1):
                 best, second = margin_of(alone.scores[step][copy], config, copy, step)
-                if best - second < NEAR:
+                if (margin := best - second) <= near:
                     counts["of these, from a near-tie on"] += 1
                     continue
-            found.append(f"row {row}.{copy}, step {step}: {here} beside {there}, {config}")
+            place = f"row {row}.{copy}, step {step}, margin {margin}"
+            found.append(f"{place}: {here} beside {there}, {config}")
     return found
 
 
@@ -179,6 +224,7 @@ def take(value: Any, row: int, rows: int) -> Any:
 
 def margin_of(scores: Tensor, config: GenerationConfig, copy: int, step: int) -> list[float]:
     """The two best of ``scores (vocab,)``, with the noise of the row."""
+    scores = scores.float()
     if config.do_sample and config.temperature:
         key = keys_of([config.seed], copy + 1, scores.device)[copy:]
         scores = scores + gumbel(key, step, torch.arange(len(scores)))
@@ -191,10 +237,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--only", help="one case, as a difference prints it")
     parser.add_argument("--bfloat16", action="store_true", help="count differences, do not fail")
+    parser.add_argument("--builtin", action="store_true", help="COUNT rows of the built-in model")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     dtype = torch.bfloat16 if options.bfloat16 else torch.float32
     rng, counts, n_different = random.Random(options.seed), Counter[str](), 0
+    if options.builtin:
+        found = of_the_builtin(options.seed, options.count, dtype, counts)
+        print(*found, f"{options.count} rows; {dict(counts)}", sep="\n")
+        return int(bool(found))
     cases = [draw_case(rng) for _ in range(options.count)]
     if options.only:
         cases = [RowCase.parse(options.only)]
