@@ -12,7 +12,14 @@ import hfgen
 
 DOCS = Path(__file__).parent.parent / "docs"
 
-PAGES = ["controls.md", "grammars.md", "logprobs.md", "samplers.md", "speculation.md", "streaming.md"]
+PAGES = [
+    "controls.md",
+    "grammars.md",
+    "logprobs.md",
+    "samplers.md",
+    "speculation.md",
+    "streaming.md",
+]
 
 
 def run_blocks(page: str, names: dict[str, object]) -> int:
