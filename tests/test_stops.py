@@ -269,6 +269,34 @@ def test_rows_that_a_stop_has_ended_are_padded_and_leave_the_batch() -> None:
     assert dropped.past_key_values is None  # it has fewer rows
 
 
+def test_a_stop_string_pads_as_upstream_does_unless_rows_leave() -> None:
+    """Without an EOS, upstream's rows run on behind a stop string until all have ended."""
+    options = {"stop_strings": ["b", "z"], "eos_token_id": None, "pad_token_id": 1}
+    model().generation_config.eos_token_id, eos = None, model().generation_config.eos_token_id
+    try:
+        output = write("abcdef", "uvwxyz", **options)
+        dropped = write("abcdef", "uvwxyz", drop_finished=True, **options)
+    finally:
+        model().generation_config.eos_token_id = eos
+    assert generated(output) == ["abcdef", "uvwxyz"]
+    assert generated(dropped) == ["ab", "uvwxyz"]
+    assert output.finish_reasons == dropped.finish_reasons == ["stop", "stop"]
+    assert output.texts == dropped.texts == ["a", "uvwxy"]
+
+
+def test_no_stop_token_before_the_least_number_of_tokens() -> None:
+    one, ids = hfgen.mix_into(tiny.llama()), tiny.prompt(2)
+    options = {"max_new_tokens": 12, "min_new_tokens": 5, "pad_token_id": 0}
+    by_eos = one.generate(ids, eos_token_id=[2, *range(40, 97)], **options)
+    by_stop = one.generate(ids, stop_token_ids=list(range(40, 97)), **options)
+    assert torch.equal(by_stop, by_eos)
+    lists = {"min_new_tokens": [5, 0], "stop_token_ids": [[*range(40, 97)], [91]]}
+    own = one.generate(ids, **options | lists)
+    solo = one.generate(ids[1:], **options | {"min_new_tokens": 0, "stop_token_ids": 91})
+    assert own[0].tolist()[: by_stop.shape[1]] == by_stop[0].tolist()[: own.shape[1]]
+    assert own[1, : solo.shape[1]].tolist() == solo[0].tolist()
+
+
 # ---------------------------------------------------------------- what cannot be
 
 

@@ -95,6 +95,7 @@ def _is_no_cutoff(value: float) -> bool:
 
 #: What builders read besides their own field.
 EOS = ("eos_token_id",)
+ENDING = ("eos_token_id", "stop_token_ids")
 COUNTED = ("penalty_window", "penalty_exclude_ids")
 DRY = ("dry_base", "dry_allowed_length", "dry_sequence_breakers")
 
@@ -123,8 +124,8 @@ PROCESSORS: list[Builder] = [
     ),
     Row("bad_words", vocabulary.bad_words, reads=EOS),
     Row("allowed_token_ids", lambda tokens, c: vocabulary.AllowedTokens(list(tokens), c.device)),
-    Row("min_length", lengths.min_length, lambda n: n <= 0, off=0, reads=EOS),
-    Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=EOS),
+    Row("min_length", lengths.min_length, lambda n: n <= 0, off=0, reads=ENDING),
+    Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
     vocabulary.prefix_constrained,
     OfAll("grammar", grammar.processor),
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),

@@ -63,6 +63,14 @@ class Context:
         return getattr(self.config, "_eos_token_tensor", None)
 
     @property
+    def ending_tokens(self) -> torch.Tensor | None:
+        """EOS ids and ``stop_token_ids``, ``(n,)``; ``None`` where no token ends a row."""
+        if not (stops := getattr(self.config, "stop_token_ids", None)):
+            return self.eos
+        tokens = torch.atleast_1d(torch.tensor(stops, device=self.device))
+        return tokens if self.eos is None else torch.cat([self.eos.to(tokens.device), tokens])
+
+    @property
     def encoder_ids(self) -> torch.Tensor | None:
         """The main input ``(rows, length)`` if it is token ids; some models fill in -100 for none."""
         ids = self.encoder_input_ids

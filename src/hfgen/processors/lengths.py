@@ -17,7 +17,7 @@ from .context import Context
 
 
 class MinLengthLogitsProcessor(Banning, upstream.MinLengthLogitsProcessor):
-    """No EOS while the sequence, prompt and left pads included, is shorter than ``min_length``."""
+    """No EOS, and no stop token, while the sequence, prompt and left pads included, is shorter than ``min_length``."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         is_short = input_ids.shape[-1] < self.min_length
@@ -25,7 +25,7 @@ class MinLengthLogitsProcessor(Banning, upstream.MinLengthLogitsProcessor):
 
 
 class MinNewTokensLengthLogitsProcessor(Banning, upstream.MinNewTokensLengthLogitsProcessor):
-    """No EOS before ``min_new_tokens`` tokens are generated."""
+    """No EOS, and no stop token, before ``min_new_tokens`` tokens are generated."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         is_short = input_ids.shape[-1] - self.prompt_length_to_skip < self.min_new_tokens
@@ -67,21 +67,20 @@ class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
 
 
 def min_length(wanted: Any, context: Context) -> upstream.LogitsProcessor | None:
-    if (eos := context.eos) is None:
+    if (ending := context.ending_tokens) is None:
         return None
     if isinstance(wanted, torch.Tensor):
-        return MinLengthPerRow(wanted, eos)
-    return MinLengthLogitsProcessor(wanted, eos, device=context.device)
+        return MinLengthPerRow(wanted, ending)
+    return MinLengthLogitsProcessor(wanted, ending, device=context.device)
 
 
 def min_new_tokens(wanted: Any, context: Context) -> upstream.LogitsProcessor | None:
-    if context.eos is None:
+    length, ending = context.prompt_length, context.ending_tokens
+    if ending is None:
         return None
     if isinstance(wanted, torch.Tensor):
-        return MinNewTokensPerRow(context.prompt_length + wanted, context.eos)
-    return MinNewTokensLengthLogitsProcessor(
-        context.prompt_length, wanted, context.eos, device=context.device
-    )
+        return MinNewTokensPerRow(length + wanted, ending)
+    return MinNewTokensLengthLogitsProcessor(length, wanted, ending, device=context.device)
 
 
 def forced_eos(token: Any, context: Context) -> ForcedEOSTokenLogitsProcessor:

@@ -131,7 +131,10 @@ def max_length(length: int | torch.Tensor, context: Context) -> MaxLengthCriteri
 
 def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
     validate.require_tokenizer(context.tokenizer, "stop_strings", strings)
-    return StopStringCriteria(context.tokenizer, strings, context.prompt_length)
+    criterion = StopStringCriteria(context.tokenizer, strings, context.prompt_length)
+    # Without an EOS, upstream lets rows run on until all have ended. A row that leaves cannot.
+    criterion.ends_rows = bool(getattr(context.config, "drop_finished", False))
+    return criterion
 
 
 def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:

@@ -87,6 +87,9 @@ class StopStringCriteria(transformers.StopStringCriteria, TextCriteria):
     The rows are those of transformers, which reads the prompt as well, and tabulates the vocabulary.
     """
 
+    #: Whether padding follows in a row that has ended, also where no EOS can end one.
+    ends_rows = False
+
     def __init__(self, tokenizer: Any, stop_strings: str | list[str], prompt_length: int = 0):
         """``prompt_length``: so many tokens of each row were not generated."""
         strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
