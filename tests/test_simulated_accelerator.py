@@ -290,7 +290,6 @@ MODES = [
     Mode(
         "n-grams of the encoder",
         {"encoder_no_repeat_ngram_size": 3},
-        "they are looked up on the host",
         theirs=1,
         model="t5",
     ),

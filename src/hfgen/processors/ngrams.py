@@ -85,16 +85,24 @@ class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
 class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsProcessor):
     """Rules out the token that would complete an n-gram of the encoder's input."""
 
+    def __init__(self, encoder_ngram_size: int, encoder_input_ids: torch.Tensor) -> None:
+        """``encoder_input_ids (batch, length)``; sequences are rows of the prompts, in their order."""
+        super().__init__(encoder_ngram_size, encoder_input_ids)
+        #: ``(batch, n_ngrams, size)``; ``None`` if the input is shorter than one.
+        self.ngrams: torch.Tensor | None = None
+        if encoder_input_ids.shape[1] >= encoder_ngram_size:
+            self.ngrams = encoder_input_ids.unfold(1, encoder_ngram_size, 1)
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         start = input_ids.shape[-1] + 1 - self.ngram_size
-        if start < 0:
-            return scores.clone()
-        beams = len(scores) // self.batch_size
-        banned = [
-            self.generated_ngrams[row // beams].get(tuple(prefix), [])
-            for row, prefix in enumerate(input_ids[:, start:].tolist())
-        ]
-        return without(scores, banned)
+        if start < 0 or self.ngrams is None:
+            return scores.clone()  # as upstream's: a later edit in place spares the logits
+        vocab = scores.shape[-1]
+        self.ngrams = self.ngrams.to(scores.device)
+        ngrams = self.ngrams.repeat_interleave(len(scores) // len(self.ngrams), dim=0)
+        has_begun = (ngrams[..., :-1] == input_ids[:, None, start:]).all(dim=-1)
+        last = torch.where(has_begun, ngrams[..., -1], vocab).clamp(max=vocab)
+        return pad(scores, (0, 1)).scatter_(1, last, -math.inf)[:, :-1]
 
 
 def without(scores: torch.Tensor, banned: list[Iterable[int]]) -> torch.Tensor:
