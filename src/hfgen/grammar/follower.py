@@ -6,7 +6,6 @@ taken back, or that is now the continuation of another one (beams, candidates).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,7 +86,9 @@ class Follower:
             tokens = generated[row, self.begins[prompt] - first : end]
             targets.append(self._target(prompt, ids[row], tokens))
         sources = [self._source(row, target) for row, target in enumerate(targets)]
-        users = Counter(source for source, _ in sources)
+        users = [0] * (len(self.rows) + 1)  # the last: of no row
+        for source, _ in sources:
+            users[source] += 1
         for target, (source, n_shared) in zip(targets, sources, strict=True):
             if target is None or target.is_thinking:
                 continue
