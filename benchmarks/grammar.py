@@ -83,7 +83,8 @@ class Cost:
 
     rows: int
     steps: list[float]
-    matchers: list[float]  # of these, the library's masks
+    again: list[float]  # the same once more, when all that it reads is in the processor's caches
+    matchers: list[float]  # of ``steps``, the library's masks
 
     @property
     def per_row(self) -> float:
@@ -150,7 +151,8 @@ def measure_costs(tokenizer: Any, n_grammars: int, n_steps: int) -> Costs:
 
 def measure_cost(library: Any, asked: list[Grammar], rows: int, n_steps: int) -> Cost:
     """``n_steps`` of ``rows``; a row that has ended makes way for another grammar's."""
-    steps, matchers, generator = [], [], torch.Generator().manual_seed(0)
+    steps, again, matchers = [], [], []
+    generator = torch.Generator().manual_seed(0)
     scores = torch.randn(rows, WIDTH, generator=generator)
     timed: list[float] = []
     fill = library.fill
@@ -168,10 +170,12 @@ def measure_cost(library: Any, asked: list[Grammar], rows: int, n_steps: int) ->
         ids = torch.zeros(rows, 1, dtype=torch.long)
         has_ended = torch.zeros(rows, dtype=torch.bool)
         for _ in range(n_steps):
-            start = time.process_time()
-            allowed = processor(ids, scores)
-            steps.append(1e3 * (time.process_time() - start) / rows)
-            matchers.append(1e3 * timed.pop() / rows)
+            for times in (steps, again):
+                start = time.process_time()
+                allowed = processor(ids, scores)
+                times.append(1e3 * (time.process_time() - start) / rows)
+            matchers.append(1e3 * timed[0] / rows)
+            timed.clear()
             likely = (allowed > -torch.inf).float()
             tokens = torch.multinomial(likely, 1, generator=generator)
             has_ended = has_ended | (tokens == 0).squeeze(1)
@@ -179,7 +183,7 @@ def measure_cost(library: Any, asked: list[Grammar], rows: int, n_steps: int) ->
             if has_ended.any():
                 break
     library.fill = fill
-    return Cost(rows, steps, matchers)
+    return Cost(rows, steps, again, matchers)
 
 
 def measure_gain(n_rounds: int) -> list[list[Result]]:
@@ -202,7 +206,6 @@ def measure_gain(n_rounds: int) -> list[list[Result]]:
 
 def report(costs: Costs, gains: list[list[Result]], facts: dict[str, Any]) -> str:
     """The page."""
-    worst = max(cost.per_row for cost in costs.costs)
     ordinary, slowest = statistics.median(costs.compiling), max(costs.compiling)
     best = [results[1].cpu_gain(results[0]).median for results in gains]
     lines = [
@@ -212,8 +215,12 @@ def report(costs: Costs, gains: list[list[Result]], facts: dict[str, Any]) -> st
         f"{facts['load']}. torch {facts['torch']}, transformers {facts['transformers']}, hfgen "
         f"{facts['hfgen']}, Python {facts['python']}.",
         "",
-        f"* Mask, per row and step on {WIDTH:,} scores: {worst:.3f} ms (at most {MASK_TARGET}): "
-        f"{met(worst <= MASK_TARGET)}",
+        *(
+            f"* Mask, per row and step on {WIDTH:,} scores, {cost.rows} row(s): {cost.per_row:.3f} ms, "
+            f"{statistics.mean(cost.again):.3f} ms with warm caches (at most {MASK_TARGET}): "
+            f"{met(cost.per_row <= MASK_TARGET)}"
+            for cost in costs.costs
+        ),
         f"* Compiling a schema: {ordinary:.1f} ms, the slowest of {len(costs.compiling)} "
         f"{slowest:.1f} ms (ordinary ones below {COMPILE_TARGET:.0f}): "
         f"{met(ordinary < COMPILE_TARGET)}",
@@ -222,17 +229,18 @@ def report(costs: Costs, gains: list[list[Result]], facts: dict[str, Any]) -> st
         "## Cost",
         "",
         f"The processor alone, a tokenizer of {costs.n_tokens:,} tokens; rows draw any token that "
-        f"their schema allows. Times are the processor's, of all threads. *Library*: the masks of llguidance; the rest follows tokens and applies the "
+        f"their schema allows. Times are the processor's, of all threads. *Again at once*: the same step once more; between others a row is sampled, and a model would run. *Library*: the masks of llguidance; the rest follows tokens and applies the "
         f"masks. To read the tokenizer takes {costs.reading:.1f} s, once.",
         "",
-        "| rows | steps | ms per row and step | median | 99% | library |",
-        "|--:|--:|--:|--:|--:|--:|",
+        "| rows | steps | ms per row and step | median | 99% | again at once | library |",
+        "|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for cost in costs.costs:
         ordered = sorted(cost.steps)
         lines.append(
             f"| {cost.rows} | {len(ordered)} | {cost.per_row:.3f} | {statistics.median(ordered):.3f} | "
-            f"{ordered[int(0.99 * len(ordered))]:.3f} | {statistics.mean(cost.matchers):.3f} |"
+            f"{ordered[int(0.99 * len(ordered))]:.3f} | {statistics.mean(cost.again):.3f} | "
+            f"{statistics.mean(cost.matchers):.3f} |"
         )
     lines += [
         "",

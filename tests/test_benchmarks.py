@@ -412,7 +412,7 @@ def test_costs_of_grammars_are_measured(tmp_path: Path) -> None:
     assert len(costs.compiling) == 9
     for cost, rows in zip(costs.costs, grammar.ROWS, strict=True):
         assert cost.rows == rows
-        assert len(cost.steps) == len(cost.matchers) > 0
+        assert len(cost.steps) == len(cost.matchers) == len(cost.again) > 0
         assert all(0 <= mask <= step for mask, step in zip(cost.matchers, cost.steps, strict=True))
     plain = Result("plain", 1, [2.0], [2.0], [10])
     forced = Result("forced tokens", 1, [1.0], [1.0], [10], drafted=4, accepted=4)
