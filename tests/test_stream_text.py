@@ -180,6 +180,21 @@ def test_a_row_without_tokens_has_its_length(speaker: Any, bytes_of: Any) -> Non
     assert output.finish_reasons == ["length", "length", "repetition"]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}])
+def test_an_answer_that_a_grammar_forces(options: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    model, tokenizer = hfgen.builtin_model()
+    inputs = tokenizer(["x = ", "def f"], return_tensors="pt", padding=True)
+    grammars = [hfgen.grammar.regex(r"\[1, (2|3)\]"), hfgen.grammar.choice(["yes", "no"])]
+    call = {**inputs, "tokenizer": tokenizer, "grammar": grammars, "max_new_tokens": 20, **options}
+    output = model.generate(**call, return_dict_in_generate=True)
+    events = list(model.stream(**call))
+    assert texts_of(events) == dict(enumerate(output.texts))
+    assert output.texts[0] in ("[1, 2]", "[1, 3]")
+    reasons = {event.row: event.finish_reason for event in events}
+    assert reasons == dict(enumerate(output.finish_reasons))
+
+
 STOPS = (r"a+b", r"\n\n", r"(?:é|🙂)a", r"b.*\.", r"[^a]{3}", r"a(?=b)", r"(?<=a)b", r"\Aab")
 
 
