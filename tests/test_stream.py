@@ -275,6 +275,24 @@ def test_the_value_of_the_iterator_is_the_result(llama: Any) -> None:
     assert stream.result is values[0]
 
 
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+def test_with_the_last_event_everything_is_done(llama: Any, mode: str) -> None:
+    prefixes, ids = hfgen.PrefixCache(), tiny.prompt(1, 12)
+    options = {"max_new_tokens": 9, **MODES[mode]}
+    for event in (stream := llama.stream(ids, prefix_cache=prefixes, **options)):
+        assert (stream.result is None) == (event.finish_reason is None)
+        if event.finish_reason is not None:
+            break
+    assert torch.equal(stream.result, llama.generate(ids, **options))
+    llama.generate(stream.result[:, :18], prefix_cache=prefixes, max_new_tokens=1)
+    assert prefixes.stats.tokens_saved == 17
+    with Caches(llama) as caches:
+        stream = llama.stream(ids, **options)
+        while next(stream).finish_reason is None:
+            assert caches.n_alive > 0
+        assert caches.n_alive == 0
+
+
 def test_signatures_are_those_of_generate() -> None:
     mixin = hfgen.GenerationMixin
     expected = list(inspect.signature(mixin.generate).parameters)

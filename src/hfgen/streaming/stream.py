@@ -24,7 +24,7 @@ class Stream(Iterator[StreamEvent]):
     An exception of the call is raised by ``next()``, and closes the stream as well.
     """
 
-    #: What ``generate`` returns, once the stream has come to its end; also ``StopIteration.value``.
+    #: What ``generate`` returns, from the last event on; also ``StopIteration.value``.
     result: GenerateOutput | torch.Tensor | None = None
 
     def __init__(self, model: Any, request: Request) -> None:
@@ -34,16 +34,18 @@ class Stream(Iterator[StreamEvent]):
 
     def __next__(self) -> StreamEvent:
         while not self._ready:
-            try:
-                self._advance()
-            except StopIteration as end:
-                self.result = self.result if end.value is None else end.value
-                raise
+            self._advance()
         return self._ready.popleft()
 
     @torch.no_grad()  # while decoding, and not while the consumer has its turn
     def _advance(self) -> None:
-        self._ready.extend(next(self._steps))
+        try:
+            events = next(self._steps)
+        except StopIteration as end:
+            if end.value is None:  # it has come to its end before, or was closed
+                raise StopIteration(self.result) from None
+            events, self.result = end.value
+        self._ready.extend(events)
 
     @torch.no_grad()
     def close(self) -> None:
@@ -64,20 +66,24 @@ class Stream(Iterator[StreamEvent]):
 
 def _decode(
     model: Any, request: Request
-) -> Generator[list[StreamEvent], None, GenerateOutput | torch.Tensor]:
-    """Prepare the call, and yield nothing; then yield the events of each step."""
+) -> Generator[list[StreamEvent], None, tuple[list[StreamEvent], GenerateOutput | torch.Tensor]]:
+    """Prepare the call, and yield nothing; then yield the events of each step.
+
+    Those of the last step are returned, with what ``generate`` returns: nothing is left to be done then.
+    """
     call = prepare(model, request)
     try:
         run, strategy = call.start(model)
         yield []
         recording = loop.begin(run)
-        rows = Rows(run, strategy)
+        rows, events = Rows(run, strategy), list[StreamEvent]()
         with validate.explaining_misfit(model, call.cache):
             with closing(loop.drive(run, strategy)) as steps:
                 for step in steps:
-                    yield rows.advance(step)
+                    events = rows.advance(step)
+                    if not run.finished:
+                        yield events
             result, output = loop.conclude(run, strategy, recording)
-        yield rows.finish(result)
-        return output
+        return [*events, *rows.finish(result)], output
     finally:
         call.release()
