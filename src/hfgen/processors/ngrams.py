@@ -68,6 +68,8 @@ class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[-1] < self.ngram_size:
             return scores
+        if input_ids.ndim != 2:  # of several codebooks
+            return super().__call__(input_ids, scores)
         if self.ngram_size == 1:
             tokens = self.distinct.tokens(input_ids, scores.shape[-1])
             return pad(scores, (0, 1)).scatter_(1, tokens, -math.inf)[:, :-1]
