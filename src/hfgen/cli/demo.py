@@ -15,7 +15,6 @@ from hfgen.cli.loading import Loaded, load, quiet
 from hfgen.cli.options import DebugOption, generation_config
 from hfgen.cli.probabilities import LEGEND, Spelling, coloured
 from hfgen.cli.report import Answers, duration, mebibytes, out
-from hfgen.cli.short_forms import WHITESPACE
 
 PROMPT = '''\
 import os
@@ -41,15 +40,15 @@ SIGNATURE = """
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "name": {"enum": ["find_files", "read_lines", "count_words"]},
-        "arguments": {"type": "integer", "minimum": 0, "maximum": 9},
+        "function": {"enum": ["find_files", "open_socket", "sort_rows"]},
+        "arguments": {"type": "integer", "minimum": 0, "maximum": 3},
         "returns": {"enum": ["list", "str", "int"]},
-        "public": {"type": "boolean"},
+        "recursive": {"type": "boolean"},
     },
-    "required": ["name", "arguments", "returns", "public"],
+    "required": ["function", "arguments", "returns", "recursive"],
     "additionalProperties": False,
 }
-IN_WORDS = "name: one of 3, arguments: 0 to 9, returns: one of 3, public: true or false"
+IN_WORDS = "function: one of 3, arguments: 0 to 3, returns: one of 3, recursive: a boolean"
 
 
 def demo(debug: DebugOption = False) -> None:
@@ -105,7 +104,7 @@ def show_json(loaded: Loaded) -> None:
     if find_spec("llguidance") is None:
         out.print("[dim]pip install 'hfgen[grammar]', and here is an answer in JSON[/]\n")
         return
-    given = {"max_new_tokens": 120, "grammar": grammar.json(SCHEMA, whitespace=WHITESPACE)}
+    given = {"max_new_tokens": 120, "grammar": grammar.json(SCHEMA, whitespace=False)}
     config = generation_config(given, loaded.model, NEW_TOKENS)
     out.print(f"[bold]JSON, forced by a schema[/]\n[dim]{IN_WORDS}[/]")
     answers = Answers()
@@ -128,6 +127,6 @@ def show_tokens(loaded: Loaded) -> None:
     config = generation_config(given, loaded.model, NEW_TOKENS)
     config.return_dict_in_generate = True
     result = measure.generate(loaded, measure.encode(loaded, [PROMPT]), config)
-    out.print(f"[bold]How likely each token was[/] [dim]sampled with seed={SEED}[/]")
+    out.print(f"[bold]Sampled tokens, by how likely each was[/]\n[dim]seed={SEED}[/]")
     out.print(coloured(result.output.logprobs[0], Spelling(loaded.tokenizer)))
     out.print(f"[dim]{LEGEND}[/]")
