@@ -859,6 +859,23 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tokens differ" in differing.out
 
 
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [("llguidance", "'hfgen[grammar]'"), ("jsonschema", "It can be parsed (js")],
+)
+def test_the_demo_without_what_is_optional(
+    missing: str,
+    says: str,
+    loaded: loading.Loaded,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == missing else name)
+    with loading.quiet():
+        demo.show_json(loaded)
+    assert says in capsys.readouterr().out
+
+
 # --- the program -----------------------------------------------------------------------------
 
 

@@ -102,7 +102,7 @@ def show_json(loaded: Loaded) -> None:
     from hfgen import grammar
 
     if find_spec("llguidance") is None:
-        out.print("[dim]pip install 'hfgen[grammar]', and here is an answer in JSON[/]\n")
+        out.print("[dim]JSON, forced by a schema, needs: pip install 'hfgen\\[grammar]'[/]\n")
         return
     given = {"max_new_tokens": 120, "grammar": grammar.json(SCHEMA, whitespace=False)}
     config = generation_config(given, loaded.model, NEW_TOKENS)
