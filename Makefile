@@ -62,6 +62,8 @@ parity: $(VENV)/installed ## Compare with upstream, caches and modes on COUNT ra
 	@$(BIN)/python -m tests.parity.sweep --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.caches --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.invariants --seed $(SEED) --count $(COUNT)
+	@$(BIN)/python -m tests.parity.speculation --seed $(SEED) --count $(COUNT)
+	@$(BIN)/python -m tests.parity.rows --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.grammars --seed $(SEED)
 
 bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.

@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hfgen
 from hfgen import GenerationConfig
+from hfgen.logs import logger
 from hfgen.strategies.base import NextToken
 from tests.tiny import llama
 
@@ -244,6 +245,21 @@ def test_lists_are_configs_of_the_prompts(model: Any) -> None:
     assert torch.equal(given, model.generate(**batch, generation_config=configs))
     config = hfgen.GenerationConfig(do_sample=True, **lists)
     assert torch.equal(given, model.generate(**batch, generation_config=config))
+
+
+def test_arguments_beside_configs_hold_for_all_prompts(model: Any, monkeypatch: Any) -> None:
+    def fail(message: str) -> None:
+        raise AssertionError(message)
+
+    monkeypatch.setattr(logger, "warning_once", fail)
+    batch, _ = prompts(0)
+    configs = [GenerationConfig(max_new_tokens=n) for n in (2, 3, 4, 5)]
+    output = model.generate(
+        **batch, generation_config=configs, return_dict_in_generate=True, suppress_tokens=[3]
+    )
+    of_configs = [GenerationConfig(max_new_tokens=n, suppress_tokens=[3]) for n in (2, 3, 4, 5)]
+    assert torch.equal(output.sequences, model.generate(**batch, generation_config=of_configs))
+    assert configs[0].suppress_tokens is None
 
 
 def test_a_list_that_is_a_value_is_the_value_of_all_rows(model: Any) -> None:

@@ -12,7 +12,7 @@ import transformers
 
 from . import seeds
 from .call import Call, Prompt, Request
-from .fields import PER_CALL, PER_ROW, FieldError
+from .fields import FIELDS, PER_CALL, PER_ROW, FieldError
 
 
 @dataclass(slots=True)
@@ -100,11 +100,14 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
         raise ValueError(f"Lists of values need one for each prompt of the batch, but {named}.")
     requests = []
     for index in range(next(iter(lengths.values()))):
-        config = configs[index] if configs is not None else copy.copy(given)
+        config = copy.copy(given if configs is None else configs[index])
         for name, values in of_config.items():
             setattr(config, name, values[index])
-        own = {name: values[index] for name, values in lists.items()}
-        requests.append(replace(request, generation_config=config, kwargs=request.kwargs | own))
+        kwargs = request.kwargs | {name: values[index] for name, values in lists.items()}
+        if configs is not None:  # what holds for all prompts is an argument beside the list
+            for name in [n for n in kwargs if n in FIELDS and kwargs[n] is not None]:
+                setattr(config, name, kwargs.pop(name))
+        requests.append(replace(request, generation_config=config, kwargs=kwargs))
     return requests, tuple(lengths)
 
 
