@@ -109,8 +109,18 @@ PER_ROW: dict[str, Field] = {
     "min_length": Field(INTEGER),
     "min_new_tokens": Field(INTEGER, at_least(0)),
     "max_time": Field(NUMBER),
+    # Stopping and texts
     "stop_strings": Field(STRINGS),
+    "stop_regex": Field(STRINGS, is_own=True),
+    "stop_token_ids": Field(TOKENS, is_own=True),
+    "ignore_eos": Field(FLAG, is_own=True),
+    "include_stop_str_in_output": Field(FLAG, is_own=True, default=False),
+    "skip_special_tokens": Field(FLAG, is_own=True, default=True),
+    "repetition_detection": Field(REPETITION, is_own=True),
+    # Special tokens
+    "eos_token_id": Field(TOKENS),
     # Sampling
+    "seed": Field(INTEGER, SEED, is_own=True),
     "temperature": Field(
         NUMBER,
         Range("a float above 0; 0 decodes greedily", lambda x: is_zero(x) or is_positive_float(x)),
@@ -127,6 +137,23 @@ PER_ROW: dict[str, Field] = {
     ),
     "epsilon_cutoff": Field(NUMBER, CUTOFF, "do_sample"),
     "eta_cutoff": Field(NUMBER, CUTOFF, "do_sample"),
+    "top_n_sigma": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
+    "top_a": Field(NUMBER, SHARE, "do_sample", is_own=True),
+    "p_less": Field(FLAG, None, "do_sample", is_own=True),
+    "xtc_probability": Field(NUMBER, SHARE, "do_sample", is_own=True),
+    "xtc_threshold": Field(NUMBER, SHARE, "do_sample", is_own=True, default=0.1),
+    "dynatemp_range": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
+    "dynatemp_exponent": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=1.0),
+    "smoothing_factor": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
+    "mirostat": Field(
+        SIZE, Range("1 or 2; 0 is off", lambda n: n in (0, 1, 2)), "do_sample", is_own=True
+    ),
+    "mirostat_tau": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=5.0),
+    "mirostat_eta": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=0.1),
+    "adaptive_target": Field(
+        NUMBER, Range("between 0 and 1", lambda x: 0 <= x <= 1), "do_sample", is_own=True
+    ),
+    "adaptive_decay": Field(NUMBER, CUTOFF, "do_sample", is_own=True, default=0.9),
     # Scores
     "repetition_penalty": Field(NUMBER, PENALTY),
     "encoder_repetition_penalty": Field(NUMBER, PENALTY),
@@ -150,7 +177,10 @@ PER_ROW: dict[str, Field] = {
     "suppress_tokens": Field(TOKEN_LIST),
     "begin_suppress_tokens": Field(TOKEN_LIST),
     "watermarking_config": Field(WATERMARK),
-    # Scores: penalties
+    "bad_words": Field(STRINGS, is_own=True),
+    "allowed_token_ids": Field(TOKEN_LIST, ONE_TOKEN, outside=ValueError, is_own=True),
+    "grammar": Field(GRAMMAR, is_own=True),
+    # Penalties
     "frequency_penalty": Field(NUMBER, FINITE, is_own=True),
     "presence_penalty": Field(NUMBER, FINITE, is_own=True),
     "penalty_window": Field(SIZE, at_least(1), is_own=True, within_sequence=True),
@@ -164,44 +194,15 @@ PER_ROW: dict[str, Field] = {
     ),
     "dry_allowed_length": Field(SIZE, at_least(1), is_own=True, default=2),
     "dry_sequence_breakers": Field(BREAKERS, is_own=True),
-    # Sampling
-    "top_n_sigma": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
-    "top_a": Field(NUMBER, SHARE, "do_sample", is_own=True),
-    "p_less": Field(FLAG, None, "do_sample", is_own=True),
-    "xtc_probability": Field(NUMBER, SHARE, "do_sample", is_own=True),
-    "xtc_threshold": Field(NUMBER, SHARE, "do_sample", is_own=True, default=0.1),
-    "dynatemp_range": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
-    "dynatemp_exponent": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=1.0),
-    "smoothing_factor": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
-    "mirostat": Field(
-        SIZE, Range("1 or 2; 0 is off", lambda n: n in (0, 1, 2)), "do_sample", is_own=True
-    ),
-    "mirostat_tau": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=5.0),
-    "mirostat_eta": Field(NUMBER, POSITIVE, "do_sample", is_own=True, default=0.1),
-    "adaptive_target": Field(
-        NUMBER, Range("between 0 and 1", lambda x: 0 <= x <= 1), "do_sample", is_own=True
-    ),
-    "adaptive_decay": Field(NUMBER, CUTOFF, "do_sample", is_own=True, default=0.9),
-    # Special tokens
-    "eos_token_id": Field(TOKENS),
-    # hfgen's own
-    "seed": Field(INTEGER, SEED, is_own=True),
-    "bad_words": Field(STRINGS, is_own=True),
-    "allowed_token_ids": Field(TOKEN_LIST, ONE_TOKEN, outside=ValueError, is_own=True),
-    "logprobs": Field(SIZE, N_BEST, is_own=True),
-    "logprob_token_ids": Field(TOKEN_LIST, outside=ValueError, is_own=True),
-    "prompt_logprobs": Field(SIZE, N_BEST, is_own=True),
-    "stop_regex": Field(STRINGS, is_own=True),
-    "stop_token_ids": Field(TOKENS, is_own=True),
-    "ignore_eos": Field(FLAG, is_own=True),
-    "include_stop_str_in_output": Field(FLAG, is_own=True, default=False),
-    "skip_special_tokens": Field(FLAG, is_own=True, default=True),
-    "repetition_detection": Field(REPETITION, is_own=True),
+    # Thinking
     "thinking_token_budget": Field(SIZE, at_least(0), is_own=True),
     "thinking_start": Field(MARKER, is_own=True, default="<think>"),
     "thinking_end": Field(MARKER, is_own=True, default="</think>"),
     "thinking_message": Field(MARKER, is_own=True),
-    "grammar": Field(GRAMMAR, is_own=True),
+    # Log-probabilities
+    "logprobs": Field(SIZE, N_BEST, is_own=True),
+    "logprob_token_ids": Field(TOKEN_LIST, outside=ValueError, is_own=True),
+    "prompt_logprobs": Field(SIZE, N_BEST, is_own=True),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.
