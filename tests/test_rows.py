@@ -302,7 +302,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"top_p": [0.5, 1.0, 3.0, 1.0], "do_sample": True},
         "`top_p` has to be between",
     ),
-    "of beams": ({"num_beams": [1, 2, 1, 1]}, "`num_beams` holds for all rows of a call"),
+    "of beams": (
+        {"num_beams": [1, 2, 1, 1]},
+        "`num_beams` has to be an integer, but is .* holds for all rows",
+    ),
     "of beams, in configs": (
         {"generation_config": [GenerationConfig(num_beams=n) for n in (1, 2, 1, 1)]},
         r"`num_beams` holds for all rows of a call.*\[1, 2, 1, 1\]. Split",

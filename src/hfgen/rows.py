@@ -60,7 +60,8 @@ def has_value_per_prompt(name: str, value: Any) -> bool:
     kind = row.kind
     if not kind.may_be_list:
         return True
-    return not kind.accepts(value) and all(v is None or kind.accepts(v) for v in value)
+    is_each = bool(value) and all(v is None or kind.accepts(v) for v in value)
+    return is_each and not kind.accepts(value)
 
 
 def each(value: Any) -> list[Any]:
@@ -82,8 +83,8 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
         row = PER_CALL.get(name)
         if isinstance(value, list) and row is not None and not row.kind.may_be_list:
             raise FieldError(
-                f"`{name}` holds for all rows of a call, and takes no list ({value}). Split the prompts "
-                "into one call for each value."
+                f"`{name}` has to be {row.kind.words}, but is {value}. It holds for all rows of a call: "
+                "split the prompts into one call for each value."
             )
     given = request.generation_config
     configs = list(given) if isinstance(given, list | tuple) else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from ..processors.by_rows import CriteriaByRows
@@ -70,7 +71,8 @@ class Notes:
     def read(self) -> None:
         if not self.unread:
             return
-        table = torch.stack([ends for _, ends in self.unread]).tolist()
+        # A search may have more candidates at one step than at another.
+        table = pad_sequence([ends for _, ends in self.unread], batch_first=True).tolist()
         for (length, _), ends in zip(self.unread, table, strict=True):
             self.rows[length] = ends  # what it said of drafts that were rejected is overwritten
             self.any[length] = self.any.get(length, False) or any(ends)
