@@ -158,6 +158,7 @@ class Pristine:
             table.update(content)
         vars(model.generation_config).clear()
         vars(model.generation_config).update(copy.deepcopy(self.generation_config))
+        hfgen.free_caches(model)  # as transformers' static cache is, an attribute of the model
 
 
 _PRISTINE: WeakKeyDictionary[nn.Module, Pristine] = WeakKeyDictionary()

@@ -96,6 +96,8 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
             self.ngrams = encoder_input_ids.unfold(1, encoder_ngram_size, 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.ndim != 2:  # of several codebooks
+            return super().__call__(input_ids, scores)
         start = input_ids.shape[-1] + 1 - self.ngram_size
         if start < 0 or self.ngrams is None:
             return scores.clone()  # as upstream's: a later edit in place spares the logits

@@ -155,6 +155,11 @@ class ConstrainedBeam(NBestBeam):
         self.progress = [[start] * self.beams for _ in range(self.batch)]
         # All beams start alike: what is forced upon the first would be a duplicate in the others.
         self.forced = [[(0, token) for token in start.wanted] for _ in range(self.batch)]
+        #: ``(batch, width)``: the same on the device, beams and tokens, with any in empty places.
+        columns = torch.tensor([_padded(pairs, len(pairs)) for pairs in self.forced])
+        self.forced_beams, self.forced_tokens = columns.to(run.ids.device).chunk(2, dim=1)
+        #: ``(batch, beams)``: which of the running beams meet all constraints.
+        self.is_met = torch.zeros(self.batch, self.beams, dtype=torch.bool, device=run.ids.device)
         self.n_returned = int(config.num_return_sequences)
         last = run.criteria.max_length or config.max_length
         #: Length at which constraints have to be met; a forced EOS takes the last place.
@@ -167,11 +172,9 @@ class ConstrainedBeam(NBestBeam):
         vocab, device = log_probs.shape[1], log_probs.device
         totals = self.totals(log_probs)
         likeliest = self.likeliest(run, totals)
-        width = max(map(len, self.forced))
-        if width == 0:
+        beams, tokens = self.forced_beams, self.forced_tokens
+        if beams.shape[1] == 0:
             return self.continued(run, totals, likeliest)
-        padded = [pairs + [(0, 0)] * (width - len(pairs)) for pairs in self.forced]
-        beams, tokens = torch.tensor(padded, device=device).unbind(dim=-1)
         if (eos := run.config._eos_token_tensor) is not None:
             log_probs = log_probs.index_fill(1, eos.to(device), -torch.inf)
         best = log_probs.argmax(dim=1).view(self.batch, self.beams).gather(1, beams)
@@ -213,8 +216,24 @@ class ConstrainedBeam(NBestBeam):
                 if one.may_go_on and not is_closed
                 for token in (one.progress.wanted or [ANY])
             ]
-        indices = torch.tensor(going_on, device=ends.device)
-        return Selection(indices, ends, torch.tensor(finished, device=ends.device))
+        return Selection(*self.told(going_on, ends, finished))
+
+    def told(
+        self, going_on: list[list[int]], ends: torch.Tensor, finished: list[list[bool]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the host has decided, on the device: in one copy, since each may wait."""
+        width = max(map(len, self.forced))
+        table = [
+            [*index, *done, *(one.is_met for one in progress), *_padded(pairs, width)]
+            for index, done, progress, pairs in zip(
+                going_on, finished, self.progress, self.forced, strict=True
+            )
+        ]
+        sizes = [self.beams, len(finished[0]), self.beams, width, width]
+        columns = torch.tensor(table, device=ends.device).split(sizes, dim=1)
+        indices, done, is_met, self.forced_beams, self.forced_tokens = columns
+        self.is_met = is_met.bool()
+        return indices, ends, done.bool()
 
     def divide(self, likeliest: list[Candidate], named: list[Candidate]) -> list[Candidate]:
         """The ``beams`` candidates that go on by the rules of dynamic beam allocation."""
@@ -229,8 +248,7 @@ class ConstrainedBeam(NBestBeam):
         return chosen + ended[: self.beams - len(chosen)]  # criteria may leave too few
 
     def may_be_cut_off(self, chosen: Hypotheses) -> torch.Tensor:
-        is_met = [[progress.is_met for progress in beams] for beams in self.progress]
-        return torch.tensor(is_met, device=chosen.scores.device)
+        return self.is_met
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         n = self.n_returned
@@ -241,6 +259,12 @@ class ConstrainedBeam(NBestBeam):
                     "other hypothesis did. Raise `max_new_tokens` or `num_beams`."
                 )
         return super().result(run)
+
+
+def _padded(pairs: list[tuple[int, int]], width: int) -> list[int]:
+    """The beams of ``pairs``, then their tokens, each filled up to ``width``."""
+    empty = [0] * (width - len(pairs))
+    return [*(beam for beam, _ in pairs), *empty, *(token for _, token in pairs), *empty]
 
 
 def finishing(candidates: list[Candidate]) -> set[int]:
