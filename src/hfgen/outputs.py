@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -84,11 +85,11 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
     The entries are those of plain decoding; the first has what was fed before, too.
     """
     observed = observe(run, outputs)
-    windows = cache_layers.windows(run.model_kwargs.get("past_key_values"))
     for name, (layers,) in observed.items():
         if not layers or layers[0] is None:
             observed[name] = ()
             continue
+        windows = _windows(run, len(layers))
         entries: list[list[torch.Tensor]] = [[] for _ in range(n_tokens)]
         for token, entry in enumerate(entries):
             n_later = width - 1 - token  # positions after the token's own
@@ -97,12 +98,24 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
                 first = n_fed - n_later - 1 if token else 0
                 keys = slice(0, last)
                 if name == "attentions" and windows is not None:
-                    window = windows[index] if len(windows) == len(layers) else last
-                    start = max(last - n_later - window, 0) if token else 0
+                    start = max(last - n_later - windows[index], 0) if token else 0
                     keys = slice(int(start), last - n_later)
                 entry.append(layer[..., first : n_fed - n_later, keys])
         observed[name] = tuple(map(tuple, entries))
     return observed
+
+
+def _windows(run: Run, n_layers: int) -> list[float] | None:
+    """How many keys a position sees in each layer; one that reads another's keys, those of its kind."""
+    found = cache_layers.windows(run.model_kwargs.get("past_key_values"))
+    if found is None:
+        return None
+    kinds = getattr(run.model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if not len(found) == len(kinds) == n_layers:
+        return [math.inf] * n_layers if len(found) != n_layers else [w or math.inf for w in found]
+    of_kind = {k: window for k, window in zip(kinds, found, strict=True) if window is not None}
+    pairs = zip(kinds, found, strict=True)
+    return [of_kind.get(kind, math.inf) if own is None else own for kind, own in pairs]
 
 
 class Recording:

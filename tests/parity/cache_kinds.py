@@ -51,7 +51,7 @@ NEAR = 1e-4
 
 #: Families whose masks of their own are cut by the keys' length, or that have none with a cache (FSMT):
 #: they attend to what a static cache does not hold yet, so its length counts.
-LENGTH_COUNTS = ("fsmt", "gpt_neo", "nllb_moe")
+LENGTH_COUNTS = ("fsmt", "gpt_neo", "led", "nllb_moe")
 
 Amend = Callable[[Call], None]
 

@@ -110,12 +110,17 @@ def capacity(cache: Any) -> float:
     return min(lengths, default=math.inf)
 
 
-def windows(cache: Any) -> list[float] | None:
-    """How many keys a position sees in each attention layer, its own included; ``None`` if static."""
+def windows(cache: Any) -> list[float | None] | None:
+    """How many keys a position sees in each attention layer, its own included; ``None`` if static.
+
+    Of a layer that holds no keys, since it reads another one's: ``None``.
+    """
     if is_static(cache):
         return None
     return [
-        getattr(layer, "sliding_window", None) or math.inf
+        None
+        if getattr(layer, "keys", layer) is None
+        else getattr(layer, "sliding_window", None) or math.inf
         for layer in layers_of(cache)  # a convolution alone has no keys
         if hasattr(layer, "keys") or not isinstance(layer, LinearAttentionCacheLayerMixin)
     ]
