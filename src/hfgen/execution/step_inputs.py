@@ -48,7 +48,9 @@ def resized(run: Run, n_new: int) -> ModelKwargs:
             tensor = model_kwargs.get(name)
             if tensor is not None and tensor.shape[1]:
                 more = tensor[:, -1:].expand(-1, max(n_new, 0), *tensor.shape[2:])
-                model_kwargs[name] = torch.cat([tensor, more], dim=1)[:, : tensor.shape[1] + n_new]
+                # Idefics keeps the last column alone, by which later ones are made.
+                n_left = max(tensor.shape[1] + n_new, 1)
+                model_kwargs[name] = torch.cat([tensor, more], dim=1)[:, :n_left]
     return model_kwargs
 
 
