@@ -71,7 +71,9 @@ def _asked(run: Run) -> list[str]:
 
 def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
     """The attentions and hidden states of a forward, as fields of a ``Step``, if asked for."""
-    if not run.config.return_dict_in_generate:
+    config = run.config
+    is_asked = config.output_attentions or config.output_hidden_states
+    if not (is_asked and config.return_dict_in_generate):
         return {}
     prefix = "decoder_" if run.is_encoder_decoder else ""
     names = {name: prefix + name for name in ("attentions", "hidden_states")}

@@ -55,7 +55,7 @@ def has_value_per_prompt(name: str, value: Any) -> bool:
 
     It is if a list is no value of the field; of fields that take lists, if each item is a value.
     """
-    if (row := PER_ROW.get(name)) is None or not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple) or (row := PER_ROW.get(name)) is None:
         return False
     kind = row.kind
     if not kind.may_be_list:
@@ -71,7 +71,11 @@ def each(value: Any) -> list[Any]:
 
 def lists_in(values: dict[str, Any]) -> dict[str, list[Any]]:
     """Those of a config's fields that have a value per prompt."""
-    return {n: list(v) for n, v in values.items() if has_value_per_prompt(n, v)}
+    return {
+        n: list(v)
+        for n, v in values.items()
+        if isinstance(v, list | tuple) and has_value_per_prompt(n, v)
+    }
 
 
 def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:

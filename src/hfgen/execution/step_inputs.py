@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ NEVER_PASSED = frozenset({"labels"})
 DROPPED = NEVER_PASSED | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
 
 
+@cache
 def _fillers(is_encoder_decoder: bool) -> dict[str, buffers.Fill]:
     """The arguments with a column per token, and how each goes on after the last one."""
     prefix = "decoder_" if is_encoder_decoder else ""

@@ -84,7 +84,10 @@ class Sample(NextToken):
         if self.stops_by_length_only:  # the host knows the length: nothing to wait for
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
-        self.was_unfinished, self.unfinished = self.unfinished, self.unfinished & ~done
+        self.was_unfinished = self.unfinished
+        if done.is_cpu and not any(done.tolist()):  # most steps end no row
+            return
+        self.unfinished = self.unfinished & ~done
         (n_unfinished,) = self.invalid.read(self.unfinished.sum())
         run.finished = n_unfinished == 0
         self.active.keep(run, self.unfinished, n_unfinished)
