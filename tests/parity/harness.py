@@ -500,14 +500,15 @@ def breaks_by_drafts(case: Case, theirs: Outcome) -> bool:
     """Whether upstream's assisted decoding raises where hfgen decodes: documented differences.
 
     It takes the image's keys out of mllama's cache, drafts placeholders of media, and lets an
-    assistant encode ids of -100 where the caller gave encoder outputs alone.
+    assistant encode ids of -100 where the caller gave encoder outputs alone, or ids beside embeddings.
     """
     if case.mode != ASSISTED:
         return False
     has_lost_keys = case.family == "mllama" and "size of tensor" in theirs.message
     has_no_ids = case.options.get("encoder_outputs") == "alone" and theirs.error == "IndexError"
+    has_both = case.options.get("encoder_embeds") == "only" and "inputs_embeds" in theirs.message
     has_placeholders = re.search(r"features and \w+ tokens do not match", theirs.message, re.I)
-    return has_lost_keys or has_no_ids or bool(has_placeholders)
+    return has_lost_keys or has_no_ids or has_both or bool(has_placeholders)
 
 
 def drafts_otherwise(case: Case) -> str | None:

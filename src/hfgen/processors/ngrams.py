@@ -105,7 +105,13 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
         self.ngrams = self.ngrams.to(scores.device)
         ngrams = self.ngrams.repeat_interleave(len(scores) // len(self.ngrams), dim=0)
         has_begun = (ngrams[..., :-1] == input_ids[:, None, start:]).all(dim=-1)
-        last = torch.where(has_begun, ngrams[..., -1], vocab).clamp(max=vocab)
+        last = torch.where(has_begun, ngrams[..., -1], -1)
+        if last.is_cpu and (last >= vocab).any():  # elsewhere, to look is to wait
+            raise IndexError(
+                f"`encoder_no_repeat_ngram_size` rules out the token {int(last.max())}, but there are scores of "
+                f"{vocab} tokens alone."
+            )
+        last = torch.where(has_begun, last, vocab).clamp(max=vocab)
         return pad(scores, (0, 1)).scatter_(1, last, -math.inf)[:, :-1]
 
 

@@ -49,7 +49,7 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
         if scores.dim() != 2 or input_ids.dim() != 2:
             return super().__call__(input_ids, scores)
         vocab, ignored = scores.shape[-1], self.history.counted.n_pads
-        if ignored is not None and len(ignored) != len(input_ids):
+        if ignored is not None and len(ignored) not in (1, len(input_ids)):  # one holds for all
             raise ValueError(
                 f"`prompt_ignore_length` has {len(ignored)} rows, the input ids {len(input_ids)}."
             )
