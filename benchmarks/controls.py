@@ -50,7 +50,7 @@ class Curve:
     """Microseconds per token at each of ``lengths``: medians over ``n`` tokens around it."""
 
     control: str
-    library: str
+    source: str
     text: str
     rows: int
     lengths: tuple[int, ...]
@@ -162,13 +162,13 @@ def table(curves: list[Curve]) -> str:
     for c in curves:
         times = " | ".join(f"{t:.0f}" for t in c.microseconds)
         lines.append(
-            f"| {c.control} | {c.library} | {c.text} | {c.rows} | {times} | {c.growth:.2f} |"
+            f"| {c.control} | {c.source} | {c.text} | {c.rows} | {times} | {c.growth:.2f} |"
         )
     return "\n".join(lines)
 
 
 def verdict(curves: list[Curve]) -> str:
-    ours = [curve for curve in curves if curve.library == "hfgen"]
+    ours = [curve for curve in curves if curve.source == "hfgen"]
     steep = [
         f"{c.control} ({c.text}, {c.rows} rows): {c.growth:.2f}" for c in ours if not c.is_flat
     ]
@@ -209,10 +209,10 @@ def plot(curves: list[Curve], path: Path) -> None:
                 axis.plot(
                     curve.lengths,
                     curve.microseconds,
-                    "o-" if curve.library == "hfgen" else "x--",
+                    "o-" if curve.source == "hfgen" else "x--",
                     color=colors[curve.control],
                     markersize=4,
-                    label=f"{curve.control}, {curve.library}",
+                    label=f"{curve.control}, {curve.source}",
                 )
         axis.set_title(f"{text}, {rows} row{'s' if rows > 1 else ''}", fontsize=10)
         axis.set_xlabel("tokens generated so far")
@@ -259,7 +259,7 @@ def main(
                 print(table(curves).splitlines()[-1], flush=True)
     report_text = write(curves, machine(), vocab, out)
     print(report_text)
-    if any(curve.library == "hfgen" and not curve.is_flat for curve in curves):
+    if any(curve.source == "hfgen" and not curve.is_flat for curve in curves):
         raise typer.Exit(1)
 
 

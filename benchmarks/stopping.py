@@ -53,7 +53,7 @@ class PerToken:
     """Microseconds per row of one call at each of ``LENGTHS``, the median."""
 
     name: str
-    library: str
+    source: str
     rows: int
     microseconds: list[float]
 
@@ -134,7 +134,7 @@ def measure(tokenizer: Any, rows: int, lengths: tuple[int, ...], n_calls: int) -
     ids = ids_of(len(tokenizer), rows, max(lengths))
     ids[:, 0], ids[:, 1:] = 1, ids[:, 1:].clamp(min=10)  # a thinking section opens, and stays so
     results = []
-    for (name, library), call in steps(tokenizer).items():
+    for (name, source), call in steps(tokenizer).items():
         medians = []
         for length in lengths:
             seconds = []
@@ -143,7 +143,7 @@ def measure(tokenizer: Any, rows: int, lengths: tuple[int, ...], n_calls: int) -
                 call(ids[:, :n])
                 seconds.append(time.perf_counter() - start)
             medians.append(1e6 * statistics.median(seconds) / rows)
-        results.append(PerToken(name, library, rows, medians))
+        results.append(PerToken(name, source, rows, medians))
     return results
 
 
@@ -176,7 +176,7 @@ def token_table(results: list[PerToken], lengths: tuple[int, ...]) -> str:
     lines = [f"| | | rows | {head} |", "|---|---|--:|" + "--:|" * len(lengths)]
     for result in results:
         numbers = " | ".join(f"{value:,.1f}" for value in result.microseconds)
-        lines.append(f"| {result.name} | {result.library} | {result.rows} | {numbers} |")
+        lines.append(f"| {result.name} | {result.source} | {result.rows} | {numbers} |")
     return "\n".join(lines)
 
 

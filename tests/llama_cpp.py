@@ -12,6 +12,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
+IS_MISSING = importlib.util.find_spec("xllamacpp") is None
+with_llama_cpp = pytest.mark.skipif(IS_MISSING, reason="xllamacpp (optional) is not installed")
+
 
 class Token(c.Structure):
     _fields_ = [("id", c.c_int32), ("logit", c.c_float), ("p", c.c_float)]
@@ -53,7 +58,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 class Sampler:
     """One sampler with its state; ``Sampler.dry`` makes that of repeats."""
 
-    library: Any = None
+    loaded: Any = None
 
     def __init__(self, name: str, *arguments: Any) -> None:
         make = getattr(_library(), f"llama_sampler_init_{name}")
@@ -108,7 +113,7 @@ def _vector(array: Any) -> Vector:
 
 
 def _library() -> Any:
-    if Sampler.library is None:
+    if Sampler.loaded is None:
         spec = importlib.util.find_spec("xllamacpp")
         assert spec is not None
         assert spec.origin is not None
@@ -119,5 +124,5 @@ def _library() -> Any:
         library.llama_sampler_free.argtypes = [c.c_void_p]
         for name in ("apply", "accept", "free"):
             getattr(library, f"llama_sampler_{name}").restype = None
-        Sampler.library = library
-    return Sampler.library
+        Sampler.loaded = library
+    return Sampler.loaded

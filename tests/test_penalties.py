@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 from collections import Counter
@@ -17,14 +16,9 @@ from hfgen.processors.dry import DryPenalty
 from hfgen.processors.history import Counted
 from hfgen.processors.repetition import OccurrencePenalty, RepetitionPenaltyLogitsProcessor
 from tests import tiny
-from tests.llama_cpp import Sampler
+from tests.llama_cpp import Sampler, with_llama_cpp
 
 VOCAB = 11
-
-with_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("xllamacpp") is None,
-    reason="xllamacpp, an optional dependency of the tests, is not installed",
-)
 
 
 def scores_of(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:

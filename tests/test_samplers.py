@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,16 +17,11 @@ from hfgen.processors.temperature import DynamicTemperature, QuadraticSmoothing
 from hfgen.processors.truncation import ExcludeTopChoices, PLess, TopA, TopNSigma
 from hfgen.sampler_order import PRESETS, SAMPLERS
 from tests import tiny
-from tests.llama_cpp import Sampler
+from tests.llama_cpp import Sampler, with_llama_cpp
 
 NO = -math.inf
 VOCAB = 23
 IDS = torch.zeros(1, 3, dtype=torch.long)
-
-with_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("xllamacpp") is None,
-    reason="xllamacpp, an optional dependency of the tests, is not installed",
-)
 
 
 def logits(seed: int, rows: int = 1, vocab: int = VOCAB, scale: float = 2.0) -> torch.Tensor:

@@ -252,6 +252,15 @@ def test_an_encoder_decoder_is_fixed_too() -> None:
         assert torch.equal(together[row, : len(alone)], alone)
 
 
+@pytest.mark.parametrize("way", [{}, {"prompt_lookup_num_tokens": 3}], ids=["plain", "drafted"])
+@pytest.mark.parametrize("seed", [3, None])
+def test_a_row_without_a_token_to_draw_is_named(model: Any, way: Any, seed: int | None) -> None:
+    """With drafts as without them; nothing is chosen in silence."""
+    everything = {"suppress_tokens": list(range(97))}
+    with pytest.raises(hfgen.InvalidScoresError, match="row 0"):
+        sample(model, PROMPT, seed=seed, **everything, **way)
+
+
 # --- bad input ----------------------------------------------------------------------------------
 
 

@@ -29,17 +29,17 @@ class GrammarProcessor(LogitsProcessor):
 
     def __init__(self, library: Library, follower: Follower, is_search: bool = False) -> None:
         """``is_search``: rows are beams, of which those that have ended must not win."""
-        self.library, self.follower, self.is_search = library, follower, is_search
+        self.masks, self.follower, self.is_search = library, follower, is_search
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrammarProcessor:
-        return GrammarProcessor(self.library, deepcopy(self.follower, memo), self.is_search)
+        return GrammarProcessor(self.masks, deepcopy(self.follower, memo), self.is_search)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         rows = self.follower.follow(input_ids)
         is_open = [self.follower.is_open(row) for row in rows]
-        bits = self.library.bits(len(rows))
+        bits = self.masks.bits(len(rows))
         places = [i for i, is_it in enumerate(is_open) if is_it]
-        self.library.fill(bits, [(i, rows[i].matcher) for i in places if rows[i].is_text])
+        self.masks.fill(bits, [(i, rows[i].matcher) for i in places if rows[i].is_text])
         bits = widened(bits, (scores.shape[1] + 7) // 8, is_open)
         for row, own, is_it in zip(rows, bits.numpy(), is_open, strict=True):  # a view
             if row is not None and (is_it or row.is_thinking):

@@ -34,6 +34,9 @@ class DraftColumn:
 class GreedyMatch:
     """Accepts what the target would choose; with a weight ``w``, what ``w * p + (1 - w) * q`` would."""
 
+    #: Whether tokens are drawn: then there has to be one that can be, as in sampling without drafts.
+    draws = False
+
     def __init__(self, weight: float | None = None) -> None:
         self.weight = weight
 
@@ -62,6 +65,8 @@ class SpeculativeSampling:
     ``is_upstreams``: draws are upstream's also in rounds whose drafts have no scores. Every position
     is then sampled, with noise of its own, and drafts are accepted as long as they are the samples.
     """
+
+    draws = True
 
     def __init__(self, weight: float | None = None, is_upstreams: bool = False) -> None:
         self.weight, self.is_upstreams = weight, is_upstreams
@@ -103,6 +108,8 @@ class SpeculativeSampling:
 
 class ChoiceMatch(GreedyMatch):
     """Accepts what a row would choose without a draft, where its choice is fixed by its seed."""
+
+    draws = True
 
     def __init__(self, row_choice: RowChoice) -> None:
         super().__init__()
@@ -169,7 +176,8 @@ def verify(
             proposed = draft_logits[:, position]
         guess = DraftColumn(column, is_drafted, proposed, length)
         tokens, is_accepted = verification.choose(position, scores, guess)
-        is_invalid = is_active & scores.gather(1, tokens[:, None]).isnan().squeeze(1)
+        chosen = scores.gather(1, tokens[:, None]).squeeze(1)
+        is_invalid = is_active & (chosen.isnan() | (chosen == -torch.inf) & verification.draws)
         invalid_at = torch.where(is_invalid & (invalid_at < 0), length, invalid_at)
         column.copy_(torch.where(is_active, tokens, column))
         rows.device_known = rows.device_known + is_active
