@@ -1,0 +1,1 @@
+"""Continuous batching: many requests on the one loop, whose rows enter and leave."""

@@ -1,0 +1,29 @@
+"""The named errors of the engine: a full queue, a closed engine, a result taken twice, …"""
+
+from __future__ import annotations
+
+
+class EngineError(RuntimeError):
+    """What the engine refuses; the other requests go on."""
+
+    __str__ = BaseException.__str__  # without the quotes that KeyError puts around its message
+
+
+class QueueFullError(EngineError):
+    """As many requests wait as ``max_queue`` allows."""
+
+
+class EngineClosedError(EngineError):
+    """The engine was used after ``close()``."""
+
+
+class ResultTakenError(EngineError):
+    """A result was asked for twice; it is handed over once."""
+
+
+class UnknownRequestError(EngineError, KeyError):
+    """No request of this engine has that id."""
+
+
+class DoesNotFitError(EngineError, ValueError):
+    """A request needs more rows or bytes than there are, even alone."""
