@@ -29,6 +29,7 @@ from hfgen.drafters import Acceptance, Draft, DraftContext
 from hfgen.drafters.early_exit import first_layers
 from hfgen.drafters.lookup import PromptLookup
 from hfgen.drafters.schedule import Adaptive, Heuristic, relative_cost
+from hfgen.execution import Executor
 from hfgen.strategies.verification import (
     DraftColumn,
     GreedyMatch,
@@ -38,7 +39,7 @@ from hfgen.strategies.verification import (
 )
 from tests import tiny
 from tests.parity import speculation
-from tests.parity.harness import FAMILIES, Case, upstream
+from tests.parity.harness import FAMILIES, Case, ours, run, sequences, upstream
 from tests.parity.options import GREEDY, SAMPLE
 from tests.parity.options import tokenizer as letters
 from tests.versions import since_5_23
@@ -111,6 +112,33 @@ def test_speculation_is_plain_decoding_row_for_row() -> None:
     assert min(checked[name] for name in speculation.DRAFTERS) >= 8
     assert checked.total() >= 0.6 * 160, left_out
     assert left_out["the plain call raises"] <= 1
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-6, 1e-2])
+def test_only_rounding_errors_are_excused(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
+    """A wrong hidden state is found, in float64 even if it is less wrong than float32 rounds."""
+    verify = Executor.verify
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        outputs = verify(*args, **kwargs)
+        outputs.hidden_states = tuple(states + error for states in outputs.hidden_states)
+        return outputs
+
+    monkeypatch.setattr(Executor, "verify", wrong)
+    options = {"repetition_penalty": 1.3, "hidden_states": ["hidden_states", "scores"]}
+    case = Case("mllama", GREEDY, 3, seed=375, options=options)
+    tokens = sequences(run(ours(case.family), case))
+    enter = speculation.DRAFTERS["assistant"]
+    assert bool(speculation.differences_in_double(case, enter, tokens)) == (error > 0.0)
+    if error != 1e-6:  # which float32 may show or not
+        found = speculation.check(speculation.Speculated(case, "assistant"))
+        assert bool(found) == (error > 0.0)
+
+
+def test_early_exit_without_room_for_a_draft_refuses_no_model() -> None:
+    case = Case("lfm2", GREEDY, 4, seed=312, options={"max_length": 1})
+    reason = speculation.check(speculation.Speculated(case, "early exit"))
+    assert reason == speculation.NO_EARLY_EXIT["lfm2"]
 
 
 @since_5_23  # which has all of these families

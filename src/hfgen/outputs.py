@@ -88,8 +88,8 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
     """
     observed = observe(run, outputs)
     for name, (layers,) in observed.items():
-        if not layers or layers[0] is None:
-            observed[name] = ()
+        if not layers or layers[0] is None:  # the model has none
+            observed[name] = (layers,) * n_tokens
             continue
         windows = _windows(run, len(layers))
         entries: list[list[torch.Tensor]] = [[] for _ in range(n_tokens)]

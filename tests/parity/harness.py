@@ -185,10 +185,18 @@ def ours(family: str, role: str = "target") -> nn.Module:
     return model
 
 
+@cache
+def in_double(family: str, role: str = "target") -> nn.Module:
+    """The same as ``ours``, in float64."""
+    model = hfgen.mix_into(_built(family)).double()
+    _PRISTINE[model] = Pristine(model)
+    return model
+
+
 def forget_models() -> None:
     """Free the models built so far."""
-    upstream.cache_clear()
-    ours.cache_clear()
+    for build in (upstream, ours, in_double):
+        build.cache_clear()
 
 
 # ---------------------------------------------------------------- one call
@@ -319,7 +327,8 @@ def run(model: nn.Module, case: Case, amend: Callable[[Call], None] = lambda cal
 
 
 def _assistant(model: nn.Module, family: str) -> nn.Module:
-    build = ours if model is ours(family) else upstream
+    single = ours if model is ours(family) else upstream
+    build = in_double if model.dtype == torch.float64 else single
     assistant = build(family, "assistant")
     _PRISTINE[assistant].restore(assistant)
     return assistant

@@ -26,6 +26,7 @@ from tests.parity.harness import (
     compare,
     draw_case,
     forget_models,
+    in_double,
     ours,
     run,
     sequences,
@@ -99,8 +100,16 @@ LEFT_OUT = ("streamer", "use_cache", "config_object", "invalid", "default_length
 #: Several positions at once take other kernels than one: floats may differ by this much.
 TOLERANCE = 1e-4
 
+#: The same in float64. What differs by more in float32 and not here is a rounding error.
+DOUBLE_TOLERANCE = 1e-8
+
 #: Families that amplify such differences: their tokens are compared.
 UNSTEADY = ("hrm_text",)
+
+
+def is_sampled(case: Case) -> bool:
+    """Whether tokens are drawn: Whisper's own ``generate`` does so at any temperature above 0."""
+    return case.mode == SAMPLE or (case.family == "whisper" and "temperature" in case.options)
 
 
 def has_padding(case: Case) -> bool:
@@ -207,13 +216,7 @@ def check(speculated: Speculated) -> list[str] | str:
     model = ours(case.family)
     if case.family in UNSTEADY:
         case = case.without("outputs", "attentions", "hidden_states")
-    # What is computed at padding depends on what else is forwarded; static keys keep what was taken back.
-    is_static = "static" in (
-        case.options.get("cache_implementation"),
-        case.options.get("user_cache"),
-    )
-    at_padding = has_padding(case)
-    if at_padding or is_static:
+    if hides_states(case):
         case = case.without("attentions", "hidden_states")
     plain = run(model, case)
     if plain.error is not None or sequences(plain) is None:
@@ -223,28 +226,73 @@ def check(speculated: Speculated) -> list[str] | str:
     drafted = run(model, case, amend=lambda call: enter(call, plain))
     if speculated.drafter == "early exit" and (reason := NO_EARLY_EXIT.get(case.family)):
         is_refused = "assistant_early_exit" in drafted.message
-        is_drafting = case.options.get("max_new_tokens") not in (0, 1)  # else nothing is drafted
+        n_new = case.options.get("max_new_tokens", case.options.get("max_length"))
+        is_drafting = n_new not in (0, 1)  # else nothing is drafted
         return reason if is_refused or not is_drafting else [f"should be refused: {reason}"]
-    if is_static and case.family in OWN_STATIC_CACHE:
+    if is_static(case) and case.family in OWN_STATIC_CACHE:
         reason = "a static cache of its own kind cannot be rolled back"
         says_so = "static cache of its own kind" in drafted.message
         return reason if says_so else [f"should be refused: {reason}"]
-    if case.mode == SAMPLE:
+    if is_sampled(case):
         again = run(model, case, amend=lambda call: enter(call, plain))
         is_same = str(sequences(drafted)) == str(sequences(again))
         wrong = drafted.error is not None or not is_same
         return [f"one seed: {drafted.message}, {sequences(drafted)}, {sequences(again)}"] * wrong
+    found = differences(case, plain, drafted, TOLERANCE)
+    if found and drafted.error is None and torch.equal(sequences(plain), sequences(drafted)):
+        return differences_in_double(case, enter, sequences(plain)) and found
+    return found
+
+
+def is_static(case: Case) -> bool:
+    return "static" in (case.options.get("cache_implementation"), case.options.get("user_cache"))
+
+
+def hides_states(case: Case) -> bool:
+    """Whether states are not compared: those at padding, and those that static caches took back.
+
+    The former depend on what else is forwarded; the latter stay behind the end of the cache.
+    """
+    return is_static(case) or has_padding(case)
+
+
+def differences(case: Case, plain: Outcome, drafted: Outcome, tolerance: float) -> list[str]:
+    """How what is returned differs; if the drafted call raised, what it raised."""
     if drafted.error is None:
         for outcome in (plain, drafted):  # an assistant warns for itself
             outcome.warned, outcome.logged, outcome.arguments = [], [], {}
             outcome.model_config, outcome.random_state = {}, None
-            if (at_padding or is_static) and not isinstance(outcome.returned, Tensor):
+            if hides_states(case) and not isinstance(outcome.returned, Tensor):
                 outcome.returned = {
                     name: value
                     for name, value in outcome.returned.items()
                     if name != "past_key_values"
                 }
-    return compare(plain, drafted, TOLERANCE)
+    return compare(plain, drafted, tolerance)
+
+
+def differences_in_double(
+    case: Case, enter: Callable[[Call, Outcome], None], expected: Tensor
+) -> list[str]:
+    """Differences of the same two calls in float64, where the plain one has to give ``expected``."""
+    model = in_double(case.family)
+    plain = run(model, case, amend=_as_double)
+    if plain.error is not None:
+        return [f"in float64: {plain.error}: {plain.message}"]
+    if not torch.equal(sequences(plain), expected):
+        return ["in float64 the plain call gives other tokens"]
+
+    def amend(call: Call) -> None:
+        _as_double(call)
+        enter(call, plain)
+
+    return differences(case, plain, run(model, case, amend=amend), DOUBLE_TOLERANCE)
+
+
+def _as_double(call: Call) -> None:
+    for name, value in call.kwargs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            call.kwargs[name] = value.double()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -264,14 +312,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if speculated.case.family != family:
             forget_models()
             family = speculated.case.family
-        differences = check(speculated)
-        if isinstance(differences, str):
-            counts[f"left out ({differences})"] += 1
+        found = check(speculated)
+        if isinstance(found, str):
+            counts[f"left out ({found})"] += 1
             continue
-        counts["differ" if differences else "equal"] += 1
-        for line in differences:
+        counts["differ" if found else "equal"] += 1
+        for line in found:
             print(f"  {line}")
-        if differences:
+        if found:
             print(speculated.drafter, speculated.case)
     print(", ".join(f"{count} {what}" for what, count in counts.items()))
     return 1 if counts["differ"] else 0

@@ -54,6 +54,22 @@ SPECULATED = {
         if IS_5_23
         else {}
     ),
+    "attentions of a model that returns none": Speculated(
+        Case("big_bird", GREEDY, seed=706, options={"attentions": ["attentions"]}), "oracle"
+    ),
+    "rounding errors of hidden states as large as a thousand": Speculated(
+        Case(
+            "mllama",
+            GREEDY,
+            3,
+            seed=375,
+            options={"repetition_penalty": 1.3, "hidden_states": ["hidden_states", "scores"]},
+        ),
+        "assistant",
+    ),
+    "a generate of its own that samples at a temperature": Speculated(
+        Case("whisper", GREEDY, 2, True, 594, {"temperature": 0.6}), "oracle"
+    ),
     "a prompt's token that is the pad token": Speculated(
         Case(
             "qwen2_audio", GREEDY, 4, seed=423, options={"pad_token_id": 7, "outputs": ["scores"]}
