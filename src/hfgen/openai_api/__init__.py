@@ -1,0 +1,19 @@
+"""OpenAI's request bodies as arguments of ``generate``, and outputs as its response bodies.
+
+Bodies are those of ``/v1/chat/completions`` and ``/v1/completions`` (platform.openai.com/docs/api-reference),
+with the further fields of vLLM's server and hfgen's own. Everything here is plain dicts.
+"""
+
+from .prompts import prompts_of
+from .requests import generate_kwargs
+from .responses import chat_response, completion_response, error_body, finish_reason, usage
+
+__all__ = [
+    "chat_response",
+    "completion_response",
+    "error_body",
+    "finish_reason",
+    "generate_kwargs",
+    "prompts_of",
+    "usage",
+]

@@ -1,0 +1,70 @@
+"""From the body of a request to the token ids of its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> list[list[int]]:
+    """The token ids of the prompts of ``body``: one of a chat; one or more of a completion.
+
+    Raises ``ValueError`` for a prompt that is missing, empty, or of another kind.
+    """
+    if not is_chat:
+        return _completion_prompts(body, tokenizer)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"`messages` has to be a list of messages, but is {messages!r}.")
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("The tokenizer has no chat template: give one, or complete a prompt.")
+    opens = body.get("add_generation_prompt")
+    try:
+        encoded = tokenizer.apply_chat_template(
+            [_message(message) for message in messages],
+            tools=body.get("tools") if body.get("tool_choice") != "none" else None,
+            documents=body.get("documents"),
+            add_generation_prompt=not body.get("continue_final_message")
+            if opens is None
+            else opens,
+            continue_final_message=bool(body.get("continue_final_message")),
+            return_dict=True,
+            **(body.get("chat_template_kwargs") or {}),
+        )
+    except Exception as error:  # the template's own: no system message, roles out of turn
+        raise ValueError(f"The chat template fails: {error}") from error
+    return [list(encoded["input_ids"])]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message whose content is text: parts of text are joined."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"`messages` have a `role` and `content`, but one is {message!r}.")
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return dict(message)
+    if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in parts):
+        raise ValueError("`content` has to be text, or parts of type 'text'.")
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _completion_prompts(body: Mapping[str, Any], tokenizer: Any) -> list[list[int]]:
+    prompt = body.get("prompt")
+    is_one = isinstance(prompt, str) or (
+        isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    )
+    prompts = [prompt] if is_one else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError(
+            f"`prompt` has to be text, a list of ids, or a list of these, but is {prompt!r}."
+        )
+    special = {"add_special_tokens": bool(body.get("add_special_tokens", True))}
+    found = [
+        tokenizer(each, **special).input_ids if isinstance(each, str) else each for each in prompts
+    ]
+    for each, ids in zip(prompts, found, strict=True):
+        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+            raise ValueError(
+                f"`prompt` has to be text or a list of ids, and not empty, but is {each!r}."
+            )
+    return found

@@ -1,0 +1,179 @@
+"""From the body of a request to the arguments of ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .. import grammar
+from ..fields import FIELDS, PER_ROW, with_suggestions
+from ..vllm import PARAMS
+
+#: Tokens of a completion whose body gives no limit; a chat goes on to its end (OpenAI's defaults).
+COMPLETION_TOKENS = 16
+
+#: Fields of a body that say what the prompt is: whoever makes the prompt reads them.
+OF_THE_PROMPT = frozenset(
+    "messages prompt tools tool_choice parallel_tool_calls documents chat_template_kwargs "
+    "add_generation_prompt continue_final_message add_special_tokens".split()
+)
+#: Fields about the model, the transport and the accounting, which change no token.
+OF_THE_SERVER = frozenset(
+    "model stream stream_options user metadata store service_tier safety_identifier "
+    "prompt_cache_key request_id".split()
+)
+#: Fields of OpenAI's that are not taken, and why; they may have the value that changes nothing.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "audio": (None, "answers are text"),
+    "echo": (
+        False,
+        "an answer is what follows the prompt; `prompt_logprobs` has those of the prompt",
+    ),
+    "function_call": (None, "give `tools`"),
+    "functions": (None, "give `tools`"),
+    "modalities": (["text"], "answers are text"),
+    "prediction": (None, "drafts are chosen where the model is loaded"),
+    "reasoning_effort": (None, "give `chat_template_kwargs` or `thinking_token_budget`"),
+    "suffix": (None, "write the suffix into the prompt, as the model wants it"),
+    "verbosity": (None, "ask for it in the prompt"),
+    "web_search_options": (None, "nothing is searched"),
+}
+#: Fields of vLLM's earlier versions: the kind of grammar that each holds.
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+#: hfgen's own names that a body may use. Fields that name files, or what is kept in memory, are not among them.
+OWN = frozenset(PER_ROW) | frozenset(
+    "num_beams early_stopping length_penalty guidance_scale token_healing sampler_order logprobs_mode".split()
+)
+#: The fields of hfgen by which values are checked whose names in a body are others.
+CHECKED_AS = {
+    "n": "num_return_sequences",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop": "stop_strings",
+    "top_logprobs": "logprobs",
+}
+
+
+def _json_schema(value: Any) -> grammar.Grammar:
+    schema = value.get("json_schema")
+    if not isinstance(schema, Mapping) or "schema" not in schema:
+        raise ValueError(
+            "`response_format` has to have `json_schema`: {name, schema}, but has not."
+        )
+    return grammar.json(schema["schema"])
+
+
+#: What the types of ``response_format`` become.
+FORMATS: dict[str, Callable[[Any], Any]] = {
+    "text": lambda value: None,
+    "json_object": lambda value: grammar.json_object(),
+    "json_schema": _json_schema,
+}
+
+
+def _response_format(value: Any) -> dict[str, Any]:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind not in FORMATS:
+        raise ValueError(
+            f"`response_format` has to have a `type` of {sorted(FORMATS)}, but is {value!r}."
+        )
+    found = FORMATS[kind](value)
+    return {} if found is None else {"grammar": found}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """``value`` as the field behind ``name`` has it. Raises ``ValueError`` with the name in the body."""
+    row = FIELDS.get(CHECKED_AS.get(name, name))
+    if row is None:
+        return value
+    if isinstance(value, bool) and row.kind.option in ("a number", "an integer"):
+        raise ValueError(f"`{name}` has to be {row.kind.words}, but is {value}.")
+    if row.kind.option == "a number" and isinstance(value, int):
+        value = float(value)  # JSON does not tell 2 from 2.0
+    row.check(name, value)
+    return value
+
+
+def _logit_bias(value: Any) -> dict[str, Any]:
+    try:
+        return PARAMS["logit_bias"].becomes(value)
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            f"`logit_bias` has to map token ids to numbers, but is {value!r}."
+        ) from None
+
+
+def generate_kwargs(
+    body: Mapping[str, Any], *, is_chat: bool, defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The arguments of ``generate`` that a request's ``body`` asks for; not the prompt.
+
+    ``null`` is not given. A temperature of 0 decodes greedily. ``defaults``: fields of a generation
+    config that hold where the body says nothing, as those of the model; where they say nothing either,
+    it is as OpenAI has it: sampling at temperature 1 of all tokens, and 16 tokens of a completion. A
+    chat that gives no limit has no ``max_new_tokens`` here. Other fields: those of vLLM's
+    ``SamplingParams``, and hfgen's that hold per row.
+
+    Raises ``ValueError`` for a field that nobody knows, one that is not taken, and a wrong value.
+    """
+    defaults = {} if defaults is None else defaults
+    given = {name: value for name, value in body.items() if value is not None}
+    fields: dict[str, Any] = {}
+    for name, update in _translated(given, is_chat):
+        if "grammar" in fields and "grammar" in update:
+            raise ValueError(f"`{name}` is a second grammar: an answer can have one.")
+        fields |= update
+    if "do_sample" not in fields:
+        is_search = (fields.get("num_beams") or defaults.get("num_beams") or 1) > 1
+        fields["do_sample"] = bool(
+            defaults.get("do_sample", not is_search) and defaults.get("temperature") != 0
+        )
+    if not fields["do_sample"]:
+        fields = {n: value for n, value in fields.items() if FIELDS[n].needs != "do_sample"}
+    elif "top_k" not in fields and defaults.get("top_k") is None:
+        fields["top_k"] = 0  # transformers' default is 50
+    lengths = ("max_new_tokens", "max_length")
+    if not is_chat and all(n not in fields and defaults.get(n) is None for n in lengths):
+        fields["max_new_tokens"] = COMPLETION_TOKENS
+    return fields
+
+
+def _translated(given: dict[str, Any], is_chat: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The fields that each name of a body becomes."""
+    for name, value in given.items():
+        if name in OF_THE_PROMPT or name in OF_THE_SERVER:
+            continue
+        if name in REFUSED:
+            neutral, reason = REFUSED[name]
+            if value != neutral:
+                raise ValueError(f"`{name}` (={value!r}) is not taken: {reason}.")
+        elif name == "response_format":
+            yield name, _response_format(value)
+        elif name == "logit_bias":
+            yield name, _logit_bias(value)
+        elif name in GUIDED:
+            yield name, PARAMS["structured_outputs"].becomes({GUIDED[name]: value})
+        elif name == "logprobs" and is_chat:
+            if not isinstance(value, bool):
+                raise ValueError(f"`logprobs` of a chat has to be true or false, but is {value!r}.")
+            if value:
+                yield name, {"logprobs": _checked("top_logprobs", given.get("top_logprobs", 0))}
+        elif name == "top_logprobs" and is_chat:
+            if not given.get("logprobs"):
+                raise ValueError("`top_logprobs` needs `logprobs`: true.")
+        elif name == "max_tokens" and "max_completion_tokens" in given:
+            continue  # its successor holds
+        elif name == "max_completion_tokens":
+            yield name, {"max_new_tokens": _checked(name, value)}
+        elif name in PARAMS:
+            param = PARAMS[name]
+            if param.reason is not None and value != param.default:
+                raise ValueError(f"`{name}` (={value!r}) is not taken: {param.reason}.")
+            yield name, {} if value in ([], "") else param.becomes(_checked(name, value))
+        elif name in OWN:
+            yield name, {name: _checked(name, value)}
+        else:
+            known = [*PARAMS, *OWN, *OF_THE_PROMPT, *OF_THE_SERVER, "response_format"]
+            unknown = with_suggestions([name], [*known, "max_completion_tokens", "top_logprobs"])
+            raise ValueError(f"The body of the request has an unknown field: {unknown}.")
