@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .config import GenerationConfig, SamplingParams
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
+    from .engine import Engine
     from .logprobs import Logprobs, TokenLogprob
     from .mixin import GenerationMixin
     from .patching import (
@@ -46,6 +47,7 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "Engine",
     "ForcedTokens",
     "GenerationConfig",
     "GenerationMixin",
@@ -75,6 +77,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "config": ["GenerationConfig", "SamplingParams"],
     "constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
     "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
+    "engine": ["Engine"],
     "logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
     "prefix": ["PrefixCache"],

@@ -110,7 +110,8 @@ class Call:
     shared_prompt: SharedPrompt | None = None
     processors: Any = None
     criteria: Any = None
-    #: The call's use of a ``PrefixCache``; written by ``prefix.begin``.
+    #: The ``PrefixCache`` that it may use, if any; and its use of it, written by ``prefix.begin``.
+    prefixes: Any = None
     prefix_session: Any = None
     #: When the call began, by ``time.perf_counter``.
     started: float = field(default_factory=time.perf_counter)
@@ -305,6 +306,8 @@ class Strategy(Protocol):
     What else it can do is declared by attributes of its class, and not assumed otherwise:
 
     * ``continues_cache = True``: its prefill forwards only what the cache lacks (``PrefixCache``).
+    * ``joins = True``: its rows may be forwarded with those of other calls (``hfgen.Engine``): ``step``
+      takes the logits of the newest token of each row, and moves rows by ``reorder_cache`` alone.
     * ``drops_rows = True``: rows that have finished may leave the batch (``drop_finished``).
     * ``rolls_back = True``: it takes tokens out of the cache, which has to be of a kind that can.
     * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.

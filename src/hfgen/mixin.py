@@ -197,7 +197,7 @@ class GenerationMixin(transformers.GenerationMixin):
         method of its own; ``ValueError`` for a ``streamer``, and for a ``custom_generate`` that is not
         ``hfgen.recipe``'s.
         """
-        return Stream(self, _driven(self, Request.of(*args, **kwargs)))
+        return Stream(self, driven(self, Request.of(*args, **kwargs)))
 
     @_signature_of(generate)
     def astream(self: Any, *args: Any, **kwargs: Any) -> AsyncStream:
@@ -205,7 +205,7 @@ class GenerationMixin(transformers.GenerationMixin):
 
         Wrong arguments are raised with the first event. Autocasting is the consumer's.
         """
-        return AsyncStream(self, _driven(self, Request.of(*args, **kwargs)))
+        return AsyncStream(self, driven(self, Request.of(*args, **kwargs)))
 
     # Stage 1: config
     _extract_generation_mode_kwargs = config.extract_generation_mode_kwargs
@@ -279,7 +279,7 @@ for _name, _hook in vars(GenerationMixin).items():
         _hook.__qualname__ = f"{GenerationMixin.__name__}.{_name}"
 
 
-def _driven(model: Any, request: Request) -> Request:
+def driven(model: Any, request: Request) -> Request:
     """``request``, if the loop that decodes it is hfgen's, and can be driven step by step.
 
     Raises ``TypeError`` for a model with methods of its own, and ``ValueError`` for the arguments.

@@ -12,8 +12,10 @@ from .execution import shared_prompt
 from .grammar import setup as grammar
 
 
-def prepare(model: Any, request: Request) -> Call:
+def prepare(model: Any, request: Request, *, fills_prefix: bool = True) -> Call:
     """Resolve, check and prepare a call; an encoder is run, the decoder is not.
+
+    ``fills_prefix``: stored prefixes are looked up now, and not by ``prefix.begin`` later.
 
     Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used.
     """
@@ -31,7 +33,7 @@ def prepare(model: Any, request: Request) -> Call:
         modes.check_call(call)
         if any(getattr(each, "grammar", None) is not None for each in call.configs):
             grammar.check(model, call)
-        prefixes = prefix.check(prefixes, model, call, model_kwargs)
+        call.prefixes = prefix.check(prefixes, model, call, model_kwargs)
         call.prompt = prompt = inputs.prepare(model, call, model_kwargs)
         if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
             request.streamer.put(prompt.ids[:: call.config.num_beams].cpu())
@@ -41,7 +43,8 @@ def prepare(model: Any, request: Request) -> Call:
         rows.set_keys(call, prompt)
         prepare_functions(model, call, prompt)
         caches.check_room(model, call, prompt)
-        prefix.begin(prefixes, model, call, prompt)
+        if fills_prefix:
+            prefix.begin(model, call, prompt)
         prompt.model_kwargs["use_cache"] = call.config.use_cache
     except BaseException:
         call.release()

@@ -1,1 +1,14 @@
-"""Continuous batching: many requests on the one loop, whose rows enter and leave."""
+"""Continuous batching: many requests at once, each with the tokens of its own ``generate``."""
+
+from .engine import Engine, EngineStats
+from .request import EngineEvent, EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
+
+__all__ = [
+    "Engine",
+    "EngineEvent",
+    "EngineRequest",
+    "EngineStats",
+    "RequestMetrics",
+    "RequestOutput",
+    "SequenceOutput",
+]

@@ -61,8 +61,9 @@ def check(asked: Asked | None, model: Any, call: Call, model_kwargs: ModelKwargs
     return None
 
 
-def begin(asked: Asked | None, model: Any, call: Call, prompt: Prompt) -> None:
+def begin(model: Any, call: Call, prompt: Prompt) -> None:
     """Fill the call's cache with stored prefixes, and set ``call.prefix_session``; or ``refuse``."""
+    asked: Asked | None = call.prefixes
     if asked is None:
         return None
     if (reason := eligibility.of_prompt(model, call, prompt)) is not None:

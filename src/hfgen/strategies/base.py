@@ -20,13 +20,15 @@ class NextToken:
 
     # What it can do; see ``call.Strategy``.
     continues_cache = shares_prefill = streams = True
-    takes_rows = False
+    takes_rows = joins = False
     drops_rows = False
     tokens_ahead = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A prefill of one's own is not assumed to do what this one does, unless it is declared."""
+        """What a class does in its own way is not assumed to do what this one does, unless it is declared."""
         super().__init_subclass__(**kwargs)
+        if "joins" not in vars(cls):
+            cls.joins = False
         for name in ("continues_cache", "shares_prefill") if "prefill" in vars(cls) else ():
             if name not in vars(cls):
                 setattr(cls, name, False)

@@ -30,7 +30,7 @@ class Beam(NextToken):
     are drawn without replacement. They are enough to go on with even if the best all end in an EOS.
     """
 
-    drops_rows = takes_rows = True
+    drops_rows = joins = takes_rows = True
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:

@@ -1,0 +1,119 @@
+"""One request as a call of its own, prepared and stepped as ``generate`` does; its forwards may be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers.cache_utils import Cache
+
+from .. import loop, prefix, seeds
+from ..batch import Batch
+from ..call import Call, Request
+from ..execution import chunks
+from ..prepare import prepare
+from ..streaming import StreamEvent
+from ..streaming.events import Rows
+
+
+class Decoding:
+    """The call of one request: its run and strategy, with processors, criteria and observers of its own.
+
+    ``joins``: its rows are forwarded together with those of other requests. Otherwise it decodes by
+    itself, a step at a time: its strategy forwards more than the newest token of each row.
+    """
+
+    def __init__(self, model: Any, arguments: Request) -> None:
+        """Raises what ``generate`` raises for arguments that cannot be used."""
+        self.call = prepare(model, arguments, fills_prefix=False)
+        try:
+            _draw_keys(self.call)
+            self.run, self.strategy = self.call.start(model)
+        except BaseException:
+            self.call.release()
+            raise
+        self.recording = loop.begin(self.run)
+        self.rows = Rows(self.run, self.strategy)
+        self.prompt_length = self.run.ids.shape[1]
+        self.prompt_ids: list[int] = self.run.ids[0].tolist()
+        self.joins = bool(getattr(self.strategy, "joins", False))
+        #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.
+        self.places: list[int] = []
+        self.steps: Iterator[Any] | None = None
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.run.ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a row at the end, at most."""
+        return int(self.run.config.max_length)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether its prompt may be forwarded in parts, which give what one forward gives."""
+        return self.joins and chunks.can_be_cut(self.run)
+
+    def begin(self) -> int:
+        """Look for stored prefixes of the prompt; returns how many of its tokens are in the cache."""
+        model, call = self.run.model, self.call
+        assert call.prompt is not None
+        prefix.begin(model, call, call.prompt)
+        if call.prefix_session is None:
+            return 0
+        self.run.observers.append(call.prefix_session)
+        return int(call.cache.get_seq_length())
+
+    def prefill(self, n_tokens: int, is_last: bool) -> list[StreamEvent]:
+        """Forward the next ``n_tokens`` of the prompt; with the last ones, choose the first token."""
+        if not is_last:
+            chunks.forward_part(self.run, n_tokens)
+            return []
+        return self.step(self.strategy.prefill(self.run))
+
+    def advance(self) -> list[StreamEvent]:
+        """One step by itself."""
+        if self.steps is None:
+            self.steps = loop.drive(self.run, self.strategy)
+        step = next(self.steps, None)
+        return [] if step is None else self.rows.advance(step)
+
+    def step(self, outputs: Any) -> list[StreamEvent]:
+        """Choose the next tokens by the logits of its rows; what each row has gained."""
+        run, strategy = self.run, self.strategy
+        step = strategy.step(run, outputs)
+        strategy.stop(run)
+        for observer in run.observers:
+            observer.add(run, strategy, step)
+        return self.rows.advance(step)
+
+    def finish(self) -> tuple[list[StreamEvent], Any]:
+        """The last events, and what ``generate`` returns."""
+        result, output = loop.conclude(self.run, self.strategy, self.recording)
+        return self.rows.finish(result), output
+
+    def leave_to(self, place: Cache) -> Batch:
+        """The rows, as a batch with a cache of all but the newest tokens; ``place`` stands for the cache."""
+        batch = Batch(self.run.ids, self.run.model_kwargs)
+        self.run.model_kwargs = {
+            name: place if isinstance(value, Cache) else value
+            for name, value in batch.model_kwargs.items()
+        }
+        return batch
+
+    def close(self) -> None:
+        """Let go of what the call holds."""
+        if self.steps is not None:
+            self.steps.close()  # type: ignore[attr-defined]
+        self.call.release()
+
+
+def _draw_keys(call: Call) -> None:
+    """Give rows that sample without a seed a random one: no draw depends on other requests then."""
+    config: Any = call.config
+    if call.row_keys is not None or not config.do_sample or call.prompt is None:
+        return
+    if getattr(call.strategy, "joins", False):
+        n = len(call.prompt.ids) // config.num_beams
+        call.row_keys = seeds.keys_of([None], n, call.prompt.ids.device)

@@ -1,0 +1,162 @@
+"""Rows of several requests in one batch: how a row enters, is forwarded, and leaves.
+
+At every moment this is a batch padded on the left, as ``generate`` gets them: all rows end in the same
+column. A row that joins is put beside the others, the shorter side padded; when the longest row has
+left, the columns that only it needed are cut off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
+
+from ..batch import Batch, take_rows
+from ..call import ModelKwargs
+from ..execution import next_token
+from .decoding import Decoding
+
+
+class Moves(Cache):
+    """Stands for the cache in a request's own arguments: notes where its rows go on, for the batch.
+
+    Beam search reorders the layers of its cache; here, the shared cache follows before the next forward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[self])
+        #: Row ``i`` of the request goes on as its row ``index[i]``; ``None`` if all stay.
+        self.index: Tensor | None = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.index = beam_idx if self.index is None else self.index[beam_idx]
+
+
+class JoinedRows:
+    """The decoding rows of several requests. Reads like a ``Run`` for ``execution.next_token``."""
+
+    def __init__(self, model: Any, pad_token_id: int = 0) -> None:
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.batch: Batch | None = None
+        #: Of each row, the request that it belongs to.
+        self.owners: list[Decoding] = []
+        self.moves: dict[Decoding, Moves] = {}
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    @property
+    def members(self) -> list[Decoding]:
+        """The requests, in the order in which they joined."""
+        return list(self.moves)
+
+    @property
+    def ids(self) -> Tensor:
+        assert self.batch is not None
+        return self.batch.ids
+
+    @property
+    def model_kwargs(self) -> ModelKwargs:
+        assert self.batch is not None
+        return self.batch.model_kwargs
+
+    @property
+    def n_cells(self) -> int:
+        """Cells of the cache, padding included."""
+        return 0 if self.batch is None else self.batch.ids.numel()
+
+    @property
+    def n_filled(self) -> int:
+        """Cells of the cache that hold a token."""
+        return sum(d.n_rows * d.run.ids.shape[1] for d in self.moves)
+
+    def join(self, decoding: Decoding) -> None:
+        """Let the rows of a request decode with these, from its next token on.
+
+        Raises ``ValueError``, and leaves everything as it was, if its cache or arguments are of
+        another form.
+        """
+        moves = Moves()
+        batch = Batch(decoding.run.ids, decoding.run.model_kwargs)
+        if self.batch is None:
+            self.batch = Batch(batch.ids.clone(), dict(batch.model_kwargs))
+        else:
+            self.batch.append(batch, self.pad_token_id)
+        decoding.leave_to(moves)
+        decoding.places = list(range(len(self.owners), len(self.owners) + len(batch)))
+        self.owners += [decoding] * len(batch)
+        self.moves[decoding] = moves
+
+    def leave(self, decoding: Decoding) -> None:
+        """Take the rows of a request out; the last rows move into their places."""
+        for place in sorted(decoding.places, reverse=True):
+            last = len(self.owners) - 1
+            if last:
+                self._leave(place)
+            if place != last:
+                owner = self.owners[place] = self.owners[last]
+                owner.places[owner.places.index(last)] = place
+            self.owners.pop()
+        decoding.places = []
+        del self.moves[decoding]
+        if not self.owners:
+            self.batch = None
+
+    def _leave(self, row: int) -> None:
+        assert self.batch is not None
+        index = torch.arange(len(self.owners) - 1, device=self.ids.device)
+        if row < len(index):
+            index[row] = len(index)
+        self.batch.take(index)
+
+    def forward(self) -> ModelOutput:
+        """Forward the newest token of each row; the outputs have a row for each."""
+        assert self.batch is not None
+        outputs = next_token(self, self.model.__call__)  # type: ignore[arg-type]
+        self.batch.model_kwargs = self.model._update_model_kwargs_for_generation(
+            outputs,
+            self.batch.model_kwargs,
+            is_encoder_decoder=self.model.config.is_encoder_decoder,
+        )
+        return outputs
+
+    def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
+        """The part of ``outputs`` that is about the rows of one request."""
+        first, n = decoding.places[0], len(decoding.places)
+        cache = self.moves[decoding]
+        if n == 1 and isinstance(outputs, CausalLMOutputWithPast):
+            logits = outputs.logits[first : first + 1]
+            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        index = torch.tensor(decoding.places, device=self.ids.device)
+        own = {name: take_rows(v, index, len(self), name) for name, v in outputs.items()}
+        own |= {name: cache for name, value in own.items() if isinstance(value, Cache)}
+        return type(outputs)(**own)
+
+    def append_newest(self) -> None:
+        """Take the tokens that the requests have chosen, for beams that may have changed places."""
+        assert self.batch is not None
+        self._apply_moves()
+        column = self.ids.new_empty((len(self), 1))
+        for decoding in self.moves:
+            column[decoding.places] = decoding.run.ids[:, -1:]
+        self.batch.ids = torch.cat([self.batch.ids, column], dim=1)
+
+    def _apply_moves(self) -> None:
+        """Let the shared cache follow beams that have changed places."""
+        index: Tensor | None = None
+        for decoding, moves in self.moves.items():
+            if moves.index is None:
+                continue
+            if index is None:
+                index = torch.arange(len(self), device=self.ids.device)
+            places = torch.tensor(decoding.places, device=index.device)
+            index[places] = places[moves.index]
+            moves.index = None
+        if index is not None:
+            assert self.batch is not None
+            self.batch.take(index)

@@ -1,0 +1,175 @@
+"""A request of the engine, the events of its rows, and what it ends with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..stopping import FinishReason
+from ..streaming import StreamEvent
+
+if TYPE_CHECKING:
+    from ..call import Request
+    from ..logprobs import TokenLogprob
+    from .decoding import Decoding
+    from .engine import Engine
+    from .scheduler import Item
+
+State = Literal["waiting", "prefill", "decoding", "done"]
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """One returned sequence: generated ids up to the one that ended it, and their text."""
+
+    token_ids: list[int] = field(default_factory=list)
+    #: ``None`` without a tokenizer.
+    text: str | None = None
+    finish_reason: FinishReason | None = None
+    #: With ``logprobs=``, an entry for each of the ``token_ids``.
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of a request in seconds; ``None`` for what did not come to pass."""
+
+    #: From ``add`` to the first forward of its prompt.
+    queue_time: float | None = None
+    #: From ``add``.
+    time_to_first_token: float | None = None
+    #: Mean time from one token of the longest sequence to its next.
+    time_per_output_token: float | None = None
+    total_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request ends with. Of the first sequence: ``token_ids``, ``text``, ``finish_reason``."""
+
+    id: str
+    prompt_token_ids: list[int]
+    sequences: list[SequenceOutput]
+    metrics: RequestMetrics
+    #: What ended the request, if it was an exception: ``finish_reason`` is ``"error"`` then.
+    error: BaseException | None = None
+    prompt_logprobs: Any = None
+    #: What ``generate`` returns; ``None`` if the request did not come to its end.
+    generate_output: Any = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequences[0].token_ids
+
+    @property
+    def text(self) -> str | None:
+        return self.sequences[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.sequences[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.sequences[0].logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvent:
+    """What one sequence of a request has gained; the last event of a sequence has its ``finish_reason``."""
+
+    request: EngineRequest
+    row: int
+    token_ids: tuple[int, ...]
+    #: With a tokenizer, the text that has become certain.
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def of(cls, request: EngineRequest, event: StreamEvent) -> EngineEvent:
+        return cls(
+            request, event.row, event.token_ids, event.text, event.logprobs, event.finish_reason
+        )
+
+
+@dataclass(eq=False, slots=True)
+class EngineRequest:
+    """A request that was added to an engine. Times are those of the engine's clock, in seconds."""
+
+    id: str
+    engine: Engine
+    #: What ``generate`` would get.
+    arguments: Request
+    priority: int = 0
+    #: When it ends by itself, whatever it has until then.
+    deadline: float | None = None
+    n_sequences: int = 1
+    added: float = 0.0
+    state: State = "waiting"
+    item: Item | None = None
+    decoding: Decoding | None = None
+    #: What is to end it before the next step.
+    ends_as: FinishReason | None = None
+    sequences: dict[int, SequenceOutput] = field(default_factory=dict)
+    times: RequestMetrics = field(default_factory=RequestMetrics)
+    output: RequestOutput | None = None
+    last_token: float | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.state == "done"
+
+    def cancel(self) -> None:
+        """End the request with what it has, in any state; from any thread."""
+        self.engine.cancel(self)
+
+    def result(self) -> RequestOutput:
+        """The output; steps the engine until it is there. Raises ``ResultTakenError`` the second time."""
+        return self.engine.result(self)
+
+    def gain(self, event: StreamEvent, now: float) -> None:
+        """Take what a sequence has gained."""
+        sequence = self.sequences.setdefault(event.row, SequenceOutput())
+        sequence.token_ids += event.token_ids
+        if event.text:
+            sequence.text = (sequence.text or "") + event.text
+        if event.logprobs is not None:
+            sequence.logprobs = [*(sequence.logprobs or ()), *event.logprobs]
+        sequence.finish_reason = event.finish_reason
+        if event.token_ids:
+            if self.times.time_to_first_token is None:
+                self.times.time_to_first_token = now - self.added
+            self.last_token = now
+
+    def end(self, now: float, error: BaseException | None, generated: Any) -> RequestOutput:
+        """Be done; rows that had not ended do so for the reason ``ends_as``."""
+        times = self.times
+        for row in range(max(self.n_sequences, len(self.sequences), 1)):
+            sequence = self.sequences.setdefault(row, SequenceOutput())
+            if sequence.finish_reason is None:
+                sequence.finish_reason = self.ends_as
+            if sequence.text is None and self.has_text:
+                sequence.text = ""
+        longest = max(len(sequence.token_ids) for sequence in self.sequences.values())
+        times.total_time = now - self.added
+        if longest > 1 and self.last_token is not None and times.time_to_first_token is not None:
+            decoding = self.last_token - self.added - times.time_to_first_token
+            times.time_per_output_token = decoding / (longest - 1)
+        ids: list[int] = [] if self.decoding is None else self.decoding.prompt_ids
+        extras = {} if self.decoding is None else self.decoding.run.extras
+        self.output = RequestOutput(
+            self.id,
+            ids,
+            [self.sequences[row] for row in sorted(self.sequences)],
+            times,
+            error,
+            extras.get("prompt_logprobs"),
+            generated,
+        )
+        self.state, self.decoding, self.item = "done", None, None
+        return self.output
+
+    @property
+    def has_text(self) -> bool:
+        return self.arguments.kwargs.get("tokenizer") is not None

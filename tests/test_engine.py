@@ -1,0 +1,193 @@
+"""The engine: each request ends with what its own ``generate`` gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hfgen
+from hfgen.engine import Engine, RequestOutput
+from hfgen.engine.errors import (
+    DoesNotFitError,
+    EngineClosedError,
+    QueueFullError,
+    ResultTakenError,
+    UnknownRequestError,
+)
+
+TEXTS = (
+    "def add(a, b):",
+    "import os\n\n\ndef main():\n    for name in",
+    "class A:\n    def __init__(self",
+    "x = [",
+    "def fib(n):\n    if n <",
+)
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 20},
+    "beams": {"max_new_tokens": 12, "num_beams": 3},
+    "sampled": {"max_new_tokens": 30, "do_sample": True, "seed": 3, "temperature": 0.8},
+    "several": {"max_new_tokens": 9, "do_sample": True, "seed": 5, "num_return_sequences": 2},
+    "penalised": {"max_new_tokens": 25, "repetition_penalty": 1.3, "stop_strings": ["\n"]},
+    "drafted": {"max_new_tokens": 15, "prompt_lookup_num_tokens": 3},
+    "diverse": {
+        "max_new_tokens": 8,
+        "num_beams": 4,
+        "num_beam_groups": 2,
+        "diversity_penalty": 0.5,
+    },
+    "contrastive": {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def builtin() -> Any:
+    model, tokenizer = hfgen.builtin_model()
+    return hfgen.mix_into(model), tokenizer
+
+
+def alone(model: Any, tokenizer: Any, text: str, **options: Any) -> Any:
+    inputs = tokenizer(text, return_tensors="pt")
+    arguments = {"return_dict_in_generate": True, "tokenizer": tokenizer, **options}
+    return model.generate(**inputs, **arguments)
+
+
+def check(output: RequestOutput, solo: Any) -> None:
+    if output.error is not None:
+        raise output.error
+    assert torch.equal(output.generate_output.sequences, solo.sequences)
+    assert [s.text for s in output.sequences] == solo.texts
+    assert [s.finish_reason for s in output.sequences] == solo.finish_reasons
+
+
+@pytest.mark.parametrize("max_rows", [4, 32])
+@pytest.mark.parametrize("prefill_tokens", [4, 2048])
+def test_requests_of_all_ways_equal_their_own_calls(
+    builtin: Any, max_rows: int, prefill_tokens: int
+) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer, max_rows=max_rows, prefill_tokens=prefill_tokens)
+    asked = [(text, way) for i, text in enumerate(TEXTS) for way in list(WAYS)[i % 2 :: 2]]
+    requests = [engine.add(text, **WAYS[way]) for text, way in asked]
+    events: dict[Any, list[Any]] = {}
+    for event in engine.events():
+        events.setdefault((event.request, event.row), []).append(event)
+        assert engine.n_rows <= max_rows
+    for request, (text, way) in zip(requests, asked, strict=True):
+        output = request.result()
+        check(output, alone(model, tokenizer, text, **WAYS[way]))
+        for row, sequence in enumerate(output.sequences):
+            own = events[request, row]
+            assert [t for event in own for t in event.token_ids] == sequence.token_ids
+            assert [event.finish_reason is None for event in own[:-1]] == [True] * (len(own) - 1)
+            assert own[-1].finish_reason == sequence.finish_reason
+    assert engine.n_rows == engine.n_waiting == 0
+    assert not engine.joined
+    assert not engine.alone
+    assert engine.stats.n_finished == len(asked)
+
+
+def test_a_request_joins_while_others_decode(builtin: Any) -> None:
+    model, tokenizer = builtin
+    with Engine(model, tokenizer) as engine:
+        first = engine.add(TEXTS[0], max_new_tokens=30)
+        for _ in range(5):
+            engine.step()
+        second = engine.add(TEXTS[1], max_new_tokens=6)
+        check(second.result(), alone(model, tokenizer, TEXTS[1], max_new_tokens=6))
+        assert not first.done
+        check(first.result(), alone(model, tokenizer, TEXTS[0], max_new_tokens=30))
+
+
+def test_a_request_is_cancelled_in_any_state(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer, max_rows=2)
+    running, other, waiting = (engine.add(text, max_new_tokens=20) for text in TEXTS[:3])
+    for _ in range(4):
+        engine.step()
+    assert (running.state, waiting.state) == ("decoding", "waiting")
+    running.cancel()
+    waiting.cancel()
+    engine.step()
+    assert running.done
+    assert waiting.done
+    solo = alone(model, tokenizer, TEXTS[0], max_new_tokens=20)
+    n = len(tokenizer(TEXTS[0]).input_ids)
+    output = running.result()
+    assert output.finish_reason == "cancelled"
+    assert 0 < len(output.token_ids) < 20
+    assert output.token_ids == solo.sequences[0, n:].tolist()[: len(output.token_ids)]
+    assert waiting.result().token_ids == []
+    check(other.result(), alone(model, tokenizer, TEXTS[1], max_new_tokens=20))
+
+
+def test_what_a_request_raises_is_its_own(builtin: Any) -> None:
+    model, tokenizer = builtin
+    calls = []
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape[1])
+        if len(calls) > 3:
+            raise RuntimeError("no more of this")
+        return scores
+
+    engine = Engine(model, tokenizer)
+    bad = engine.add(TEXTS[0], max_new_tokens=20, logits_processor=[fails])
+    good = engine.add(TEXTS[1], max_new_tokens=20)
+    check(good.result(), alone(model, tokenizer, TEXTS[1], max_new_tokens=20))
+    output = bad.result()
+    assert output.finish_reason == "error"
+    assert str(output.error) == "no more of this"
+    assert len(output.token_ids) == 3
+    assert engine.stats.n_failed == 1
+
+
+def test_a_model_that_fails_ends_what_it_decodes(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer)
+    requests = [engine.add(text, max_new_tokens=20) for text in TEXTS[:2]]
+    engine.step()
+    engine.step()
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("out of order")
+
+    hook = model.model.layers[1].register_forward_hook(fail)
+    try:
+        engine.step()
+    finally:
+        hook.remove()
+    assert all(request.done for request in requests)
+    assert {str(request.result().error) for request in requests} == {"out of order"}
+    later = engine.add(TEXTS[2], max_new_tokens=5)
+    check(later.result(), alone(model, tokenizer, TEXTS[2], max_new_tokens=5))
+
+
+def test_bad_input_is_named_and_others_go_on(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer, max_rows=2, max_queue=1)
+    good = engine.add(TEXTS[0], max_new_tokens=5)
+    with pytest.raises(QueueFullError, match="max_queue"):
+        engine.add(TEXTS[1], max_new_tokens=5)
+    engine.step()
+    with pytest.raises(ValueError, match="empty"):
+        engine.add([])
+    with pytest.raises(ValueError, match="2 rows"):
+        engine.add(torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(TypeError, match="float"):
+        engine.add(3.5)
+    with pytest.raises(ValueError, match="temperature"):
+        engine.add(TEXTS[1], do_sample=True, temperature=-1.0)
+    with pytest.raises(DoesNotFitError, match="3 rows"):
+        engine.add(TEXTS[1], num_beams=3, max_new_tokens=3)
+    with pytest.raises(UnknownRequestError, match="req_77"):
+        engine.cancel("req_77")
+    check(good.result(), alone(model, tokenizer, TEXTS[0], max_new_tokens=5))
+    with pytest.raises(ResultTakenError, match=good.id):
+        good.result()
+    engine.close()
+    with pytest.raises(EngineClosedError):
+        engine.step()
+    with pytest.raises(EngineClosedError):
+        engine.add(TEXTS[0])
