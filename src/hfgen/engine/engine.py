@@ -15,7 +15,7 @@ import torch
 
 from .. import validate
 from ..call import Request
-from ..mixin import driven
+from ..mixin import driven, mixed_view
 from ..stopping import FinishReason
 from ..streaming import StreamEvent
 from .decoding import Decoding
@@ -80,8 +80,6 @@ class Engine:
         max_queue: int | None = None,
         prefix_cache: Any = None,
     ) -> None:
-        from ..mixin import mixed_view
-
         self.model: Any = mixed_view(model)
         self.tokenizer = tokenizer
         self.prefix_cache = prefix_cache
