@@ -230,7 +230,7 @@ class Engine:
         decoding = list(self.joined)
         alone = list(self.alone)
         for chunk in plan:
-            self._prefill(chunk, events)
+            self._forward_chunk(chunk, events)
         for rows in decoding:
             self._decode(rows, events)
         for request in alone:
@@ -245,7 +245,7 @@ class Engine:
             if request.ends_as is not None:
                 self._end(request, events)
 
-    def _prefill(self, chunk: Chunk, events: deque[EngineEvent]) -> None:
+    def _forward_chunk(self, chunk: Chunk, events: deque[EngineEvent]) -> None:
         item, request = chunk.item, self._of_item.get(chunk.item)
         if request is None:
             return
