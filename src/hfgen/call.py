@@ -104,17 +104,15 @@ class Call:
     row_keys: torch.Tensor | None = None
     #: The written prompt; the fields below are written by the stages in this order.
     prompt: Prompt | None = None
-    #: Tokens of the prompt: stop strings are looked for after it.
-    prompt_length: int = 0
+    prompt_length: int = 0  # tokens: stop strings are looked for after it
     #: Written by ``inputs.prepare_ids``; taken by the prefill.
     shared_prompt: SharedPrompt | None = None
     processors: Any = None
     criteria: Any = None
-    #: The ``PrefixCache`` that it may use, if any; and its use of it, written by ``prefix.begin``.
+    #: The ``PrefixCache`` that it may use; and its use of it, written by ``prefix.begin``.
     prefixes: Any = None
     prefix_session: Any = None
-    #: When the call began, by ``time.perf_counter``.
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)  # when the call began
 
     def __post_init__(self) -> None:
         self.adopt(self.config)
@@ -306,8 +304,7 @@ class Strategy(Protocol):
     What else it can do is declared by attributes of its class, and not assumed otherwise:
 
     * ``continues_cache = True``: its prefill forwards only what the cache lacks (``PrefixCache``).
-    * ``joins = True``: its rows may be forwarded with those of other calls (``hfgen.Engine``): ``step``
-      takes the logits of the newest token of each row, and moves rows by ``reorder_cache`` alone.
+    * ``joins = True``: its rows may be forwarded with those of other calls (``hfgen.Engine``).
     * ``drops_rows = True``: rows that have finished may leave the batch (``drop_finished``).
     * ``rolls_back = True``: it takes tokens out of the cache, which has to be of a kind that can.
     * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.

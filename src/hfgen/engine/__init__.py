@@ -1,7 +1,8 @@
 """Continuous batching: many requests at once, each with the tokens of its own ``generate``."""
 
-from .engine import Engine, EngineStats
+from .engine import Engine
 from .request import EngineEvent, EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
+from .steps import EngineStats
 
 __all__ = [
     "Engine",

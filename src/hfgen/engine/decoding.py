@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
 from .. import loop, prefix, seeds
 from ..batch import Batch
-from ..call import Call, Request
+from ..call import Call
 from ..execution import chunks
 from ..prepare import prepare
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
+
+if TYPE_CHECKING:
+    from .request import EngineRequest
 
 
 class Decoding:
@@ -23,9 +26,10 @@ class Decoding:
     itself, a step at a time: its strategy forwards more than the newest token of each row.
     """
 
-    def __init__(self, model: Any, arguments: Request) -> None:
+    def __init__(self, model: Any, request: EngineRequest) -> None:
         """Raises what ``generate`` raises for arguments that cannot be used."""
-        self.call = prepare(model, arguments, fills_prefix=False)
+        self.request = request
+        self.call = prepare(model, request.arguments, fills_prefix=False)
         try:
             _draw_keys(self.call)
             self.run, self.strategy = self.call.start(model)

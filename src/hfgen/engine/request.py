@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..stopping import FinishReason
 from ..streaming import StreamEvent
+from .decoding import Decoding
 
 if TYPE_CHECKING:
     from ..call import Request
     from ..logprobs import TokenLogprob
-    from .decoding import Decoding
     from .engine import Engine
     from .scheduler import Item
 
@@ -142,13 +142,21 @@ class EngineRequest:
                 self.times.time_to_first_token = now - self.added
             self.last_token = now
 
-    def end(self, now: float, error: BaseException | None, generated: Any) -> RequestOutput:
-        """Be done; rows that had not ended do so for the reason ``ends_as``."""
-        times = self.times
+    def prepare(self, model: Any) -> Decoding:
+        """The call of the request, prepared once. Raises what ``generate`` raises for its arguments."""
+        if self.decoding is None:
+            self.decoding = Decoding(model, self)
+            self.n_sequences = int(self.decoding.run.config.num_return_sequences or 1)
+        return self.decoding
+
+    def end(self, now: float, error: BaseException | None, generated: Any) -> list[int]:
+        """Be done. Sequences that had not ended do so for the reason ``ends_as``; returns which."""
+        times, ended_now = self.times, []
         for row in range(max(self.n_sequences, len(self.sequences), 1)):
             sequence = self.sequences.setdefault(row, SequenceOutput())
             if sequence.finish_reason is None:
                 sequence.finish_reason = self.ends_as
+                ended_now.append(row)
             if sequence.text is None and self.has_text:
                 sequence.text = ""
         longest = max(len(sequence.token_ids) for sequence in self.sequences.values())
@@ -168,7 +176,7 @@ class EngineRequest:
             generated,
         )
         self.state, self.decoding, self.item = "done", None, None
-        return self.output
+        return ended_now
 
     @property
     def has_text(self) -> bool:

@@ -1,0 +1,226 @@
+"""The steps of an engine: requests leave, prompts are forwarded, rows join, and a token of each is decoded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+
+from ..stopping import FinishReason
+from ..streaming import StreamEvent
+from .decoding import Decoding
+from .joined import JoinedRows
+from .request import EngineEvent, EngineRequest
+from .scheduler import Chunk, Item, Scheduler
+
+CANCELLED, TIMEOUT, ERROR = map(FinishReason, ("cancelled", "timeout", "error"))
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine has done so far."""
+
+    n_steps: int = 0
+    n_forwards: int = 0
+    prefill_tokens: int = 0
+    decoded_tokens: int = 0
+    n_finished: int = 0
+    n_failed: int = 0
+    n_cancelled: int = 0
+    #: Cells of the cache over all decoding forwards, and those among them that were padding.
+    n_cells: int = 0
+    n_padding: int = 0
+
+    @property
+    def padding(self) -> float:
+        """The share of padding in the cache, over all decoding forwards."""
+        return self.n_padding / max(self.n_cells, 1)
+
+
+class Steps:
+    """The requests of an engine that are not done, and what a step does with them."""
+
+    def __init__(self, model: Any, scheduler: Scheduler) -> None:
+        self.model, self.scheduler = model, scheduler
+        self.stats = EngineStats()
+        #: Batches of decoding rows; one, if all requests have caches of one form.
+        self.joined: list[JoinedRows] = []
+        #: Requests that decode by themselves, beside the batches.
+        self.alone: list[EngineRequest] = []
+        self.requests: dict[Item, EngineRequest] = {}
+        self.lock = Lock()
+        self.events: list[EngineEvent] = []
+
+    def enter(self, request: EngineRequest) -> None:
+        """Queue a request; from any thread. Raises ``QueueFullError`` and ``DoesNotFitError``."""
+        assert request.item is not None
+        with self.lock:
+            self.scheduler.add(request.item, request.added)
+            self.requests[request.item] = request
+
+    @torch.no_grad()
+    def step(self) -> list[EngineEvent]:
+        """One step, and what each sequence has gained by it.
+
+        What a request's own processors, grammar or callbacks raise ends that request, with
+        ``finish_reason`` ``"error"``. A forward that raises ends all requests that it was about.
+        """
+        self.stats.n_steps += 1
+        self.take_out()
+        with self.lock:
+            plan = self.scheduler.plan(time.monotonic())
+        joined, alone = list(self.joined), list(self.alone)
+        for chunk in plan:
+            self._forward_chunk(chunk)
+        for rows in joined:
+            self._decode(rows)
+        for request in alone:
+            self._advance(request)
+        events, self.events = self.events, []
+        return events
+
+    def take_out(self) -> None:
+        """End the requests that were cancelled, or whose time is over."""
+        now = time.monotonic()
+        for request in list(self.requests.values()):
+            if request.deadline is not None and now >= request.deadline:
+                request.ends_as = request.ends_as or TIMEOUT
+            if request.ends_as is not None:
+                self.end(request)
+
+    # ------------------------------------------------------------ prompts
+
+    def _forward_chunk(self, chunk: Chunk) -> None:
+        """Forward a part of a prompt; after the last one, its rows join those that decode."""
+        item, request = chunk.item, self.requests[chunk.item]
+        with self._failures_of(request):
+            decoding = self._begun(request, item)
+            if not decoding.joins:
+                self.scheduler.advance(item, item.n_left)
+                request.state = "decoding"
+                self.alone.append(request)
+                return
+            n = min(chunk.n_tokens, item.n_left)
+            is_last = n == item.n_left
+            gained = decoding.prefill(n, is_last)
+            self.stats.prefill_tokens += n
+            self.scheduler.advance(item, n)
+            if is_last:
+                request.state = "decoding"
+                self._gain(request, gained)
+                if not decoding.run.finished:
+                    self._join(decoding)
+
+    def _begun(self, request: EngineRequest, item: Item) -> Decoding:
+        """The request's call, prepared if that has waited, with what is stored of its prompt."""
+        if request.state != "waiting":
+            assert request.decoding is not None
+            return request.decoding
+        request.state = "prefill"
+        request.times.queue_time = time.monotonic() - request.added
+        decoding = request.prepare(self.model)
+        item.n_done = min(decoding.begin(), item.n_tokens - 1)
+        return decoding
+
+    def _join(self, decoding: Decoding) -> None:
+        """Let its rows decode with others, or in a batch of their own if their caches are of another form."""
+        for rows in [*self.joined, JoinedRows(self.model)]:
+            with suppress(ValueError):
+                rows.join(decoding)
+                break
+        if rows not in self.joined:
+            self.joined.append(rows)
+
+    # ------------------------------------------------------------ tokens
+
+    def _decode(self, rows: JoinedRows) -> None:
+        """Forward the newest token of each row, and let each request choose its next ones."""
+        if not len(rows):
+            return
+        self.stats.n_forwards += 1
+        self.stats.n_cells += rows.n_cells
+        self.stats.n_padding += rows.n_cells - rows.n_filled
+        try:
+            outputs = rows.forward()
+        except BaseException as error:
+            for decoding in rows.members:
+                self.end(decoding.request, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        # Rows that leave change the places of others: each gets its part before.
+        parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in rows.members]
+        for decoding, own in parts:
+            with self._failures_of(decoding.request):
+                self.stats.decoded_tokens += decoding.n_rows
+                self._gain(decoding.request, decoding.step(own))
+        if len(rows):
+            rows.append_newest()
+
+    def _advance(self, request: EngineRequest) -> None:
+        """One step of a request that decodes by itself."""
+        decoding = request.decoding
+        if decoding is not None:
+            with self._failures_of(request):
+                self._gain(request, decoding.advance())
+
+    # ------------------------------------------------------------ what requests gain, and how they end
+
+    def _gain(self, request: EngineRequest, gained: list[StreamEvent]) -> None:
+        """Take what the sequences have gained by a step; a request that has finished leaves."""
+        self._tell(request, gained)
+        if request.decoding is not None and request.decoding.run.finished:
+            self.end(request)
+
+    def _tell(self, request: EngineRequest, gained: list[StreamEvent]) -> None:
+        now = time.monotonic()
+        for event in gained:
+            request.gain(event, now)
+            self.events.append(EngineEvent.of(request, event))
+
+    def end(self, request: EngineRequest, error: BaseException | None = None) -> None:
+        """End a request, in any state: with its result, with what it has, or with an error."""
+        decoding, generated = request.decoding, None
+        if request in self.alone:
+            self.alone.remove(request)
+        if decoding is not None:
+            self._leave(decoding)
+            if error is None and request.ends_as is None:
+                try:
+                    gained, generated = decoding.finish()
+                    self._tell(request, gained)
+                except Exception as failure:
+                    error = failure
+            decoding.close()
+        request.ends_as = request.ends_as if error is None else ERROR
+        self.stats.n_finished += request.ends_as is None
+        self.stats.n_failed += error is not None
+        self.stats.n_cancelled += request.ends_as is not None and error is None
+        with self.lock:
+            item = request.item
+            assert item is not None
+            self.scheduler.leave(item)
+            del self.requests[item]
+        open_rows = request.end(time.monotonic(), error, generated)
+        reason = request.ends_as
+        self.events += [EngineEvent(request, row, (), "", None, reason) for row in open_rows]
+
+    def _leave(self, decoding: Decoding) -> None:
+        for rows in self.joined:
+            if decoding in rows.moves:
+                rows.leave(decoding)
+        self.joined = [rows for rows in self.joined if len(rows)]
+
+    @contextmanager
+    def _failures_of(self, request: EngineRequest) -> Iterator[None]:
+        """What is raised within ends the request, and no other."""
+        try:
+            yield
+        except Exception as error:
+            if request.item in self.requests:
+                self.end(request, error)
