@@ -16,6 +16,7 @@ EXPORTS = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "Engine",
     "ForcedTokens",
     "GenerationConfig",
     "GenerationMixin",
