@@ -162,7 +162,7 @@ def with_own_layer() -> Any:
         (lambda: filled(DynamicCache()), None),
         (lambda: GrowingCache(config=LlamaConfig(num_hidden_layers=3)), "3 layers .* 2 layers"),
         (lambda: GrowingCache(config=LlamaConfig(num_hidden_layers=2)), "DynamicLayer"),
-        (with_own_layer, "kind Own"),
+        (with_own_layer, "not known how rows join and leave a Own"),
     ],
     ids=["heads", "dtype", "static", "upstream's", "layers", "empty", "unknown"],
 )

@@ -1,4 +1,4 @@
-"""The rows of a batch: which tensors have them, and how rows are taken, repeated and joined."""
+"""The rows of a batch: which tensors have them, and how rows are taken, repeated, joined and let go."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from .caches import layers
-from .caches.joining import append
+from .caches import growing, joining, layers, slots
 from .call import ModelKwargs
 
 #: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.
@@ -24,6 +23,8 @@ Change = Callable[[Tensor, int], Tensor]
 TOKEN_DIM = {
     **dict.fromkeys(("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"), -1),
     **dict.fromkeys(("decoder_attention_mask", "decoder_position_ids"), -1),
+    "cross_attention_mask": -3,
+    "image_attention_mask": -2,
     "last_hidden_state": -2,
 }
 
@@ -106,19 +107,76 @@ class Batch:
 
         The shorter batch is padded on the left: ``pad_token_id`` in the ids, zeros in the cache, and
         a mask that hides both. Raises ``ValueError``, before anything is changed, if arguments or
-        caches cannot be joined.
+        caches cannot be joined. A cache writes the rows that join, and seldom the others.
         """
         joined = _joined_kwargs(self, other)
         if self.caches.keys() != other.caches.keys():
             theirs, ours = sorted(other.caches), sorted(self.caches)
             raise ValueError(f"A batch with the caches {theirs} cannot join one with {ours}.")
         for name, cache in self.caches.items():
-            append(cache, other.caches[name])
+            joining.check(cache, other.caches[name])
+        for name, cache in self.caches.items():
+            joining.append(cache, other.caches[name])
             joined[name] = cache
         both = (self.ids, other.ids)
         length = max(ids.shape[1] for ids in both)
         padded = [F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id) for ids in both]
         self.ids, self.model_kwargs = torch.cat(padded), joined
+
+    def leave(self, row: int) -> None:
+        """Let the last row take the place of ``row``, the cache in place; there is one row less then.
+
+        Raises ``ValueError``, before anything is changed, for a row that is not there, for the only one,
+        and for caches whose layers do not declare how rows leave.
+        """
+        last = len(self) - 1
+        if not 0 <= row <= last or last == 0:
+            raise ValueError(
+                f"`row`={row!r} cannot leave a batch of {last + 1}: "
+                + ("drop the batch." if last == 0 else f"it has to be 0 to {last}.")
+            )
+        for cache in self.caches.values():
+            joining.leave(cache, row)
+        index = growing.moved(row, last, self.ids.device)
+        self.model_kwargs = {
+            name: _without(value, row, index, name) for name, value in self.model_kwargs.items()
+        }
+        self.ids = self.ids[index]
+
+    def trim(self, n_tokens: int) -> None:
+        """Forget the first ``n_tokens`` columns, which are padding in all rows; caches do not copy.
+
+        Columns of an encoder stay. Raises ``ValueError``, before anything is changed, if there are not
+        more columns than that, and for caches whose layers do not declare how columns are trimmed.
+        """
+        length = self.ids.shape[1]
+        if not 0 <= n_tokens < length:
+            raise ValueError(f"`n_tokens`={n_tokens!r} cannot be trimmed from {length} columns.")
+        for cache in self.caches.values():
+            joining.trim(cache, n_tokens)
+        is_encoders = {"attention_mask"} - {_own_mask(self.model_kwargs)}
+        for name, value in self.model_kwargs.items():
+            dim = None if name in is_encoders else TOKEN_DIM.get(name)
+            if dim and isinstance(value, Tensor) and value.shape[dim:][:1] == (length,):
+                self.model_kwargs[name] = value.narrow(dim, n_tokens, length - n_tokens)
+        self.ids = self.ids[:, n_tokens:]
+
+    @property
+    def padding(self) -> list[int]:
+        """How many columns on the left are padding, for each row: the smallest number can be trimmed."""
+        mask = self.model_kwargs.get(_own_mask(self.model_kwargs))
+        if mask is None:
+            return [0] * len(self)
+        return (mask.cumsum(dim=-1) == 0).sum(dim=-1).tolist()
+
+
+def _without(value: Any, row: int, index: Tensor, name: str) -> Any:
+    """An argument of forward for the rows ``index``: all but ``row``, whose place the last one takes."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: _without(v, row, index, key) for key, v in value.items()})
+    if name == "last_hidden_state":
+        return slots.leave_row(value, row)
+    return take_rows(value, index, len(index) + 1, name)
 
 
 def _joined_kwargs(batch: Batch, other: Batch) -> ModelKwargs:
@@ -173,9 +231,14 @@ def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]
     if columns := TOKEN_DIM.get(name):
         longest = max(tensor.shape[columns] for tensor in parts)
         behind = (0, 0) * (-columns - 1)  # dimensions that are not padded
-        parts = [F.pad(t, (*behind, longest - t.shape[columns], 0)) for t in parts]
+        parts = [
+            F.pad(t, (*behind, longest - t.shape[columns], 0)) if t.shape[columns] < longest else t
+            for t in parts
+        ]
     shapes = [(*t.shape[:dim], *t.shape[dim + 1 :]) for t in parts]
     if shapes[0] != shapes[1]:
         given = f"{tuple(one.shape)} and {tuple(two.shape)}"
         raise ValueError(f"Rows cannot be joined: `{name}` has the shapes {given}.")
+    if name == "last_hidden_state":  # by far the largest, of a long input
+        return slots.join_rows(*parts)
     return torch.cat([parts[0], parts[1].to(parts[0].device)], dim=dim)

@@ -1,13 +1,15 @@
-"""A tensor that grows along its length in place: what a layer's keys or values are kept in."""
+"""A tensor that grows in place, by tokens and by rows: what a layer's keys or values are kept in."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 #: Up to this many numbers are concatenated: quicker than writing and viewing (``benchmarks/caches.py``).
@@ -15,6 +17,9 @@ CONCATENATED = 2**15
 
 #: Tokens that a full buffer is enlarged by, at least.
 SMALLEST_BLOCK = 32
+
+#: A buffer is left for a smaller one when this share of its rows, or of its tokens, would do.
+MUCH_LESS = 1 / 4
 
 
 @dataclass(slots=True)
@@ -53,7 +58,8 @@ class GrowableTensor:
 
     ``buffer (…, capacity, size)`` belongs to this object alone. What was ``written`` behind ``view``
     before a crop is overwritten only if no other tensor shares the memory. The first ``shared`` tokens
-    of ``view`` are alike in all rows of a prompt.
+    of ``view`` are alike in all rows of a prompt. If rows join, the buffer has room for more of them, and
+    for tokens before ``view``.
     """
 
     __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
@@ -123,13 +129,16 @@ class GrowableTensor:
         if (view.dtype, view.device) != (new.dtype, new.device):
             return False
         shapes = [(*states.shape[:-2], states.shape[-1]) for states in (view, new)]
-        return _is_nothing(view) or shapes[0] == shapes[1]
+        return is_nothing(view) or shapes[0] == shapes[1]
 
     def _make_room(self, new: Tensor, spare: Spare) -> None:
         """Let ``new`` fit behind ``view``: in the same buffer if it is enough, or in another."""
-        before = 0 if _is_nothing(self.view) else self.view.shape[-2]
+        before = 0 if is_nothing(self.view) else self.view.shape[-2]
         length = before + new.shape[-2]
-        if self._takes(new) and length <= self.buffer.shape[-2] and not self._is_shared():
+        is_enough = self._takes(new) and length <= self.buffer.shape[-2]
+        # Else the next tokens would soon have to be moved again: rows that leave free a few at a time.
+        is_enough = is_enough and 2 * (self.end - before) >= spare(length)
+        if is_enough and not self._is_shared():
             self._shift()
         elif before:
             self._move(self.view, length + spare(length))
@@ -138,29 +147,38 @@ class GrowableTensor:
 
     def _shift(self) -> None:
         """Move ``view`` to the start of its buffer, in steps that do not overlap."""
-        buffer, length = self.buffer, self.view.shape[-2]
-        step = self.end - length
+        n_rows, length = self.view.shape[0], self.view.shape[-2]
+        buffer, step = self.buffer[:n_rows], self.end - length
         for start in range(0, length, max(step, 1)):
             count = min(step, length - start)
             buffer.narrow(-2, start, count).copy_(buffer.narrow(-2, start + step, count))
-        self._adopt(buffer, 0, length)
+        self._adopt(self.buffer, 0, length, n_rows)
 
     def _move(self, tokens: Any, capacity: int) -> None:
-        """Make a buffer that begins with ``tokens``."""
-        *lead, length, size = tokens.shape
-        buffer = self._empty((*lead, capacity, size), tokens)
-        buffer.narrow(-2, 0, length).copy_(tokens)
-        self._adopt(buffer, 0, length)
+        """Make a buffer that begins with ``tokens``; the former one's room for rows stays."""
+        n_rows = tokens.shape[0]
+        room = n_rows if self.buffer is None else max(n_rows, self.buffer.shape[0])
+        self._place(tokens, room, 0, capacity)
+
+    def _place(self, tokens: Any, room: int, before: int, capacity: int) -> None:
+        """Make a buffer of ``room`` rows, and put ``tokens`` behind ``before`` tokens of it."""
+        n_rows, *heads, length, size = tokens.shape
+        buffer = self._empty((room, *heads, capacity, size), tokens)
+        buffer[:n_rows].narrow(-2, before, length).copy_(tokens)
+        self._adopt(buffer, before, length, n_rows)
 
     def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A new buffer, of ``shape`` or with more room."""
         return like.new_empty(shape)
 
-    def _adopt(self, buffer: Tensor, start: int, length: int) -> None:
+    def _adopt(self, buffer: Tensor, start: int, length: int, n_rows: int | None = None) -> None:
+        """Let ``view`` be ``length`` tokens of the first rows of ``buffer``, or of all."""
         self.buffer, self.is_inference = buffer, buffer.is_inference()
-        self.lead, self.stride = buffer.shape[:-2], buffer.stride()
-        self.end = self.written = start + length
-        self.view = buffer.narrow(-2, start, length)
+        self.stride, self.end = buffer.stride(), start + length
+        self.written = self.end
+        rows = buffer if n_rows in (None, len(buffer)) else buffer[:n_rows]
+        self.view = rows.narrow(-2, start, length)
+        self.lead = self.view.shape[:-2]
 
     def assign(self, value: Tensor | None) -> None:
         """Become ``value``; the buffer stays only if ``value`` is a part of it."""
@@ -192,8 +210,9 @@ class GrowableTensor:
         """Let ``take`` choose or repeat rows, with their spare room."""
         self.shared = 0
         if self.buffer is not None:
-            length = self.view.shape[-2]
-            self._adopt(take(self.buffer), self.end - length, length)
+            n_rows, length = self.view.shape[0], self.view.shape[-2]
+            rows = self.buffer if n_rows == len(self.buffer) else self.buffer[:n_rows]
+            self._adopt(take(rows), self.end - length, length)
         elif self.view is not None:
             self.view = take(self.view)
 
@@ -207,6 +226,72 @@ class GrowableTensor:
             return
         own = self.view[..., shared:, :]
         own.copy_(take(own))
+
+    # ---------------------------------------------------------------- rows that join and leave
+
+    def join(self, added: Tensor, spare: Spare) -> None:
+        """Put the rows ``added (n, …, length, size)`` behind those that are there.
+
+        The shorter rows get zeros before them. Written are the rows that join, and the columns by which
+        they are longer; if the buffer is full, all is moved to one of twice the rows, with ``spare``
+        tokens on both sides.
+        """
+        may_write, self.shared = self._may_write(), 0
+        view = self.view
+        length, n_rows = max(view.shape[-2], added.shape[-2]), len(view) + len(added)
+        n_numbers = math.prod((n_rows, *view.shape[1:-2], length, view.shape[-1]))
+        if torch.is_grad_enabled() or (self.buffer is None and n_numbers <= CONCATENATED):
+            rows = [padded(states, -2, length) for states in (view, added.to(view.device))]
+            self.assign(torch.cat(rows))
+            return
+        if not may_write or n_rows > len(self.buffer) or length > self.end:
+            held = 0 if self.buffer is None else len(self.buffer)
+            self._rehouse(held if held >= n_rows else max(n_rows, 2 * len(view)), length, spare)
+        n_before, start = len(self.view), self.end - length
+        joined = self.buffer[:n_rows].narrow(-2, start, length)
+        joined[:n_before, ..., : length - view.shape[-2], :].zero_()  # whatever is masked is finite
+        joined[n_before:, ..., : length - added.shape[-2], :].zero_()
+        joined[n_before:, ..., length - added.shape[-2] :, :].copy_(added)
+        self._adopt(self.buffer, start, length, n_rows)
+
+    def leave(self, row: int, spare: Spare) -> None:
+        """Let the last row take the place of ``row``, and be forgotten where it was."""
+        may_write, self.shared = self._may_write(), 0
+        view, last = self.view, len(self.view) - 1
+        if not may_write:
+            self.assign(view.index_select(0, moved(row, last, view.device)))
+            return
+        if row != last:
+            view[row].copy_(view[last])
+        length = view.shape[-2]
+        self._adopt(self.buffer, self.end - length, length, last)
+        self._give_back(spare)
+
+    def trim(self, n_tokens: int, spare: Spare) -> None:
+        """Forget the first ``n_tokens`` of all rows."""
+        if n_tokens > 0:
+            self.assign(self.view[..., n_tokens:, :])
+            self._give_back(spare)
+
+    def _may_write(self) -> bool:
+        """Whether there is a buffer, and writing to it changes nothing that others may see."""
+        is_open = not self.is_inference or torch.is_inference_mode_enabled()
+        return self.buffer is not None and is_open and not self._is_shared()
+
+    def _give_back(self, spare: Spare) -> None:
+        """Leave a buffer of which little is needed."""
+        if self.buffer is None:
+            return
+        n_rows, length, held = len(self.view), self.view.shape[-2], self.buffer.shape
+        is_long = length + 2 * spare(length) <= held[-2] * MUCH_LESS
+        if is_long or n_rows <= held[0] * MUCH_LESS:
+            self._rehouse(min(2 * n_rows, held[0]), length, spare)
+
+    def _rehouse(self, room: int, length: int, spare: Spare) -> None:
+        """Move to a buffer of ``room`` rows of ``length`` tokens, with ``spare`` tokens on both sides."""
+        on_a_side = spare(length)
+        before = on_a_side + length - self.view.shape[-2]
+        self._place(self.view, room, before, length + 2 * on_a_side)
 
     def __copy__(self) -> GrowableTensor:
         return GrowableTensor(self.view)
@@ -223,6 +308,19 @@ class GrowableTensor:
         return self.view.clone(memory_format=torch.contiguous_format) if is_part else self.view
 
 
-def _is_nothing(view: Tensor | None) -> bool:
+def is_nothing(view: Tensor | None) -> bool:
     """Whether a view is the empty tensor ``(0,)`` that upstream's layers begin with."""
     return view is not None and view.dim() == 1 and view.numel() == 0
+
+
+def padded(states: Tensor, dim: int, length: int) -> Tensor:
+    """``states`` with zeros before them along ``dim``, which is negative, up to ``length``."""
+    n_more = length - states.shape[dim]
+    return F.pad(states, [*([0, 0] * (-dim - 1)), n_more, 0]) if n_more > 0 else states
+
+
+def moved(row: int, last: int, device: torch.device) -> Tensor:
+    """The rows ``(last,)`` that are left when the last one takes the place of ``row``."""
+    index = torch.arange(last, device=device)
+    index[row : row + 1] = last
+    return index

@@ -1,118 +1,153 @@
-"""Appending the rows of one cache to another."""
+"""Rows of a cache join, leave, and lose columns that are padding in all of them: in place.
+
+A cache holds the rows of a batch at every moment: all end in the same column, and shorter ones have zeros
+before them, which attention masks have to hide. Its buffers have room, so that a row that joins writes
+what is its own, and one that leaves lets the last one move.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import EncoderDecoderCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin
 
-from .. import families
-from .dynamic import KINDS, upstream_kind
+from . import slots
+from .dynamic import upstream_kind
+from .growing import GrowthPolicy
 from .layers import decoder_cache
-
-#: The kinds of layers to which rows can be appended; a subclass may have more states.
-APPENDABLE = (*KINDS, LinearAttentionLayer, *families.EMPTY_LAYERS)
-
-#: What a layer keeps of a row, and the dimension of its tokens: ``None`` if states are of all at once.
-TOKEN_DIMS = {
-    "keys": -2,
-    "values": -2,
-    "indexer_keys": -2,
-    "conv_states": -1,  # an earlier token is zero where there is none
-    "recurrent_states": None,
-}
 
 
 def append(cache: Any, other: Any) -> tuple[int, int]:
     """Put the rows of ``other`` behind those of ``cache``, in place; ``other`` stays as it is.
 
-    The shorter cache is padded with zeros on the left, which attention masks have to hide. Returns by how
-    many columns the rows of ``cache`` and those of ``other`` were padded: of an encoder-decoder's, in the
-    decoder's part; the other part is padded by itself. Raises ``ValueError``, before anything is changed,
-    for layers that are not ``APPENDABLE``, or differ in number, kind, heads, size, window or dtype.
+    The shorter cache is padded with zeros on the left. Returns by how many columns the rows of ``cache``
+    and those of ``other`` were padded: of an encoder-decoder's, in the decoder's part; the other part is
+    padded by itself. Raises ``ValueError``: see ``check``.
     """
-    parts = [(decoder_cache(cache), decoder_cache(other))]
-    if isinstance(cache, EncoderDecoderCache) and isinstance(other, EncoderDecoderCache):
-        parts.append((cache.cross_attention_cache, other.cross_attention_cache))
-    pairs = [pair for one, two in parts for pair in _matched(one, two)]
-    lengths = [int(part.get_seq_length()) for part in parts[0]]
-    for layer, added in pairs:
-        _append_layer(layer, added)
+    check(cache, other)
+    lengths = _length(cache), _length(other)
+    for part, theirs in zip(_parts(cache), _parts(other), strict=True):
+        _make_room(part)
+        for layer, added in zip(part.layers, theirs.layers, strict=True):
+            slots.join(layer, added)
     return max(lengths) - lengths[0], max(lengths) - lengths[1]
 
 
-def _matched(cache: Any, other: Any) -> list[tuple[Any, Any]]:
-    """The layers of both, in pairs whose rows can be joined."""
-    if len(cache.layers) != len(other.layers):
+def leave(cache: Any, row: int) -> None:
+    """Let the last row take the place of ``row``, in place. The only row leaves with its cache.
+
+    Raises ``ValueError``, before anything is changed, for a row that is not there, for the only one,
+    and for layers that declare nothing.
+    """
+    _check_declared(cache)
+    counts = [slots.n_rows(layer) for part in _parts(cache) for layer in part.layers]
+    n_rows = next((n for n in counts if n is not None), None)
+    if n_rows is not None and (not 0 <= row < n_rows or n_rows == 1):
         raise ValueError(
-            f"Rows of a cache of {len(other.layers)} layers cannot be put into one of "
-            f"{len(cache.layers)} layers."
+            f"`row`={row!r} cannot leave a cache of {n_rows} "
+            + ("row: drop the cache." if n_rows == 1 else f"rows: it has to be 0 to {n_rows - 1}.")
         )
-    pairs = list(zip(cache.layers, other.layers, strict=True))
-    for layer, added in pairs:
-        kinds = upstream_kind(layer), upstream_kind(added)
-        for kind in kinds:
-            if kind not in APPENDABLE:
-                raise ValueError(f"Rows cannot be appended to layers of kind {kind.__name__}.")
-        forms = _form(layer), _form(added)
-        if kinds[0] is not kinds[1] or forms[0] != forms[1]:
+    for part in _parts(cache):
+        _make_room(part)
+        for layer in part.layers:
+            slots.leave(layer, row)
+
+
+def trim(cache: Any, n_tokens: int) -> None:
+    """Forget the first ``n_tokens`` columns, which masks have to hide in all rows. None are copied.
+
+    Lengths are those of a batch that was shorter from the start. Keys of an encoder, or of an image, stay.
+    Raises ``ValueError``, before anything is changed, if there are not more columns than that, and for
+    layers that declare nothing.
+    """
+    _check_declared(cache)
+    own, length = decoder_cache(cache), _length(cache)
+    if n_tokens < 0 or (length and n_tokens >= length):
+        raise ValueError(f"`n_tokens`={n_tokens!r} cannot be trimmed from {length} columns.")
+    _make_room(own)
+    for layer in own.layers:
+        slots.trim(layer, n_tokens, length)
+
+
+def bytes_of_row(cache: Any, n_tokens: int) -> int:
+    """Bytes that one row of ``n_tokens`` takes in a cache like this one, which holds tokens already.
+
+    What grows is extrapolated, windows up to their size; states that do not grow, and keys of an encoder or
+    of an image, count as they are. Spare room of buffers comes on top: up to twice the rows, and a share of
+    the tokens (``GrowthPolicy``). Raises ``ValueError`` for layers that declare nothing.
+    """
+    _check_declared(cache)
+    length = _length(cache)
+    own = decoder_cache(cache)
+    total = sum(slots.bytes_of_row(layer, n_tokens, length) for layer in own.layers)
+    if isinstance(cache, EncoderDecoderCache):
+        total += sum(slots.bytes_of_row(each, 0, -1) for each in cache.cross_attention_cache.layers)
+    return total
+
+
+def check(cache: Any, other: Any) -> None:
+    """Raise ``ValueError`` if rows of ``other`` cannot join ``cache``.
+
+    That is so for layers that do not declare how (``slots.STATES``, ``slots.Slots``), and for those that
+    differ in number, kind, heads, size, window or dtype.
+    """
+    _check_declared(cache)
+    _check_declared(other)
+    for part, theirs in zip(_parts(cache), _parts(other), strict=True):
+        if len(part.layers) != len(theirs.layers):
             raise ValueError(
-                f"Rows of a {kinds[1].__name__} with {forms[1]} cannot be put into a "
-                f"{kinds[0].__name__} with {forms[0]}."
+                f"Rows of a cache of {len(theirs.layers)} layers cannot be put into one of "
+                f"{len(part.layers)} layers."
             )
-    return pairs
+        for layer, added in zip(part.layers, theirs.layers, strict=True):
+            _check_pair(layer, added)
 
 
-def _states(layer: Any) -> dict[tuple[str, int | None], Tensor]:
-    """The states of a layer, by attribute, and by number where the attribute is a dict."""
-    found: dict[tuple[str, int | None], Tensor] = {}
-    for name in TOKEN_DIMS:
-        states = getattr(layer, name, None)
-        each = states if isinstance(states, dict) else {None: states}
-        found |= {(name, index): state for index, state in each.items() if state is not None}
-    return found
-
-
-def _form(layer: Any) -> dict[str, Any]:
-    """What two layers have to have in common: sizes that are neither rows nor tokens."""
-    form: dict[str, Any] = {"window": getattr(layer, "sliding_window", None)}
-    for (name, index), states in _states(layer).items():
-        tokens = range(states.ndim)[TOKEN_DIMS[name] or 0]
-        sizes = [size for dim, size in enumerate(states.shape) if dim not in (0, tokens)]
-        form[name if index is None else f"{name}[{index}]"] = (*sizes, states.dtype)
-    return form
-
-
-def _append_layer(layer: Any, added: Any) -> None:
-    has_keys = isinstance(layer, DynamicLayer) and layer.is_initialized
-    longest = max(layer.get_seq_length(), added.get_seq_length()) if has_keys else 0
-    kept = min(longest, getattr(layer, "sliding_window", longest + 1) - 1) or longest
-    theirs = _states(added)
-    for (name, index), own in _states(layer).items():
-        rows, dim = [own, theirs[name, index]], TOKEN_DIMS[name]
-        if dim == -2:  # a window that records what leaves it holds more than it shows
-            rows = [states[..., -kept:, :] for states in rows]
-        joined = _joined(rows[0], rows[1], dim)
-        if index is None:
-            setattr(layer, name, joined)
-        else:
-            getattr(layer, name)[index] = joined
-    if has_keys and isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = longest
-
-
-def _joined(states: Tensor, others: Tensor, dim: int | None) -> Tensor:
-    """The rows of both, the shorter along ``dim`` (-1 or -2) with zeros before it."""
-    others = others.to(states.device)
-    if dim is not None:
-        longest = max(states.shape[dim], others.shape[dim])
-        before = [0, 0] * (-dim - 1)
-        states, others = (
-            F.pad(s, [*before, longest - s.shape[dim], 0]) if s.shape[dim] < longest else s
-            for s in (states, others)
+def _check_pair(layer: Any, added: Any) -> None:
+    kinds = upstream_kind(layer), upstream_kind(added)
+    forms = slots.form(layer), slots.form(added)
+    if kinds[0] is not kinds[1] or forms[0] != forms[1]:
+        raise ValueError(
+            f"Rows of a {kinds[1].__name__} with {forms[1]} cannot be put into a "
+            f"{kinds[0].__name__} with {forms[0]}."
         )
-    return torch.cat([states, others])
+    if slots.is_declared_by_methods(layer) and hasattr(layer, "check_rows"):
+        layer.check_rows(added)
+
+
+def _check_declared(cache: Any) -> None:
+    for part in _parts(cache):
+        if getattr(part, "offloading", False):  # it copies layers from and to the host by itself
+            raise ValueError(
+                "Rows cannot join and leave a cache that transformers offloads. Decode these prompts "
+                "with `generate`."
+            )
+        for layer in part.layers:
+            if not slots.is_declared(layer):
+                raise ValueError(
+                    f"It is not known how rows join and leave a {type(layer).__name__}, a layer of "
+                    f"{type(part).__name__}. Decode these prompts with `generate`, or give the layer "
+                    "the methods of `hfgen.caches.slots.Slots`."
+                )
+
+
+def _parts(cache: Any) -> list[Any]:
+    """The caches that have rows: of an encoder-decoder's, those of self-attention and of the encoder."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
+
+
+def _length(cache: Any) -> int:
+    """How many columns the rows have; 0 if no layer counts them."""
+    own = decoder_cache(cache)
+    counts_tokens = any(isinstance(layer, CacheLayerMixin) for layer in own.layers)
+    return int(own.get_seq_length()) if counts_tokens else 0
+
+
+def _make_room(cache: Any) -> None:
+    """Let the layers be such that rows join them in place, and grow beyond the call of their first row."""
+    growth = getattr(cache, "_growth", None) or GrowthPolicy(2 * len(cache.layers) or 1)
+    growth.max_length = None
+    cache.layers = [slots.with_room(layer, growth) for layer in cache.layers]

@@ -86,10 +86,10 @@ class Offloaded(GrowableTensor):
         room = end if end is not None and end >= capacity else capacity + capacity // 4
         return self.folder.empty((*lead, room, size), like.dtype)
 
-    def _adopt(self, buffer: Tensor, start: int, length: int) -> None:
+    def _adopt(self, buffer: Tensor, start: int, length: int, n_rows: int | None = None) -> None:
         if buffer is not self.buffer:
             self.n_forks = mapped.n_forks
-        super()._adopt(buffer, start, length)
+        super()._adopt(buffer, start, length, n_rows)
 
     def _takes(self, new: Tensor) -> bool:
         return not self._was_forked() and super()._takes(new)
