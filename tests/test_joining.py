@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -164,6 +164,14 @@ def prompts_of(model: Any, lengths: tuple[int, ...] = (1, 3, 4, 9, 17)) -> list[
     return [Alone(model, {"input_ids": each}) for each in ids]
 
 
+def built(family: str) -> Any:
+    build: Any = DECODERS[family].build
+    if family == KINDS["indexed"]:
+        # Of few heads, all scores of some tokens are zero, and ties are broken by column.
+        build = dataclasses.replace(build, overrides=build.overrides | {"index_n_heads": 24})
+    return hfgen.mix_into(build()).eval()
+
+
 @pytest.mark.parametrize("concatenated", [0, SHIPPED], ids=["in place", "concatenated"])
 @pytest.mark.parametrize("family", KINDS.values(), ids=list(KINDS))
 def test_each_row_gets_what_it_gets_alone(
@@ -173,7 +181,7 @@ def test_each_row_gets_what_it_gets_alone(
     monkeypatch.setattr(growing, "SMALLEST_BLOCK", 4)
     if family not in DECODERS:
         pytest.skip("the installed transformers is too old for this family")
-    model = hfgen.mix_into(DECODERS[family].build()).eval()
+    model = built(family)
     prompts = prompts_of(model)
     for seed in range(3):
         play(model, prompts, seed)

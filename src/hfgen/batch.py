@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from .caches import growing, joining, layers, slots
@@ -114,6 +114,11 @@ class Batch:
             theirs, ours = sorted(other.caches), sorted(self.caches)
             raise ValueError(f"A batch with the caches {theirs} cannot join one with {ours}.")
         for name, cache in self.caches.items():
+            if isinstance(cache, EncoderDecoderCache) and not joined.get("encoder_outputs"):
+                raise ValueError(
+                    f"Rows of `{name}` cannot be joined: without `encoder_outputs`, it is not known what "
+                    "its other part attends to. Decode these prompts with `generate`."
+                )
             joining.check(cache, other.caches[name])
         for name, cache in self.caches.items():
             joining.append(cache, other.caches[name])
@@ -157,7 +162,12 @@ class Batch:
         is_encoders = {"attention_mask"} - {_own_mask(self.model_kwargs)}
         for name, value in self.model_kwargs.items():
             dim = None if name in is_encoders else TOKEN_DIM.get(name)
-            if dim and isinstance(value, Tensor) and value.shape[dim:][:1] == (length,):
+            if (
+                dim
+                and isinstance(value, Tensor)
+                and value.ndim >= -dim
+                and value.shape[dim] == length
+            ):
                 self.model_kwargs[name] = value.narrow(dim, n_tokens, length - n_tokens)
         self.ids = self.ids[:, n_tokens:]
 
@@ -215,9 +225,17 @@ def _joined(name: str, one: Any, two: Any, n_rows: tuple[int, int]) -> Any:
         return _joined_tensors(name, one, two, n_rows)
     if isinstance(one, ModelOutput) and isinstance(two, ModelOutput) and one.keys() == two.keys():
         return type(one)(**{key: _joined(key, one[key], two[key], n_rows) for key in one})
-    if isinstance(one, Tensor) or isinstance(two, Tensor) or one != two:
+    if one is not two and not _is_same(one, two):
         raise ValueError(f"Rows cannot be joined: `{name}` is {one!r:.60} in one and {two!r:.60}.")
     return one
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    """Whether two arguments that have no rows are equal."""
+    try:
+        return bool(one == two)
+    except RuntimeError:  # lists of tensors, which may have rows
+        return False
 
 
 def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]) -> Tensor:
@@ -240,5 +258,5 @@ def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]
         given = f"{tuple(one.shape)} and {tuple(two.shape)}"
         raise ValueError(f"Rows cannot be joined: `{name}` has the shapes {given}.")
     if name == "last_hidden_state":  # by far the largest, of a long input
-        return slots.join_rows(*parts)
+        return slots.join_rows(parts[0], parts[1])
     return torch.cat([parts[0], parts[1].to(parts[0].device)], dim=dim)

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from . import slots
 from .dynamic import upstream_kind
 from .growing import GrowthPolicy
-from .layers import decoder_cache
+from .layers import decoder_cache, is_foreign_part
 
 
 def append(cache: Any, other: Any) -> tuple[int, int]:
@@ -118,18 +118,25 @@ def _check_pair(layer: Any, added: Any) -> None:
 
 def _check_declared(cache: Any) -> None:
     for part in _parts(cache):
-        if getattr(part, "offloading", False):  # it copies layers from and to the host by itself
-            raise ValueError(
-                "Rows cannot join and leave a cache that transformers offloads. Decode these prompts "
-                "with `generate`."
-            )
-        for layer in part.layers:
+        name = type(part).__name__
+        if getattr(part, "offloading", False):
+            raise _unknown(f"{name} that moves layers between devices by itself")
+        layers = getattr(part, "layers", None)
+        by_methods = layers is not None and all(map(slots.is_declared_by_methods, layers))
+        if layers is None or (
+            is_foreign_part(part) and not by_methods
+        ):  # MiniMax's has more states
+            raise _unknown(name)
+        for layer in layers:
             if not slots.is_declared(layer):
-                raise ValueError(
-                    f"It is not known how rows join and leave a {type(layer).__name__}, a layer of "
-                    f"{type(part).__name__}. Decode these prompts with `generate`, or give the layer "
-                    "the methods of `hfgen.caches.slots.Slots`."
-                )
+                raise _unknown(f"{type(layer).__name__}, a layer of {name}")
+
+
+def _unknown(what: str) -> ValueError:
+    return ValueError(
+        f"It is not known how rows join and leave a {what}. Decode these prompts with `generate`, or give "
+        "the layers the methods of `hfgen.caches.slots.Slots`."
+    )
 
 
 def _parts(cache: Any) -> list[Any]:
