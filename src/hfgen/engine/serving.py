@@ -1,0 +1,271 @@
+"""``engine.serving()``: the asyncio front of an engine, which a thread of its own steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from .errors import EngineClosedError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .request import EngineEvent, EngineRequest, RequestOutput
+
+
+class Service:
+    """An engine for coroutines: ``async with engine.serving() as service``.
+
+    One thread adds, cancels and steps; it sleeps while there is nothing to do. Nobody else may step
+    the engine before the service is closed. ``observe`` is called in the event loop with the output
+    of each request that has ended, also of those that nobody waits for any more.
+    """
+
+    def __init__(
+        self, engine: Engine, observe: Callable[[RequestOutput], None] | None = None
+    ) -> None:
+        self.engine = engine
+        self.observe = observe
+        #: Why the thread has ended, if it was not by ``close``.
+        self.error: BaseException | None = None
+        self._commands: SimpleQueue[_Add | _Cancel | None] = SimpleQueue()  # None: close
+        self._open: dict[str, ServiceRequest] = {}  # the thread's own
+        self._is_over = False
+        self._loop: Any = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread is not None and not self._is_over
+
+    async def __aenter__(self) -> Service:
+        if self._thread is not None:
+            raise EngineClosedError("a service is entered once: ask engine.serving() for another")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._work, name="hfgen-serving", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what is left and end the thread; the engine stays as it is, and may be stepped."""
+        if self._thread is not None:
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    async def add(self, prompt: Any, *, has_events: bool = True, **kwargs: Any) -> ServiceRequest:
+        """The request, once the engine has taken it; the arguments are those of ``Engine.add``.
+
+        Without ``has_events`` it yields nothing, and only has a ``result``. Raises what ``Engine.add``
+        raises, and ``EngineClosedError`` if the service does not run.
+        """
+        request = ServiceRequest(self, has_events)
+        self._post(_Add(request, prompt, kwargs))
+        await request._take()
+        return request
+
+    async def stream(self, prompt: Any, **kwargs: Any) -> AsyncIterator[EngineEvent]:
+        """The events of a request as they come; the arguments are those of ``Engine.add``.
+
+        Closing the iterator, or cancelling the task, cancels the request: its rows leave with the
+        next step. Raises what ``add`` raises, and the exception that ended the request.
+        """
+        async with await self.add(prompt, **kwargs) as request:
+            async for event in request:
+                yield event
+
+    async def generate(self, prompt: Any, **kwargs: Any) -> RequestOutput:
+        """The output of a request; cancelling the task cancels it. Raises as ``stream`` does."""
+        async with await self.add(prompt, has_events=False, **kwargs) as request:
+            return await request.result()
+
+    def _post(self, command: _Add | _Cancel) -> None:
+        if self._thread is None:
+            raise EngineClosedError("the service does not run: enter it by `async with`")
+        self._commands.put(command)
+        if self._is_over:  # the thread may have looked before
+            self._refuse_commands()
+
+    def _refuse_commands(self) -> None:
+        with suppress(Empty, RuntimeError):
+            while True:
+                if isinstance(command := self._commands.get_nowait(), _Add):
+                    self._send([(command.request, _End(error=self._closed_error()))])
+
+    def _closed_error(self) -> EngineClosedError:
+        error = EngineClosedError("the service is closed")
+        error.__cause__ = self.error
+        return error
+
+    # In the thread.
+
+    def _work(self) -> None:
+        try:
+            while self._obey():
+                self._hand_over(self.engine.step() if self.engine.has_work else [])
+        except BaseException as error:
+            self.error = error
+        for request in self._open.values():
+            with suppress(Exception):
+                self.engine.cancel(request.request)
+        with suppress(Exception):  # a step lets the rows leave; those that it cannot end are told below
+            if self.error is None and self._open:
+                self._hand_over(self.engine.step())
+        rest, self._open = self._open, {}
+        error = self.error or self._closed_error()
+        with suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
+            self._send([(request, _End(error=error)) for request in rest.values()])
+        self._is_over = True
+        self._refuse_commands()
+
+    def _obey(self) -> bool:
+        """Do what was asked for, waiting for it if the engine has no work; ``False``: close."""
+        with suppress(Empty):
+            command = self._commands.get(block=not self.engine.has_work)
+            while command is not None:
+                if isinstance(command, _Cancel):
+                    self._cancel(command.request)
+                else:
+                    self._add(command)
+                command = self._commands.get_nowait()
+            return False
+        return True
+
+    def _add(self, command: _Add) -> None:
+        request = command.request
+        try:
+            request.request = self.engine.add(command.prompt, **command.kwargs)
+        except Exception as error:
+            self._send([(request, _End(error=error))])
+        else:
+            self._open[request.request.id] = request
+            self._send([(request, _ADDED)])
+
+    def _cancel(self, request: ServiceRequest) -> None:
+        if request.request is not None and request.request.id in self._open:
+            self.engine.cancel(request.request)
+
+    def _hand_over(self, events: Iterable[EngineEvent]) -> None:
+        """Send the events of a step to those who wait for them, and the outputs of what has ended."""
+        items: list[tuple[ServiceRequest, Any]] = []
+        for event in events:
+            request = self._open.get(event.request.id)
+            if request is not None and request.has_events:
+                items.append((request, event))
+        for key in [key for key, request in self._open.items() if request.request.done]:
+            request = self._open.pop(key)
+            output = self.engine.result(request.request)
+            items.append((request, _End(output, output.error)))
+        self._send(items)
+
+    def _send(self, items: list[tuple[ServiceRequest, Any]]) -> None:
+        """Raises ``RuntimeError`` if the event loop is closed, which ends the thread."""
+        if items:
+            self._loop.call_soon_threadsafe(self._put, items)
+
+    # In the event loop.
+
+    def _put(self, items: list[tuple[ServiceRequest, Any]]) -> None:
+        for request, item in items:
+            if isinstance(item, _End) or not request.is_cancelled:
+                request._items.put_nowait(item)
+            if isinstance(item, _End) and item.output is not None and self.observe is not None:
+                self.observe(item.output)
+
+
+class ServiceRequest(AsyncIterator["EngineEvent"]):
+    """A request of a service: an iterator of its events, and then its ``output``.
+
+    Leaving ``async with request``, ``cancel()``, and cancelling the task that waits for it end it.
+    """
+
+    #: What became of it, from its end on, and the exception that ended it.
+    output: RequestOutput | None = None
+    error: BaseException | None = None
+
+    def __init__(self, service: Service, has_events: bool = True) -> None:
+        self.has_events = has_events
+        self.is_cancelled = False
+        #: The engine's own; written by the thread before ``Service.add`` returns.
+        self.request: EngineRequest | Any = None
+        self._service = service
+        self._is_over = False
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def __anext__(self) -> EngineEvent:
+        if not self._is_over:
+            item = await self._take()
+            if not isinstance(item, _End):
+                return item
+        raise StopAsyncIteration
+
+    async def result(self) -> RequestOutput:
+        """Its output, when it has ended; events that nobody has taken are left out.
+
+        After ``cancel()``, what there was by then. Raises the exception that ended the request.
+        """
+        while not self._is_over:
+            await self._take()
+        if self.error is not None:
+            raise self.error
+        assert self.output is not None
+        return self.output
+
+    def cancel(self) -> None:
+        """End it, if it has not ended: its rows leave with the next step, and no more events come."""
+        if not self._is_over and not self.is_cancelled:
+            self.is_cancelled = True
+            self._service._post(_Cancel(self))
+
+    async def aclose(self) -> None:
+        """``cancel``, as of any asynchronous iterator."""
+        self.cancel()
+
+    async def __aenter__(self) -> ServiceRequest:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.cancel()
+
+    async def _take(self) -> Any:
+        """The next item; raises the exception that ended the request."""
+        try:
+            item = await self._items.get()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if isinstance(item, _End):
+            self._is_over, self.output, self.error = True, item.output, item.error
+            if self.error is not None:
+                raise self.error
+        return item
+
+
+@dataclass(slots=True)
+class _Add:
+    request: ServiceRequest
+    prompt: Any
+    kwargs: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Cancel:
+    request: ServiceRequest
+
+
+@dataclass(slots=True)
+class _End:
+    """How a request has ended."""
+
+    output: RequestOutput | None = None
+    error: BaseException | None = None
+
+
+_ADDED = object()
