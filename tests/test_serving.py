@@ -171,14 +171,22 @@ async def running_out_of_time(service: Service) -> None:
 
 
 async def failing_consumer(service: Service) -> None:
-    with pytest.raises(ZeroDivisionError):
+    async def consume() -> None:
         async with await service.add(10**9) as request:
             async for _ in request:
                 raise ZeroDivisionError
 
+    with pytest.raises(ZeroDivisionError):
+        await consume()
+
+
+async def letting_go(service: Service) -> None:
+    request = await service.add(10**9)
+    await anext(request)
+
 
 @pytest.mark.parametrize(
-    "leave", [closing, breaking, cancelling, running_out_of_time, failing_consumer]
+    "leave", [letting_go, closing, breaking, cancelling, running_out_of_time, failing_consumer]
 )
 def test_whoever_leaves_takes_its_request_along(leave: Any) -> None:
     engine = Counting(seconds=0.002)
@@ -191,7 +199,9 @@ def test_whoever_leaves_takes_its_request_along(leave: Any) -> None:
             n = engine.n_steps
             while len(engine.requests) > 1:
                 await asyncio.sleep(0.001)
-            assert engine.n_steps <= n + 3  # one that ran, the one that lets it leave, and its result
+            assert (
+                engine.n_steps <= n + 3
+            )  # one that ran, the one that lets it leave, and its result
             assert await other == list(range(1, 201))
 
     asyncio.run(main())

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class Service:
         #: Why the thread has ended, if it was not by ``close``.
         self.error: BaseException | None = None
         self._commands: SimpleQueue[_Add | _Cancel | None] = SimpleQueue()  # None: close
-        self._open: dict[str, ServiceRequest] = {}  # the thread's own
+        self._open: dict[str, _Box] = {}  # the thread's own
         self._is_over = False
         self._loop: Any = None
         self._thread: threading.Thread | None = None
@@ -66,8 +66,8 @@ class Service:
         Without ``has_events`` it yields nothing, and only has a ``result``. Raises what ``Engine.add``
         raises, and ``EngineClosedError`` if the service does not run.
         """
-        request = ServiceRequest(self, has_events)
-        self._post(_Add(request, prompt, kwargs))
+        request = ServiceRequest(self, _Box(has_events))
+        self._post(_Add(request._box, prompt, kwargs))
         await request._take()
         return request
 
@@ -97,7 +97,7 @@ class Service:
         with suppress(Empty, RuntimeError):
             while True:
                 if isinstance(command := self._commands.get_nowait(), _Add):
-                    self._send([(command.request, _End(error=self._closed_error()))])
+                    self._send([(command.box, _End(error=self._closed_error()))])
 
     def _closed_error(self) -> EngineClosedError:
         error = EngineClosedError("the service is closed")
@@ -112,16 +112,18 @@ class Service:
                 self._hand_over(self.engine.step() if self.engine.has_work else [])
         except BaseException as error:
             self.error = error
-        for request in self._open.values():
+        for box in self._open.values():
             with suppress(Exception):
-                self.engine.cancel(request.request)
-        with suppress(Exception):  # a step lets the rows leave; those that it cannot end are told below
+                self.engine.cancel(box.request)
+        with suppress(
+            Exception
+        ):  # a step lets the rows leave; those that it cannot end are told below
             if self.error is None and self._open:
                 self._hand_over(self.engine.step())
         rest, self._open = self._open, {}
         error = self.error or self._closed_error()
         with suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
-            self._send([(request, _End(error=error)) for request in rest.values()])
+            self._send([(box, _End(error=error)) for box in rest.values()])
         self._is_over = True
         self._refuse_commands()
 
@@ -131,7 +133,7 @@ class Service:
             command = self._commands.get(block=not self.engine.has_work)
             while command is not None:
                 if isinstance(command, _Cancel):
-                    self._cancel(command.request)
+                    self._cancel(command.box)
                 else:
                     self._add(command)
                 command = self._commands.get_nowait()
@@ -139,43 +141,43 @@ class Service:
         return True
 
     def _add(self, command: _Add) -> None:
-        request = command.request
+        box = command.box
         try:
-            request.request = self.engine.add(command.prompt, **command.kwargs)
+            box.request = self.engine.add(command.prompt, **command.kwargs)
         except Exception as error:
-            self._send([(request, _End(error=error))])
+            self._send([(box, _End(error=error))])
         else:
-            self._open[request.request.id] = request
-            self._send([(request, _ADDED)])
+            self._open[box.request.id] = box
+            self._send([(box, _ADDED)])
 
-    def _cancel(self, request: ServiceRequest) -> None:
-        if request.request is not None and request.request.id in self._open:
-            self.engine.cancel(request.request)
+    def _cancel(self, box: _Box) -> None:
+        if box.request is not None and box.request.id in self._open:
+            self.engine.cancel(box.request)
 
     def _hand_over(self, events: Iterable[EngineEvent]) -> None:
         """Send the events of a step to those who wait for them, and the outputs of what has ended."""
-        items: list[tuple[ServiceRequest, Any]] = []
+        items: list[tuple[_Box, Any]] = []
         for event in events:
-            request = self._open.get(event.request.id)
-            if request is not None and request.has_events:
-                items.append((request, event))
-        for key in [key for key, request in self._open.items() if request.request.done]:
-            request = self._open.pop(key)
-            output = self.engine.result(request.request)
-            items.append((request, _End(output, output.error)))
+            box = self._open.get(event.request.id)
+            if box is not None and box.has_events:
+                items.append((box, event))
+        for key in [key for key, box in self._open.items() if box.request.done]:
+            box = self._open.pop(key)
+            output = self.engine.result(box.request)
+            items.append((box, _End(output, output.error)))
         self._send(items)
 
-    def _send(self, items: list[tuple[ServiceRequest, Any]]) -> None:
+    def _send(self, items: list[tuple[_Box, Any]]) -> None:
         """Raises ``RuntimeError`` if the event loop is closed, which ends the thread."""
         if items:
             self._loop.call_soon_threadsafe(self._put, items)
 
     # In the event loop.
 
-    def _put(self, items: list[tuple[ServiceRequest, Any]]) -> None:
-        for request, item in items:
-            if isinstance(item, _End) or not request.is_cancelled:
-                request._items.put_nowait(item)
+    def _put(self, items: list[tuple[_Box, Any]]) -> None:
+        for box, item in items:
+            if isinstance(item, _End) or not box.is_cancelled:
+                box.items.put_nowait(item)
             if isinstance(item, _End) and item.output is not None and self.observe is not None:
                 self.observe(item.output)
 
@@ -183,21 +185,22 @@ class Service:
 class ServiceRequest(AsyncIterator["EngineEvent"]):
     """A request of a service: an iterator of its events, and then its ``output``.
 
-    Leaving ``async with request``, ``cancel()``, and cancelling the task that waits for it end it.
+    Leaving ``async with request``, ``cancel()``, and cancelling the task that waits for it end it; so
+    does letting go of it.
     """
 
     #: What became of it, from its end on, and the exception that ended it.
     output: RequestOutput | None = None
     error: BaseException | None = None
 
-    def __init__(self, service: Service, has_events: bool = True) -> None:
-        self.has_events = has_events
-        self.is_cancelled = False
-        #: The engine's own; written by the thread before ``Service.add`` returns.
-        self.request: EngineRequest | Any = None
-        self._service = service
+    def __init__(self, service: Service, box: _Box) -> None:
+        self._service, self._box = service, box
         self._is_over = False
-        self._items: asyncio.Queue[Any] = asyncio.Queue()
+
+    @property
+    def request(self) -> EngineRequest:
+        """The engine's own."""
+        return self._box.request
 
     async def __anext__(self) -> EngineEvent:
         if not self._is_over:
@@ -220,9 +223,9 @@ class ServiceRequest(AsyncIterator["EngineEvent"]):
 
     def cancel(self) -> None:
         """End it, if it has not ended: its rows leave with the next step, and no more events come."""
-        if not self._is_over and not self.is_cancelled:
-            self.is_cancelled = True
-            self._service._post(_Cancel(self))
+        if not self._is_over and not self._box.is_cancelled:
+            self._box.is_cancelled = True
+            self._service._post(_Cancel(self._box))
 
     async def aclose(self) -> None:
         """``cancel``, as of any asynchronous iterator."""
@@ -234,10 +237,14 @@ class ServiceRequest(AsyncIterator["EngineEvent"]):
     async def __aexit__(self, *exception: object) -> None:
         self.cancel()
 
+    def __del__(self) -> None:
+        with suppress(EngineClosedError):  # of a service that was never entered
+            self.cancel()
+
     async def _take(self) -> Any:
         """The next item; raises the exception that ended the request."""
         try:
-            item = await self._items.get()
+            item = await self._box.items.get()
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -248,16 +255,27 @@ class ServiceRequest(AsyncIterator["EngineEvent"]):
         return item
 
 
+@dataclass(slots=True, eq=False)
+class _Box:
+    """Where the thread leaves what a request gains; it does not know the ``ServiceRequest``."""
+
+    has_events: bool
+    items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    is_cancelled: bool = False
+    #: Written by the thread, before ``Service.add`` returns.
+    request: Any = None
+
+
 @dataclass(slots=True)
 class _Add:
-    request: ServiceRequest
+    box: _Box
     prompt: Any
     kwargs: dict[str, Any]
 
 
 @dataclass(slots=True)
 class _Cancel:
-    request: ServiceRequest
+    box: _Box
 
 
 @dataclass(slots=True)
