@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+import hfgen
 from hfgen.engine.errors import EngineClosedError, EngineError, QueueFullError
 from hfgen.engine.serving import Service
+from tests import tiny
 
 
 @dataclass(eq=False)
@@ -51,6 +53,9 @@ class Counting:
     requests: dict[str, Request] = field(default_factory=dict)
     threads: set[int] = field(default_factory=set)
     breaks_at: int | None = None
+
+    def serve_in(self, thread: threading.Thread | None) -> None:
+        pass
 
     @property
     def has_work(self) -> bool:
@@ -287,6 +292,54 @@ def test_closing_cancels_what_is_left_and_ends_the_thread() -> None:
     asyncio.run(main())
     assert not engine.has_work
     assert engine.requests == {}
+
+
+def test_the_engine_is_its_own_while_it_is_served() -> None:
+    engine = hfgen.Engine(hfgen.mix_into(tiny.llama()))
+    prompt = tiny.prompt(1)
+    expected = engine.model.generate(prompt, max_new_tokens=4)[0, prompt.shape[1] :].tolist()
+
+    async def main() -> None:
+        async with engine.serving() as service:
+            for refused in (engine.step, engine.close, lambda: engine.add(prompt)):
+                with pytest.raises(EngineError, match="use its service"):
+                    refused()
+            with pytest.raises(EngineError, match="served already"):
+                await engine.serving().__aenter__()
+            assert (await service.generate(prompt, max_new_tokens=4)).token_ids == expected
+
+    asyncio.run(main())
+    assert engine.add(prompt, max_new_tokens=4).result().token_ids == expected
+    engine.close()
+
+
+def test_requests_of_an_engine_are_those_of_generate() -> None:
+    model = hfgen.mix_into(tiny.llama())
+    prompts = [tiny.prompt(1, length, seed=length) for length in range(3, 15)]
+    options = [
+        {"do_sample": bool(n % 2), "seed": n, "max_new_tokens": 4 + n} for n in range(len(prompts))
+    ]
+    expected = [
+        model.generate(prompt, **each)[0, prompt.shape[1] :].tolist()
+        for prompt, each in zip(prompts, options, strict=True)
+    ]
+
+    async def main() -> None:
+        async with hfgen.Engine(model, max_rows=5).serving() as service:
+            calls = [
+                service.generate(prompt, **each)
+                for prompt, each in zip(prompts, options, strict=True)
+            ]
+            outputs, error = await asyncio.gather(
+                asyncio.gather(*calls),
+                service.generate(prompts[0], temperature="hot"),
+                return_exceptions=True,
+            )
+            assert [output.token_ids for output in outputs] == expected
+            assert isinstance(error, TypeError)
+            assert service.engine.n_rows == 0
+
+    asyncio.run(main())
 
 
 def test_a_service_that_was_not_entered_takes_nothing() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ import torch
 from ..call import Request
 from ..mixin import driven, mixed_view
 from .decoding import Decoding
-from .errors import EngineClosedError, ResultTakenError, UnknownRequestError
+from .errors import EngineClosedError, EngineError, ResultTakenError, UnknownRequestError
 from .memory import Memory
 from .prompts import model_inputs
 from .request import EngineEvent, EngineRequest, RequestOutput
 from .scheduler import Item, Scheduler
+from .serving import Service
 from .steps import CANCELLED, EngineStats, Steps
 
 
@@ -67,6 +69,7 @@ class Engine:
         self._ready: list[EngineEvent] = []
         self._numbers = itertools.count()
         self._is_closed = False
+        self._server: threading.Thread | None = None
 
     # ------------------------------------------------------------ requests
 
@@ -84,6 +87,7 @@ class Engine:
         ``DoesNotFitError`` for a request that never fits, and ``EngineClosedError``.
         """
         self._check_open()
+        self._check_thread()
         now = time.monotonic()
         arguments = self._arguments(prompt, kwargs)
         deadline = None if timeout is None else now + timeout
@@ -184,14 +188,34 @@ class Engine:
         Raises ``EngineClosedError`` after ``close``.
         """
         self._check_open()
+        self._check_thread()
         return self.steps.step()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineClosedError("The engine was closed: make another one.")
 
+    # ------------------------------------------------------------ serving
+
+    def serving(self, observe: Callable[[RequestOutput], None] | None = None) -> Service:
+        """The engine for coroutines, to be used by ``async with``; see ``serving.Service``."""
+        return Service(self, observe)
+
+    def serve_in(self, thread: threading.Thread | None) -> None:
+        """Let ``thread`` alone add, step and close, until ``None`` does; others get ``EngineError``."""
+        if thread is not None and self._server is not None:
+            raise EngineError("The engine is served already: use that service, or close it first.")
+        self._server = thread
+
+    def _check_thread(self) -> None:
+        if self._server is not None and threading.current_thread() is not self._server:
+            raise EngineError("The engine is served by a thread of its own: use its service.")
+
+    # ------------------------------------------------------------ the end
+
     def close(self) -> None:
         """Cancel all requests, and let go of their memory. Results that are there can still be had."""
+        self._check_thread()
         for request in list(self.steps.requests.values()):
             request.ends_as = request.ends_as or CANCELLED
         self.steps.take_out()

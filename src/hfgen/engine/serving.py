@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Service:
     """An engine for coroutines: ``async with engine.serving() as service``.
 
-    One thread adds, cancels and steps; it sleeps while there is nothing to do. Nobody else may step
-    the engine before the service is closed. ``observe`` is called in the event loop with the output
+    One thread adds, cancels and steps; it sleeps while there is nothing to do. Until the service is
+    closed, others get ``EngineError`` from ``add``, ``step`` and ``close`` of the engine. ``observe`` is called in the event loop with the output
     of each request that has ended, also of those that nobody waits for any more.
     """
 
@@ -47,8 +47,10 @@ class Service:
         if self._thread is not None:
             raise EngineClosedError("a service is entered once: ask engine.serving() for another")
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._work, name="hfgen-serving", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name="hfgen-serving", daemon=True)
+        self.engine.serve_in(thread)
+        self._thread = thread
+        thread.start()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -121,10 +123,11 @@ class Service:
             if self.error is None and self._open:
                 self._hand_over(self.engine.step())
         rest, self._open = self._open, {}
-        error = self.error or self._closed_error()
+        reason = self.error or self._closed_error()
         with suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
-            self._send([(box, _End(error=error)) for box in rest.values()])
+            self._send([(box, _End(error=reason)) for box in rest.values()])
         self._is_over = True
+        self.engine.serve_in(None)
         self._refuse_commands()
 
     def _obey(self) -> bool:
