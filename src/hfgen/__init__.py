@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
     from .engine import Engine
+    from .engine.many import generate_many
     from .logprobs import Logprobs, TokenLogprob
     from .mixin import GenerationMixin
     from .patching import (
@@ -60,6 +61,7 @@ __all__ = [
     "TokenLogprob",
     "builtin_model",
     "free_caches",
+    "generate_many",
     "grammar",
     "minimum_bayes_risk",
     "mix_into",
@@ -78,6 +80,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
     "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
     "engine": ["Engine"],
+    "engine.many": ["generate_many"],
     "logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
     "prefix": ["PrefixCache"],

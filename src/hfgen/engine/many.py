@@ -1,0 +1,147 @@
+"""Many prompts through one engine: ``generate_many``, in order or as they finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+from ..stopping import FinishReason
+from .engine import Engine
+from .progress import JobProgress
+from .request import EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
+
+#: Arguments of ``generate_many`` that are the engine's.
+ENGINE_OPTIONS = ("max_rows", "memory", "prefill_tokens", "policy", "prefix_cache")
+
+#: Outputs that may wait for one before them, for each row of the engine. Beyond it no prompt is read.
+HELD_PER_ROW = 32
+
+OnError = Literal["return", "raise"]
+
+
+def generate_many(
+    model: Any,
+    prompts: Iterable[Any],
+    tokenizer: Any = None,
+    *,
+    in_order: bool = True,
+    progress: bool | None = None,
+    on_error: OnError = "return",
+    **kwargs: Any,
+) -> Iterator[RequestOutput]:
+    """Generate for each of many prompts, as many at once as fit; an iterator of their outputs.
+
+    Each output is that of ``model.generate`` for its prompt alone. ``output.id`` is the number of the
+    prompt as text, from ``"0"``. Decoding goes on while the next output is asked for, and no prompt is
+    read long before its turn, so ``prompts`` may be endless. Closing the iterator cancels what is left.
+
+    Args:
+        model: Any model; one without hfgen's mixin stays as it is.
+        prompts: Each is a prompt, or a pair of a prompt and a dict of its own arguments, which come
+            before ``kwargs``. A prompt is text, token ids, a list of chat messages, or a mapping of
+            model inputs, as of ``Engine.add``.
+        tokenizer: For prompts that are text, stop strings, and the text of outputs.
+        in_order: Give outputs in the order of the prompts; else as they finish.
+        progress: Show a bar on standard error: tokens per second, and the time left if ``prompts`` has
+            a length.
+        on_error: What becomes of a request that cannot be used, or that fails: ``"return"`` gives an
+            output with ``error`` and the ``finish_reason`` ``"error"`` in its place, ``"raise"`` raises
+            the error there, which ends all.
+        kwargs: Those of ``generate``, ``priority`` and ``timeout`` for all prompts; and the engine's
+            ``max_rows``, ``memory``, ``prefill_tokens``, ``policy`` and ``prefix_cache``.
+
+    Raises:
+        ValueError: ``on_error`` is neither, or an option of the engine has a wrong value.
+    """
+    if on_error not in ("return", "raise"):
+        raise ValueError(f"`on_error` has to be 'return' or 'raise', but is {on_error!r}.")
+    options = {name: kwargs.pop(name) for name in ENGINE_OPTIONS if name in kwargs}
+    engine = Engine(model, tokenizer, **options)
+    total = len(prompts) if hasattr(prompts, "__len__") else None
+    return _generate(
+        engine, prompts, kwargs, in_order, JobProgress(total) if progress else None, on_error
+    )
+
+
+def _generate(
+    engine: Engine,
+    prompts: Iterable[Any],
+    kwargs: dict[str, Any],
+    in_order: bool,
+    progress: JobProgress | None,
+    on_error: OnError,
+) -> Iterator[RequestOutput]:
+    on_tokens = None if progress is None else progress.add_tokens
+    with progress or nullcontext():
+        found = outputs(engine, prompts, kwargs, in_order=in_order, on_tokens=on_tokens)
+        with closing(found):
+            for number, output in found:
+                if progress is not None:
+                    progress.add_done()
+                if output.error is not None and on_error == "raise":
+                    raise output.error
+                yield replace(output, id=str(number))
+
+
+def outputs(
+    engine: Engine,
+    prompts: Iterable[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    in_order: bool,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Generator[tuple[int, RequestOutput], None, None]:
+    """The outputs of ``prompts``, each with its prompt's number, from 0; closes the ``engine`` at its end.
+
+    As many requests wait in the engine as it has rows. ``on_tokens`` is told how many tokens a step has
+    brought.
+    """
+    rest = iter(prompts)
+    max_rows = engine.scheduler.max_rows
+    running: dict[int, EngineRequest] = {}
+    finished: dict[int, RequestOutput] = {}
+    n_read = n_given = 0
+    is_over = False
+    with engine:
+        while running or not is_over:
+            while not is_over and engine.n_waiting < max_rows:
+                if in_order and n_read - n_given >= HELD_PER_ROW * max_rows:
+                    break
+                try:
+                    prompt, own = _split(next(rest))
+                except StopIteration:
+                    is_over = True
+                    break
+                number, n_read = n_read, n_read + 1
+                try:
+                    running[number] = engine.add(prompt, **{**kwargs, **own})
+                except Exception as error:
+                    finished[number] = failed(error, engine.tokenizer is not None)
+                    break  # so that prompts which are all wrong, without end, have outputs too
+            if running:
+                n_tokens = sum(len(event.token_ids) for event in engine.step())
+                if on_tokens is not None and n_tokens:
+                    on_tokens(n_tokens)
+                for number in [n for n, request in running.items() if request.done]:
+                    finished[number] = engine.result(running.pop(number))
+            while finished:
+                number = n_given if in_order else next(iter(finished))
+                if number not in finished:
+                    break
+                n_given += 1
+                yield number, finished.pop(number)
+
+
+def _split(prompt: Any) -> tuple[Any, Mapping[str, Any]]:
+    """A prompt, and its own arguments."""
+    if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
+        return prompt
+    return prompt, {}
+
+
+def failed(error: BaseException, has_text: bool = False) -> RequestOutput:
+    """The output of a request that could not be added."""
+    nothing = SequenceOutput([], "" if has_text else None, FinishReason("error"))
+    return RequestOutput("", [], [nothing], RequestMetrics(), error)
