@@ -29,6 +29,7 @@ EXPORTS = [
     "TokenLogprob",
     "builtin_model",
     "free_caches",
+    "generate_many",
     "grammar",
     "minimum_bayes_risk",
     "mix_into",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -59,7 +59,7 @@ def generate_many(
         raise ValueError(f"`on_error` has to be 'return' or 'raise', but is {on_error!r}.")
     options = {name: kwargs.pop(name) for name in ENGINE_OPTIONS if name in kwargs}
     engine = Engine(model, tokenizer, **options)
-    total = len(prompts) if hasattr(prompts, "__len__") else None
+    total = len(prompts) if isinstance(prompts, Sized) else None
     return _generate(
         engine, prompts, kwargs, in_order, JobProgress(total) if progress else None, on_error
     )
