@@ -114,7 +114,7 @@ def test_speculation_is_plain_decoding_row_for_row() -> None:
     assert left_out["the plain call raises"] <= 1
 
 
-@pytest.mark.parametrize("error", [0.0, 1e-6, 1e-2])
+@pytest.mark.parametrize("error", [0.0, 1e-5, 1e-2])
 def test_only_rounding_errors_are_excused(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
     """A wrong hidden state is found, in float64 even if it is less wrong than float32 rounds."""
     verify = Executor.verify
@@ -130,7 +130,7 @@ def test_only_rounding_errors_are_excused(monkeypatch: pytest.MonkeyPatch, error
     tokens = sequences(run(ours(case.family), case))
     enter = speculation.DRAFTERS["assistant"]
     assert bool(speculation.differences_in_double(case, enter, tokens)) == (error > 0.0)
-    if error != 1e-6:  # which float32 may show or not
+    if error != 1e-5:  # which float32 may show or not
         found = speculation.check(speculation.Speculated(case, "assistant"))
         assert bool(found) == (error > 0.0)
 

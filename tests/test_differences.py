@@ -249,6 +249,19 @@ def test_healing_with_an_assistant():
     assert torch.equal(model.generate(ids, assistant_model=model, **options), healed)
 
 
+def test_drafts_behind_a_prompt_of_padding():
+    ids = torch.tensor([[36, 13, 12]])
+    options = {"attention_mask": torch.zeros_like(ids), "max_new_tokens": 5, "do_sample": False}
+    results = []
+    for model in both():
+        model.set_attn_implementation("eager")
+        results.append(model.generate(ids, **options))
+        results.append(model.generate(ids, assistant_model=tiny.llama(), **options))
+    greedy, upstreams, *mine = results
+    assert not torch.equal(greedy, upstreams)
+    assert all(torch.equal(greedy, each) for each in mine)
+
+
 def test_stop_strings_on_a_forward_that_takes_no_other_kwargs():
     class Strict(type(tiny.llama())):  # type: ignore[misc]
         def forward(  # type: ignore[no-untyped-def]

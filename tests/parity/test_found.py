@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity import caches, invariants, speculation
 from tests.parity.cache_kinds import Cached
-from tests.parity.harness import Case, check
+from tests.parity.harness import Case, check, sequences
 from tests.parity.invariants import Lawful
 from tests.parity.options import ASSISTED, BEAM, GREEDY, SAMPLE
 from tests.parity.speculation import Speculated
@@ -67,6 +67,9 @@ SPECULATED = {
         ),
         "assistant",
     ),
+    "a prompt of padding alone": Speculated(
+        Case("kyutai_speech_to_text", GREEDY, 4, True, 481, {"pad_token_id": 1}), "oracle"
+    ),
     "a generate of its own that samples at a temperature": Speculated(
         Case("whisper", GREEDY, 2, True, 594, {"temperature": 0.6}), "oracle"
     ),
@@ -104,6 +107,14 @@ INVARIANT = {
         Case("kyutai_speech_to_text", GREEDY, 2, seed=3), "DoLa", 0, "same seed twice"
     ),
 }
+
+
+def test_a_prompt_of_padding_has_greedy_tokens_beside_upstreams_drafts() -> None:
+    options = {"assistant": "same", "pad_token_id": 1}
+    report = check(Case("kyutai_speech_to_text", ASSISTED, seed=481, options=options))
+    assert sequences(report.theirs).tolist() != sequences(report.mine).tolist()
+    reason = "upstream chooses the first token by drafts of later ones"
+    assert (report.differences, report.excused) == ([], reason)
 
 
 @pytest.mark.parametrize("case", BESIDE_UPSTREAM.values(), ids=BESIDE_UPSTREAM)

@@ -89,11 +89,12 @@ class Assisted:
         self.stats = run.speculation = outputs.Speculation()
 
     def prefill(self, run: Run) -> ModelOutput | None:
-        """Only of prompts that rows share, that come in chunks, or that are embeddings."""
+        """Only of prompts that rows share, that come in chunks, are embeddings, or padding alone."""
         is_shared = shared_prompt.is_possible(run) and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
-        if not (is_shared or has_chunks) and (run.is_encoder_decoder or not has_embeds):
+        is_alone = has_chunks or (has_embeds and not run.is_encoder_decoder)
+        if not (is_shared or is_alone or _masks_a_row(run)):
             return None
         self.is_first = False
         self.stats.forwards += 1
@@ -227,6 +228,13 @@ class Assisted:
 
     def stop(self, run: Run) -> None:
         run.finished = all(self.rows.has_ended) and run.ids.shape[1] == max(self.rows.known)
+
+
+def _masks_a_row(run: Run) -> bool:
+    """Whether a prompt is all padding: eager attention then takes the mean over all keys, also drafts'."""
+    name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
+    mask = run.model_kwargs.get(name)
+    return mask is not None and mask.ndim == 2 and not bool((mask != 0).any(dim=1).all())
 
 
 def _check_cache(run: Run, cache: Any) -> None:
