@@ -6,15 +6,17 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import EncoderDecoderCache
 
 import hfgen
 from hfgen.batch import Batch
-from hfgen.caches import growing
+from hfgen.caches import growing, joining
 from hfgen.call import Request
 from hfgen.loop import steps
 from hfgen.prepare import prepare
@@ -43,6 +45,8 @@ KINDS = {
 }
 N_STEPS = 12
 
+QUANTIZED: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"bits": 4}}
+
 
 @pytest.fixture(autouse=True)
 def _no_gradients() -> Iterator[None]:
@@ -50,10 +54,10 @@ def _no_gradients() -> Iterator[None]:
         yield
 
 
-def begun(model: Any, **inputs: Any) -> Batch:
+def begun(model: Any, **options: Any) -> Batch:
     """The batch of a prompt after its first token."""
-    options = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
-    run = prepare(model, Request(kwargs=inputs | options)).run(model)
+    greedy = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
+    run = prepare(model, Request(kwargs=options | greedy)).run(model)
     iterator = steps(run, Sample(run))
     next(iterator)
     iterator.close()
@@ -79,7 +83,7 @@ class Alone:
     """A prompt, and what follows it when it is decoded alone."""
 
     model: Any
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]  # and other arguments of generate
     logits: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -158,10 +162,10 @@ def play(model: Any, prompts: list[Alone], seed: int, n_operations: int = 40) ->
             together.decode()
 
 
-def prompts_of(model: Any, lengths: tuple[int, ...] = (1, 3, 4, 9, 17)) -> list[Alone]:
+def prompts_of(model: Any, **options: Any) -> list[Alone]:
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(5, 60, (1, n), generator=generator) for n in lengths]
-    return [Alone(model, {"input_ids": each}) for each in ids]
+    ids = [torch.randint(5, 60, (1, n), generator=generator) for n in (1, 3, 4, 9, 17)]
+    return [Alone(model, {"input_ids": each} | options) for each in ids]
 
 
 def built(family: str) -> Any:
@@ -195,3 +199,181 @@ def test_each_row_of_an_encoder_decoder_gets_what_it_gets_alone(
     prompts = prompts_of(model)
     for seed in range(3):
         play(model, prompts, seed)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "offloaded"},
+        {"cache_implementation": "offloaded", "cache_config": {"path": "."}},
+        {
+            "cache_implementation": "quantized",
+            "cache_config": {"group_size": 4, "residual_length": 3},
+        },
+    ],
+    ids=["offloaded", "in files", "quantized"],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_each_row_gets_what_it_gets_alone_in_another_cache(
+    family: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(growing, "CONCATENATED", 0)
+    monkeypatch.chdir(tmp_path)
+    model = built(family)
+    prompts = prompts_of(model, **options)
+    for seed in range(2):
+        play(model, prompts, seed)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refused(batch: Batch, other: Batch, match: str) -> None:
+    """Rows are refused, and nothing has changed."""
+    length, ids = layers_length(batch), batch.ids
+    with pytest.raises(ValueError, match=match):
+        batch.append(other)
+    assert layers_length(batch) == length
+    assert batch.ids is ids
+
+
+def layers_length(batch: Batch) -> list[Any]:
+    return [getattr(cache, "get_seq_length", int)() for cache in batch.caches.values()]
+
+
+@pytest.mark.parametrize(
+    ("family", "match"),
+    [
+        ("minimax", "a MiniMaxCache"),
+        ("deepseek_v4", "a DeepseekV4CSACache, a layer of DynamicCache"),
+        ("minimax_m3_vl_text", "a MiniMaxM3VLSparseCacheLayer"),
+        ("blt", "without `encoder_outputs`"),
+        ("rwkv", "`state`"),
+        ("xlstm", "`cache_params`"),
+    ],
+)
+def test_what_is_not_declared_is_refused_by_name(family: str, match: str) -> None:
+    if family not in DECODERS:
+        pytest.skip("the installed transformers is too old for this family")
+    model = built(family)
+    refused(*(begun(model, input_ids=tiny.prompt(1) % 60) for _ in range(2)), match)
+
+
+def test_static_caches_are_refused() -> None:
+    model = built("llama")
+    ids = tiny.prompt(2) % 60
+    one, two = (begun(model, input_ids=ids, cache_implementation="static") for _ in range(2))
+    message = "a StaticLayer, a layer of .*Decode these prompts with `generate`"
+    refused(one, two, message)
+    for operation in (lambda: one.leave(0), lambda: one.trim(1)):
+        with pytest.raises(ValueError, match=message):
+            operation()
+
+
+def test_rows_of_two_kinds_of_quantisation_are_refused() -> None:
+    model = built("llama")
+    one, two = (
+        begun(
+            model,
+            input_ids=tiny.prompt(1) % 60,
+            cache_implementation="quantized",
+            cache_config={"bits": bits},
+        )
+        for bits in (4, 8)
+    )
+    refused(one, two, "bits=8.* cannot be put into .*bits=4")
+    one.append(begun(model, input_ids=tiny.prompt(1) % 60, **QUANTIZED))
+    refused(one, two, "bits=8.* cannot be put into .*bits=4")
+
+
+@pytest.mark.parametrize(("row", "match"), [(3, "0 to 2"), (-1, "0 to 2")])
+def test_rows_that_are_not_there_cannot_leave(row: int, match: str) -> None:
+    model = built("llama")
+    batch = begun(model, input_ids=tiny.prompt(3) % 60)
+    with pytest.raises(ValueError, match=match):
+        batch.leave(row)
+    with pytest.raises(ValueError, match=match):
+        joining.leave(batch.model_kwargs["past_key_values"], row)
+    assert len(batch) == 3
+
+
+def test_the_only_row_leaves_with_its_batch() -> None:
+    batch = begun(built("llama"), input_ids=tiny.prompt(1) % 60)
+    with pytest.raises(ValueError, match="drop the batch"):
+        batch.leave(0)
+    with pytest.raises(ValueError, match="drop the cache"):
+        joining.leave(batch.model_kwargs["past_key_values"], 0)
+
+
+@pytest.mark.parametrize("n", [-1, 8, 100])
+def test_no_more_is_trimmed_than_there_is(n: int) -> None:
+    batch = begun(built("llama"), input_ids=tiny.prompt(1) % 60)
+    with pytest.raises(ValueError, match=f"`n_tokens`={n} cannot be trimmed from 8 columns"):
+        batch.trim(n)
+    assert layers_length(batch) == [7]
+
+
+# ---------------------------------------------------------------- columns, and bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "llama4_text", "qwen3_next"])
+def test_a_trimmed_batch_is_one_that_was_shorter_from_the_start(family: str) -> None:
+    model = built(family)
+    short, long = prompts_of(model)[1], prompts_of(model)[4]
+    batch = short.batch()
+    batch.append(long.batch())
+    assert batch.padding == [14, 0]
+    batch.leave(1)
+    assert batch.padding == [14]
+    batch.trim(14)
+    alone = short.batch()
+    assert torch.equal(batch.ids, alone.ids)
+    assert batch.padding == [0]
+    cache, expected = (each.model_kwargs["past_key_values"] for each in (batch, alone))
+    for _ in range(8):
+        assert cache.get_seq_length() == expected.get_seq_length()
+        for index, layer in enumerate(expected.layers):
+            if hasattr(layer, "get_mask_sizes"):
+                assert cache.get_mask_sizes(1, index) == expected.get_mask_sizes(1, index)
+                assert torch.equal(cache.layers[index].keys, layer.keys)
+        torch.testing.assert_close(decode(model, batch), decode(model, alone))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "quantized"}], ids=["dynamic", "quantized"]
+)
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "deepseek_v3", "deepseek_v32", "qwen3_next", "mamba2", "t5"]
+)
+def test_the_bytes_of_a_row_are_foretold(family: str, options: dict[str, Any]) -> None:
+    model = hfgen.mix_into(tiny.t5()) if family == "t5" else built(family)
+    batch = begun(model, input_ids=tiny.prompt(2) % 60, **options)
+    (cache,) = batch.caches.values()
+    now = 1 if model.config.is_encoder_decoder else 7
+    for n_more in range(1, 40):
+        decode(model, batch)
+        if n_more % 13 == 0:
+            foretold = joining.bytes_of_row(cache, 100), joining.bytes_of_row(cache, now + n_more)
+            assert foretold[1] == held_bytes(cache) // 2
+    start = begun(model, input_ids=tiny.prompt(2) % 60, **options)
+    (cache,) = start.caches.values()
+    assert foretold == (joining.bytes_of_row(cache, 100), joining.bytes_of_row(cache, now + 39))
+
+
+def held_bytes(cache: Any) -> int:
+    """Bytes of all tensors that the layers of a cache hold, without room."""
+    if isinstance(cache, EncoderDecoderCache):
+        return held_bytes(cache.self_attention_cache) + held_bytes(cache.cross_attention_cache)
+    total = 0
+    for layer in cache.layers:
+        if hasattr(layer, "n_bytes"):
+            total += layer.n_bytes
+            continue
+        for name in ("keys", "values", "indexer_keys", "conv_states", "recurrent_states"):
+            states = getattr(layer, name, None)
+            each = states.values() if isinstance(states, dict) else [states]
+            total += sum(tensor.nbytes for tensor in each if tensor is not None)
+    return total

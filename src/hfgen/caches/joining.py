@@ -112,8 +112,6 @@ def _check_pair(layer: Any, added: Any) -> None:
             f"Rows of a {kinds[1].__name__} with {forms[1]} cannot be put into a "
             f"{kinds[0].__name__} with {forms[0]}."
         )
-    if slots.is_declared_by_methods(layer) and hasattr(layer, "check_rows"):
-        layer.check_rows(added)
 
 
 def _check_declared(cache: Any) -> None:

@@ -103,6 +103,12 @@ class Packed:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.scale, self.zero
 
+    @property
+    def bytes_of_group(self) -> int:
+        """Bytes of one group of one row."""
+        sizes = ((*t.shape[1:GROUPS], *t.shape[TOKENS:], t.itemsize) for t in self.tensors)
+        return sum(map(math.prod, sizes))
+
     def each(self, change: Callable[[Tensor], Tensor]) -> Packed:
         """With ``change`` applied to all tensors; their first dimension are the rows."""
         return Packed(self.grouping, *map(change, self.tensors))

@@ -213,6 +213,28 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         """Bytes of what is kept between updates."""
         return sum(states.n_bytes for states in self.states.values())
 
+    @property
+    def n_rows(self) -> int:
+        return len(self.states["keys"].recent) if self.is_initialized else 0
+
+    def bytes_of_row(self, n_tokens: int) -> int:
+        """``n_bytes`` of one row after ``n_tokens``."""
+        n_groups = max(0, n_tokens - self.settings.residual_length) // self.settings.tokens
+        n_recent = n_tokens - n_groups * self.settings.tokens
+        return sum(
+            states.packed.bytes_of_group * n_groups
+            + n_recent * states.recent.shape[1] * states.recent.shape[3] * states.recent.itemsize
+            for states in self.states.values()
+        )
+
+    def form_of_rows(self) -> dict[str, Any]:
+        """What rows have to have in common to be in one layer."""
+        sizes = {
+            name: (*states.recent.shape[1::2], states.recent.dtype)
+            for name, states in self.states.items()
+        }
+        return {"settings": self.settings, **sizes}
+
 
 class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
     """Quantises the layers that attend to everything; layers of another kind keep their own states.
@@ -242,7 +264,7 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
     @property
     def n_bytes(self) -> int:
         """Bytes that the quantised layers keep between updates, without ``scratch``."""
-        return sum(layer.n_bytes for layer in self.layers if isinstance(layer, QuantizedLayer))
+        return sum(getattr(layer, "n_bytes", 0) for layer in self.layers)
 
 
 def left_padding(mask: Tensor | None) -> Padding | None:

@@ -16,16 +16,19 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from .. import families
 from .dynamic import KINDS, GrowingLayer, as_growing, upstream_kind
 from .growing import GrowableTensor, GrowthPolicy, is_nothing, moved, padded
+from .quantized import QuantizedLayer
+from .quantized_rows import QuantizedRows
 
-#: The kinds of transformers' layers whose states are in ``STATES``; a subclass may have more.
-DECLARED = (*KINDS, LinearAttentionLayer, *families.EMPTY_LAYERS)
+#: The kinds of layers whose rows join and leave. Of transformers', a subclass may have more ``STATES``.
+DECLARED = (*KINDS, LinearAttentionLayer, QuantizedLayer, *families.EMPTY_LAYERS)
 
 
 @runtime_checkable
 class Slots(Protocol):
     """What a layer of somebody's own has to have if rows are to join and leave.
 
-    A method ``check_rows(other)`` may raise ``ValueError`` for rows that do not fit.
+    Besides, it may have ``form_of_rows() -> dict``: what it has to have in common with ``other``, such as
+    sizes and dtypes. Layers that differ in it are refused.
     """
 
     def join_rows(self, other: Any) -> None:
@@ -67,6 +70,8 @@ _BUFFER = "_hfgen_rows"
 
 def with_room(layer: Any, growth: GrowthPolicy) -> Any:
     """The layer, or one with its states that rows can join in place."""
+    if isinstance(layer, QuantizedLayer) and layer.is_initialized:
+        return QuantizedRows(layer)
     return layer if is_declared_by_methods(layer) else as_growing(layer, growth)
 
 
@@ -81,6 +86,8 @@ def is_declared(layer: Any) -> bool:
 
 def form(layer: Any) -> dict[str, Any]:
     """What two layers have to have in common: sizes that are neither rows nor tokens."""
+    if hasattr(layer, "form_of_rows"):
+        return dict(layer.form_of_rows())
     if is_declared_by_methods(layer):
         return {}
     found: dict[str, Any] = {"window": getattr(layer, "sliding_window", None)}
@@ -94,8 +101,10 @@ def form(layer: Any) -> dict[str, Any]:
 
 def n_rows(layer: Any) -> int | None:
     """How many rows the layer holds; ``None`` if it holds none, or does not say."""
+    if hasattr(layer, "n_rows"):
+        return int(layer.n_rows)
     if is_declared_by_methods(layer):
-        return getattr(layer, "n_rows", None)
+        return None
     found = ((STATES[name].rows, states) for (name, _), states in _states(layer).items())
     return next((states.shape[dim] for dim, states in found), None)
 
@@ -156,7 +165,7 @@ def bytes_of_row(layer: Any, n_tokens: int, length: int) -> int:
 
     Without the spare room of buffers. A window counts its tokens only.
     """
-    if is_declared_by_methods(layer):
+    if hasattr(layer, "bytes_of_row"):
         return int(layer.bytes_of_row(n_tokens))
     total = 0
     grows = isinstance(layer, DynamicLayer) and layer.get_seq_length() == length
