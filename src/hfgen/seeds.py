@@ -44,6 +44,11 @@ def keys_of(seeds: list[int | None], copies: int, device: Any) -> torch.Tensor:
     return _mix(_mix(base) + number * _GOLDEN).flatten()
 
 
+def keys_at(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Keys ``(rows,)`` whose noise at position -1 is that of ``keys`` at positions of their own."""
+    return keys + (positions + 1) * _GOLDEN
+
+
 def bits(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
     """32 random bits as int64, for ``keys (rows,)`` or ``(…, 1)`` that broadcast with ``tokens``."""
     start = ((position + 1) * _GOLDEN + 2**63) % 2**64 - 2**63  # as int64 wraps around

@@ -44,10 +44,25 @@ class Decoding:
         #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.
         self.places: list[int] = []
         self.steps: Iterator[Any] | None = None
+        #: Set if its row may choose its tokens together with those of others.
+        self.plain: Any = None
 
     @property
     def n_rows(self) -> int:
         return len(self.run.ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row so far."""
+        n_unwritten = 0 if self.plain is None else len(self.plain.unwritten)
+        return self.run.ids.shape[1] + n_unwritten
+
+    @property
+    def newest(self) -> list[int]:
+        """The newest token of each row."""
+        if self.plain is not None and self.plain.unwritten:
+            return self.plain.unwritten[-1:]
+        return self.run.ids[:, -1].tolist()
 
     @property
     def longest(self) -> int:

@@ -19,6 +19,7 @@ from ..batch import Batch, take_rows
 from ..call import ModelKwargs
 from ..execution import next_token
 from .decoding import Decoding
+from .plain import PlainRow
 
 
 class Moves(Cache):
@@ -73,7 +74,7 @@ class JoinedRows:
     @property
     def n_filled(self) -> int:
         """Cells of the cache that hold a token."""
-        return sum(d.n_rows * d.run.ids.shape[1] for d in self.moves)
+        return sum(decoding.n_rows * decoding.length for decoding in self.moves)
 
     def join(self, decoding: Decoding) -> None:
         """Let the rows of a request decode with these, from its next token on.
@@ -94,10 +95,11 @@ class JoinedRows:
 
     def leave(self, decoding: Decoding) -> None:
         """Take the rows of a request out; the last rows move into their places."""
+        assert self.batch is not None
         for place in sorted(decoding.places, reverse=True):
             last = len(self.owners) - 1
             if last:
-                self._leave(place)
+                self.batch.leave(place)
             if place != last:
                 owner = self.owners[place] = self.owners[last]
                 owner.places[owner.places.index(last)] = place
@@ -107,12 +109,11 @@ class JoinedRows:
         if not self.owners:
             self.batch = None
 
-    def _leave(self, row: int) -> None:
-        assert self.batch is not None
-        index = torch.arange(len(self.owners) - 1, device=self.ids.device)
-        if row < len(index):
-            index[row] = len(index)
-        self.batch.take(index)
+    def _trim(self) -> None:
+        """Cut off the columns that are padding in all rows."""
+        longest = max(decoding.length for decoding in self.moves)
+        if self.batch is not None and (n := self.ids.shape[1] - longest) > 0:
+            self.batch.trim(n)
 
     def forward(self) -> ModelOutput:
         """Forward the newest token of each row; the outputs have a row for each."""
@@ -124,6 +125,12 @@ class JoinedRows:
             is_encoder_decoder=self.model.config.is_encoder_decoder,
         )
         return outputs
+
+    def logits_of(self, rows: list[PlainRow], outputs: ModelOutput) -> Tensor:
+        """The newest logits ``(len(rows), vocab)`` of some of the rows."""
+        logits: Tensor = outputs["logits"][:, -1]
+        places = [row.decoding.places[0] for row in rows]
+        return logits if places == list(range(len(self))) else logits[places]
 
     def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
         """The part of ``outputs`` that is about the rows of one request."""
@@ -141,10 +148,13 @@ class JoinedRows:
         """Take the tokens that the requests have chosen, for beams that may have changed places."""
         assert self.batch is not None
         self._apply_moves()
-        column = self.ids.new_empty((len(self), 1))
+        newest = [0] * len(self)
         for decoding in self.moves:
-            column[decoding.places] = decoding.run.ids[:, -1:]
+            for place, token in zip(decoding.places, decoding.newest, strict=True):
+                newest[place] = token
+        column = self.ids.new_tensor(newest)[:, None]
         self.batch.ids = torch.cat([self.batch.ids, column], dim=1)
+        self._trim()
 
     def _apply_moves(self) -> None:
         """Let the shared cache follow beams that have changed places."""

@@ -15,6 +15,7 @@ from ..stopping import FinishReason
 from ..streaming import StreamEvent
 from .decoding import Decoding
 from .joined import JoinedRows
+from .plain import PlainRow, choose, is_plain
 from .request import EngineEvent, EngineRequest
 from .scheduler import Chunk, Item, Scheduler
 
@@ -129,6 +130,8 @@ class Steps:
 
     def _join(self, decoding: Decoding) -> None:
         """Let its rows decode with others, or in a batch of their own if their caches are of another form."""
+        if is_plain(decoding):
+            decoding.plain = PlainRow.of(decoding)
         for rows in [*self.joined, JoinedRows(self.model)]:
             with suppress(ValueError):
                 rows.join(decoding)
@@ -153,11 +156,19 @@ class Steps:
             if not isinstance(error, Exception):
                 raise
             return
+        self.stats.decoded_tokens += len(rows)
         # Rows that leave change the places of others: each gets its part before.
-        parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in rows.members]
+        others = [decoding for decoding in rows.members if decoding.plain is None]
+        parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
+        if plain := [decoding.plain for decoding in rows.members if decoding.plain is not None]:
+            tokens = choose(plain, rows.logits_of(plain, outputs))
+            for row, token in zip(plain, tokens, strict=True):
+                with self._failures_of(row.decoding.request):
+                    if isinstance(token, Exception):
+                        raise token
+                    self._gain(row.decoding.request, row.take(token))
         for decoding, own in parts:
             with self._failures_of(decoding.request):
-                self.stats.decoded_tokens += decoding.n_rows
                 self._gain(decoding.request, decoding.step(own))
         if len(rows):
             rows.append_newest()

@@ -119,6 +119,30 @@ def for_drafts(processors: Iterable[Any]) -> list[Any]:
     return [copy.deepcopy(p) if hasattr(p, "reorder") else p for p in processors]
 
 
+#: Processors, of upstream's and ours, that look at each row of scores by itself, and at nothing else.
+_OF_SCORES = (
+    "EpsilonLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "PLess",
+    "QuadraticSmoothing",
+    "TemperatureLogitsWarper",
+    "TopA",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopNSigma",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
+
+
+def reads_scores_only(processor: Any) -> bool:
+    """Whether a processor looks at each row of scores by itself, and not at the ids."""
+    kind = type(processor)
+    return is_librarys(kind) and kind.__name__ in _OF_SCORES
+
+
 def is_row_wise(function: Any) -> bool:
     """Whether a processor or criterion looks at each row by itself, and remembers nothing.
 

@@ -134,6 +134,12 @@ class Rows:
         if row.has_ended:
             return []
         row.ids += tokens
+        return self.event(row, tokens, end, logprobs)
+
+    def event(
+        self, row: Row, tokens: list[int], end: int | None, logprobs: list[TokenLogprob] | None
+    ) -> list[StreamEvent]:
+        """``gain`` of a row whose ids have got the ``tokens``."""
         row.has_ended = end is not None and len(row.ids) >= end
         if not tokens and not row.has_ended:
             return []
