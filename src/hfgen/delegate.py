@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from . import prefix, rows
+from . import prefix
 from .call import Request
-from .fields import OWN_FIELDS
 from .logs import logger
 
 
@@ -37,52 +38,73 @@ def get_deprecated_gen_repo(
     """The hub repository that upstream moved a mode to: none, since every mode runs here."""
 
 
-#: Arguments of ``generate`` that continuous batching does not take.
+def batching(name: str) -> Callable[..., Any]:
+    """The method of continuous batching of that name; the engine is imported when it is first called."""
+
+    @functools.wraps(getattr(transformers.GenerationMixin, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from .engine import upstream
+
+        return getattr(upstream, name)(self, *args, **kwargs)
+
+    method.__doc__ = (
+        f"See ``hfgen.engine.upstream.{name}``; arguments and results are transformers'."
+    )
+    return method
+
+
+#: Arguments of ``generate`` that continuous batching does not take: they know the rows of a batch.
 NOT_BATCHED = (
-    "stopping_criteria prefix_allowed_tokens_fn assistant_model streamer negative_prompt_ids "
-    "negative_prompt_attention_mask"
+    "prefix_allowed_tokens_fn streamer negative_prompt_ids negative_prompt_attention_mask"
 ).split()
+
+#: Fields of which a tensor of ids has nothing.
+NOT_IDS = "logprobs logprob_token_ids prompt_logprobs output_speculation output_metrics".split()
 
 
 def generate_paged(model: Any, request: Request) -> torch.Tensor:
     """Continue the prompts by continuous batching (``cache_implementation="paged"``).
 
-    Returns ``(1, batch, length)``, as upstream does, without masked tokens and padded on the right.
-    Raises ``NotImplementedError`` for arguments in ``NOT_BATCHED``.
+    Returns ``(1, rows, length)``, as upstream does, without masked tokens and padded on the right.
+
+    Raises ``NotImplementedError`` for encoder-decoders, arguments in ``NOT_BATCHED`` and fields in
+    ``NOT_IDS``; ``RuntimeError`` if decoding a prompt fails.
     """
     logger.warning(
         "`cache_implementation='paged'` means continuous batching: generate_batch() does it directly."
     )
     prefix.take_argument(model, request)  # which is refused
     kwargs = {name: v for name, v in request.kwargs.items() if name != "prefix_cache"}
-    ids = request.inputs if request.inputs is not None else kwargs.get("input_ids")
+    ids = kwargs.pop("input_ids", None) if request.inputs is None else request.inputs
     if ids is None:
         raise ValueError("Continuous batching needs a prompt: pass `inputs` or `input_ids`.")
     if ids.ndim not in (1, 2):
         raise ValueError(
             f"`input_ids` has to be (length,) or (batch, length), but has shape {tuple(ids.shape)}."
         )
-    for name in NOT_BATCHED:
-        if (value := getattr(request, name)) is not None:
+    if model.config.is_encoder_decoder:
+        raise NotImplementedError(
+            "`cache_implementation='paged'` is for decoder-only models: call generate_batch()."
+        )
+    names = request.__slots__[1:-1]
+    given = {name: value for name in names if (value := getattr(request, name)) is not None}
+    asked = vars(request.generation_config or model.generation_config) | kwargs | given
+    for name in (*NOT_BATCHED, *NOT_IDS):
+        if (value := asked.get(name)) is not None and value is not False:
             raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
-    if rows.split(request) is not None:
-        raise NotImplementedError("Continuous batching takes one value of each field for all rows.")
-    if request.synced_gpus is not None:
+    if given.pop("synced_gpus", None) is not None:
         logger.warning(f"Continuous batching ignores `synced_gpus` (={request.synced_gpus}).")
-    if kwargs.get("num_beams", 1) > 1:
-        logger.warning(f"Continuous batching ignores `num_beams` (={kwargs['num_beams']}).")
 
     ids = torch.atleast_2d(ids)
     mask = kwargs.pop("attention_mask", None)
     keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.atleast_2d(mask).bool()
     prompts = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
-    config, _ = model._prepare_generation_config(request.generation_config, **kwargs)
-    for name, default in OWN_FIELDS.items():
-        if (value := getattr(config, name)) not in (None, default):
-            raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
-    results = model.generate_batch(inputs=prompts, generation_config=config, **kwargs)
-    found = [results[f"req_{i}"] for i in range(len(results))]
-    sequences = [torch.tensor(row.prompt_ids + row.generated_tokens) for row in found]
+    del kwargs["cache_implementation"]
+    results = model.generate_batch(inputs=prompts, **given, **kwargs).values()
+    if failed := [result for result in results if result.error is not None]:
+        raise RuntimeError(f"Continuous batching of {failed[0].request_id}: {failed[0].error}")
+    sequences = [torch.tensor(row.prompt_ids + row.generated_tokens) for row in results]
+    config, _ = model._prepare_generation_config(given.get("generation_config"))
     pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
     pad = (pad[0] if isinstance(pad, list) else pad) or 0
     return pad_sequence(sequences, True, pad).to(model.device).unsqueeze(0)

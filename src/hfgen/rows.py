@@ -110,10 +110,18 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
             setattr(config, name, values[index])
         kwargs = request.kwargs | {name: values[index] for name, values in lists.items()}
         if configs is not None:  # what holds for all prompts is an argument beside the list
-            for name in [n for n in kwargs if n in FIELDS and kwargs[n] is not None]:
-                setattr(config, name, kwargs.pop(name))
+            config, kwargs = with_fields(config, kwargs)
         requests.append(replace(request, generation_config=config, kwargs=kwargs))
     return requests, tuple(lengths)
+
+
+def with_fields(config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A copy of ``config`` that has what ``kwargs`` say of its fields, and the rest of these."""
+    config, fields = copy.copy(config), {n: v for n, v in kwargs.items() if n in FIELDS}
+    for name, value in fields.items():
+        if value is not None:
+            setattr(config, name, value)
+    return config, {name: v for name, v in kwargs.items() if fields.get(name) is None}
 
 
 def resolve(model: Any, requests: list[Request], given: tuple[str, ...]) -> RowParams:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
+from .. import rows
 from ..call import Request
 from ..mixin import driven, mixed_view
 from .decoding import Decoding
@@ -119,8 +121,11 @@ class Engine:
         if self.prefix_cache is not None:
             kwargs.setdefault("prefix_cache", self.prefix_cache)
         inputs = model_inputs(prompt, kwargs.get("tokenizer"), self.model.device)
-        own = {"return_dict_in_generate": True, "drop_finished": False}
-        return driven(self.model, Request.of(**inputs | kwargs | own))
+        kwargs |= {"return_dict_in_generate": True, "drop_finished": False}
+        if isinstance(config := kwargs.get("generation_config"), GenerationConfig):
+            config, kwargs = rows.with_fields(config, kwargs)
+            kwargs["generation_config"] = config
+        return driven(self.model, Request.of(**inputs | kwargs))
 
     def _is_prepared_at_once(self, arguments: Request) -> bool:
         """Whether preparing a request forwards nothing: there is no encoder, of text or of images."""

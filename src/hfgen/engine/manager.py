@@ -1,0 +1,353 @@
+"""transformers' manager of continuous batching, on hfgen's engine: one thread that steps it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import (
+    ContinuousBatchingManager,
+    RequestState,
+    RequestStatus,
+)
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.generation.continuous_batching.utils import drain_queue
+from transformers.utils import logging
+
+from .arguments import engine_options, request_arguments
+from .delivery import Router
+from .engine import Engine
+from .request import EngineEvent
+from .sequences import Sequences
+
+logger = logging.get_logger("ContinuousBatchingLogger")
+
+#: Why requests fail that a manager leaves.
+STOPPED = RuntimeError("The manager was stopped before this request was done.")
+
+#: Requests that are prepared between two steps.
+AT_ONCE = 16
+
+#: Seconds that a request waits for room in a queue of ``max_queue_size``, as upstream's does.
+WAIT_FOR_ROOM = 10.0
+
+
+class Manager(ContinuousBatchingManager):
+    """What ``model.init_continuous_batching()`` returns: upstream's methods, arguments and results.
+
+    A thread steps the engine between ``start()`` and ``stop()``. Other than upstream's, a request takes
+    all that ``generate`` takes, and one that was cancelled is handed over, failed, with its tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: Any = None,
+    ) -> None:
+        # Not upstream's, which changes the model's attention and reserves its memory.
+        self.model = model.eval()
+        self.generation_config = generation_config
+        self.continuous_batching_config = continuous_batching_config
+        self.options = engine_options(continuous_batching_config)
+        self.is_tp_driver = self.warmed_up = True
+        self.batch_processor = None
+        self.input_queue: queue.Queue[Any] = queue.Queue(continuous_batching_config.max_queue_size)
+        self.cancel_queue: queue.Queue[str] = queue.Queue()
+        self.background_thread_status = BackgroundThreadStatus()
+        self.output_router = Router(self.cancel_request)
+        self._generation_thread: threading.Thread | None = None
+        self._wake_up_loop = threading.Event()
+        self._request_lock = threading.Lock()
+        self._request_counter = self._n_added = 0
+        #: Requests that are not done: by each id of theirs, and by the engine's.
+        self._open: dict[str, Sequences] = {}
+        self._by_engine: dict[str, Sequences] = {}
+
+    @property
+    def num_return_sequences(self) -> int:
+        """Of a request that does not say."""
+        return self.n_sequences({})
+
+    def n_sequences(self, arguments: dict[str, Any]) -> int:
+        """How many sequences a request with ``arguments`` returns."""
+        config = arguments.get("generation_config", self.generation_config)
+        counts = (
+            getattr(c, "num_return_sequences", None) for c in (config, self.model.generation_config)
+        )
+        return next(
+            (n for n in (arguments.get("num_return_sequences"), *counts) if n is not None), 1
+        )
+
+    # The thread. ``is_running``, ``join`` and ``pause`` are upstream's.
+
+    def warmup(self) -> None:
+        """Nothing: what is compiled is compiled at its first use."""
+
+    def start(self) -> None:
+        """Start the thread. Raises what ``Engine`` raises for the model and the options."""
+        if self.is_running():
+            logger.warning("Manager thread is already running.")
+            return
+        engine = Engine(self.model, **self.options)
+        self.background_thread_status.clear()
+        self._generation_thread = threading.Thread(
+            target=self._run_generation_loop, args=(engine,), name="hfgen-engine", daemon=True
+        )
+        self._generation_thread.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """End the thread when all requests are done; with ``hard_stop`` at once, and they fail.
+
+        ``block`` waits for that, at most ``timeout`` seconds. ``keep_for_next_session`` leaves the
+        manager with the model, for its next ``init_continuous_batching``.
+
+        Raises ``RuntimeError`` within ``pause()``, where it would wait for ever.
+        """
+        if self._generation_thread is None:
+            logger.warning("Manager not started.")
+            return
+        status = self.background_thread_status
+        if status.is_pause_requested(local=True):
+            raise RuntimeError("stop() within pause() would wait for ever: leave the pause first.")
+        status.request_stop(status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, 0)
+        self._wake_up_loop.set()
+        if block:
+            self.join(time.perf_counter(), timeout)
+        if keep_for_next_session:
+            self.model._cached_continuous_batching_manager = self
+
+    def destroy(self) -> None:
+        """Stop the thread, if it runs."""
+        if self.is_running():
+            self.stop()
+
+    # Requests
+
+    def add_request(
+        self,
+        input_ids: Any,
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> str | None:
+        """Queue a request; returns its id, or ``None`` if the manager stops or has failed.
+
+        Args:
+            input_ids: The prompt's ids, or what else ``Engine.add`` takes.
+            request_id: Default: ``"req_0"``, ``"req_1"``, …
+            max_new_tokens: Default: the config's. If no config sets a length: as many as the model has
+                positions for.
+            streaming: Hand over a result at each step, and not only the last one.
+            record_timestamps: Fill ``timestamps`` with the ``time.perf_counter()`` of each token.
+            eos_token_id: Negative ids stand for none.
+            kwargs: Those of ``generate``, also ``generation_config``, and those of ``Engine.add``.
+
+        Raises:
+            ValueError: A request of this id is not done.
+            queue.Full: No room in a queue of ``max_queue_size`` for ten seconds.
+
+        Other arguments that cannot be used fail their request, whose result has the ``error``.
+        """
+        if (denial := self.background_thread_status.can_accept_new_requests()) is not None:
+            logger.warning(f"{denial} A request is dropped.")
+            return None
+        kwargs |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        n = self.n_sequences(kwargs)
+        with self._request_lock:
+            if request_id is None:
+                request_id = self._new_ids(1)[0]
+            options = streaming, record_timestamps
+            sequences = Sequences(request_id, self._n_added, input_ids, kwargs, n, *options)
+            self._n_added += 1
+            if taken := self._open.keys() & set(sequences.names):
+                raise ValueError(
+                    f"`request_id` {min(taken)!r} is that of a request that is not done."
+                )
+            self._open |= dict.fromkeys(sequences.names, sequences)
+        try:
+            self.input_queue.put(sequences, timeout=WAIT_FOR_ROOM)
+        except queue.Full:
+            for name in sequences.names:
+                self._open.pop(name, None)
+            raise
+        self._wake_up_loop.set()
+        if self.background_thread_status.local_status == BackgroundThreadStatus.STOPPED:
+            self._fail_all(STOPPED)  # it has stopped since, and nobody else would
+        return request_id
+
+    def add_requests(
+        self,
+        inputs: list[Any],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        """``add_request`` for each of ``inputs``, with the same arguments; returns their ids."""
+        with self._request_lock:
+            names = self._new_ids(len(inputs))
+        for name, prompt in zip(names, inputs, strict=True):
+            self.add_request(prompt, name, max_new_tokens, streaming, record_timestamps, **kwargs)
+        return names
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request, in whatever state, or one of its children; others and unknown ids are left."""
+        self.cancel_queue.put(request_id)
+        self._wake_up_loop.set()
+
+    def _new_ids(self, n: int) -> list[str]:
+        start, self._request_counter = self._request_counter, self._request_counter + n
+        return [f"req_{i}" for i in range(start, start + n)]
+
+    # Results
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """The next result, of any request or of one; waits ``timeout`` seconds for it, or without end.
+
+        ``None`` if there is none by then, or none and the thread does not run.
+        """
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            is_running, left = self.is_running(), deadline - time.monotonic()
+            wait = max(min(left, 0.1), 0.0) if is_running else 0.0
+            output = self.output_router.take(request_id, wait)
+            if output is not None or not is_running or left <= wait:
+                return output
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Results as they come; ends when the thread has ended and all have been handed over."""
+        return self._results()
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """The results of one request, up to its last."""
+        return self._results(request_id)
+
+    def _results(self, request_id: str | None = None) -> Iterator[GenerationOutput]:
+        while True:
+            is_running = self.is_running()
+            if (output := self.get_result(request_id, timeout=0.1)) is not None:
+                yield output
+                if request_id is not None and output.is_finished():
+                    return
+            elif not is_running:
+                return
+
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[GenerationOutput], Any]
+    ) -> None:
+        """Call ``callback`` on the running event loop with each result of a request.
+
+        Results that wait already come first. The handler is dropped after the last one. If the loop is
+        closed before, the request is cancelled.
+        """
+        self.output_router.register(request_id, callback)
+
+    # What the thread does
+
+    def _run_generation_loop(self, engine: Engine) -> None:
+        status: Any = self.background_thread_status
+        error: Exception = STOPPED
+        try:
+            if self.model.device.type == "cuda" and self.model.device.index is not None:
+                torch.cuda.set_device(self.model.device)
+            with torch.no_grad(), engine:
+                while self._advance(engine):
+                    pass
+        except Exception as fatal:
+            logger.error(f"The thread of continuous batching has failed: {fatal}", exc_info=True)
+            status.record_fatal_error(fatal)
+            error = fatal
+        finally:
+            status.mark_as_stopped()
+            self._fail_all(error)
+
+    def _advance(self, engine: Engine) -> bool:
+        """Take in requests, then one step of the engine, or a wait; whether there is more to do."""
+        status = self.background_thread_status
+        for _ in range(min(self.input_queue.qsize(), AT_ONCE)):
+            self._admit(engine, self.input_queue.get())
+        for request_id in drain_queue(self.cancel_queue):
+            self._cancel(request_id)
+        if status.local_status == status.HARD_STOP:
+            return False
+        if status.is_pause_requested():
+            status.pause_and_wait()
+        elif engine.has_work:
+            self._take(engine.step())
+        elif not self.input_queue.empty():
+            pass
+        elif status.local_status == status.FLUSH_AND_STOP:
+            return False
+        else:
+            self._wake_up_loop.wait()
+            self._wake_up_loop.clear()
+        return True
+
+    def _admit(self, engine: Engine, sequences: Sequences) -> None:
+        """Give a request to the engine; one that this refuses fails, and the others go on."""
+        try:
+            configs = self.generation_config, self.continuous_batching_config
+            arguments = request_arguments(self.model, *configs, sequences)
+            sequences.enter(request := engine.add(sequences.prompt, **arguments))
+        except Exception as error:
+            self._fail(sequences.unfinished, error)
+        else:
+            self._by_engine[request.id] = sequences
+
+    def _take(self, events: Sequence[EngineEvent]) -> None:
+        """Hand over what the events of a step amount to."""
+        for event in events:
+            sequences = self._by_engine.get(event.request.id)
+            if sequences is not None and (state := sequences.gain(event)) is not None:
+                self._hand_over(state)
+        for request in {event.request.id: event.request for event in events}.values():
+            if request.done and (sequences := self._by_engine.pop(request.id, None)) is not None:
+                self._fail(sequences.unfinished, sequences.conclude())
+
+    def _cancel(self, request_id: str) -> None:
+        """End a request, or one of its children alone."""
+        if (sequences := self._open.get(request_id)) is None:
+            return
+        is_all = request_id == sequences.request_id
+        states = [s for s in sequences.unfinished if is_all or s.request_id == request_id]
+        self._fail(states, RuntimeError("The request was cancelled."))
+        if not sequences.unfinished and sequences.request is not None:
+            sequences.request.cancel()
+
+    def _fail(self, states: Iterable[RequestState], error: BaseException) -> None:
+        for state in states:
+            state.status, state.error = RequestStatus.FAILED, str(error) or repr(error)
+            self._hand_over(state)
+
+    def _hand_over(self, state: RequestState) -> None:
+        if state.status >= RequestStatus.FINISHED:
+            self._open.pop(state.request_id, None)
+        self.output_router.deliver(state.to_generation_output())
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail what is left, also what the engine has not seen."""
+        drain_queue(self.input_queue)
+        with self._request_lock:
+            for sequences in [*self._open.values()]:
+                self._fail(sequences.unfinished, error)
+        self._by_engine.clear()
