@@ -16,11 +16,16 @@ import torch
 import transformers
 from tqdm import TMonitor
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
+from transformers.generation.continuous_batching import (
+    ContinuousBatchingManager,
+    ContinuousMixin,
+    RequestStatus,
+)
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 import hfgen
 from hfgen.engine import manager as manager_module
+from hfgen.engine import upstream
 from hfgen.engine.manager import Manager
 from tests import tiny
 from tests.parity.harness import FAMILIES
@@ -88,6 +93,12 @@ class Raises(transformers.LogitsProcessor):
         return scores
 
 
+METHODS = (
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+    "generate_batch",
+)
+
 NO_EOS = {"ignore_eos": True}
 LONG: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True}
 
@@ -135,24 +146,20 @@ def test_ids_of_several_sequences_are_upstreams(llama: Any) -> None:
 
 
 def test_signatures_are_upstreams() -> None:
+    names = inspect.getmembers(ContinuousBatchingManager, inspect.isfunction)
     pairs = [
-        (vars(owner)[name], theirs)
-        for owner, upstream in (
-            (Manager, ContinuousBatchingManager),
-            (hfgen.GenerationMixin, transformers.GenerationMixin),
-        )
-        for name, theirs in inspect.getmembers(upstream, inspect.isfunction)
-        if name in vars(owner)
-        and (not name.startswith("_") or name == "__iter__")
-        and (upstream is ContinuousBatchingManager or "batch" in name)
+        (getattr(Manager, name), theirs)
+        for name, theirs in names
+        if not name.startswith("_") and getattr(Manager, name) is not theirs
     ]
+    pairs += [(getattr(upstream, name), getattr(ContinuousMixin, name)) for name in METHODS]
     assert len(pairs) > 12
     for ours, theirs in pairs:
-        mine, yours = (list(inspect.signature(f).parameters.values()) for f in (ours, theirs))
-        assert [p.name for p in mine if p.kind is not p.VAR_KEYWORD][: len(yours)] == [
-            p.name for p in yours if p.kind is not p.VAR_KEYWORD
-        ], ours
-        assert [p.default for p in mine] == [p.default for p in yours], ours
+        mine, yours = (
+            [p for p in inspect.signature(f).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            for f in (ours, theirs)
+        )
+        assert [(p.name, p.default) for p in mine] == [(p.name, p.default) for p in yours], ours
 
 
 def test_whatever_upstreams_manager_has_is_there(llama: Any) -> None:

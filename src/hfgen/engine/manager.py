@@ -5,41 +5,25 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import (
-    ContinuousBatchingManager,
-    RequestState,
-    RequestStatus,
-)
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
-from transformers.generation.continuous_batching.utils import drain_queue
-from transformers.utils import logging
 
-from .arguments import engine_options, request_arguments
-from .delivery import Router
+from .arguments import engine_options
 from .engine import Engine
-from .request import EngineEvent
 from .sequences import Sequences
-
-logger = logging.get_logger("ContinuousBatchingLogger")
-
-#: Why requests fail that a manager leaves.
-STOPPED = RuntimeError("The manager was stopped before this request was done.")
-
-#: Requests that are prepared between two steps.
-AT_ONCE = 16
+from .worker import STOPPED, Worker, logger
 
 #: Seconds that a request waits for room in a queue of ``max_queue_size``, as upstream's does.
 WAIT_FOR_ROOM = 10.0
 
 
-class Manager(ContinuousBatchingManager):
+class Manager(Worker, ContinuousBatchingManager):
     """What ``model.init_continuous_batching()`` returns: upstream's methods, arguments and results.
 
     A thread steps the engine between ``start()`` and ``stop()``. Other than upstream's, a request takes
@@ -54,23 +38,10 @@ class Manager(ContinuousBatchingManager):
         workload_hints: Any = None,
     ) -> None:
         # Not upstream's, which changes the model's attention and reserves its memory.
-        self.model = model.eval()
-        self.generation_config = generation_config
-        self.continuous_batching_config = continuous_batching_config
+        Worker.__init__(self, model, generation_config, continuous_batching_config)
         self.options = engine_options(continuous_batching_config)
         self.is_tp_driver = self.warmed_up = True
         self.batch_processor = None
-        self.input_queue: queue.Queue[Any] = queue.Queue(continuous_batching_config.max_queue_size)
-        self.cancel_queue: queue.Queue[str] = queue.Queue()
-        self.background_thread_status = BackgroundThreadStatus()
-        self.output_router = Router(self.cancel_request)
-        self._generation_thread: threading.Thread | None = None
-        self._wake_up_loop = threading.Event()
-        self._request_lock = threading.Lock()
-        self._request_counter = self._n_added = 0
-        #: Requests that are not done: by each id of theirs, and by the engine's.
-        self._open: dict[str, Sequences] = {}
-        self._by_engine: dict[str, Sequences] = {}
 
     @property
     def num_return_sequences(self) -> int:
@@ -79,13 +50,13 @@ class Manager(ContinuousBatchingManager):
 
     def n_sequences(self, arguments: dict[str, Any]) -> int:
         """How many sequences a request with ``arguments`` returns."""
-        config = arguments.get("generation_config", self.generation_config)
-        counts = (
-            getattr(c, "num_return_sequences", None) for c in (config, self.model.generation_config)
+        name = "num_return_sequences"
+        configs = (
+            arguments.get("generation_config", self.generation_config),
+            self.model.generation_config,
         )
-        return next(
-            (n for n in (arguments.get("num_return_sequences"), *counts) if n is not None), 1
-        )
+        counts = arguments.get(name), *(getattr(config, name, None) for config in configs)
+        return next((n for n in counts if n is not None), 1)
 
     # The thread. ``is_running``, ``join`` and ``pause`` are upstream's.
 
@@ -208,11 +179,6 @@ class Manager(ContinuousBatchingManager):
             self.add_request(prompt, name, max_new_tokens, streaming, record_timestamps, **kwargs)
         return names
 
-    def cancel_request(self, request_id: str) -> None:
-        """End a request, in whatever state, or one of its children; others and unknown ids are left."""
-        self.cancel_queue.put(request_id)
-        self._wake_up_loop.set()
-
     def _new_ids(self, n: int) -> list[str]:
         start, self._request_counter = self._request_counter, self._request_counter + n
         return [f"req_{i}" for i in range(start, start + n)]
@@ -261,93 +227,3 @@ class Manager(ContinuousBatchingManager):
         closed before, the request is cancelled.
         """
         self.output_router.register(request_id, callback)
-
-    # What the thread does
-
-    def _run_generation_loop(self, engine: Engine) -> None:
-        status: Any = self.background_thread_status
-        error: Exception = STOPPED
-        try:
-            if self.model.device.type == "cuda" and self.model.device.index is not None:
-                torch.cuda.set_device(self.model.device)
-            with torch.no_grad(), engine:
-                while self._advance(engine):
-                    pass
-        except Exception as fatal:
-            logger.error(f"The thread of continuous batching has failed: {fatal}", exc_info=True)
-            status.record_fatal_error(fatal)
-            error = fatal
-        finally:
-            status.mark_as_stopped()
-            self._fail_all(error)
-
-    def _advance(self, engine: Engine) -> bool:
-        """Take in requests, then one step of the engine, or a wait; whether there is more to do."""
-        status = self.background_thread_status
-        for _ in range(min(self.input_queue.qsize(), AT_ONCE)):
-            self._admit(engine, self.input_queue.get())
-        for request_id in drain_queue(self.cancel_queue):
-            self._cancel(request_id)
-        if status.local_status == status.HARD_STOP:
-            return False
-        if status.is_pause_requested():
-            status.pause_and_wait()
-        elif engine.has_work:
-            self._take(engine.step())
-        elif not self.input_queue.empty():
-            pass
-        elif status.local_status == status.FLUSH_AND_STOP:
-            return False
-        else:
-            self._wake_up_loop.wait()
-            self._wake_up_loop.clear()
-        return True
-
-    def _admit(self, engine: Engine, sequences: Sequences) -> None:
-        """Give a request to the engine; one that this refuses fails, and the others go on."""
-        try:
-            configs = self.generation_config, self.continuous_batching_config
-            arguments = request_arguments(self.model, *configs, sequences)
-            sequences.enter(request := engine.add(sequences.prompt, **arguments))
-        except Exception as error:
-            self._fail(sequences.unfinished, error)
-        else:
-            self._by_engine[request.id] = sequences
-
-    def _take(self, events: Sequence[EngineEvent]) -> None:
-        """Hand over what the events of a step amount to."""
-        for event in events:
-            sequences = self._by_engine.get(event.request.id)
-            if sequences is not None and (state := sequences.gain(event)) is not None:
-                self._hand_over(state)
-        for request in {event.request.id: event.request for event in events}.values():
-            if request.done and (sequences := self._by_engine.pop(request.id, None)) is not None:
-                self._fail(sequences.unfinished, sequences.conclude())
-
-    def _cancel(self, request_id: str) -> None:
-        """End a request, or one of its children alone."""
-        if (sequences := self._open.get(request_id)) is None:
-            return
-        is_all = request_id == sequences.request_id
-        states = [s for s in sequences.unfinished if is_all or s.request_id == request_id]
-        self._fail(states, RuntimeError("The request was cancelled."))
-        if not sequences.unfinished and sequences.request is not None:
-            sequences.request.cancel()
-
-    def _fail(self, states: Iterable[RequestState], error: BaseException) -> None:
-        for state in states:
-            state.status, state.error = RequestStatus.FAILED, str(error) or repr(error)
-            self._hand_over(state)
-
-    def _hand_over(self, state: RequestState) -> None:
-        if state.status >= RequestStatus.FINISHED:
-            self._open.pop(state.request_id, None)
-        self.output_router.deliver(state.to_generation_output())
-
-    def _fail_all(self, error: BaseException) -> None:
-        """Fail what is left, also what the engine has not seen."""
-        drain_queue(self.input_queue)
-        with self._request_lock:
-            for sequences in [*self._open.values()]:
-                self._fail(sequences.unfinished, error)
-        self._by_engine.clear()

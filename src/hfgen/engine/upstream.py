@@ -14,7 +14,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from .. import rows, validate
 from ..call import Request
 from ..config import resolve
-from .manager import Manager, logger
+from .manager import Manager
+from .worker import logger
 
 #: Arguments of ``Engine.add`` that are not those of ``generate``.
 OF_ENGINE = ("priority", "timeout", "stop")
