@@ -1,81 +1,39 @@
-"""Which requests prefill and decode next: admission by rows and bytes, chunks of prefill, policies."""
+"""Which requests prefill and decode next: admission by rows and bytes, and prefill in chunks."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from heapq import merge
 from math import inf
-from typing import Literal
+from operator import attrgetter
 
 from .errors import DoesNotFitError, QueueFullError
+from .item import Chunk, Item
+from .policies import POLICIES
 
-Policy = Literal["fcfs", "srpt", "priority"]
-State = Literal["new", "waiting", "prefill", "decoding", "done"]
+MAX_OVERTAKEN = 32  # so many items may pass one that does not fit; then nothing passes it
+LOOKAHEAD = 32  # so many items behind one that does not fit are looked at in a step
+RESERVED_SHARE = 0.25  # optimistic admission: the share of an item's growth reserved at entry
 
-AGING = 0.125  # srpt: tokens that an item's key loses per token prefilled since it arrived
-PRIORITY_SECONDS = 60.0  # priority: one level is worth so many seconds of waiting
-MAX_OVERTAKEN = 32  # so many items may pass an item that does not fit; then all wait for it
-LOOKAHEAD = 32  # items behind one that does not fit which are looked at in a step
-RESERVED_SHARE = 0.25  # optimistic: the share of an item's growth that is reserved at entry
-
-
-@dataclass(eq=False)
-class Item:
-    """One request, as far as its place in the order is concerned.
-
-    ``n_bytes`` is what it needs at its longest (prompt and ``max_new_tokens``), ``n_bytes_now`` what it
-    holds once its prompt is prefilled; the latter is only read by optimistic admission. ``n_done`` may
-    be raised before ``add`` by what a prefix cache has. The scheduler writes the fields from
-    ``arrived`` on; ``add`` fills in ``arrived`` where it is None.
-    """
-
-    n_tokens: int  # to prefill
-    n_rows: int = 1
-    n_bytes: float = 0.0
-    priority: int = 0
-    is_whole: bool = False  # its prefill cannot be cut into chunks
-    arrived: float | None = None  # seconds
-    n_done: int = 0  # tokens prefilled
-    n_bytes_now: float | None = None
-    admitted: float | None = field(default=None, init=False)  # when it first left the queue
-    state: State = field(default="new", init=False)
-    n_reserved: float = field(default=0.0, init=False)  # bytes
-    n_overtaken: int = field(default=0, init=False)  # items that passed it while it did not fit
-    was_taken_out: bool = field(default=False, init=False)
-    started: float = field(default=0.0, init=False, repr=False)  # the scheduler's count of tokens
-    key: tuple[float, int] = field(default=(0.0, 0), init=False, repr=False)
-
-    @property
-    def n_left(self) -> int:
-        """Tokens that are left to prefill."""
-        return self.n_tokens - self.n_done
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The next ``n_tokens`` of an item's prefill; 0 where it only comes back after ``readmit``."""
-
-    item: Item
-    n_tokens: int
-
-
-# The lesser key goes first. Each is the policy's key at time t, less what all items share at t, so
-# that it stays the same while an item waits and the queue is sorted once, at entry.
-POLICIES: dict[str, Callable[[Item], float]] = {
-    "fcfs": lambda item: item.arrived or 0.0,
-    "srpt": lambda item: item.n_left + AGING * item.started,
-    "priority": lambda item: (item.arrived or 0.0) - PRIORITY_SECONDS * item.priority,
-}
+_key = attrgetter("key")
 
 
 class Scheduler:
-    """Items wait, prefill, decode and leave; rows and bytes are reserved from admission to ``leave``.
+    """Items wait, prefill, decode and leave; their rows and bytes are theirs from admission on.
 
-    Policies: ``"fcfs"``, first come first served; ``"srpt"``, shortest remaining prefill first, with
-    aging; ``"priority"``, the higher number first. All times are seconds of one clock, passed in. Not
-    safe for use by several threads at once.
+    With ``optimistic``, an item is admitted with a share of its growth reserved only. When the bytes in
+    use then grow beyond ``max_bytes``, ``victims`` are taken out of the batch, and wait again
+    (``readmit``). All is reserved for an item that comes back, so that it is taken out once at most.
+
+    Times are seconds of any one clock. Not safe for use by several threads at once.
+
+    Args:
+        max_rows: Rows in prefill and decoding, at most.
+        max_bytes: Reserved bytes, at most; may be changed later (then see ``never_fit``).
+        prefill_tokens: Tokens of prefill in a step, at most.
+        policy: ``"fcfs"``, ``"srpt"`` or ``"priority"``: the functions of ``policies``.
+        max_queue: Items that may wait, or None.
     """
 
     def __init__(
@@ -84,18 +42,20 @@ class Scheduler:
         max_rows: int,
         max_bytes: float = inf,
         prefill_tokens: int = 2048,
-        policy: Policy = "fcfs",
+        policy: str = "fcfs",
         max_queue: int | None = None,
         optimistic: bool = False,
     ) -> None:
-        limits = {"max_rows": max_rows, "max_bytes": max_bytes, "prefill_tokens": prefill_tokens}
+        counts = {"max_rows": max_rows, "prefill_tokens": prefill_tokens}
         if max_queue is not None:
-            limits["max_queue"] = max_queue
-        for name, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"`{name}` is {value}; it has to be positive")
+            counts["max_queue"] = max_queue
+        for name, value in counts.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` has to be an integer of 1 or more, but is {value!r}.")
+        if not max_bytes > 0:
+            raise ValueError(f"`max_bytes` has to be positive, but is {max_bytes!r}.")
         if policy not in POLICIES:
-            raise ValueError(f"`policy` is {policy!r}; the policies are {', '.join(POLICIES)}")
+            raise ValueError(f"`policy` has to be one of {[*POLICIES]}, but is {policy!r}.")
         self.max_rows = max_rows
         self.max_bytes = max_bytes
         self.prefill_tokens = prefill_tokens
@@ -104,41 +64,40 @@ class Scheduler:
         self.waiting: list[Item] = []  # in policy order
         self.prefilling: list[Item] = []
         self.decoding: list[Item] = []
-        self.n_rows = 0  # in use
-        self.n_bytes = 0.0  # reserved
+        self.n_rows = 0
+        self.n_bytes: float = 0
         self._policy = POLICIES[policy]
         self._n_added = 0
-        self._n_prefilled = 0  # tokens, of all items
+        self._clock = 0  # tokens prefilled for all items
 
     def add(self, item: Item, now: float) -> None:
-        """Put a new item into the queue.
+        """Put a new item into the queue; ``now`` is when it arrived.
 
         Raises:
-            DoesNotFitError: it needs more rows or bytes than there are in all.
-            QueueFullError: ``max_queue`` items wait already.
+            DoesNotFitError: It needs more rows or bytes than there are in all.
+            QueueFullError: ``max_queue`` items wait.
         """
-        if not self.could_fit(item):
+        if not self._could_fit(item):
             raise DoesNotFitError(
-                f"the request needs {item.n_rows} rows and {item.n_bytes:,.0f} bytes; there are "
-                f"{self.max_rows} rows and {self.max_bytes:,.0f} bytes in all"
+                f"The request needs {item.n_rows:,} rows and {item.n_bytes:,.0f} bytes, but there are "
+                f"{self.max_rows:,} rows and {self.max_bytes:,.0f} bytes in all."
             )
         if self.max_queue is not None and len(self.waiting) >= self.max_queue:
             raise QueueFullError(
-                f"{len(self.waiting)} requests wait already; max_queue is {self.max_queue}"
+                f"The queue is full: {len(self.waiting):,} requests wait, and `max_queue` is "
+                f"{self.max_queue:,}."
             )
-        if item.arrived is None:
-            item.arrived = now
         self._n_added += 1
-        item.started = self._n_prefilled
-        item.key = (self._policy(item), self._n_added)
-        self._enqueue(item)
+        item.arrived, item.clock_at_arrival = now, self._clock
+        self._enqueue(item, self._n_added)
 
     def plan(self, now: float) -> list[Chunk]:
-        """The chunks of this step, ``prefill_tokens`` at most; admits the items that begin with it.
+        """The chunks of this step, in policy order; admits the waiting items that begin with one.
 
-        Items are dealt with in policy order, those that prefill already among those that wait. One that
-        is whole and longer than the budget gets a step of its own. An item that does not fit is passed
-        by ``MAX_OVERTAKEN`` others at most; then nothing else is admitted until it fits.
+        Items in prefill and waiting ones take their turns in one order, so that a short prompt need not
+        wait for all of a long one. A whole item longer than ``prefill_tokens`` gets a step of its own. An
+        item that does not fit is passed by ``MAX_OVERTAKEN`` others at most. Where keys are equal, so are
+        neighbours' lengths if possible.
         """
         chunks: list[Chunk] = []
         budget = self.prefill_tokens
@@ -149,8 +108,9 @@ class Scheduler:
             if item.state == "waiting":
                 if blocked is not None and blocked.n_overtaken >= MAX_OVERTAKEN:
                     continue
-                if not self._fits_now(item):
-                    blocked = blocked or (item if self.could_fit(item) else None)
+                if not self._fits(item):
+                    # Nothing waits for an item that can never fit.
+                    blocked = blocked or (item if self._could_fit(item) else None)
                     continue
                 self._admit(item, now)
                 if blocked is not None:
@@ -158,20 +118,21 @@ class Scheduler:
             n_tokens = min(item.n_left, budget)
             if item.is_whole and n_tokens < item.n_left:
                 if chunks or item.n_left <= self.prefill_tokens:
-                    continue  # its turn comes in a later step, at the front
+                    continue  # in a later step, when those before it are through
                 n_tokens = item.n_left
             chunks.append(Chunk(item, n_tokens))
             budget -= n_tokens
         return sorted(chunks, key=lambda chunk: (chunk.item.key[0], chunk.n_tokens))
 
     def advance(self, item: Item, n_tokens: int) -> None:
-        """So many more of its tokens have been prefilled; with the last one it decodes."""
+        """``n_tokens`` more of an item in prefill are done; after the last one it decodes."""
         if item.state != "prefill" or not 0 <= n_tokens <= item.n_left:
             raise ValueError(
-                f"`n_tokens` is {n_tokens}; the item is {item.state!r} with {item.n_left} left"
+                f"`n_tokens` is {n_tokens}, but the item's state is {item.state!r}, with "
+                f"{item.n_left} tokens left to prefill."
             )
         item.n_done += n_tokens
-        self._n_prefilled += n_tokens
+        self._clock += n_tokens
         item.key = (self._policy(item), item.key[1])
         if item.n_left == 0:
             self.prefilling.remove(item)
@@ -179,71 +140,94 @@ class Scheduler:
             item.state = "decoding"
 
     def leave(self, item: Item) -> None:
-        """It ended, was cancelled or failed, in any state: free its rows and bytes; twice is no error."""
+        """It ended, was cancelled or failed, in any state: free its rows and bytes. Twice does nothing."""
         self._remove(item)
         item.state = "done"
 
-    # ------------------------------------------------------------- bytes that change
-
-    def could_fit(self, item: Item) -> bool:
-        """Whether it fits when nothing else is there."""
-        return item.n_rows <= self.max_rows and item.n_bytes <= self.max_bytes
-
     def never_fit(self) -> list[Item]:
-        """The waiting items that ``plan`` passes over since they need more than there is in all.
+        """Waiting items that need more than there is in all, now that ``max_bytes`` or theirs changed.
 
-        To be asked, and each to be let ``leave``, after ``max_bytes`` or an item's bytes changed.
+        ``plan`` passes over them; ``leave`` is the caller's to call.
         """
-        return [item for item in self.waiting if not self.could_fit(item)]
+        return [item for item in self.waiting if not self._could_fit(item)]
 
     def resize(self, item: Item, n_bytes: float, n_bytes_now: float | None = None) -> None:
-        """Correct the bytes of an item: at its longest, and as it is now (for optimistic admission)."""
-        item.n_bytes = n_bytes
-        item.n_bytes_now = item.n_bytes_now if n_bytes_now is None else n_bytes_now
-        if item.state in ("prefill", "decoding"):
-            self.n_bytes -= item.n_reserved
-            item.n_reserved = self._to_reserve(item)
-            self.n_bytes += item.n_reserved
+        """Correct the bytes of an item, in any state: at its longest, and without growth.
 
-    # ------------------------------------------------------------- inside
+        What is reserved for it then may exceed ``max_bytes``: see ``victims``.
+        """
+        item.n_bytes, item.n_bytes_now = n_bytes, n_bytes_now
+        if item.state in ("prefill", "decoding"):
+            before, item.n_reserved = item.n_reserved, self._to_reserve(item)
+            self.n_bytes += item.n_reserved - before
+
+    def victims(self, needed: float | None = None) -> list[Item]:
+        """Items to take out of the batch for ``needed`` bytes; by default, those beyond ``max_bytes``.
+
+        The last in policy order first; those that were taken out before only if the others do not do.
+        For each: ``readmit``, after its states are kept elsewhere; or ``leave``.
+        """
+        needed = self.n_bytes - self.max_bytes if needed is None else needed
+        found = []
+        in_use = sorted(self.prefilling + self.decoding, key=_key, reverse=True)
+        for item in sorted(in_use, key=attrgetter("was_taken_out")):
+            if needed <= 0:
+                break
+            found.append(item)
+            needed -= item.n_reserved
+        return found
+
+    def readmit(self, item: Item) -> None:
+        """Let an item wait again that was taken out, with its place in the order and its ``n_done``.
+
+        When it is admitted it gets its next chunk, of 0 tokens if it decoded; then its states have to be
+        put back. If they were dropped, set ``n_done`` back before.
+        """
+        if item.state not in ("prefill", "decoding"):
+            raise ValueError(f"`item` has to be in prefill or decoding, but is {item.state!r}.")
+        self._remove(item)
+        item.was_taken_out = True
+        self._enqueue(item, item.key[1])
 
     def _in_order(self) -> Iterator[Item]:
-        in_prefill = sorted(self.prefilling, key=lambda item: item.key)
         n_free = self.max_rows - self.n_rows
         queue = self.waiting[: n_free + LOOKAHEAD] if n_free > 0 else []
-        return merge(in_prefill, queue, key=lambda item: item.key)
+        return merge(sorted(self.prefilling, key=_key), queue, key=_key)
+
+    def _could_fit(self, item: Item) -> bool:
+        return item.n_rows <= self.max_rows and item.n_bytes <= self.max_bytes
+
+    def _fits(self, item: Item) -> bool:
+        n_rows, n_bytes = self.n_rows + item.n_rows, self.n_bytes + self._to_reserve(item)
+        return n_rows <= self.max_rows and n_bytes <= self.max_bytes and self._could_fit(item)
 
     def _to_reserve(self, item: Item) -> float:
         if not self.optimistic or item.was_taken_out or item.n_bytes_now is None:
             return item.n_bytes
-        growth = max(0.0, item.n_bytes - item.n_bytes_now)
-        return max(item.n_reserved, item.n_bytes_now + RESERVED_SHARE * growth)
-
-    def _fits_now(self, item: Item) -> bool:
-        return (
-            self.n_rows + item.n_rows <= self.max_rows
-            and self.n_bytes + self._to_reserve(item) <= self.max_bytes
-            and self.could_fit(item)
-        )
-
-    def _enqueue(self, item: Item) -> None:
-        insort(self.waiting, item, key=lambda item: item.key)
-        item.state = "waiting"
+        if item.state == "waiting":
+            return item.n_bytes_now + RESERVED_SHARE * (item.n_bytes - item.n_bytes_now)
+        return max(item.n_bytes_now, min(item.n_reserved, item.n_bytes))
 
     def _admit(self, item: Item, now: float) -> None:
         self._remove(item)
-        self.prefilling.append(item)
+        item.n_reserved = self._to_reserve(item)
         item.state = "prefill"
         item.admitted = now if item.admitted is None else item.admitted
-        item.n_reserved = self._to_reserve(item)
+        self.prefilling.append(item)
         self.n_rows += item.n_rows
         self.n_bytes += item.n_reserved
 
+    def _enqueue(self, item: Item, number: int) -> None:
+        item.key = (self._policy(item), number)
+        item.state = "waiting"
+        insort(self.waiting, item, key=_key)
+
     def _remove(self, item: Item) -> None:
         if item.state == "waiting":
-            del self.waiting[bisect_left(self.waiting, item.key, key=lambda item: item.key)]
+            del self.waiting[bisect_left(self.waiting, item.key, key=_key)]
         elif item.state in ("prefill", "decoding"):
             (self.prefilling if item.state == "prefill" else self.decoding).remove(item)
             self.n_rows -= item.n_rows
-            self.n_bytes -= item.n_reserved
-            item.n_reserved = 0.0
+            # Sums of fractions are inexact, but what nobody holds is zero.
+            self.n_bytes = self.n_bytes - item.n_reserved if self.n_rows else 0
+            item.n_reserved = 0
