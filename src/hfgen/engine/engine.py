@@ -62,7 +62,7 @@ class Engine:
             max_rows=max_rows,
             max_bytes=self.memory.limit,
             prefill_tokens=prefill_tokens,
-            policy=policy,  # type: ignore[arg-type]
+            policy=policy,
             max_queue=max_queue,
         )
         self.steps = Steps(self.model, self.scheduler)
