@@ -50,11 +50,11 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"response_format": {"type": "text"}}, {"top_k": 0}),
     (
         {"response_format": {"type": "json_object"}},
-        {"grammar": grammar.json_object(), "top_k": 0},
+        {"grammar": grammar.json_object(whitespace=" ?"), "top_k": 0},
     ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-        {"grammar": grammar.json(SCHEMA), "top_k": 0},
+        {"grammar": grammar.json(SCHEMA, whitespace=" ?"), "top_k": 0},
     ),
     ({"guided_choice": ["a", "b"]}, {"grammar": grammar.choice(["a", "b"]), "top_k": 0}),
     ({"structured_outputs": {"regex": "a+"}}, {"grammar": grammar.regex("a+"), "top_k": 0}),

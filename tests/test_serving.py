@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import hfgen
+from hfgen import cli, serve
 from hfgen.engine.errors import EngineClosedError, EngineError, QueueFullError
 from hfgen.engine.serving import Service
 from tests import tiny
@@ -372,3 +375,32 @@ def test_the_thread_ends_with_an_event_loop_that_was_closed() -> None:
         await service.add(10**9)
 
     asyncio.run(main())  # the fixture sees that the thread has gone
+
+
+# ------------------------------------------------------------ the command
+
+
+def test_the_server_says_which_transformers_it_is_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    for installed in "5.21.0", "5.24.0.dev0", "6.0":
+        with pytest.raises(ImportError, match=rf"5\.23\.x, but {installed} is"):
+            serve.check_requirements(installed)
+    serve.check_requirements(f"{serve.TESTED[-1]}.7")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"fastapi.*hfgen\[serve\]"):
+        serve.check_requirements()
+
+
+def test_the_command_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ImportError("a package is missing")
+
+    monkeypatch.setattr(serve, "check_requirements", refuse)
+    for arguments, message in {
+        ("--log-level", "loud"): "--log-level takes one of",
+        ("--port", "99999"): "--port",
+        ("--model", "builtin"): "a package is missing",
+    }.items():
+        result = CliRunner().invoke(cli.app, ["serve", *arguments])
+        assert result.exit_code == 2
+        assert message in result.stderr.replace("\n", " ")

@@ -1,4 +1,4 @@
-"""The command line: ``hfgen generate``, ``hfgen chat``, ``hfgen compare``, ``hfgen batch``, ``hfgen demo``.
+"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo`` and ``serve``.
 
 Commands import torch and transformers when they run, so that ``--help`` does not wait.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hfgen.cli import batch, chat, compare, demo, generate
+from hfgen.cli import batch, chat, compare, demo, generate, serve
 from hfgen.cli.options import GenerationCommand
 from hfgen.cli.report import CliError, one_line, say
 
@@ -78,6 +78,7 @@ def hfgen(
 for _command in (generate.generate, chat.chat, compare.compare, batch.batch):
     app.command(cls=GenerationCommand)(_command)
 app.command()(demo.demo)
+app.command()(serve.serve)
 
 
 def main() -> None:

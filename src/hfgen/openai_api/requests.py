@@ -55,19 +55,23 @@ CHECKED_AS = {
 }
 
 
+#: White space between the tokens of JSON: as much as it likes, a small model writes without end.
+SPACE = " ?"
+
+
 def _json_schema(value: Any) -> grammar.Grammar:
     schema = value.get("json_schema")
     if not isinstance(schema, Mapping) or "schema" not in schema:
         raise ValueError(
             "`response_format` has to have `json_schema`: {name, schema}, but has not."
         )
-    return grammar.json(schema["schema"])
+    return grammar.json(schema["schema"], whitespace=SPACE)
 
 
 #: What the types of ``response_format`` become.
 FORMATS: dict[str, Callable[[Any], Any]] = {
     "text": lambda value: None,
-    "json_object": lambda value: grammar.json_object(),
+    "json_object": lambda value: grammar.json_object(whitespace=SPACE),
     "json_schema": _json_schema,
 }
 

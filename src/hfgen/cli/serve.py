@@ -1,0 +1,127 @@
+"""``hfgen serve``: a server with OpenAI's interface."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hfgen.cli import options
+from hfgen.cli.loading import BUILTIN, load, quiet
+from hfgen.cli.report import CliError, say
+
+MEBIBYTE = 2**20
+LOCAL = ("localhost", "127.0.0.1", "::1")
+LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+def serve(
+    model: options.ModelOption = "builtin",
+    host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key", envvar="HFGEN_API_KEY", help="What clients have to send; 401 without it."
+        ),
+    ] = None,
+    max_rows: Annotated[
+        int, typer.Option("--max-rows", min=1, help="Rows that decode at once.")
+    ] = 32,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", min=0, help="Requests that may wait; 429 beyond that.")
+    ] = 256,
+    max_request_mb: Annotated[
+        float, typer.Option("--max-request-mb", help="Size of a request in MiB; 413 beyond that.")
+    ] = 16.0,
+    memory: Annotated[
+        float, typer.Option("--memory", help="For the KV cache: bytes, or a share of what is free.")
+    ] = 0.8,
+    prefill_tokens: Annotated[
+        int, typer.Option("--prefill-tokens", min=1, help="Tokens of prompts forwarded in a step.")
+    ] = 2048,
+    policy: Annotated[str, typer.Option("--policy", help="fcfs, srpt or priority.")] = "fcfs",
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache", help="Keep the states of prompts for other requests.")
+    ] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option("--chat-template", help="A file to use in place of the model's.")
+    ] = None,
+    log_level: Annotated[
+        str, typer.Option("--log-level", help=f"{', '.join(LEVELS)}; info has a line per request.")
+    ] = "warning",
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
+) -> None:
+    """Serve a model with OpenAI's interface, at http://HOST:PORT/v1, until Ctrl-C.
+
+    /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health and /metrics.
+    Requests decode together, each with parameters of its own.
+    """
+    from hfgen.serve import check_requirements
+
+    if log_level not in LEVELS:
+        raise CliError(f"--log-level takes one of {', '.join(LEVELS)}, but {log_level!r} was given")
+    try:
+        check_requirements()
+    except ImportError as error:
+        raise CliError(str(error)) from error
+    with quiet(debug):
+        import hfgen
+        from hfgen.serve.server import Settings, serve
+
+        loaded, processor = load_served(model, dtype, device, trust_remote_code)
+        if chat_template is not None:
+            processor.chat_template = read_template(chat_template)
+        try:
+            engine = hfgen.Engine(
+                loaded,
+                getattr(processor, "tokenizer", processor),
+                max_rows=max_rows,
+                memory=memory,
+                prefill_tokens=prefill_tokens,
+                policy=policy,
+                max_queue=max_queue,
+                prefix_cache=hfgen.PrefixCache() if prefix_cache else None,
+            )
+        except (TypeError, ValueError) as error:
+            raise CliError(str(error)) from error
+        if api_key is None and host not in LOCAL:
+            say(f"[yellow]hfgen:[/] anybody who reaches {host} may use the model: give --api-key")
+        settings = Settings(host, port, api_key, int(max_request_mb * MEBIBYTE), log_level)
+        say(f"{model} at http://{host}:{port}/v1 (Ctrl-C ends it)")
+        with suppress(KeyboardInterrupt):
+            asyncio.run(serve(model, loaded, processor, engine, settings))
+
+
+def load_served(
+    name: str, dtype: str, device: str | None, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """A model as ``transformers serve`` loads it, with its processor; or the built-in one."""
+    if name in BUILTIN:
+        loaded = load(name, None, dtype, device, trust_remote_code)
+        return loaded.model, loaded.tokenizer
+    from transformers.cli.serving.model_manager import ModelManager
+
+    import hfgen
+
+    try:
+        manager = ModelManager(device or "auto", dtype, trust_remote_code)
+        source = name if "@" in name else f"{name}@main"
+        model, processor = manager._load_model(source), manager._load_processor(source)
+    except Exception as error:
+        reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(" .:")
+        raise CliError(f"cannot load {name!r}: {reason}") from error
+    return hfgen.mix_into(model).eval(), processor
+
+
+def read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"--chat-template: cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,251 @@
+"""The handlers of ``/v1/chat/completions`` and ``/v1/completions``, and what handlers share."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.utils import (
+    BaseHandler,
+    build_response_parser,
+    get_response_template,
+    parse_assistant_message,
+)
+
+from ..engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
+from ..engine.serving import Service, ServiceRequest
+from ..openai_api import chat_response, completion_response, generate_kwargs, prompts_of, usage
+from ..text import Pieces
+from .answers import ChatChoices, Message, TextChoices, chunks, tool_call
+
+#: New tokens of an answer that neither the request nor the model limits, as upstream has it.
+NEW_TOKENS = 1024
+
+#: Seconds after which a client that was refused may come again.
+RETRY_AFTER = 1
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns what is raised before a request is in the engine into a status."""
+    try:
+        yield
+    except HTTPException:
+        raise
+    except QueueFullError as error:
+        raise HTTPException(429, str(error), {"Retry-After": str(RETRY_AFTER)}) from error
+    except EngineClosedError as error:
+        raise HTTPException(503, str(error)) from error
+    except DoesNotFitError as error:
+        advice = "lower `n` or `max_tokens`, or shorten the prompt"
+        raise HTTPException(400, f"{error}: {advice}") from error
+    except KeyError as error:
+        raise HTTPException(400, f"The request lacks {error}.") from error
+    except (AttributeError, IndexError, TemplateError, TypeError, ValueError) as error:
+        raise HTTPException(400, str(error)) from error
+
+
+async def result_of(request: ServiceRequest) -> Any:
+    """The output of a request; raises ``HTTPException`` with 500 if it has failed."""
+    try:
+        async with request:
+            return await request.result()
+    except Exception as error:
+        message = f"The request has failed: {type(error).__name__}: {error}"
+        raise HTTPException(500, message) from error
+
+
+class EngineHandler(BaseHandler):
+    """What the handlers share: parameters of a request, and its way into the engine.
+
+    A copy of the handler serves each request, and knows its ``body`` and the ``fields`` of generation.
+    """
+
+    body: dict[str, Any]
+    fields: dict[str, Any]
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer, or raise ``HTTPException``: 400, 429, 500 or 503."""
+        own = copy.copy(self)
+        with refusals():
+            own.body, own.fields = body, self.parameters(body)
+            answer = await own.answer(body, request_id)
+            return await answer if inspect.isawaitable(answer) else answer
+
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        """Upstream's ``handle_request``, which calls ``_streaming`` or ``_non_streaming``."""
+        return await super().handle_request(body, request_id)
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The fields of generation that a body asks for. Raises ``ValueError``."""
+        raise NotImplementedError
+
+    def defaults(self) -> dict[str, Any]:
+        """The model's own generation config, as far as it says something."""
+        config = self.model_manager.only[0].generation_config
+        return {name: value for name, value in vars(config).items() if value is not None}
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        """Nothing: ``parameters`` has refused what is not known."""
+
+    def _build_generation_config(self, *_: Any, **__: Any) -> None:
+        """Nothing: the engine gets ``fields``."""
+
+    async def add(self, service: Service, inputs: Any, **kwargs: Any) -> ServiceRequest:
+        """Put a prompt, its ids or the model's inputs, into the engine."""
+        model = self.model_manager.only[0]
+        length = inputs["input_ids"].shape[-1] if hasattr(inputs, "keys") else len(inputs)
+        if all(n not in self.fields | self.defaults() for n in ("max_new_tokens", "max_length")):
+            kwargs["max_new_tokens"] = default_length(model, length)
+        if hasattr(model, "has_talker"):  # it would speak, too
+            kwargs["generation_mode"] = "text"
+        inputs = dict(inputs) if hasattr(inputs, "keys") else inputs
+        return await service.add(inputs, **self.fields, **kwargs)
+
+    def common(self, request_id: str, kind: str) -> dict[str, Any]:
+        """What the chunks of a stream have in common."""
+        created, name = int(time.time()), self.model_manager.force_model
+        return {"id": request_id, "object": kind, "created": created, "model": name}
+
+    @property
+    def tokenizer(self) -> Any:
+        processor = self.model_manager.only[1]
+        return getattr(processor, "tokenizer", processor)
+
+    @property
+    def pieces(self) -> Any:
+        """The texts of single tokens, if log-probabilities are asked for."""
+        return Pieces(self.tokenizer) if "logprobs" in self.fields else None
+
+    @property
+    def count(self) -> Any:
+        """What counts the tokens of an output, if a stream is to end with that."""
+        has_usage = (self.body.get("stream_options") or {}).get("include_usage")
+        return (lambda output: usage([output])) if has_usage else None
+
+
+def default_length(model: Any, prompt_length: int) -> int:
+    """New tokens where nobody limits them: as many as the model has positions for, up to a limit."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = NEW_TOKENS if positions is None else positions - prompt_length
+    return max(1, min(NEW_TOKENS, room))
+
+
+class ChatHandler(EngineHandler, ChatCompletionHandler):
+    """``/v1/chat/completions``."""
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(body.get("messages"), list) or not body["messages"]:
+            raise ValueError(
+                f"`messages` has to be a list of messages, but is {body.get('messages')!r}."
+            )
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            raise ValueError("`tool_choice` has to be 'auto' or 'none': calls cannot be required.")
+        if body.get("tool_choice") == "none":
+            body.pop("tools", None)
+        return generate_kwargs(body, is_chat=True, defaults=self.defaults())
+
+    async def begin(self, model: Any, processor: Any, inputs: Any, service: Service) -> Any:
+        """The request; where its text is parsed, it has special tokens."""
+        is_parsed = get_response_template(processor, model) is not None
+        return await self.add(
+            service, inputs, **({"skip_special_tokens": False} if is_parsed else {})
+        )
+
+    async def _streaming(
+        self,
+        request_id: str,
+        model: Any,
+        processor: Any,
+        model_id: str,
+        inputs: Any,
+        gen_config: Any,
+        gen_manager: Service,
+        tools: Any = None,
+    ) -> StreamingResponse:
+        def choices_of(row: int) -> ChatChoices:
+            parser = build_response_parser(processor, model, inputs["input_ids"], tools=tools)
+            return ChatChoices(row, Message(parser), pieces, request_id)
+
+        pieces = self.pieces
+        request = await self.begin(model, processor, inputs, gen_manager)
+        lines = chunks(
+            request, choices_of, self.common(request_id, "chat.completion.chunk"), self.count
+        )
+        return StreamingResponse(lines, media_type="text/event-stream")
+
+    async def _non_streaming(
+        self,
+        request_id: str,
+        model: Any,
+        processor: Any,
+        model_id: str,
+        inputs: Any,
+        gen_config: Any,
+        gen_manager: Service,
+        tools: Any = None,
+    ) -> JSONResponse:
+        output = await result_of(await self.begin(model, processor, inputs, gen_manager))
+        body = chat_response(output, model=model_id, tokenizer=self.tokenizer, id=request_id)
+        for choice in body["choices"]:
+            message = choice["message"]
+            try:
+                text, thoughts, calls = parse_assistant_message(
+                    processor,
+                    model,
+                    message["content"],
+                    inputs["input_ids"],
+                    message["content"],
+                    tools,
+                )
+            except (ValueError, RuntimeError):  # cut off amid a tool call
+                continue
+            message["content"] = text
+            if thoughts:
+                message["reasoning_content"] = thoughts
+            if calls:
+                message["tool_calls"] = [
+                    tool_call(request_id, choice["index"], number, call)
+                    for number, call in enumerate(calls)
+                ]
+                is_end = choice["finish_reason"] == "stop"
+                choice["finish_reason"] = "tool_calls" if is_end else choice["finish_reason"]
+        return JSONResponse(body)
+
+
+class TextHandler(EngineHandler):
+    """``/v1/completions``: of text or token ids, and of several prompts where it is no stream."""
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        return generate_kwargs(body, is_chat=False, defaults=self.defaults())
+
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        model_id, _, _ = self._resolve_model(body)
+        prompts = prompts_of(body, self.tokenizer, is_chat=False)
+        service, pieces = self.generation_state.service, self.pieces
+        if body.get("stream"):
+            if len(prompts) > 1:
+                raise ValueError("`prompt` has to be one where `stream` is true.")
+            lines = chunks(
+                await self.add(service, prompts[0]),
+                lambda row: TextChoices(row, pieces),
+                self.common(request_id, "text_completion"),
+                self.count,
+            )
+            return StreamingResponse(lines, media_type="text/event-stream")
+        async with AsyncExitStack() as stack:
+            requests = [
+                await stack.enter_async_context(await self.add(service, prompt, has_events=False))
+                for prompt in prompts
+            ]
+            outputs = [await result_of(request) for request in requests]
+        body = completion_response(outputs, model=model_id, tokenizer=self.tokenizer, id=request_id)
+        return JSONResponse(body)

@@ -1,0 +1,90 @@
+"""The handler of ``/v1/responses``: upstream's answers, of requests of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    BaseHandler,
+    _StreamError,
+    get_response_template,
+)
+
+from ..engine.serving import Service, ServiceRequest
+from ..openai_api import generate_kwargs
+from .answers import Message
+from .handlers import EngineHandler, result_of
+
+#: Parameters of ``/v1/responses`` and their names in a chat.
+OF_RESPONSES = {"max_output_tokens": "max_completion_tokens", "temperature": "temperature"}
+OF_RESPONSES |= {"top_p": "top_p", "seed": "seed"}
+
+
+class ResponsesHandler(EngineHandler, ResponseHandler):
+    """``/v1/responses``: upstream's answers, of requests of the engine."""
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("input") is None:
+            raise ValueError("`input` has to be text or a list, but is missing.")
+        BaseHandler._validate_request(self, body)
+        body.setdefault("stream", False)  # OpenAI's default; upstream's is to stream
+        chat = {OF_RESPONSES[name]: body[name] for name in OF_RESPONSES if name in body}
+        form = (body.get("text") or {}).get("format") or {"type": "text"}
+        chat["response_format"] = form | {"json_schema": form}  # which are one level here
+        return generate_kwargs(chat, is_chat=True, defaults=self.defaults())
+
+    async def _streaming(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._streaming(*args, **await self.added(*args, **kwargs))
+
+    async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
+        return await super()._non_streaming(*args, **await self.added(*args, **kwargs))
+
+    async def added(self, *args: Any, gen_manager: Service, **kwargs: Any) -> dict[str, Any]:
+        """The keyword arguments, with a manager that has the request in place of the service."""
+        _, model, processor, _, _, inputs, _ = args
+        is_parsed = get_response_template(processor, model) is not None
+        own = {"skip_special_tokens": False} if is_parsed else {}
+        request = await self.add(gen_manager, inputs, **own)
+        return kwargs | {"gen_manager": OneRequest(request)}
+
+
+class OneRequest(BaseGenerateManager):
+    """A request of the engine, as upstream's handlers ask for what they generate.
+
+    It is also what they know as the streamer: it counts tokens, and can be cancelled.
+    """
+
+    total_tokens = 0
+
+    def __init__(self, request: ServiceRequest) -> None:
+        self.request = request
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
+
+    def generate_streaming(self, *_: Any, response_parser: Any = None, **__: Any) -> Any:
+        self.task = asyncio.ensure_future(self.run(Message(response_parser)))
+        return self.queue, self
+
+    async def run(self, message: Message) -> None:
+        """Fill the queue, as upstream's streamers do: the end is ``None``."""
+        try:
+            async for event in self.request:
+                self.total_tokens += len(event.token_ids)
+                for item in message.items(event):
+                    self.queue.put_nowait(item)
+        except Exception as error:
+            self.queue.put_nowait(_StreamError(str(error)))
+        self.queue.put_nowait(None)
+
+    async def generate_non_streaming(self, *_: Any, **__: Any) -> tuple[str, int, list[int]]:
+        output = await result_of(self.request)
+        return output.text or "", len(output.prompt_token_ids), output.token_ids
+
+    def cancel(self) -> None:
+        self.request.cancel()
+
+    def stop(self) -> None:
+        self.cancel()
