@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import hfgen
 from hfgen.batch import Batch
 from hfgen.caches import growing, joining
 from hfgen.call import Request
+from hfgen.execution import hides_padding
 from hfgen.loop import steps
 from hfgen.prepare import prepare
 from hfgen.strategies import Sample
@@ -128,6 +130,11 @@ class Together:
         self.rows[row] = self.rows[-1]
         self.rows.pop()
 
+    def move(self, index: list[int]) -> None:
+        if self.batch is not None:
+            self.batch.move(torch.tensor(index))
+            self.rows = [dataclasses.replace(self.rows[i]) for i in index]
+
     def trim(self) -> None:
         if self.batch is not None:
             self.batch.trim(min(self.batch.padding))
@@ -151,11 +158,13 @@ def play(model: Any, prompts: list[Alone], seed: int, n_operations: int = 40) ->
     """Random operations, so that rows of all lengths meet."""
     rng, together = random.Random(seed), Together(model)
     for _ in range(n_operations):
-        name = rng.choice(["join", "join", "leave", "trim", "decode", "decode", "decode"])
+        name = rng.choice(["join", "join", "leave", "move", "trim", "decode", "decode", "decode"])
         if name == "join" and len(together.rows) < 6:
             together.join(rng.choices(prompts, k=rng.choice([1, 1, 1, 2])))
         elif name == "leave" and together.rows:
             together.leave(rng.randrange(len(together.rows)))
+        elif name == "move":
+            together.move(rng.choices(range(len(together.rows)), k=len(together.rows)))
         elif name == "trim":
             together.trim()
         else:
@@ -314,6 +323,48 @@ def test_no_more_is_trimmed_than_there_is(n: int) -> None:
     with pytest.raises(ValueError, match=f"`n_tokens`={n} cannot be trimmed from 8 columns"):
         batch.trim(n)
     assert layers_length(batch) == [7]
+
+
+# ---------------------------------------------------------------- models that padding changes
+
+
+@pytest.mark.parametrize("family", [*KINDS.values(), "t5"], ids=[*KINDS, "encoder-decoder"])
+def test_a_model_that_hides_padding_is_found(family: str) -> None:
+    if family not in (*DECODERS, "t5"):
+        pytest.skip("the installed transformers is too old for this family")
+    model = hfgen.mix_into(tiny.t5()) if family == "t5" else built(family)
+    batch = begun(model, input_ids=tiny.prompt(2) % 60)
+    twin = copy.deepcopy(batch)
+    assert hides_padding(model, batch)
+    assert torch.equal(batch.ids, twin.ids)
+    assert torch.equal(decode(model, batch), decode(model, twin))
+
+
+@pytest.mark.parametrize("family", ["bart", "whisper_decoder", "cpmant", "encoder-decoder"])
+def test_a_model_that_padding_changes_is_found(family: str) -> None:
+    is_whole = family == "encoder-decoder"
+    model = hfgen.mix_into(tiny.bart()) if is_whole else built(family)
+    assert not hides_padding(model, begun(model, input_ids=tiny.prompt(1) % 60))
+
+
+def test_a_model_that_keeps_rows_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("llama")
+    forward = type(model).forward
+
+    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(self, *args, **kwargs)
+        self.remembered = outputs.logits
+        return outputs
+
+    monkeypatch.setattr(type(model), "forward", remember)
+    assert not hides_padding(model, begun(model, input_ids=tiny.prompt(1) % 60))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_not_taken_for_padding(dtype: torch.dtype) -> None:
+    models = [hfgen.mix_into(build().to(dtype)) for build in (tiny.llama, tiny.bart)]
+    batches = [begun(model, input_ids=tiny.prompt(1) % 60) for model in models]
+    assert list(map(hides_padding, models, batches)) == [True, False]
 
 
 # ---------------------------------------------------------------- columns, and bytes

@@ -61,7 +61,9 @@ class Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable:
+        if func is torch.ops.aten.index_copy_.default:
+            self.count += args[3].numel()
+        elif func._schema.is_mutable:
             self.count += args[0].numel()
         elif isinstance(result, Tensor) and not func.is_view and "empty" not in func.name():
             self.count += result.numel()
@@ -111,6 +113,16 @@ def test_a_leave_writes_one_row_at_most(rows: int, row: int) -> None:
     assert place(tensor.view) == first
     expected = before[:-1] if row else before[[rows - 1, *range(1, rows - 1)]]
     assert torch.equal(tensor.view, expected)
+
+
+def test_a_move_writes_the_rows_that_move() -> None:
+    tensor = growable(4, 50)
+    before, first = tensor.view.clone(), place(tensor.view)
+    index = torch.tensor([0, 3, 2, 1])
+    n_written = written(lambda: tensor.move(index, torch.tensor([1, 3])))
+    assert n_written == 2 * HEADS * 50 * SIZE * 2 + 2  # with a copy of them, and their numbers
+    assert place(tensor.view) == first
+    assert torch.equal(tensor.view, before[index])
 
 
 def test_trimming_writes_nothing() -> None:
@@ -308,6 +320,10 @@ def test_linear_states_join_and_leave_in_place() -> None:
     assert list(map(place, all_states(layer))) == places
     for now, then in zip(all_states(layer), before, strict=True):
         assert torch.equal(now, then[[0, 4, 2, 3]])
+    slots.move(layer, torch.tensor([3, 1, 2, 1]), torch.tensor([0, 3]))
+    assert list(map(place, all_states(layer))) == places
+    for now, then in zip(all_states(layer), before, strict=True):
+        assert torch.equal(now, then[[3, 4, 2, 4]])
     layer.update_recurrent_state(torch.ones(4, 2, 3, 3))
     assert list(map(place, all_states(layer))) == places
     assert layer.recurrent_states[0].eq(1).all()

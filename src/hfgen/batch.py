@@ -143,9 +143,32 @@ class Batch:
         for cache in self.caches.values():
             joining.leave(cache, row)
         index = growing.moved(row, last, self.ids.device)
-        self.model_kwargs = {
-            name: _without(value, row, index, name) for name, value in self.model_kwargs.items()
-        }
+        self._change_rows(index, lambda states: slots.leave_row(states, row))
+
+    def move(self, index: Tensor) -> None:
+        """``take`` for as many rows as there are: ``index (rows,)``. Caches do not write rows that stay.
+
+        Raises ``ValueError``, before anything is changed, for caches whose layers do not declare how rows
+        join and leave.
+        """
+        changed = growing.changed(index)
+        if len(changed):
+            for cache in self.caches.values():
+                joining.move(cache, index, changed)
+            self._change_rows(index, lambda states: slots.move_rows(states, index, changed))
+
+    def _change_rows(self, index: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+        """Take the rows ``index`` of all but the caches; ``change`` does it for states of an encoder."""
+
+        def taken(value: Any, name: str) -> Any:
+            if isinstance(value, ModelOutput):
+                return type(value)(**{key: taken(v, key) for key, v in value.items()})
+            if name == "last_hidden_state":
+                return change(value)
+            return take_rows(value, index, n_rows, name)
+
+        n_rows = len(self)
+        self.model_kwargs = {name: taken(value, name) for name, value in self.model_kwargs.items()}
         self.ids = self.ids[index]
 
     def trim(self, n_tokens: int) -> None:
@@ -178,15 +201,6 @@ class Batch:
         if mask is None:
             return [0] * len(self)
         return (mask.cumsum(dim=-1) == 0).sum(dim=-1).tolist()
-
-
-def _without(value: Any, row: int, index: Tensor, name: str) -> Any:
-    """An argument of forward for the rows ``index``: all but ``row``, whose place the last one takes."""
-    if isinstance(value, ModelOutput):
-        return type(value)(**{key: _without(v, row, index, key) for key, v in value.items()})
-    if name == "last_hidden_state":
-        return slots.leave_row(value, row)
-    return take_rows(value, index, len(index) + 1, name)
 
 
 def _joined_kwargs(batch: Batch, other: Batch) -> ModelKwargs:

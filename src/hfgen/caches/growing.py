@@ -267,6 +267,15 @@ class GrowableTensor:
         self._adopt(self.buffer, self.end - length, length, last)
         self._give_back(spare)
 
+    def move(self, index: Tensor, changed: Tensor) -> None:
+        """Let row ``i`` go on as row ``index[i]``; ``changed``: the rows that are others then."""
+        may_write, self.shared = self._may_write(), 0
+        index, changed = index.to(self.view.device), changed.to(self.view.device)
+        if may_write:
+            self.view.index_copy_(0, changed, self.view.index_select(0, index[changed]))
+        else:
+            self.map_rows(lambda states: states.index_select(0, index))
+
     def trim(self, n_tokens: int, spare: Spare) -> None:
         """Forget the first ``n_tokens`` of all rows."""
         if n_tokens > 0:
@@ -324,3 +333,8 @@ def moved(row: int, last: int, device: torch.device) -> Tensor:
     index = torch.arange(last, device=device)
     index[row : row + 1] = last
     return index
+
+
+def changed(index: Tensor) -> Tensor:
+    """The rows that are others when row ``i`` becomes what row ``index[i]`` was."""
+    return (index != torch.arange(len(index), device=index.device)).nonzero().flatten()

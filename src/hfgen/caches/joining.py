@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -52,6 +53,18 @@ def leave(cache: Any, row: int) -> None:
         _make_room(part)
         for layer in part.layers:
             slots.leave(layer, row)
+
+
+def move(cache: Any, index: Tensor, changed: Tensor) -> None:
+    """Let row ``i`` go on as row ``index[i]``, in place: ``index (rows,)``. Only ``changed`` is written.
+
+    ``changed``: the rows that are others then (``growing.changed``). Raises ``ValueError``, before anything is changed, for layers that declare nothing.
+    """
+    _check_declared(cache)
+    for part in _parts(cache):
+        _make_room(part)
+        for layer in part.layers:
+            slots.move(layer, index, changed)
 
 
 def trim(cache: Any, n_tokens: int) -> None:

@@ -141,6 +141,19 @@ def leave(layer: Any, row: int) -> None:
             _set(layer, name, index, left)
 
 
+def move(layer: Any, index: Tensor, changed: Tensor) -> None:
+    """Let row ``i`` go on as row ``index[i]``; ``changed``: the rows that are others then."""
+    if is_declared_by_methods(layer):
+        layer.reorder_cache(index)
+        return
+    for name, number in list(_states(layer)):
+        if (growing := _growing(layer, name)) is not None:
+            growing.move(index, changed)
+        else:
+            moved_rows = move_rows(_get(layer, name, number), index, changed, STATES[name].rows)
+            _set(layer, name, number, moved_rows)
+
+
 def trim(layer: Any, n_tokens: int, length: int) -> None:
     """Forget the first ``n_tokens`` of the ``length`` columns that the rows of a cache have."""
     if is_declared_by_methods(layer):
@@ -211,6 +224,14 @@ def leave_row(states: Tensor, row: int, dim: int = 0) -> Tensor:
     if row != last:
         buffer.select(dim, row).copy_(buffer.select(dim, last))
     return _part(buffer, dim, last)
+
+
+def move_rows(states: Tensor, index: Tensor, changed: Tensor, dim: int = 0) -> Tensor:
+    """Row ``i`` of the result is row ``index[i]``: in place if ``join_rows`` made ``states``."""
+    index, changed = index.to(states.device), changed.to(states.device)
+    if _buffer(states) is None:
+        return states.index_select(dim, index)
+    return states.index_copy_(dim, changed, states.index_select(dim, index[changed]))
 
 
 def _buffer(states: Tensor) -> Tensor | None:

@@ -1,6 +1,16 @@
 """Running the model. Nothing outside of this package calls it."""
 
 from .executor import Executor, call, continued, last_logits, next_token, prefill
+from .padding import hides_padding
 from .step_inputs import resized
 
-__all__ = ["Executor", "call", "continued", "last_logits", "next_token", "prefill", "resized"]
+__all__ = [
+    "Executor",
+    "call",
+    "continued",
+    "hides_padding",
+    "last_logits",
+    "next_token",
+    "prefill",
+    "resized",
+]
