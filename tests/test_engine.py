@@ -191,3 +191,37 @@ def test_bad_input_is_named_and_others_go_on(builtin: Any) -> None:
         engine.step()
     with pytest.raises(EngineClosedError):
         engine.add(TEXTS[0])
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer, memory=200_000)
+    with pytest.raises(DoesNotFitError, match="200,000 bytes"):
+        engine.add(TEXTS[0], max_new_tokens=2000)
+    fits = engine.add(TEXTS[0], max_new_tokens=4)
+    check(fits.result(), alone(model, tokenizer, TEXTS[0], max_new_tokens=4))
+
+
+def test_memory_bounds_what_decodes_at_once(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer, memory=200_000)
+    requests = [engine.add(text, max_new_tokens=8) for text in TEXTS]
+    most = 0
+    for _ in engine.events():
+        most = max(most, engine.n_rows)
+        assert engine.scheduler.n_bytes <= 200_000
+    assert 1 < most < len(TEXTS)
+    for request, text in zip(requests, TEXTS, strict=True):
+        check(request.result(), alone(model, tokenizer, text, max_new_tokens=8))
+
+
+def test_what_cannot_be_joined_is_refused_by_name(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer)
+    with pytest.raises(ValueError, match="without a cache"):
+        engine.add(TEXTS[0], max_new_tokens=4, use_cache=False)
+    with pytest.raises(ValueError, match="generate"):
+        engine.add(TEXTS[0], max_new_tokens=4, cache_implementation="static")
+    quantized = engine.add(TEXTS[0], max_new_tokens=4, cache_implementation="quantized")
+    solo = alone(model, tokenizer, TEXTS[0], max_new_tokens=4, cache_implementation="quantized")
+    check(quantized.result(), solo)

@@ -41,7 +41,7 @@ def leave(cache: Any, row: int) -> None:
     Raises ``ValueError``, before anything is changed, for a row that is not there, for the only one,
     and for layers that declare nothing.
     """
-    _check_declared(cache)
+    check_declared(cache)
     counts = [slots.n_rows(layer) for part in _parts(cache) for layer in part.layers]
     n_rows = next((n for n in counts if n is not None), None)
     if n_rows is not None and (not 0 <= row < n_rows or n_rows == 1):
@@ -74,7 +74,7 @@ def trim(cache: Any, n_tokens: int) -> None:
     Raises ``ValueError``, before anything is changed, if there are not more columns than that, and for
     layers that declare nothing.
     """
-    _check_declared(cache)
+    check_declared(cache)
     own, length = decoder_cache(cache), _length(cache)
     if n_tokens < 0 or (length and n_tokens >= length):
         raise ValueError(f"`n_tokens`={n_tokens!r} cannot be trimmed from {length} columns.")
@@ -90,7 +90,7 @@ def bytes_of_row(cache: Any, n_tokens: int) -> int:
     of an image, count as they are. Spare room of buffers comes on top: up to twice the rows, and a share of
     the tokens (``GrowthPolicy``). Raises ``ValueError`` for layers that declare nothing.
     """
-    _check_declared(cache)
+    check_declared(cache)
     length = _length(cache)
     own = decoder_cache(cache)
     total = sum(slots.bytes_of_row(layer, n_tokens, length) for layer in own.layers)
@@ -105,8 +105,8 @@ def check(cache: Any, other: Any) -> None:
     That is so for layers that do not declare how (``slots.STATES``, ``slots.Slots``), and for those that
     differ in number, kind, heads, size, window or dtype.
     """
-    _check_declared(cache)
-    _check_declared(other)
+    check_declared(cache)
+    check_declared(other)
     for part, theirs in zip(_parts(cache), _parts(other), strict=True):
         if len(part.layers) != len(theirs.layers):
             raise ValueError(
@@ -127,7 +127,7 @@ def _check_pair(layer: Any, added: Any) -> None:
         )
 
 
-def _check_declared(cache: Any) -> None:
+def check_declared(cache: Any) -> None:
     for part in _parts(cache):
         name = type(part).__name__
         if getattr(part, "offloading", False):

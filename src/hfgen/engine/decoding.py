@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from .. import loop, prefix, seeds
 from ..batch import Batch
+from ..caches import joining
 from ..call import Call
 from ..execution import chunks
 from ..prepare import prepare
@@ -68,6 +69,20 @@ class Decoding:
     def longest(self) -> int:
         """Tokens of a row at the end, at most."""
         return int(self.run.config.max_length)
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if its rows cannot be in a batch with others."""
+        cache = self.run.model_kwargs.get("past_key_values")
+        if not self.joins:
+            return
+        if not isinstance(cache, Cache):
+            name = type(self.run.model).__name__
+            raise ValueError(
+                f"{name} decodes this request without a cache of a kind that is known "
+                f"({type(cache).__name__}), so that its rows cannot be in a batch with others. Decode it "
+                "with `generate`."
+            )
+        joining.check_declared(cache)
 
     @property
     def can_be_cut(self) -> bool:

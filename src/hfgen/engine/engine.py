@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from transformers import GenerationConfig
 
 from .. import rows
 from ..call import Request
+from ..config import resolve
 from ..mixin import driven, mixed_view
-from .decoding import Decoding
 from .errors import EngineClosedError, EngineError, ResultTakenError, UnknownRequestError
 from .memory import Memory
 from .prompts import model_inputs
@@ -57,21 +58,34 @@ class Engine:
         self.model: Any = mixed_view(model)
         self.tokenizer = tokenizer
         self.prefix_cache = prefix_cache
-        self.memory = Memory(memory, self.model.device)
+        kept = Memory(memory, self.model.device)
         self.scheduler = Scheduler(
             max_rows=max_rows,
-            max_bytes=self.memory.limit,
+            max_bytes=kept.limit,
             prefill_tokens=prefill_tokens,
             policy=policy,
             max_queue=max_queue,
         )
-        self.steps = Steps(self.model, self.scheduler)
+        self.steps = Steps(self.model, self.scheduler, kept)
+        self._probe()
         #: Requests whose result was not handed over, by id.
         self.requests: dict[str, EngineRequest] = {}
         self._ready: list[EngineEvent] = []
         self._numbers = itertools.count()
         self._is_closed = False
         self._server: threading.Thread | None = None
+
+    def _probe(self) -> None:
+        """Measure the memory of a row with a forward of one token, so that requests are sized from the start."""
+        request = EngineRequest("probe", self, self._arguments([1], {"max_new_tokens": 1}))
+        with (
+            suppress(Exception),
+            torch.no_grad(),
+        ):  # a model that needs more: the first request will tell
+            if self._is_prepared_at_once(request.arguments):
+                decoding = request.prepare(self.model)
+                decoding.prefill(1, is_last=True)
+                self.steps.memory.measure(decoding.call.cache)
 
     # ------------------------------------------------------------ requests
 
@@ -96,21 +110,37 @@ class Engine:
         request = EngineRequest(
             f"req_{next(self._numbers)}", self, arguments, priority, deadline, added=now
         )
-        request.item = Item(n_tokens=1, priority=priority, is_whole=True)
-        if self._is_prepared_at_once(arguments):
-            self._size(request, request.prepare(self.model))
+        request.item = self._sized(request)
         self.steps.enter(request)
         self.requests[request.id] = request
         return request
 
-    def _size(self, request: EngineRequest, decoding: Decoding) -> None:
-        """Tell the scheduler what the request needs."""
-        item = request.item
-        assert item is not None
-        item.n_tokens, item.n_rows = decoding.prompt_length, decoding.n_rows
-        item.n_bytes = self.memory.needed(decoding)
-        is_long = decoding.prompt_length > self.scheduler.prefill_tokens
-        item.is_whole = not (is_long and decoding.can_be_cut)
+    def _sized(self, request: EngineRequest) -> Item:
+        """What the request needs. It is prepared, unless that takes a forward, of an encoder."""
+        ids, n_tokens = request.arguments.kwargs.get("input_ids"), 1
+        if self._is_prepared_at_once(request.arguments):
+            decoding = request.prepare(self.model)
+            decoding.check()
+            n_rows, n_tokens, longest = decoding.n_rows, decoding.prompt_length, decoding.longest
+            is_whole = n_tokens <= self.scheduler.prefill_tokens or not decoding.can_be_cut
+        else:
+            call, _ = resolve(self.model, request.arguments)
+            call.release()
+            config, is_whole = call.config, True
+            n_rows = max(config.num_beams or 1, config.num_return_sequences or 1)
+            if isinstance(ids, torch.Tensor) and not self.model.config.is_encoder_decoder:
+                n_tokens = ids.shape[1]
+            longest = config.max_length or 0
+            if config.max_new_tokens is not None:
+                longest = n_tokens + config.max_new_tokens
+        return Item(
+            n_tokens=n_tokens,
+            n_rows=n_rows,
+            n_bytes=self.steps.memory.needed(n_rows, longest),
+            n_bytes_now=self.steps.memory.needed(n_rows, n_tokens),
+            priority=request.priority,
+            is_whole=is_whole,
+        )
 
     def _arguments(self, prompt: Any, kwargs: dict[str, Any]) -> Request:
         kwargs = dict(kwargs)

@@ -1,34 +1,51 @@
-"""How much memory requests take, for admission."""
+"""How much memory the rows of requests take, for admission."""
 
 from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left
 from typing import Any
 
 import torch
 
+from ..caches import joining
+
+#: Lengths of rows whose bytes are measured; what lies between is interpolated.
+LENGTHS = [0, *(2**power for power in range(25))]
+
 
 class Memory:
-    """The bytes that KV caches may take, and how many a request needs.
+    """The bytes that KV caches may take, and how many a row needs.
 
-    ``limit``: in bytes; of a share of up to 1.0, that of what is free when the engine is made.
+    ``limit``: in bytes; of a share of up to 1.0, that of what is free when the engine is made. Padding
+    and the spare room of buffers come on top of what rows need.
     """
 
     def __init__(self, memory: float, device: torch.device) -> None:
-        if not memory > 0:
+        if isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0:
             raise ValueError(
-                f"`memory` has to be a number of bytes or a share above 0, but is {memory}."
+                f"`memory` has to be a number of bytes, or a share of what is free up to 1.0, but is "
+                f"{memory!r}."
             )
         self.limit = memory if memory > 1 else memory * free_bytes(device)
-        #: Of one row; measured when the first prompt has been forwarded.
-        self.per_token: float | None = None
+        #: Bytes of a row at each of ``LENGTHS``; empty until a cache with tokens has been seen.
+        self.measured: list[int] = []
 
-    def needed(self, decoding: Any) -> float:
-        """Bytes of a request at its longest; 0 as long as nothing is known."""
-        return (
-            0.0 if self.per_token is None else self.per_token * decoding.longest * decoding.n_rows
+    def measure(self, cache: Any) -> None:
+        """Learn from a cache that holds tokens what rows of other lengths take."""
+        self.measured = [joining.bytes_of_row(cache, n) for n in LENGTHS]
+
+    def needed(self, n_rows: int, n_tokens: int) -> float:
+        """Bytes of ``n_rows`` of ``n_tokens`` each; 0 as long as nothing is known."""
+        if not self.measured:
+            return 0.0
+        place = min(max(bisect_left(LENGTHS, n_tokens), 1), len(LENGTHS) - 1)
+        (low, high), (less, more) = (
+            LENGTHS[place - 1 : place + 1],
+            self.measured[place - 1 : place + 1],
         )
+        return n_rows * (less + (more - less) * (n_tokens - low) / (high - low))
 
 
 def free_bytes(device: torch.device) -> float:

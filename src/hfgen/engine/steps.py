@@ -14,7 +14,9 @@ import torch
 from ..stopping import FinishReason
 from ..streaming import StreamEvent
 from .decoding import Decoding
+from .errors import DoesNotFitError
 from .joined import JoinedRows
+from .memory import Memory
 from .plain import PlainRow, choose, is_plain
 from .request import EngineEvent, EngineRequest
 from .scheduler import Chunk, Item, Scheduler
@@ -46,8 +48,8 @@ class EngineStats:
 class Steps:
     """The requests of an engine that are not done, and what a step does with them."""
 
-    def __init__(self, model: Any, scheduler: Scheduler) -> None:
-        self.model, self.scheduler = model, scheduler
+    def __init__(self, model: Any, scheduler: Scheduler, memory: Memory) -> None:
+        self.model, self.scheduler, self.memory = model, scheduler, memory
         self.stats = EngineStats()
         #: Batches of decoding rows; one, if all requests have caches of one form.
         self.joined: list[JoinedRows] = []
@@ -112,10 +114,32 @@ class Steps:
             self.stats.prefill_tokens += n
             self.scheduler.advance(item, n)
             if is_last:
+                if not self.memory.measured:
+                    self._measure(decoding)
                 request.state = "decoding"
                 self._gain(request, gained)
                 if not decoding.run.finished:
                     self._join(decoding)
+
+    def _measure(self, decoding: Decoding) -> None:
+        """Learn from the first cache what rows need; those that wait and can never fit end."""
+        self.memory.measure(decoding.run.model_kwargs["past_key_values"])
+        with self.lock:
+            for item in [
+                *self.scheduler.waiting,
+                *self.scheduler.prefilling,
+                *self.scheduler.decoding,
+            ]:
+                waits = self.requests[item].decoding
+                if waits is not None:
+                    self.scheduler.resize(item, self.memory.needed(item.n_rows, waits.longest))
+            too_large = [self.requests[item] for item in self.scheduler.never_fit()]
+        for request in too_large:
+            limit, needed = self.scheduler.max_bytes, request.item and request.item.n_bytes
+            self.end(
+                request,
+                DoesNotFitError(f"the request needs {needed:,.0f} bytes; there are {limit:,.0f}"),
+            )
 
     def _begun(self, request: EngineRequest, item: Item) -> Decoding:
         """The request's call, prepared if that has waited, with what is stored of its prompt."""
@@ -130,14 +154,16 @@ class Steps:
 
     def _join(self, decoding: Decoding) -> None:
         """Let its rows decode with others, or in a batch of their own if their caches are of another form."""
+        decoding.check()
         if is_plain(decoding):
             decoding.plain = PlainRow.of(decoding)
-        for rows in [*self.joined, JoinedRows(self.model)]:
+        for rows in self.joined:
             with suppress(ValueError):
-                rows.join(decoding)
-                break
-        if rows not in self.joined:
-            self.joined.append(rows)
+                return rows.join(decoding)
+        rows = JoinedRows(self.model)
+        rows.join(decoding)
+        self.joined.append(rows)
+        return None
 
     # ------------------------------------------------------------ tokens
 
