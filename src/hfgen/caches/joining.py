@@ -60,7 +60,7 @@ def move(cache: Any, index: Tensor, changed: Tensor) -> None:
 
     ``changed``: the rows that are others then (``growing.changed``). Raises ``ValueError``, before anything is changed, for layers that declare nothing.
     """
-    _check_declared(cache)
+    check_declared(cache)
     for part in _parts(cache):
         _make_room(part)
         for layer in part.layers:
