@@ -103,6 +103,19 @@ def placeholder_tokens(model: Any) -> list[int]:
     return [] if takes_only_text(model) else [i for i in ids if isinstance(i, int)]
 
 
+def position_pad(model: Any) -> int | None:
+    """The pad token of a decoder that counts positions from the ids of one forward, else ``None``.
+
+    There (M2M-100, NLLB, SeamlessM4T, Kosmos) a pad takes no position: of ids fed together, those
+    behind it have other positions than if they were fed one by one.
+    """
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    # RoBERTa's embeddings count so too, but only where no positions are given.
+    tables = (m for m in decoder.modules() if "Positional" in type(m).__name__)
+    counting = (m for m in tables if hasattr(m, "create_position_ids_from_input_ids"))
+    return next((module.padding_idx for module in counting), None)
+
+
 def token_embedding(model: Any) -> nn.Embedding | None:
     """The table of token embeddings, if it is an ordinary one."""
     try:

@@ -35,6 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 import hfgen
 from hfgen.caches.dynamic import upstream_kind
 from hfgen.execution import shared_prompt
+from hfgen.families import position_pad
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.parity.family import Family
@@ -495,8 +496,7 @@ def check(case: Case) -> Report:
     excused = None
     if differences and breaks_by_drafts(case, theirs):
         differences, excused = _unlike_greedy(case, mine), "upstream raises while it drafts"
-    if differences and begins_with_padding(case, theirs):
-        reason = "upstream chooses the first token by drafts of later ones"
+    if differences and (reason := drafts_at_padding(case, theirs)):
         differences, excused = _unlike_greedy(case, mine), reason
     if differences and (reason := drafts_otherwise(case)):
         theirs, mine = (replace(o, streamed=_as_one_chunk(o.streamed)) for o in (theirs, mine))
@@ -523,15 +523,17 @@ def breaks_by_drafts(case: Case, theirs: Outcome) -> bool:
     return has_lost_keys or has_no_ids or has_both or bool(has_placeholders)
 
 
-def begins_with_padding(case: Case, theirs: Outcome) -> bool:
-    """Whether upstream drafts behind a prompt of the pad token: a documented difference.
-
-    Of one token: prompts of several are text.
-    """
+def drafts_at_padding(case: Case, theirs: Outcome) -> str | None:
+    """Why upstream's drafts change its tokens at padding: documented differences."""
     ids, pad = sequences(theirs), case.options.get("pad_token_id")
-    if case.mode != ASSISTED or ids is None or pad is None:
-        return False
-    return bool((ids[:, 0] == pad).all())
+    if case.mode != ASSISTED or ids is None:
+        return None
+    shifting = position_pad(ours(case.family))
+    if shifting is not None and (ids == shifting).any():
+        return "upstream's drafts behind a pad have other positions"
+    if pad is not None and (ids[:, 0] == pad).all():  # of one token: prompts of several are text
+        return "upstream chooses the first token by drafts of later ones"
+    return None
 
 
 def drafts_otherwise(case: Case) -> str | None:

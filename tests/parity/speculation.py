@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,10 +130,6 @@ def has_padding(case: Case) -> bool:
 LIMITS: dict[str, Callable[[Case], bool]] = {
     # with a cache there is no causal mask
     "fsmt": lambda case: True,
-    # positions are counted from the ids, and a pad among them shifts those after it
-    "kosmos2": lambda case: True,
-    "kosmos2_5": lambda case: True,
-    "m2m_100": lambda case: "decoder_ids" in case.options,
     # masks of its own, cut by the length of the keys
     "gpt_neo": lambda case: case.options.get("cache_implementation") == "static",
     "nllb_moe": lambda case: case.options.get("cache_implementation") == "static",
@@ -147,16 +142,6 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     # sound comes in with the tokens, through layers with a memory of their own
     "voxtral_realtime": lambda case: True,
 }
-
-#: Families whose decoder counts positions from the ids of one forward: a pad shifts those after it.
-COUNTS_IDS = ("m2m_100", "nllb_moe", "seamless_m4t", "seamless_m4t_v2", "speech_to_text")
-
-
-def goes_on_after_pad(model: Any, ids: Tensor) -> bool:
-    """Whether a row of ``ids (rows, length)`` has a pad in the middle of what was generated."""
-    is_text = ids[:, 1:] != model.config.get_text_config(decoder=True).pad_token_id
-    return bool((is_text.int().diff(dim=1) > 0).any())
-
 
 #: Families that cannot draft with their first layers, and why. The call has to say so.
 NO_EARLY_EXIT = {
@@ -222,8 +207,6 @@ def check(speculated: Speculated) -> list[str] | str:
     plain = run(model, case)
     if plain.error is not None or sequences(plain) is None:
         return "the plain call raises"
-    if case.family in COUNTS_IDS and goes_on_after_pad(model, sequences(plain)):
-        return "several tokens at once are answered otherwise"
     drafted = run(model, case, amend=lambda call: enter(call, plain))
     if speculated.drafter == "early exit" and (reason := NO_EARLY_EXIT.get(case.family)):
         is_refused = "assistant_early_exit" in drafted.message

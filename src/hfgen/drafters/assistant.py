@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import ModelOutput
 
@@ -195,10 +196,17 @@ class Assistant(Drafter):
         if not model._supports_logits_to_keep():
             dropped.append("logits_to_keep")
         kwargs = {
-            name: value.to(ids.device) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            # Masks and positions that have grown are parts of a buffer.
+            name: value.to(ids.device).contiguous()
+            if isinstance(value, torch.Tensor)
+            else copy.deepcopy(value)
             for name, value in target.model_kwargs.items()
             if name in known and name not in dropped and value is not None
         }
+        if (of_image := kwargs.get("image_embeds_position_mask")) is not None:
+            # Kosmos: which ids stand for the image. What has been generated does not.
+            n_generated = ids.shape[1] - of_image.shape[1]
+            kwargs["image_embeds_position_mask"] = pad(of_image, (0, n_generated))
         if target.is_encoder_decoder and not model.config.is_encoder_decoder:
             kwargs["encoder_outputs"] = target.model_kwargs["encoder_outputs"]
             mask = target.model_kwargs.get("decoder_attention_mask")

@@ -82,6 +82,8 @@ class Assisted:
         embedding = families.token_embedding(run.model)
         self.vocab = math.inf if embedding is None else embedding.num_embeddings
         self.placeholders = families.placeholder_tokens(run.model)
+        #: A token that shifts the positions of those that are fed behind it, in the same forward.
+        self.position_pad = families.position_pad(run.model)
         self.draft: Draft | None = None
         #: How many tokens the round feeds after the last that all rows know.
         self.n_new = 0
@@ -93,8 +95,9 @@ class Assisted:
         is_shared = shared_prompt.is_possible(run) and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
-        is_alone = has_chunks or (has_embeds and not run.is_encoder_decoder)
-        if not (is_shared or is_alone or _masks_a_row(run)):
+        is_alone = has_chunks or (has_embeds and not run.is_encoder_decoder) or _masks_a_row(run)
+        is_shifted = self.position_pad is not None and bool((run.ids == self.position_pad).any())
+        if not (is_shared or is_alone or is_shifted):
             return None
         self.is_first = False
         self.stats.forwards += 1
@@ -127,6 +130,15 @@ class Assisted:
             ahead = (max(known - start, length) for known, length, ended in each if not ended)
             self.n_new = min(max(ahead), n)
         rows.place(tokens, start, self.n_new)
+        if self.position_pad is not None and (n := self.n_unshifted(start)) < self.n_new:
+            self.n_new = n
+            rows.place(tokens, start, n)
+
+    def n_unshifted(self, start: int) -> int:
+        """How many of the new tokens come before, or are, the first ``position_pad`` of a row."""
+        is_pad = self.rows.tokens[:, start - 1 : start + self.n_new] == self.position_pad
+        columns = (is_pad & ~self.rows.device_ended[:, None]).any(dim=0).nonzero()
+        return int(columns[0]) if len(columns) else self.n_new
 
     def room(self, start: int) -> int:
         """How many tokens to draft from ``start`` on."""
