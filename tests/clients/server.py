@@ -36,10 +36,8 @@ class Failing(LogitsProcessor):
 
 @dataclass
 class Log:
-    """What an engine was asked for."""
+    """What became of cancelled requests."""
 
-    n_steps: int = 0
-    added: list[Any] = field(default_factory=list)
     #: Requests that were cancelled before they had ended.
     cancelled: list[Any] = field(default_factory=list)
     #: Those of them that a whole step has left where they were.
@@ -52,6 +50,8 @@ class Watched(hfgen.Engine):
     log: Log
     #: Further arguments of every request.
     also: dict[str, Any]
+    #: Whether its next step raises.
+    breaks = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,9 +60,7 @@ class Watched(hfgen.Engine):
     def add(self, prompt: Any, **kwargs: Any) -> Any:
         if kwargs.get("seed") == FAILING:
             kwargs["logits_processor"] = [Failing()]
-        request = super().add(prompt, **kwargs, **self.also)
-        self.log.added.append(request)
-        return request
+        return super().add(prompt, **kwargs, **self.also)
 
     def cancel(self, request: Any) -> None:
         if not request.done:
@@ -70,8 +68,9 @@ class Watched(hfgen.Engine):
         super().cancel(request)
 
     def step(self) -> Any:
+        if self.breaks:
+            raise RuntimeError("the engine broke")
         events = super().step()
-        self.log.n_steps += 1
         self.log.late += [request for request in self.log.cancelled if not request.done]
         return events
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import openai
 import pytest
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
@@ -105,6 +105,47 @@ def test_a_model_without_a_chat_template() -> None:
                 model="tiny", messages=[{"role": "user", "content": "x"}]
             )
         assert server.client().completions.create(model="tiny", prompt="x", max_tokens=2).choices
+
+
+def test_an_engine_that_breaks() -> None:
+    """What is open fails, later requests are told so, and whoever watches the server sees it."""
+    model = tiny.llama(vocab_size=258, eos_token_id=0, pad_token_id=1)
+    with running(hfgen.mix_into(model), tiny.byte_tokenizer()) as server:
+        server.engine.breaks = True
+        for status in 500, 503, 503:
+            body = {"model": "tiny", "prompt": "x", "max_tokens": 5}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body)
+            assert answer.status_code == status
+            assert answer.json()["error"]["type"] == "server_error"
+        assert httpx.get(f"{server.url}/health").status_code == 503
+
+
+@pytest.mark.parametrize("path", ["responses", "chat/completions", "completions"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+def test_hanging_up(guarded: Running, path: str, is_stream: bool) -> None:
+    log = guarded.engine.log
+    n = len(log.cancelled)
+    guarded.engine.also |= {"logits_processor": [Slow()], "ignore_eos": True}
+    prompt = {
+        "responses": {"input": "x", "max_output_tokens": 100},
+        "chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100},
+        "completions": {"prompt": "x", "max_tokens": 100},
+    }
+    body = {"model": "tiny", "stream": is_stream, **prompt[path]}
+    headers = {"authorization": f"Bearer {KEY}"}
+    with socket.create_connection(("127.0.0.1", int(guarded.url.rpartition(":")[2]))) as client:
+        content = json.dumps(body).encode()
+        lines = [f"POST /v1/{path} HTTP/1.1", "host: x", "content-type: application/json"]
+        lines += [f"content-length: {len(content)}", *(f"{k}: {v}" for k, v in headers.items())]
+        client.sendall("\r\n".join([*lines, "", ""]).encode() + content)
+        if is_stream:
+            assert client.recv(12) == b"HTTP/1.1 200"
+        wait_for(lambda: guarded.engine.n_rows == 1)
+    wait_for(guarded.engine.is_idle)
+    guarded.engine.also.clear()
+    assert len(log.cancelled) == n + 1
+    assert len(log.cancelled[-1].output.token_ids) < 100
+    assert not log.late
 
 
 # ------------------------------------------------------------ tools and thoughts
@@ -210,3 +251,4 @@ def test_the_command(tmp_path: Path) -> None:
         assert process.wait(30) == 0
     finally:
         process.kill()
+        process.communicate()
