@@ -22,7 +22,6 @@ from transformers.cache_utils import (
 from hfgen.caches import growing, joining, slots
 from hfgen.caches.dynamic import GrowingCache, GrowingLayer, as_growing
 from hfgen.caches.growing import GrowableTensor, GrowthPolicy
-from hfgen.caches.slots import Slots
 
 HEADS, SIZE = 2, 4
 
@@ -418,7 +417,6 @@ def own(kind: type, n_tokens: int, size: int = SIZE) -> Own:
 def test_a_layer_of_ones_own_declares_by_its_methods() -> None:
     cache, other = own(Counting, 3), own(Counting, 5)
     keys, added = cache.layers[0].keys, other.layers[0].keys
-    assert isinstance(cache.layers[0], Slots)
     assert joining.append(cache, other) == (2, 0)
     assert torch.equal(cache.layers[0].keys[:1, :, 2:], keys)
     joining.leave(cache, 0)
@@ -435,6 +433,7 @@ def test_a_layer_of_ones_own_that_declares_nothing_is_refused() -> None:
     inside = GrowingCache()
     inside.layers = [cache.layers[0]]
     for each, name in ((cache, "a Own"), (inside, "a Plain, a layer of DynamicCache")):
+        assert not slots.is_declared(each.layers[0])
         for operation in (
             lambda each=each: joining.append(each, copy.deepcopy(each)),
             lambda each=each: joining.leave(each, 0),

@@ -7,7 +7,7 @@ it by its methods, those of ``Slots``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from .quantized_rows import QuantizedRows
 DECLARED = (*KINDS, LinearAttentionLayer, QuantizedLayer, *families.EMPTY_LAYERS)
 
 
-@runtime_checkable
 class Slots(Protocol):
     """What a layer of somebody's own has to have if rows are to join and leave.
 
@@ -45,6 +44,9 @@ class Slots(Protocol):
 
     def bytes_of_row(self, n_tokens: int) -> int:
         """Bytes that one row of ``n_tokens`` takes."""
+
+
+METHODS = ("join_rows", "leave_row", "trim_tokens", "bytes_of_row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ def with_room(layer: Any, growth: GrowthPolicy) -> Any:
 
 
 def is_declared_by_methods(layer: Any) -> bool:
-    return isinstance(layer, Slots)
+    """Whether the layer has the methods of ``Slots``."""
+    return all(callable(getattr(layer, name, None)) for name in METHODS)
 
 
 def is_declared(layer: Any) -> bool:
