@@ -16,6 +16,8 @@ from hfgen.engine.errors import (
     ResultTakenError,
     UnknownRequestError,
 )
+from tests import tiny
+from tests.parity.harness import ours
 
 TEXTS = (
     "def add(a, b):",
@@ -225,3 +227,63 @@ def test_what_cannot_be_joined_is_refused_by_name(builtin: Any) -> None:
     quantized = engine.add(TEXTS[0], max_new_tokens=4, cache_implementation="quantized")
     solo = alone(model, tokenizer, TEXTS[0], max_new_tokens=4, cache_implementation="quantized")
     check(quantized.result(), solo)
+
+
+def test_prefixes_are_stored_at_entry_and_exit(builtin: Any) -> None:
+    model, tokenizer = builtin
+    prefixes = hfgen.PrefixCache()
+    engine = Engine(model, tokenizer, prefix_cache=prefixes)
+    first = [engine.add(text, max_new_tokens=8 + 5 * i) for i, text in enumerate(TEXTS[:3])]
+    answers = [request.result() for request in first]
+    for i, (answer, text) in enumerate(zip(answers, TEXTS, strict=False)):
+        check(answer, alone(model, tokenizer, text, max_new_tokens=8 + 5 * i))
+    # What was generated beside other rows is stored, too: a prompt that goes on from it is known.
+    for answer in answers:
+        ids = answer.prompt_token_ids + answer.token_ids
+        saved = prefixes.stats.tokens_saved
+        later = engine.add([*ids, 300], max_new_tokens=10)
+        output = later.result()
+        assert prefixes.stats.tokens_saved - saved >= len(ids) - 1
+        solo = model.generate(
+            torch.tensor([[*ids, 300]]), max_new_tokens=10, return_dict_in_generate=True
+        )
+        assert torch.equal(output.generate_output.sequences, solo.sequences)
+
+
+def test_prompts_of_similar_length_share_a_forward(builtin: Any) -> None:
+    model, _ = builtin
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(5, 2000, (n,), generator=generator) for n in (9, 10, 40, 12, 11, 38)]
+    engine = Engine(model, max_rows=2)
+    for prompt in prompts[:2]:
+        engine.add(prompt, max_new_tokens=2).result()
+    assert engine.steps.hides_padding is None
+    engine = Engine(model, prefill_tokens=30)
+    requests = [engine.add(prompt, max_new_tokens=6) for prompt in prompts]
+    shapes = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    try:
+        outputs = [request.result() for request in requests]
+    finally:
+        hook.remove()
+    assert any(rows > 1 and length > 1 for rows, length in shapes)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.error is None
+        solo = model.generate(prompt[None], max_new_tokens=6)
+        assert torch.equal(output.generate_output.sequences, solo)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "qwen3_next", "mistral"])
+def test_other_families_equal_their_own_calls(family: str) -> None:
+    model = ours(family)
+    engine = Engine(model, max_rows=4)
+    prompts = [tiny.prompt(1, n) % 60 + 5 for n in (3, 9, 5, 12, 4, 7)]
+    requests = [engine.add(p, max_new_tokens=4 + 3 * i) for i, p in enumerate(prompts)]
+    for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+        output = request.result()
+        assert output.error is None, output.error
+        solo = model.generate(prompt, max_new_tokens=4 + 3 * i)
+        assert torch.equal(output.generate_output.sequences, solo)

@@ -127,14 +127,21 @@ class Decoding:
         result, output = loop.conclude(self.run, self.strategy, self.recording)
         return self.rows.finish(result), output
 
-    def leave_to(self, place: Cache) -> Batch:
-        """The rows, as a batch with a cache of all but the newest tokens; ``place`` stands for the cache."""
-        batch = Batch(self.run.ids, self.run.model_kwargs)
+    def leave_cache(self, place: Cache) -> None:
+        """Let ``place`` stand for the cache, which is a batch's from now on."""
         self.run.model_kwargs = {
             name: place if isinstance(value, Cache) else value
-            for name, value in batch.model_kwargs.items()
+            for name, value in self.run.model_kwargs.items()
         }
-        return batch
+
+    def keep_states(self, batch: Batch) -> None:
+        """Before its rows leave ``batch``: copy their states, if they are to be stored as prefixes."""
+        session = self.call.prefix_session
+        if session is None or session.is_given_up:
+            return
+        if self.plain is not None:
+            self.plain.write()
+        session.adopt(batch.caches["past_key_values"], self.places, self.run.ids.shape[1] - 1)
 
     def close(self) -> None:
         """Let go of what the call holds."""

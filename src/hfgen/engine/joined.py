@@ -67,6 +67,11 @@ class JoinedRows:
         return self.batch.model_kwargs
 
     @property
+    def length(self) -> int:
+        """Columns, padding included."""
+        return 0 if self.batch is None else self.batch.ids.shape[1]
+
+    @property
     def n_cells(self) -> int:
         """Cells of the cache, padding included."""
         return 0 if self.batch is None else self.batch.ids.numel()
@@ -82,16 +87,35 @@ class JoinedRows:
         Raises ``ValueError``, and leaves everything as it was, if its cache or arguments are of
         another form.
         """
-        moves = Moves()
         batch = Batch(decoding.run.ids, decoding.run.model_kwargs)
         if self.batch is None:
-            self.batch = Batch(batch.ids.clone(), dict(batch.model_kwargs))
-        else:
-            self.batch.append(batch, self.pad_token_id)
-        decoding.leave_to(moves)
-        decoding.places = list(range(len(self.owners), len(self.owners) + len(batch)))
-        self.owners += [decoding] * len(batch)
-        self.moves[decoding] = moves
+            return self.begin([decoding], Batch(batch.ids.clone(), dict(batch.model_kwargs)))
+        self.batch.append(batch, self.pad_token_id)
+        return self._own([decoding])
+
+    def begin(self, decodings: list[Decoding], batch: Batch) -> None:
+        """Become the rows of ``decodings``, which are those of ``batch``."""
+        self.batch = batch
+        self._own(decodings)
+
+    def absorb(self, other: JoinedRows) -> None:
+        """Take all rows of another batch in. Raises ``ValueError``, before anything is changed, as ``join``."""
+        assert self.batch is not None
+        assert other.batch is not None
+        self.batch.append(other.batch, self.pad_token_id)
+        for decoding, moves in other.moves.items():
+            decoding.places = [len(self.owners) + place for place in decoding.places]
+            self.moves[decoding] = moves
+        self.owners += other.owners
+        other.batch, other.owners, other.moves = None, [], {}
+
+    def _own(self, decodings: list[Decoding]) -> None:
+        """Let the newest rows belong to ``decodings``."""
+        for decoding in decodings:
+            self.moves[decoding] = moves = Moves()
+            decoding.leave_cache(moves)
+            decoding.places = [len(self.owners) + i for i in range(decoding.n_rows)]
+            self.owners += [decoding] * decoding.n_rows
 
     def leave(self, decoding: Decoding) -> None:
         """Take the rows of a request out; the last rows move into their places."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..batch import Batch
+from ..execution import hides_padding
 from ..stopping import FinishReason
 from ..streaming import StreamEvent
 from .decoding import Decoding
@@ -18,6 +20,7 @@ from .errors import DoesNotFitError
 from .joined import JoinedRows
 from .memory import Memory
 from .plain import PlainRow, choose, is_plain
+from .prefill import forward, groups, may_share
 from .request import EngineEvent, EngineRequest
 from .scheduler import Chunk, Item, Scheduler
 
@@ -56,6 +59,8 @@ class Steps:
         #: Requests that decode by themselves, beside the batches.
         self.alone: list[EngineRequest] = []
         self.requests: dict[Item, EngineRequest] = {}
+        #: Whether rows of different length may be in one batch; ``None`` until it matters.
+        self.hides_padding: bool | None = None
         self.lock = Lock()
         self.events: list[EngineEvent] = []
 
@@ -78,8 +83,7 @@ class Steps:
         with self.lock:
             plan = self.scheduler.plan(time.monotonic())
         joined, alone = list(self.joined), list(self.alone)
-        for chunk in plan:
-            self._forward_chunk(chunk)
+        self._forward_prompts(plan)
         for rows in joined:
             self._decode(rows)
         for request in alone:
@@ -97,6 +101,54 @@ class Steps:
                 self.end(request)
 
     # ------------------------------------------------------------ prompts
+
+    def _forward_prompts(self, plan: list[Chunk]) -> None:
+        """Forward the chunks of this step; whole prompts of similar length together."""
+        may_be_grouped = {}
+        for chunk in plan:
+            decoding = None
+            with self._failures_of(self.requests[chunk.item]):
+                decoding = self._begun(self.requests[chunk.item], chunk.item)
+            if decoding is not None:
+                is_whole = chunk.n_tokens == chunk.item.n_tokens
+                may_be_grouped[chunk] = (
+                    is_whole and self.hides_padding is True and may_share(decoding)
+                )
+        for group in groups(may_be_grouped, may_be_grouped):
+            if len(group) > 1:
+                self._forward_group(group)
+            else:
+                self._forward_chunk(group[0])
+
+    def _forward_group(self, chunks: list[Chunk]) -> None:
+        """Forward whole prompts at once; their rows join those that decode."""
+        decodings = [self._begun(self.requests[chunk.item], chunk.item) for chunk in chunks]
+        rows = JoinedRows(self.model)
+        try:
+            outputs = forward(rows, decodings)
+        except Exception as error:
+            for decoding in decodings:
+                self.end(decoding.request, error)
+            return
+        self.joined.append(rows)
+        for chunk, decoding, own in zip(chunks, decodings, outputs, strict=True):
+            self.stats.prefill_tokens += chunk.n_tokens
+            with self.lock:
+                self.scheduler.advance(chunk.item, chunk.n_tokens)
+            with self._failures_of(decoding.request):
+                decoding.request.state = "decoding"
+                self._gain(decoding.request, decoding.step(own))
+        if len(rows):
+            for decoding in rows.members:
+                if is_plain(decoding):
+                    decoding.plain = PlainRow.of(decoding)
+            rows.append_newest()
+            for other in self.joined:
+                if other is not rows:
+                    with suppress(ValueError):
+                        other.absorb(rows)
+                        self.joined.remove(rows)
+                        break
 
     def _forward_chunk(self, chunk: Chunk) -> None:
         """Forward a part of a prompt; after the last one, its rows join those that decode."""
@@ -152,12 +204,23 @@ class Steps:
         item.n_done = min(decoding.begin(), item.n_tokens - 1)
         return decoding
 
+    def _is_padding_hidden(self, decoding: Decoding) -> bool:
+        """Whether rows of different length may be in one batch, tried out when it first matters."""
+        if self.hides_padding is None:
+            with suppress(ValueError):
+                self.hides_padding = hides_padding(
+                    self.model, Batch(decoding.run.ids, decoding.run.model_kwargs)
+                )
+        return self.hides_padding is True
+
     def _join(self, decoding: Decoding) -> None:
         """Let its rows decode with others, or in a batch of their own if their caches are of another form."""
         decoding.check()
         if is_plain(decoding):
             decoding.plain = PlainRow.of(decoding)
         for rows in self.joined:
+            if rows.length != decoding.length and not self._is_padding_hidden(decoding):
+                continue
             with suppress(ValueError):
                 return rows.join(decoding)
         rows = JoinedRows(self.model)
@@ -250,6 +313,8 @@ class Steps:
     def _leave(self, decoding: Decoding) -> None:
         for rows in self.joined:
             if decoding in rows.moves:
+                assert rows.batch is not None
+                decoding.keep_states(rows.batch)
                 rows.leave(decoding)
         self.joined = [rows for rows in self.joined if len(rows)]
 

@@ -172,6 +172,18 @@ class PrefixSession:
         self.is_given_up = True
         self.prefixes._bypass(reason)
 
+    def adopt(self, cache: Any, rows: list[int], length: int) -> None:
+        """Take ``rows`` of a cache that is shared with other calls: the last ``length`` tokens of each."""
+        theirs = attention_layers(cache)
+        if any(layer.keys.shape[-2] < length for layer in theirs):  # a window has let some go
+            self.is_given_up = True
+            return
+        text = self.model.config.get_text_config(decoder=True)
+        self.cache = GrowingCache(config=text, max_length=length)
+        windows.start(self.cache)
+        for own, layer in zip(self.layers, theirs, strict=True):
+            own.update(layer.keys[rows, :, -length:], layer.values[rows, :, -length:])
+
     def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
         """Store each of ``sequences (wanted, length)`` from the row that agrees with it longest."""
         rows = self._cached_rows(run, strategy) if self.is_prompt_stored else []

@@ -1,0 +1,82 @@
+"""The prompts of several requests in one forward: those of similar length, padded on the left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import ModelOutput
+
+from .. import execution
+from ..batch import Batch
+from ..caches import layers
+from ..caches.dynamic import GrowingCache
+from ..strategies.sample import Sample
+from .decoding import Decoding
+from .joined import JoinedRows
+from .scheduler import Chunk
+
+#: A prompt shares a forward with longer ones if it has at least this share of the longest's tokens.
+SHORTEST = 0.75
+
+#: Arguments of forward that are known to be about each row by itself.
+KNOWN = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+)
+
+
+def may_share(decoding: Decoding) -> bool:
+    """Whether nothing but a prompt's ids has a part in its forward."""
+    run, call = decoding.run, decoding.call
+    kwargs = {name: value for name, value in run.model_kwargs.items() if value is not None}
+    cache = kwargs.get("past_key_values")
+    return (
+        type(decoding.strategy) is Sample
+        and decoding.n_rows == 1
+        and kwargs.keys() <= KNOWN
+        and kwargs.get("use_cache", False)
+        and type(cache) is GrowingCache
+        and layers.count(cache) is None
+        and not run.is_encoder_decoder
+        and run.body is None
+        and call.prefixes is None
+        and run.config.prefill_chunk_size is None
+        and not run.config.is_assistant
+    )
+
+
+def groups(chunks: Iterable[Chunk], may_be_grouped: dict[Chunk, bool]) -> list[list[Chunk]]:
+    """Chunks to forward together: whole prompts of similar length; each other one by itself."""
+    found: list[list[Chunk]] = []
+    for chunk in sorted(chunks, key=lambda chunk: -chunk.n_tokens):
+        last = found[-1] if found else []
+        is_near = bool(last) and chunk.n_tokens >= SHORTEST * last[0].n_tokens
+        if is_near and may_be_grouped[chunk] and may_be_grouped[last[0]]:
+            last.append(chunk)
+        else:
+            found.append([chunk])
+    return found
+
+
+def forward(rows: JoinedRows, decodings: list[Decoding]) -> list[ModelOutput]:
+    """Forward whole prompts, which become the ``rows``; of each request, the outputs that it steps by."""
+    parts = []
+    for decoding in decodings:
+        kwargs = dict(decoding.run.model_kwargs)
+        cache = kwargs.pop("past_key_values")
+        parts.append((Batch(decoding.run.ids, kwargs), cache))
+    batch, cache = parts[0]
+    for other, _ in parts[1:]:
+        batch.append(other, rows.pad_token_id)
+    model, length = rows.model, batch.ids.shape[1]
+    cache.expect(max(decoding.longest for decoding in decodings))
+    kwargs = batch.model_kwargs | {"past_key_values": cache}
+    config: GenerationConfig = decodings[0].run.config
+    if "attention_mask" not in kwargs:
+        kwargs["attention_mask"] = torch.ones_like(batch.ids)
+    outputs = execution.prefill(model, batch.ids, config, kwargs)
+    assert layers.decoder_cache(kwargs["past_key_values"]).get_seq_length() == length
+    batch.model_kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
+    rows.begin(decodings, batch)
+    return [rows.outputs_of(decoding, outputs) for decoding in decodings]
