@@ -117,8 +117,8 @@ def running(
     name: str = "tiny",
     **options: Any,
 ) -> Iterator[Running]:
-    """A server in a thread of its own; ``options`` are the engine's."""
-    engine = Watched(model, tokenizer, **options)
+    """A server in a thread of its own; ``tokenizer`` may be a processor, ``options`` are the engine's."""
+    engine = Watched(model, getattr(tokenizer, "tokenizer", tokenizer), **options)
     servers: list[Any] = []
     arguments = name, model, tokenizer, engine, settings or Settings(port=0), servers.append
     thread = threading.Thread(target=lambda: asyncio.run(serve(*arguments)))

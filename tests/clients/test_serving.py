@@ -216,6 +216,7 @@ WRONG = {
     "logit_bias": [1],
     "response_format": {"type": "xml"},
     "tool_choice": "required",
+    "prompt_logprobs": 1,
     "temprature": 1,
 }
 
@@ -243,6 +244,9 @@ def test_other_wrong_requests(server: Running) -> None:
         ("chat/completions", {}),
         ("completions", {"prompt": ""}),
         ("completions", {"prompt": {}}),
+        ("completions", {"prompt": "x", "logprobs": 21}),
+        ("completions", {"prompt": "x", "logprobs": -1}),
+        ("chat/completions", {"messages": [message], "logprobs": True, "top_logprobs": 21}),
         ("completions", {"prompt": ["a", "b"], "stream": True}),
         ("responses", {}),
         ("responses", {"input": "x", "temperature": "hot"}),

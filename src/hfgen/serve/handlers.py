@@ -29,6 +29,9 @@ from .answers import ChatChoices, Message, TextChoices, chunks, tool_call
 #: New tokens of an answer that neither the request nor the model limits, as upstream has it.
 NEW_TOKENS = 1024
 
+#: Of the likeliest tokens that an answer tells of in each place, as OpenAI has it.
+MAX_LOGPROBS = 20
+
 #: Seconds after which a client that was refused may come again.
 RETRY_AFTER = 1
 
@@ -77,6 +80,7 @@ class EngineHandler(BaseHandler):
         own = copy.copy(self)
         with refusals():
             own.body, own.fields = body, self.parameters(body)
+            check_size(own.fields, body)
             answer = await own.answer(body, request_id)
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -130,6 +134,15 @@ class EngineHandler(BaseHandler):
         """What counts the tokens of an output, if a stream is to end with that."""
         has_usage = (self.body.get("stream_options") or {}).get("include_usage")
         return (lambda output: usage([output])) if has_usage else None
+
+
+def check_size(fields: dict[str, Any], body: dict[str, Any]) -> None:
+    """Refuse answers of any size: whole vocabularies of log-probabilities, and those of the prompt."""
+    if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
+        name = "top_logprobs" if "top_logprobs" in body else "logprobs"
+        raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is {body[name]}.")
+    if fields.get("prompt_logprobs") is not None:
+        raise ValueError("`prompt_logprobs` is not taken: answers have those of their own tokens.")
 
 
 def default_length(model: Any, prompt_length: int) -> int:
