@@ -17,7 +17,7 @@ from hfgen.engine.errors import (
     UnknownRequestError,
 )
 from tests import tiny
-from tests.parity.harness import ours
+from tests.parity.harness import FAMILIES, ours
 
 TEXTS = (
     "def add(a, b):",
@@ -164,6 +164,45 @@ def test_a_model_that_fails_ends_what_it_decodes(builtin: Any) -> None:
     assert {str(request.result().error) for request in requests} == {"out of order"}
     later = engine.add(TEXTS[2], max_new_tokens=5)
     check(later.result(), alone(model, tokenizer, TEXTS[2], max_new_tokens=5))
+
+
+def test_an_engines_prefix_cache_is_for_requests_that_can_use_one(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer, prefix_cache=hfgen.PrefixCache())
+    for way in ("contrastive", "greedy", "greedy"):
+        check(
+            engine.add(TEXTS[1], **WAYS[way]).result(),
+            alone(model, tokenizer, TEXTS[1], **WAYS[way]),
+        )
+    assert engine.prefix_cache.stats.hits == 1
+
+
+def test_tokens_are_counted_as_events_have_them(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer)
+    requests = [engine.add(TEXTS[0], **options) for options in WAYS.values()]
+    n_told = sum(len(event.token_ids) for event in engine.events())
+    outputs = [request.result() for request in requests]
+    assert n_told == sum(len(s.token_ids) for output in outputs for s in output.sequences)
+    assert engine.stats.decoded_tokens == n_told
+
+
+def test_rows_of_an_encoder_decoder_are_reserved_before_its_encoder_has_run() -> None:
+    model = hfgen.mix_into(tiny.t5())
+    engine, inputs = Engine(model, max_rows=4), tiny.prompt(1)
+    requests = [engine.add(inputs, num_beams=3, max_new_tokens=4) for _ in range(2)]
+    with pytest.raises(DoesNotFitError, match="5 rows"):
+        engine.add(inputs, num_beams=5)
+    engine.step()
+    assert (engine.n_rows, engine.n_waiting) == (3, 1)
+    solo = model.generate(inputs, num_beams=3, max_new_tokens=4)
+    for request in requests:
+        assert torch.equal(request.result().generate_output.sequences, solo)
+
+
+def test_a_model_that_keeps_states_in_its_modules_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"RecurrentGemma.*outside of the cache.*`generate`"):
+        Engine(hfgen.mix_into(FAMILIES["recurrent_gemma"].build()))
 
 
 def test_bad_input_is_named_and_others_go_on(builtin: Any) -> None:

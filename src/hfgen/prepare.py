@@ -12,15 +12,18 @@ from .execution import shared_prompt
 from .grammar import setup as grammar
 
 
-def prepare(model: Any, request: Request, *, fills_prefix: bool = True) -> Call:
+def prepare(
+    model: Any, request: Request, *, fills_prefix: bool = True, prefix_cache: Any = None
+) -> Call:
     """Resolve, check and prepare a call; an encoder is run, the decoder is not.
 
     ``fills_prefix``: stored prefixes are looked up now, and not by ``prefix.begin`` later.
+    ``prefix_cache``: for a call that has none of its own and can use one.
 
     Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used.
     """
     validate.check_request(request)
-    prefixes = prefix.take_argument(model, request)
+    prefixes = prefix.take_argument(model, request, prefix_cache)
     call, model_kwargs = config.resolve(model, request)
     try:
         model._validate_model_kwargs(model_kwargs.copy())

@@ -30,7 +30,8 @@ class Decoding:
     def __init__(self, model: Any, request: EngineRequest) -> None:
         """Raises what ``generate`` raises for arguments that cannot be used."""
         self.request = request
-        self.call = prepare(model, request.arguments, fills_prefix=False)
+        prefix_cache = request.engine.prefix_cache
+        self.call = prepare(model, request.arguments, fills_prefix=False, prefix_cache=prefix_cache)
         try:
             _draw_keys(self.call)
             self.run, self.strategy = self.call.start(model)

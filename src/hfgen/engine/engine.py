@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .. import rows
+from .. import families, rows
 from ..call import Request
 from ..config import resolve
 from ..mixin import driven, mixed_view
@@ -40,7 +40,7 @@ class Engine:
             most, where a prompt can be cut.
         policy: ``"fcfs"``, ``"srpt"`` or ``"priority"``; see ``scheduler.Scheduler``.
         max_queue: Requests that may wait; ``QueueFullError`` beyond that.
-        prefix_cache: A ``hfgen.PrefixCache`` for all requests.
+        prefix_cache: A ``hfgen.PrefixCache`` for all requests that can use one.
     """
 
     def __init__(
@@ -56,6 +56,11 @@ class Engine:
         prefix_cache: Any = None,
     ) -> None:
         self.model: Any = mixed_view(model)
+        if families.keeps_other_state(self.model):
+            raise ValueError(
+                f"{type(model).__name__} keeps states of its rows outside of the cache, so that requests "
+                "cannot take turns: use `generate`."
+            )
         self.tokenizer = tokenizer
         self.prefix_cache = prefix_cache
         kept = Memory(memory, self.model.device)
@@ -148,8 +153,6 @@ class Engine:
             kwargs["stop_strings"] = kwargs.pop("stop")
         if self.tokenizer is not None:
             kwargs.setdefault("tokenizer", self.tokenizer)
-        if self.prefix_cache is not None:
-            kwargs.setdefault("prefix_cache", self.prefix_cache)
         inputs = model_inputs(prompt, kwargs.get("tokenizer"), self.model.device)
         kwargs |= {"return_dict_in_generate": True, "drop_finished": False}
         if isinstance(config := kwargs.get("generation_config"), GenerationConfig):

@@ -34,6 +34,7 @@ class EngineStats:
     n_steps: int = 0
     n_forwards: int = 0
     prefill_tokens: int = 0
+    #: Of all sequences, as their events have them.
     decoded_tokens: int = 0
     n_finished: int = 0
     n_failed: int = 0
@@ -281,6 +282,7 @@ class Steps:
         now = time.monotonic()
         for event in gained:
             request.gain(event, now)
+            self.stats.decoded_tokens += len(event.token_ids)
             self.events.append(EngineEvent.of(request, event))
 
     def end(self, request: EngineRequest, error: BaseException | None = None) -> None:

@@ -34,10 +34,13 @@ class Asked:
         self.prefixes._bypass(reason.text)
 
 
-def take_argument(model: Any, request: Request) -> Asked | None:
-    """The call's ``prefix_cache`` if it has one, else the model's. ``TypeError`` for other types."""
+def take_argument(model: Any, request: Request, default: Any = None) -> Asked | None:
+    """The call's ``prefix_cache`` if it has one, else ``default``, else the model's.
+
+    Raises ``TypeError`` for other types.
+    """
     by_name = "prefix_cache" in request.kwargs
-    prefixes = request.kwargs.get("prefix_cache", getattr(model, "prefix_cache", None))
+    prefixes = request.kwargs.get("prefix_cache", default or getattr(model, "prefix_cache", None))
     if prefixes is None:
         return None
     if not isinstance(prefixes, PrefixCache):
