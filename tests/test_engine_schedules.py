@@ -1,0 +1,209 @@
+"""Random schedules: each request equals its solo call, whatever arrives, leaves and fails beside it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import hfgen
+from tests import exact, tiny
+from tests.parity.family import Limit, text_prompt
+from tests.parity.harness import FAMILIES, in_double, ours
+from tests.parity.rows import CHOICES
+from tests.schedules import Asked, Play, Schedule, Subject, Trouble
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # upstream's, of tiny configs
+
+#: How many times as many examples are tried: ``SCHEDULES=20 pytest tests/test_engine_schedules.py``.
+MORE = int(os.environ.get("SCHEDULES", "1"))
+
+
+def profile(n: int) -> Any:
+    """Settings for ``n`` examples, the same in each run."""
+    return settings(
+        max_examples=n * MORE,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=[Phase.generate] if os.environ.get("QUICK") else tuple(Phase),
+    )
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "copies": {"do_sample": True, "num_return_sequences": 2},
+    "beams": {"num_beams": 2},
+    "beam sample": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
+#: What rules a way out.
+OF_WAYS = {
+    "copies": Limit.NUM_RETURN_SEQUENCES,
+    "beams": Limit.BEAMS,
+    "beam sample": Limit.BEAMS,
+    "lookup": Limit.ASSISTED,
+}
+TROUBLE = ("cancel", "timeout", "processor", "criterion", "allowed")
+#: Options of text and of outputs, beside those of ``CHOICES``.
+OF_TEXT: dict[str, list[Any]] = {
+    "stop_strings": [["a", "B"], "x", ["ab", "q", "7"]],
+    "logprobs": [0, 2],
+    "prompt_logprobs": [1],
+    "grammar": [hfgen.grammar.regex("[a-f]{2,6}"), hfgen.grammar.choice(["yes", "no"])],
+}
+
+
+@st.composite
+def requests(draw: Any, ways: list[str], names: list[str], has_text: bool, n_steps: int) -> Asked:
+    """One request, with options and maybe with trouble."""
+    options: dict[str, Any] = {
+        "max_new_tokens": draw(st.sampled_from([1, 2, 5, 9, 14])),
+        "eos_token_id": draw(st.sampled_from([2, [2, *range(10, 30)], None])),
+        "seed": draw(st.integers(0, 5)),
+        **WAYS[draw(st.sampled_from(ways))],
+    }
+    for name in draw(st.lists(st.sampled_from(names), max_size=3, unique=True)):
+        options.setdefault(name, draw(st.sampled_from(CHOICES[name])))
+    if has_text:
+        for name in draw(st.lists(st.sampled_from(sorted(OF_TEXT)), max_size=2, unique=True)):
+            options[name] = draw(st.sampled_from(OF_TEXT[name]))
+    trouble = st.builds(Trouble, st.sampled_from(TROUBLE), st.integers(1, 9))
+    return Asked(
+        at=draw(st.integers(0, n_steps)),
+        length=draw(st.sampled_from([1, 2, 4, 7, 12, 19])),
+        seed=draw(st.integers(0, 3)),
+        options={"pad_token_id": 0, **options},
+        form=draw(st.sampled_from(["tensor", "list", "mask", "padded"])),
+        trouble=draw(st.none() | trouble),
+        priority=draw(st.integers(0, 2)),
+    )
+
+
+@st.composite
+def schedules(draw: Any, asked: Any, most: int) -> Schedule:
+    """Up to ``most`` requests, and an engine of any size."""
+    engine = {
+        "max_rows": draw(st.sampled_from([1, 3, 5, 32])),
+        "prefill_tokens": draw(st.sampled_from([1, 3, 8, 2048])),
+        "policy": draw(st.sampled_from(["fcfs", "srpt", "priority"])),
+    }
+    failing = draw(st.frozensets(st.integers(1, 30), max_size=2)) if draw(st.booleans()) else ()
+    return Schedule(
+        tuple(draw(st.lists(asked, min_size=2, max_size=most))),
+        engine,
+        has_prefix_cache=draw(st.booleans()),
+        failing=frozenset(failing),
+    )
+
+
+NAMES = sorted(CHOICES.keys() - {"max_new_tokens", "eos_token_id"})
+
+
+@cache
+def exact_subject() -> Subject:
+    return Subject(
+        exact.model(),
+        lambda length, seed: {"input_ids": tiny.prompt(1, length, seed)},
+        tiny.ascii_tokenizer(),
+        {"dry_sequence_breakers": []},
+    )
+
+
+#: Families that compute a part in float32, whatever the weights are.
+ONLY_SINGLE = ("deepseek_v2", "deepseek_v3", "jamba", "qwen3_next")
+
+
+def subject_of(name: str, options: dict[str, Any]) -> Subject:
+    """A tiny model of the family, in float64: rounding decides nothing."""
+    family = FAMILIES[name]
+    dtype = torch.float32 if name in ONLY_SINGLE else torch.float64
+    model = ours(name) if name in ONLY_SINGLE else in_double(name)
+
+    def inputs(length: int, seed: int) -> dict[str, Any]:
+        given = {
+            n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+            for n, v in family.inputs(model, 1, False, seed).items()
+        }
+        if set(given) <= {"input_ids", "attention_mask"}:
+            return text_prompt(60, 1, False, seed, length)
+        if family.kind == "vision" and seed % 2:  # text alone
+            return text_prompt(60, 1, False, seed, length)
+        return given
+
+    return Subject(model, inputs, None, {"dry_sequence_breakers": []} | options)
+
+
+#: Families of every kind of state that rows have, and what each of their calls gets.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {},  # learned positions
+    "bloom": {},  # distances in the scores
+    "mistral": {},  # a window in each layer
+    "gemma3_text": {},  # a window in some
+    "llama4_text": {},  # chunks
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "mamba": {},
+    "mamba2": {},
+    "falcon_mamba": {},
+    "falcon_h1": {},
+    "bamba": {},
+    "jamba": {},
+    "lfm2": {},
+    "qwen3_next": {},
+    "xlstm": {},
+    "t5": {},
+    "bart_seq2seq": {},
+    "llava": {},
+    "qwen2_vl": {},
+    "gemma3": {},
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_random_schedules_of_every_kind_of_state(name: str) -> None:
+    unsupported = FAMILIES[name].unsupported
+    ways = [way for way in WAYS if OF_WAYS.get(way) not in unsupported]
+    subject = subject_of(name, KINDS[name])
+    counts: Counter[str] = Counter()
+
+    @profile(3)
+    @given(schedules(requests(ways, NAMES, False, 6), 5))
+    def check(schedule: Schedule) -> None:
+        counts.update(Play(subject, schedule).run())
+
+    check()
+    assert counts["equal"] > 0
+
+
+#: What has to come to pass in the schedules, so that they prove something.
+SEEN = (
+    *("equal", "eos", "length", "stop", "grammar", "does not fit"),
+    *("cancel while waiting", "cancel while prefill", "cancel while decoding", "cancel while done"),
+    *("cancelled", "timed out", "Planned", "requests of failed forwards"),
+    "beginnings with tokens",
+)
+
+
+def test_random_schedules_of_a_model_that_computes_exactly() -> None:
+    counts: Counter[str] = Counter()
+
+    @profile(60)
+    @given(schedules(requests(list(WAYS), NAMES, True, 12), 8))
+    def check(schedule: Schedule) -> None:
+        counts.update(Play(exact_subject(), schedule).run())
+
+    check()
+    assert set(counts) >= set(SEEN)
