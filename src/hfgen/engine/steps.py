@@ -246,7 +246,6 @@ class Steps:
             if not isinstance(error, Exception):
                 raise
             return
-        self.stats.decoded_tokens += len(rows)
         # Rows that leave change the places of others: each gets its part before.
         others = [decoding for decoding in rows.members if decoding.plain is None]
         parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
