@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -55,6 +56,8 @@ OF_WAYS = {
     "beam sample": Limit.BEAMS,
     "lookup": Limit.ASSISTED,
 }
+#: How a prompt is given; see ``schedules.arguments_of``.
+FORMS = ("tensor", "list", "mask", "padded")
 TROUBLE = ("cancel", "timeout", "processor", "criterion", "allowed")
 #: Options of text and of outputs, beside those of ``CHOICES``.
 OF_TEXT: dict[str, list[Any]] = {
@@ -66,7 +69,14 @@ OF_TEXT: dict[str, list[Any]] = {
 
 
 @st.composite
-def requests(draw: Any, ways: list[str], names: list[str], has_text: bool, n_steps: int) -> Asked:
+def requests(
+    draw: Any,
+    ways: list[str],
+    names: list[str],
+    has_text: bool,
+    n_steps: int,
+    forms: Sequence[str] = FORMS,
+) -> Asked:
     """One request, with options and maybe with trouble."""
     options: dict[str, Any] = {
         "max_new_tokens": draw(st.sampled_from([1, 2, 5, 9, 14])),
@@ -85,7 +95,7 @@ def requests(draw: Any, ways: list[str], names: list[str], has_text: bool, n_ste
         length=draw(st.sampled_from([1, 2, 4, 7, 12, 19])),
         seed=draw(st.integers(0, 3)),
         options={"pad_token_id": 0, **options},
-        form=draw(st.sampled_from(["tensor", "list", "mask", "padded"])),
+        form=draw(st.sampled_from(forms)),
         trouble=draw(st.none() | trouble),
         priority=draw(st.integers(0, 2)),
     )
@@ -177,10 +187,12 @@ def test_random_schedules_of_every_kind_of_state(name: str) -> None:
     unsupported = FAMILIES[name].unsupported
     ways = [way for way in WAYS if OF_WAYS.get(way) not in unsupported]
     subject = subject_of(name, KINDS[name])
+    # In float64, eager attention makes NaN of padding: it takes the softmax of its mask in float32.
+    forms = FORMS if name in ONLY_SINGLE else FORMS[:-1]
     counts: Counter[str] = Counter()
 
     @profile(3)
-    @given(schedules(requests(ways, NAMES, False, 6), 5))
+    @given(schedules(requests(ways, NAMES, False, 6, forms), 5))
     def check(schedule: Schedule) -> None:
         counts.update(Play(subject, schedule).run())
 
