@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -675,6 +675,7 @@ sequences = st.lists(st.integers(0, 2), min_size=1, max_size=9)
     st.lists(st.tuples(st.sampled_from(["a", "b"]), sequences), min_size=1, max_size=12),
     st.integers(1, 40),
 )
+@example([("b", [1]), ("b", [1, 0, 0]), ("b", [1, 0, 1])], 3)  # a split below a node without room
 def test_trees_hold_what_was_inserted(inserted: list[tuple[str, list[int]]], n: int) -> None:
     forest = Forest(n * size(3, PER_TOKEN, 2))
     for key, sequence in inserted:

@@ -117,6 +117,8 @@ class Forest:
         within = match.length - sum(len(node.tokens) for node in path[:-1])
         if path and within < len(path[-1].tokens):
             path[-1] = self._split(path[-1], within)
+            for used in reversed(path):  # children before parents again: room is made of leaves
+                self.nodes.move_to_end(used)
         self._make_room(size(end - match.length, per_token, len(states)))
         node = Node.copy(tokens, states, match.length, end)
         self.attach(key, path[-1] if path else None, node)
