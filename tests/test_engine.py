@@ -177,6 +177,28 @@ def test_an_engines_prefix_cache_is_for_requests_that_can_use_one(builtin: Any) 
     assert engine.prefix_cache.stats.hits == 1
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_what_a_request_has_said_is_a_stored_prefix_of_the_next_prompt(family: str) -> None:
+    model = hfgen.mix_into(FAMILIES[family].build())
+    engine = Engine(model, prefix_cache=hfgen.PrefixCache())
+    # The cache of the first that joins becomes that of the batch: other rows are in it at the end.
+    turns = [tiny.prompt(1, n, seed=n) % 60 for n in (4, 9, 6)]
+    for n_new in (5, 3):
+        options = [{"max_new_tokens": n_new + i, "eos_token_id": None} for i in range(len(turns))]
+        options[2] |= {"num_beams": 2}
+        asked = zip(turns, options, strict=True)
+        requests = [engine.add(turn, **option) for turn, option in asked]
+        outputs = [request.result() for request in requests]
+        for output, turn, option in zip(outputs, turns, options, strict=True):
+            solo = model.generate(turn, **option)
+            assert torch.equal(output.generate_output.sequences, solo)
+        turns = [output.generate_output.sequences for output in outputs]
+    stats = engine.prefix_cache.stats
+    assert (stats.hits, stats.lookups) == (3, 6)
+    said = 5 + 6 + 7 - 3 if family == "llama" else 0  # of a window, only prompts are kept
+    assert stats.tokens_saved == 4 + 9 + 6 + said
+
+
 def test_tokens_are_counted_as_events_have_them(builtin: Any) -> None:
     model, tokenizer = builtin
     engine = Engine(model, tokenizer)

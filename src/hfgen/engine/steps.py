@@ -216,6 +216,8 @@ class Steps:
 
     def _join(self, decoding: Decoding) -> None:
         """Let its rows decode with others, or in a batch of their own if their caches are of another form."""
+        if (session := decoding.call.prefix_session) is not None:
+            session.detach()
         decoding.check()
         if is_plain(decoding):
             decoding.plain = PlainRow.of(decoding)

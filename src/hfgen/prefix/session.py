@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from .. import execution
 from ..caches.dynamic import GrowingCache
@@ -50,7 +51,18 @@ class PrefixSession:
     @property
     def layers(self) -> list[Any]:
         """The layers of the cache that hold keys and values; a forward may replace them."""
-        return attention_layers(self.cache)
+        return [] if self.cache is None else attention_layers(self.cache)
+
+    def detach(self) -> None:
+        """Let go of the cache: the rows go on in that of a batch, where windows keep no more than they need."""
+        windows.stop(self.cache)
+        self.cache = None
+
+    def attach(self, states: KeyValues) -> None:
+        """Take keys and values ``(rows, heads, n, size)`` of each layer, of the first ``n`` tokens, to store."""
+        self.cache = DynamicCache()
+        for index in range(len(states) // 2):
+            self.cache.update(states[2 * index], states[2 * index + 1], index)
 
     def bytes_per_token(self) -> int | None:
         """Bytes that a token takes in store; ``None`` if neither the store nor the config tells."""
@@ -198,7 +210,8 @@ class PrefixSession:
                 row = rows[best] // repeats
                 end = min(int(agreement[best]), self._end(sequence))
                 self._store(row, best, sequence[self.layout.pads[row] : end].long())
-        windows.stop(self.cache)
+        if self.cache is not None:
+            windows.stop(self.cache)
 
     def _end(self, sequence: Tensor) -> int:
         """Where a sequence ends: behind its first EOS token, or before its padding."""
