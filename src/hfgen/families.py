@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -101,6 +102,12 @@ def placeholder_tokens(model: Any) -> list[int]:
     names = [f"{kind}_token_{e}" for kind in ("image", "video", "audio") for e in ("id", "index")]
     ids = (getattr(model.config, name, None) for name in names)
     return [] if takes_only_text(model) else [i for i in ids if isinstance(i, int)]
+
+
+def layers_of_images(model: Any) -> Sequence[int]:
+    """Which layers attend to the image alone, whose keys do not grow: Mllama's."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "cross_attention_layers", None) or ()
 
 
 def position_pad(model: Any) -> int | None:

@@ -91,7 +91,7 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
         if not layers or layers[0] is None:  # the model has none
             observed[name] = (layers,) * n_tokens
             continue
-        windows = _windows(run, len(layers))
+        windows, of_images = _windows(run, len(layers)), families.layers_of_images(run.model)
         entries: list[list[torch.Tensor]] = [[] for _ in range(n_tokens)]
         for token, entry in enumerate(entries):
             n_later = width - 1 - token  # positions after the token's own
@@ -99,7 +99,7 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
                 n_fed, last = layer.shape[-2:]
                 first = n_fed - n_later - 1 if token else 0
                 keys = slice(0, last)
-                if name == "attentions" and windows is not None:
+                if name == "attentions" and windows is not None and index not in of_images:
                     start = max(last - n_later - windows[index], 0) if token else 0
                     keys = slice(int(start), last - n_later)
                 entry.append(layer[..., first : n_fed - n_later, keys])

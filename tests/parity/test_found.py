@@ -57,6 +57,9 @@ SPECULATED = {
     "attentions of a model that returns none": Speculated(
         Case("big_bird", GREEDY, seed=706, options={"attentions": ["attentions"]}), "oracle"
     ),
+    "attentions of layers that attend to the image alone": Speculated(
+        Case("mllama", GREEDY, 4, seed=258, options={"attentions": ["attentions"]}), "oracle"
+    ),
     "rounding errors of hidden states as large as a thousand": Speculated(
         Case(
             "mllama",
