@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,15 @@ def test_columns_are_checked():
         answer(Generate(lambda: MODEL), {"prompt": prompts, "finish_reason": texts("x")})
     with pytest.raises(ValueError, match="'question'"):
         answer(Generate(lambda: MODEL, prompt="question"), {"prompt": prompts})
+
+
+def test_models_by_name(tmp_path: Path):
+    tiny.llama(vocab_size=258).save_pretrained(tmp_path)
+    tiny.byte_tokenizer().save_pretrained(tmp_path)
+    for tokenizer in None, str(tmp_path), tiny.byte_tokenizer():
+        generate = Generate(str(tmp_path), tokenizer, max_new_tokens=3)
+        (found,) = answer(generate, {"prompt": texts("abc")})
+        assert (found["n_prompt_tokens"][0], found["generate_error"][0]) == (3, None)
 
 
 def test_values_of_columns():

@@ -117,16 +117,16 @@ class Generate:
             return failed(error, has_text=True)
 
 
-def loaded(model: Any, tokenizer: Any) -> tuple[Any, Any]:
+def loaded(source: Any, tokenizer: Any) -> tuple[Any, Any]:
     """A model and its tokenizer, of what ``Generate`` is given."""
-    if callable(model):
-        found = model()
+    if callable(source):
+        found = source()
         model, own = found if isinstance(found, tuple) else (found, None)
-    elif model == "builtin":
+    elif source == "builtin":
         model, own = builtin_model()
     else:
-        own = AutoTokenizer.from_pretrained(model) if tokenizer is None else None
-        model = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        own = AutoTokenizer.from_pretrained(source) if tokenizer is None else None
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
         if torch.cuda.is_available():
             model = model.to("cuda")
     if isinstance(tokenizer, str):
