@@ -40,6 +40,11 @@ class Item:
         """Tokens that are left to prefill."""
         return self.n_tokens - self.n_done
 
+    @property
+    def n_held(self) -> float:
+        """Bytes that it takes now, as far as that is known."""
+        return self.n_bytes if self.n_bytes_now is None else self.n_bytes_now
+
 
 @dataclass(frozen=True)
 class Chunk:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from .item import Item
 
-#: ``srpt``: tokens of prefill that a request is moved ahead by per token prefilled since it arrived.
-AGING = 0.125
+#: ``srpt``: tokens that a request is moved ahead by, per token prefilled since it arrived. It is taken
+#: from ``benchmarks/results/scheduler.md``: with less, the mean hardly gains, and the longest wait grows.
+AGING = 1 / 32
 
 #: ``priority``: one level is worth so many seconds of waiting.
 SECONDS_PER_LEVEL = 60.0
@@ -24,7 +25,7 @@ def srpt(item: Item) -> float:
     The order is that of ``n_left - AGING * (clock - clock_at_arrival)`` at any moment. The clock counts
     the tokens that have been prefilled for all requests, so that the rate fits every device, and the
     order does not depend on measured times. A request is overtaken only by those that arrive while
-    ``n_left / AGING`` more tokens are prefilled: 16,000 for a prompt of 2,000.
+    ``n_left / AGING`` more tokens are prefilled: 64,000 for a prompt of 2,000.
 
     That waiting time and remaining prefill make up the priority is the idea of arXiv 2606.09061; the
     formula here is hfgen's own.

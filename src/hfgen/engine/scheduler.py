@@ -22,9 +22,9 @@ _key = attrgetter("key")
 class Scheduler:
     """Items wait, prefill, decode and leave; their rows and bytes are theirs from admission on.
 
-    With ``optimistic``, an item is admitted with a share of its growth reserved only. When the bytes in
-    use then grow beyond ``max_bytes``, ``victims`` are taken out of the batch, and wait again
-    (``readmit``). All is reserved for an item that comes back, so that it is taken out once at most.
+    With ``optimistic``, an item is admitted with a share of its growth reserved only. When the bytes
+    held then grow beyond ``max_bytes`` (``resize``), ``victims`` are taken out of the batch, and wait
+    again (``readmit``). All is reserved for an item that comes back: it is taken out once at most.
 
     Times are seconds of any one clock. Not safe for use by several threads at once.
 
@@ -154,7 +154,7 @@ class Scheduler:
     def resize(self, item: Item, n_bytes: float, n_bytes_now: float | None = None) -> None:
         """Correct the bytes of an item, in any state: at its longest, and without growth.
 
-        What is reserved for it then may exceed ``max_bytes``: see ``victims``.
+        With it, the sum of what is held may exceed ``max_bytes``: see ``victims``.
         """
         item.n_bytes, item.n_bytes_now = n_bytes, n_bytes_now
         if item.state in ("prefill", "decoding"):
@@ -162,19 +162,20 @@ class Scheduler:
             self.n_bytes += item.n_reserved - before
 
     def victims(self, needed: float | None = None) -> list[Item]:
-        """Items to take out of the batch for ``needed`` bytes; by default, those beyond ``max_bytes``.
+        """Items to take out of the batch to free ``needed`` bytes; by default, those beyond ``max_bytes``.
 
         The last in policy order first; those that were taken out before only if the others do not do.
         For each: ``readmit``, after its states are kept elsewhere; or ``leave``.
         """
-        needed = self.n_bytes - self.max_bytes if needed is None else needed
-        found = []
         in_use = sorted(self.prefilling + self.decoding, key=_key, reverse=True)
+        if needed is None:
+            needed = sum(item.n_held for item in in_use) - self.max_bytes
+        found = []
         for item in sorted(in_use, key=attrgetter("was_taken_out")):
             if needed <= 0:
                 break
             found.append(item)
-            needed -= item.n_reserved
+            needed -= item.n_held
         return found
 
     def readmit(self, item: Item) -> None:
