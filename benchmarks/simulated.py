@@ -90,6 +90,7 @@ class Outcome:
     n_steps: int
     n_decoded: int
     n_taken_out: int
+    longest_queue: int
 
     @property
     def throughput(self) -> float:
@@ -138,6 +139,7 @@ def simulate(
         n_steps=run.n_steps,
         n_decoded=run.n_decoded,
         n_taken_out=sum(job.n_moves for job in jobs),
+        longest_queue=run.longest_queue,
     )
 
 
@@ -148,6 +150,7 @@ class _Run:
     clock: float = 0.0
     n_steps: int = 0
     n_decoded: int = 0
+    longest_queue: int = 0
     jobs: dict[Item, Job] = field(default_factory=dict)
     #: (the step after which it ends, its number among joins, its moves when it joined, the job)
     ends: list[tuple[int, int, int, Job]] = field(default_factory=list)
@@ -173,6 +176,7 @@ class _Run:
         n_rows = len(scheduler.decoding)
         self.n_steps += 1
         self.n_decoded += n_rows
+        self.longest_queue = max(self.longest_queue, len(scheduler.waiting))
         prefilled = sum(chunk.n_tokens for chunk in chunks)
         self.clock += costs.step + costs.token * prefilled + costs.row * n_rows
         n_ended = self.end()

@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import pytest
@@ -228,8 +228,9 @@ def overtakers(
 @settings(max_examples=40, deadline=None)
 @given(
     policy=policies,
-    big=st.sampled_from([{"n_bytes": 100}, {"n_rows": 8}, {"n_bytes": 60, "n_rows": 5}]),
-    n_tokens=st.integers(1, 300),
+    big=st.sampled_from([{"n_bytes": 100}, {"n_rows": 8}, {"n_bytes": 60, "n_rows": 5}, {}]),
+    is_whole=st.booleans(),
+    n_tokens=st.integers(1, 80),
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=20),
     per_step=st.integers(2, 4),
     level=st.integers(0, 2),
@@ -237,6 +238,7 @@ def overtakers(
 def test_a_big_item_is_not_overtaken_for_ever(
     policy: str,
     big: dict[str, int],
+    is_whole: bool,
     n_tokens: int,
     sizes: list[int],
     per_step: int,
@@ -246,10 +248,10 @@ def test_a_big_item_is_not_overtaken_for_ever(
     for _ in range(6):
         scheduler.add(Item(3, n_bytes=10), 0)
     run_step(scheduler)
-    item = Item(n_tokens, **big)
+    item = Item(n_tokens, is_whole=is_whole, **big)
     scheduler.add(item, 0)
     key = item.key
-    drawn = iter(sizes * 10_000)
+    drawn = cycle(sizes)
 
     def newcomers() -> list[Item]:
         return [Item(next(drawn), n_bytes=10, priority=level) for _ in range(per_step)]
@@ -272,7 +274,7 @@ def test_short_prompts_pass_a_long_one_for_a_while(n_tokens: int, sizes: list[in
     scheduler = Scheduler(max_rows=4, prefill_tokens=16, policy="srpt")
     item = Item(n_tokens)
     scheduler.add(item, 0)
-    drawn = iter(sizes * 10_000)
+    drawn = cycle(sizes)
     passed = overtakers(scheduler, item, lambda: [Item(next(drawn)) for _ in range(2)])
     assert all(new.clock_at_arrival <= n_tokens / AGING for new in passed)
 
@@ -359,6 +361,7 @@ def test_a_whole_prompt_is_not_cut() -> None:
     )
     added(scheduler, first, whole, small, huge, last)
     assert run_step(scheduler) == [(first, 4), (small, 5), (last, 1)]
+    assert scheduler.waiting == [whole, huge]  # nothing is reserved before it can begin
     assert run_step(scheduler) == [(whole, 8), (last, 1)]
     assert run_step(scheduler) == [(huge, 30)]
 

@@ -96,8 +96,8 @@ class Scheduler:
 
         Items in prefill and waiting ones take their turns in one order, so that a short prompt need not
         wait for all of a long one. A whole item longer than ``prefill_tokens`` gets a step of its own. An
-        item that does not fit is passed by ``MAX_OVERTAKEN`` others at most. Where keys are equal, so are
-        neighbours' lengths if possible.
+        item that does not fit (its rows, its bytes, or all of it into what is left of the step) is passed
+        by ``MAX_OVERTAKEN`` others at most. Chunks of equal keys are sorted by length.
         """
         chunks: list[Chunk] = []
         budget = self.prefill_tokens
@@ -105,21 +105,20 @@ class Scheduler:
         for item in self._in_order():
             if budget <= 0:
                 break
+            n_tokens = item.n_left if item.is_whole else min(item.n_left, budget)
+            is_too_long = n_tokens > budget and bool(chunks)
             if item.state == "waiting":
                 if blocked is not None and blocked.n_overtaken >= MAX_OVERTAKEN:
                     continue
-                if not self._fits(item):
+                if is_too_long or not self._fits(item):
                     # Nothing waits for an item that can never fit.
                     blocked = blocked or (item if self._could_fit(item) else None)
                     continue
                 self._admit(item, now)
                 if blocked is not None:
                     blocked.n_overtaken += 1
-            n_tokens = min(item.n_left, budget)
-            if item.is_whole and n_tokens < item.n_left:
-                if chunks or item.n_left <= self.prefill_tokens:
-                    continue  # in a later step, when those before it are through
-                n_tokens = item.n_left
+            elif is_too_long:
+                continue
             chunks.append(Chunk(item, n_tokens))
             budget -= n_tokens
         return sorted(chunks, key=lambda chunk: (chunk.item.key[0], chunk.n_tokens))
