@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
-from .. import loop, prefix, seeds
+from .. import families, loop, prefix, seeds
 from ..batch import Batch
 from ..caches import joining
 from ..call import Call
 from ..execution import chunks
+from ..prefix import eligibility
 from ..prepare import prepare
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
@@ -73,17 +74,26 @@ class Decoding:
 
     def check(self) -> None:
         """Raise ``ValueError`` if its rows cannot be in a batch with others."""
-        cache = self.run.model_kwargs.get("past_key_values")
+        cache, model = self.run.model_kwargs.get("past_key_values"), self.run.model
+        if families.keeps_other_state(model):
+            raise ValueError(
+                f"{type(model).__name__} keeps states of its rows on its modules, so that requests cannot "
+                "take turns. Decode with `generate`."
+            )
         if not self.joins:
             return
         if not isinstance(cache, Cache):
-            name = type(self.run.model).__name__
             raise ValueError(
-                f"{name} decodes this request without a cache of a kind that is known "
+                f"{type(model).__name__} decodes this request without a cache of a kind that is known "
                 f"({type(cache).__name__}), so that its rows cannot be in a batch with others. Decode it "
                 "with `generate`."
             )
         joining.check_declared(cache)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether its rows need a batch of their own: other rows would change how positions are rotated."""
+        return eligibility.is_length_dependent(self.run.model, self.longest)
 
     @property
     def can_be_cut(self) -> bool:

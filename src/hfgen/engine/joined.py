@@ -49,6 +49,8 @@ class JoinedRows:
         #: Of each row, the request that it belongs to.
         self.owners: list[Decoding] = []
         self.moves: dict[Decoding, Moves] = {}
+        #: Whether nobody else may join.
+        self.is_closed = False
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -209,4 +211,4 @@ class JoinedRows:
             moves.index = None
         if index is not None:
             assert self.batch is not None
-            self.batch.take(index)
+            self.batch.move(index)

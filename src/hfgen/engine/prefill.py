@@ -42,7 +42,7 @@ def may_share(decoding: Decoding) -> bool:
         and run.body is None
         and call.prefixes is None
         and run.config.prefill_chunk_size is None
-        and not run.config.is_assistant
+        and not decoding.is_apart
     )
 
 

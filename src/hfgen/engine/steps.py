@@ -145,7 +145,7 @@ class Steps:
                     decoding.plain = PlainRow.of(decoding)
             rows.append_newest()
             for other in self.joined:
-                if other is not rows:
+                if other is not rows and not other.is_closed:
                     with suppress(ValueError):
                         other.absorb(rows)
                         self.joined.remove(rows)
@@ -221,12 +221,15 @@ class Steps:
         decoding.check()
         if is_plain(decoding):
             decoding.plain = PlainRow.of(decoding)
-        for rows in self.joined:
+        for rows in () if decoding.is_apart else self.joined:
+            if rows.is_closed:
+                continue
             if rows.length != decoding.length and not self._is_padding_hidden(decoding):
                 continue
             with suppress(ValueError):
                 return rows.join(decoding)
         rows = JoinedRows(self.model)
+        rows.is_closed = decoding.is_apart
         rows.join(decoding)
         self.joined.append(rows)
         return None

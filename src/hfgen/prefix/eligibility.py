@@ -139,7 +139,7 @@ def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
         return Reason("the prompt is not one of token ids")
     if any(torch.isin(prompt.ids, i).any() for i in families.placeholder_tokens(model)):
         return Reason("the prompt has placeholders of images or sound")
-    if _is_length_dependent(model, config.max_length):
+    if is_length_dependent(model, config.max_length):
         return Reason("rotary positions change once the sequence is long", is_choice=False)
     mask = prompt.model_kwargs.get("attention_mask")
     width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
@@ -148,7 +148,7 @@ def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
     return None
 
 
-def _is_length_dependent(model: Any, max_length: int) -> bool:
+def is_length_dependent(model: Any, max_length: int) -> bool:
     """Whether the call may reach a length from which on all positions are rotated otherwise."""
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
