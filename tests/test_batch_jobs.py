@@ -103,6 +103,27 @@ def test_answers_are_those_of_solo_calls(tmp_path: Path, tiny_model: loading.Loa
         assert line["response"]["body"]["model"] == "tiny"
 
 
+def test_json_by_a_schema_and_a_shared_start(tmp_path: Path):
+    """On the built-in model; stored prefixes change no answer."""
+    schema = {"type": "array", "items": {"enum": [1, 22]}, "minItems": 2, "maxItems": 2}
+    asked = {"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}}
+    start = "# Numbers of things\nimport os\nimport sys\n" * 4
+    source = write(
+        tmp_path / "in.jsonl",
+        *(
+            request(name, prompt=f"{start}{name} = ", response_format=asked, max_tokens=20, seed=4)
+            for name in ("apples", "pears", "plums")
+        ),
+    )
+    outputs = tmp_path / "plain.jsonl", tmp_path / "shared.jsonl"
+    assert run(source, "-o", outputs[0]).exit_code == 0
+    assert run(source, "-o", outputs[1], "--prefix-cache", "--max-rows", 1).exit_code == 0
+    assert contents(outputs[0]) == contents(outputs[1])
+    for choices, _ in contents(outputs[0]).values():
+        assert len(json.loads(choices[0]["text"])) == 2
+        assert choices[0]["finish_reason"] == "stop"
+
+
 #: Lines that cannot be answered, and what their errors have to name.
 WRONG: list[tuple[Any, str]] = [
     ("not json", "not JSON"),

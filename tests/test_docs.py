@@ -13,6 +13,7 @@ import hfgen
 DOCS = Path(__file__).parent.parent / "docs"
 
 PAGES = [
+    "batch-jobs.md",
     "controls.md",
     "grammars.md",
     "logprobs.md",
