@@ -135,6 +135,21 @@ def test_only_rounding_errors_are_excused(monkeypatch: pytest.MonkeyPatch, error
         assert bool(found) == (error > 0.0)
 
 
+@torch.no_grad()
+def test_a_text_as_long_as_the_image_leaves_the_image_in_the_cache() -> None:
+    """Mllama's image has 5 keys here; the text is that long in the first rounds."""
+    model = ours("mllama")
+    call = FAMILIES["mllama"].inputs(model, 1, False, 3)
+    for name in ("input_ids", "cross_attention_mask"):
+        call[name] = call[name][:, :2]
+    call |= {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(**call)
+    for n in range(1, 5):
+        wrong = Script(torch.where(plain == 7, 8, 7))
+        drafted = model.generate(**call, assistant_model=wrong, num_assistant_tokens=n)
+        assert torch.equal(plain, drafted)
+
+
 def test_early_exit_without_room_for_a_draft_refuses_no_model() -> None:
     case = Case("lfm2", GREEDY, 4, seed=312, options={"max_length": 1})
     reason = speculation.check(speculation.Speculated(case, "early exit"))

@@ -7,7 +7,7 @@ say otherwise. What layers of no ``KNOWN`` kind do to rows and tokens is not gue
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -219,14 +219,19 @@ def recording(cache: Any) -> Iterator[None]:
                 del layer.update
 
 
-def roll_back(cache: Any, n_tokens: int) -> None:
-    """Take the last ``n_tokens`` of every row out, and forget what was recorded before them."""
+def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:
+    """Take the last ``n_tokens`` of every row out, and forget what was recorded before them.
+
+    The layers ``of_images`` are left as they are: they hold an image, which does not grow.
+    """
     cache = decoder_cache(cache)
     if not hasattr(cache, "layers"):
         cache.crop(-n_tokens)
         return
     lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    for layer in cache.layers:
+    for index, layer in enumerate(cache.layers):
+        if index in of_images:
+            continue
         if isinstance(layer, StaticLayer):
             _roll_back_static(layer, n_tokens)
         elif not isinstance(layer, DynamicLayer) or layer.get_seq_length() == lengths[0]:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import ModelOutput
 
-from .. import execution
+from .. import execution, families
 from ..caches.layers import record_past, roll_back
 from ..call import ModelKwargs, Request, Run
 from ..loop import commit
@@ -122,7 +122,8 @@ class Assistant(Drafter):
         if self.run is None or self.cached == 0:
             return
         kept = min(self.cached, n_valid)
-        roll_back(self.run.model_kwargs["past_key_values"], self.cached - kept)
+        of_images = families.layers_of_images(self.model)
+        roll_back(self.run.model_kwargs["past_key_values"], self.cached - kept, of_images)
         self.cached = kept
 
     def prepare(self, ids: torch.Tensor) -> Run:

@@ -189,7 +189,7 @@ class Assisted:
         # No further than where a row has just ended: it fed drafts after that, and not its padding.
         lengths = [known for known, had in zip(rows.known, had_ended, strict=True) if not had]
         n_advanced = min(min(lengths or [max(rows.known)]) - start, width)
-        roll_back(self.cache, width - n_advanced)
+        roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
         self.observe(before, start + n_advanced, n_advanced)
         commit(run, model_outputs, num_new_tokens=n_advanced)
         run.ids = rows.tokens[:, : start + n_advanced]
