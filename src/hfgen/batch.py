@@ -145,6 +145,19 @@ class Batch:
         index = growing.moved(row, last, self.ids.device)
         self._change_rows(index, lambda states: slots.leave_row(states, row))
 
+    def extract(self, index: Tensor) -> Batch:
+        """A batch of the rows ``index (wanted,)``, states copied; these rows stay.
+
+        Raises ``ValueError`` for caches whose layers do not declare how rows leave.
+        """
+        index = index.to(self.ids.device)
+        own = {id(cache): joining.extract(cache, index) for cache in self.caches.values()}
+        kwargs: ModelKwargs = {
+            name: own.get(id(value)) or take_rows(value, index, len(self), name)
+            for name, value in self.model_kwargs.items()
+        }
+        return Batch(self.ids[index], kwargs)
+
     def move(self, index: Tensor) -> None:
         """``take`` for as many rows as there are: ``index (rows,)``. Caches do not write rows that stay.
 

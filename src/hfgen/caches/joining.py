@@ -7,6 +7,7 @@ what is its own, and one that leaves lets the last one move.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +54,24 @@ def leave(cache: Any, row: int) -> None:
         _make_room(part)
         for layer in part.layers:
             slots.leave(layer, row)
+
+
+def extract(cache: Any, index: Tensor) -> Any:
+    """A cache of the rows ``index (wanted,)`` alone; ``cache`` stays as it is.
+
+    Raises ``ValueError`` for layers that declare nothing.
+    """
+    check_declared(cache)
+    if isinstance(cache, EncoderDecoderCache):
+        twin = copy.copy(cache)
+        twin.self_attention_cache = extract(cache.self_attention_cache, index)
+        twin.cross_attention_cache = extract(cache.cross_attention_cache, index)
+        twin.is_updated = dict(cache.is_updated)
+        return twin
+    _make_room(cache)
+    twin = copy.copy(cache)
+    twin.layers = [slots.extract(layer, index) for layer in cache.layers]
+    return twin
 
 
 def move(cache: Any, index: Tensor, changed: Tensor) -> None:

@@ -6,6 +6,7 @@ it by its methods, those of ``Slots``.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,6 +143,22 @@ def leave(layer: Any, row: int) -> None:
         else:
             left = leave_row(_get(layer, name, index), row, STATES[name].rows)
             _set(layer, name, index, left)
+
+
+def extract(layer: Any, index: Tensor) -> Any:
+    """A layer of the rows ``index (wanted,)`` alone, which shares no memory with ``layer``."""
+    if is_declared_by_methods(layer):
+        twin = copy.copy(layer) if isinstance(layer, QuantizedRows) else copy.deepcopy(layer)
+        twin.reorder_cache(index)
+        return twin
+    twin = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(twin, name, dict(value))
+    for (name, number), states in _states(layer).items():
+        own = states.index_select(STATES[name].rows, index.to(states.device))
+        _set(twin, name, number, own)
+    return twin
 
 
 def move(layer: Any, index: Tensor, changed: Tensor) -> None:

@@ -51,6 +51,8 @@ class JoinedRows:
         self.moves: dict[Decoding, Moves] = {}
         #: Whether nobody else may join.
         self.is_closed = False
+        #: One object for all batches whose rows could be in one.
+        self.kind = object()
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -151,10 +153,45 @@ class JoinedRows:
         is_whole = all(each.shape[-2] == self.ids.shape[1] for each in states)
         return tuple(each[rows, :, -n:] for each in states) if is_whole else ()
 
+    def split(self, leaving: list[Decoding]) -> JoinedRows:
+        """Let some of the requests, not all, go on in another batch, which is returned."""
+        other = JoinedRows(self.model, self.pad_token_id)
+        other.kind = self.kind
+        other.batch = self._extracted(leaving)
+        other.moves = {decoding: self.moves.pop(decoding) for decoding in leaving}
+        self._keep([place for place, owner in enumerate(self.owners) if owner in self.moves])
+        other._number()
+        other._trim()
+        self._trim()
+        return other
+
+    def _extracted(self, members: list[Decoding]) -> Batch:
+        """A batch of the rows of some requests, in that order."""
+        assert self.batch is not None
+        places = [place for decoding in members for place in decoding.places]
+        return self.batch.extract(torch.tensor(places))
+
+    def _number(self) -> None:
+        """Let the rows be those of the requests, one after the other."""
+        self.owners = []
+        for decoding in self.moves:
+            first, n = len(self.owners), decoding.n_rows
+            decoding.places = list(range(first, first + n))
+            self.owners += [decoding] * n
+
+    def _keep(self, places: list[int]) -> None:
+        """Take the rows at ``places``, which are all rows of their requests, and no others."""
+        assert self.batch is not None
+        self.batch.take(torch.tensor(places))
+        new = {place: i for i, place in enumerate(places)}
+        self.owners = [self.owners[place] for place in places]
+        for decoding in self.moves:
+            decoding.places = [new[place] for place in decoding.places]
+
     def _trim(self) -> None:
         """Cut off the columns that are padding in all rows."""
         longest = max(decoding.length for decoding in self.moves)
-        if self.batch is not None and (n := self.ids.shape[1] - longest) > 0:
+        if self.batch is not None and (n := self.length - longest) > 0:
             self.batch.trim(n)
 
     def forward(self) -> ModelOutput:

@@ -15,6 +15,7 @@ from ..batch import Batch
 from ..execution import hides_padding
 from ..stopping import FinishReason
 from ..streaming import StreamEvent
+from .classes import Classes
 from .decoding import Decoding
 from .errors import DoesNotFitError
 from .joined import JoinedRows
@@ -55,8 +56,9 @@ class Steps:
     def __init__(self, model: Any, scheduler: Scheduler, memory: Memory) -> None:
         self.model, self.scheduler, self.memory = model, scheduler, memory
         self.stats = EngineStats()
-        #: Batches of decoding rows; one, if all requests have caches of one form.
+        #: Batches of decoding rows: for each form of caches, and there for rows of similar length.
         self.joined: list[JoinedRows] = []
+        self.classes = Classes(model, memory)
         #: Requests that decode by themselves, beside the batches.
         self.alone: list[EngineRequest] = []
         self.requests: dict[Item, EngineRequest] = {}
@@ -89,6 +91,7 @@ class Steps:
             self._decode(rows)
         for request in alone:
             self._advance(request)
+        self.classes.arrange(self.joined)
         events, self.events = self.events, []
         return events
 
@@ -144,12 +147,9 @@ class Steps:
                 if is_plain(decoding):
                     decoding.plain = PlainRow.of(decoding)
             rows.append_newest()
-            for other in self.joined:
-                if other is not rows and not other.is_closed:
-                    with suppress(ValueError):
-                        other.absorb(rows)
-                        self.joined.remove(rows)
-                        break
+            open_ones = [other for other in self.joined if not (other is rows or other.is_closed)]
+            if self.classes.absorb(rows, open_ones):
+                self.joined.remove(rows)
 
     def _forward_chunk(self, chunk: Chunk) -> None:
         """Forward a part of a prompt; after the last one, its rows join those that decode."""
@@ -221,18 +221,17 @@ class Steps:
         decoding.check()
         if is_plain(decoding):
             decoding.plain = PlainRow.of(decoding)
-        for rows in () if decoding.is_apart else self.joined:
-            if rows.is_closed:
-                continue
-            if rows.length != decoding.length and not self._is_padding_hidden(decoding):
-                continue
-            with suppress(ValueError):
-                return rows.join(decoding)
-        rows = JoinedRows(self.model)
-        rows.is_closed = decoding.is_apart
-        rows.join(decoding)
-        self.joined.append(rows)
-        return None
+        may_join = [
+            rows
+            for rows in self.joined
+            if not (rows.is_closed or decoding.is_apart)
+            and (rows.length == decoding.length or self._is_padding_hidden(decoding))
+        ]
+        if not self.classes.join(decoding, may_join):
+            rows = JoinedRows(self.model)
+            rows.is_closed = decoding.is_apart
+            rows.join(decoding)
+            self.joined.append(rows)
 
     # ------------------------------------------------------------ tokens
 
