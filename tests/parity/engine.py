@@ -130,7 +130,12 @@ def differences(case: EngineCase, counts: Counter[str]) -> list[str]:
         "prefill_tokens": rng.choice((1, 3, 64)),
         "policy": rng.choice(("fcfs", "srpt", "priority")),
     }
-    with hfgen.Engine(model, **options) as engine:
+    try:
+        engine = hfgen.Engine(model, **options)
+    except (TypeError, ValueError) as error:
+        counts[f"refused: {family.name}: {error!s:.120}"] += len(requests)
+        return []
+    with engine:
         outputs = outputs_of(engine, requests)
         left = engine.n_rows, len(engine.steps.joined), len(engine.steps.requests)
     found = [f"rows, batches and requests that are left: {left}"] if any(left) else []
