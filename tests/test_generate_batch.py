@@ -214,7 +214,7 @@ def test_a_list_has_a_value_for_each_prompt(llama: Any) -> None:
         llama.generate_batch(PROMPTS, seed=seeds[:3], **options)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "t5", "mamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "t5", "mamba", "bart"])
 def test_models_that_upstream_refuses(family: str) -> None:
     model = hfgen.mix_into(FAMILIES[family].build())
     prompts = [

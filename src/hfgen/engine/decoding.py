@@ -74,7 +74,7 @@ class Decoding:
 
     def check(self) -> None:
         """Raise ``ValueError`` if its rows cannot be in a batch with others."""
-        cache, model = self.run.model_kwargs.get("past_key_values"), self.run.model
+        model = self.run.model
         if families.keeps_other_state(model):
             raise ValueError(
                 f"{type(model).__name__} keeps states of its rows on its modules, so that requests cannot "
@@ -82,6 +82,7 @@ class Decoding:
             )
         if not self.joins:
             return
+        cache = families.given_cache(self.run.model_kwargs)
         if not isinstance(cache, Cache):
             raise ValueError(
                 f"{type(model).__name__} decodes this request without a cache of a kind that is known "

@@ -90,7 +90,7 @@ class Engine:
             if self._is_prepared_at_once(request.arguments):
                 decoding = request.prepare(self.model)
                 decoding.prefill(1, is_last=True)
-                self.steps.memory.measure(decoding.call.cache)
+                self.steps.memory.measure(families.given_cache(decoding.run.model_kwargs))
 
     # ------------------------------------------------------------ requests
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .. import families
 from ..batch import Batch
 from ..execution import hides_padding
 from ..stopping import FinishReason
@@ -176,7 +177,7 @@ class Steps:
 
     def _measure(self, decoding: Decoding) -> None:
         """Learn from the first cache what rows need; those that wait and can never fit end."""
-        self.memory.measure(decoding.run.model_kwargs["past_key_values"])
+        self.memory.measure(families.given_cache(decoding.run.model_kwargs))
         with self.lock:
             for item in [
                 *self.scheduler.waiting,
