@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 import hfgen
+from benchmarks.edits import EDITS, editing
 from benchmarks.models import SUBJECTS
 from benchmarks.side_by_side import Spread, frozen_garbage, machine, read_bandwidth, unmixed
 from hfgen.batch import Batch
@@ -236,6 +237,48 @@ def with_prefix(model: Any, rows: int, n: int, n_rounds: int) -> dict[str, float
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def drafting(model: Any, tokenizer: Any, n_rounds: int, n_texts: int = 8) -> dict[str, float]:
+    """Seconds to edit different functions: in a batch and in the engine, plain and with prompt lookup.
+
+    In a batch, drafted rows keep step. In the engine, a request that drafts decodes by itself: its rows
+    accept what they accept, and share no forward.
+    """
+    together = editing(EDITS[:n_texts], tokenizer)
+    each = [editing([edit], tokenizer) for edit in EDITS[:n_texts]]
+    lookup = {"prompt_lookup_num_tokens": 20}
+
+    def batch(**options: Any) -> list[list[int]]:
+        output = model.generate(**together, **options, eos_token_id=tokenizer.eos_token_id)
+        return output[:, together["input_ids"].shape[1] :].tolist()
+
+    def one_each(**options: Any) -> list[list[int]]:
+        made = hfgen.Engine(model)
+        added = []
+        for arguments in each:
+            rest = {name: value for name, value in arguments.items() if name != "input_ids"}
+            eos = tokenizer.eos_token_id
+            added.append(made.add(arguments["input_ids"], **rest, **options, eos_token_id=eos))
+        return [request.result().token_ids for request in added]
+
+    cases: dict[str, Callable[[], list[list[int]]]] = {
+        "batch": batch,
+        "batch, prompt lookup": lambda: batch(**lookup),
+        "engine": one_each,
+        "engine, prompt lookup": lambda: one_each(**lookup),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(n_rounds):
+        found = []
+        for name, run in cases.items():
+            start = time.perf_counter()
+            rows = run()
+            seconds[name].append(time.perf_counter() - start)
+            eos = tokenizer.eos_token_id
+            found.append([row[: row.index(eos)] if eos in row else row for row in rows])
+        assert all(rows == found[0] for rows in found)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
 def floor(model: Any, asked: Asked, rows: int) -> float:
     """Seconds to read the weights once for each step of full batches; operations come on top."""
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -300,6 +343,7 @@ def main(
     prefix = with_prefix(model, rows, 16 if is_large else n_requests, 1 if is_large else rounds)
     moved = moves(model, 5)
     least = floor(model, asked, rows)
+    drafted = {} if is_large else drafting(model, hfgen.builtin_model()[1], rounds)
     facts = machine()
     lines = [
         f"## {subject}: {n_requests} requests, {n_tokens:,} tokens, {rows} rows",
@@ -318,6 +362,13 @@ def main(
         "|--:|--:|--:|--:|",
         *(f"| {m.rows} | {m.length} | {m.join:.2f} | {m.leave:.2f} |" for m in moved),
         "",
+        *(
+            ["Eight different functions to edit (`benchmarks/edits.py`), seconds:", ""]
+            if drafted
+            else []
+        ),
+        *(f"* {name}: {seconds:.2f}" for name, seconds in drafted.items()),
+        "",
         f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}, transformers "
         f"{facts['transformers']}; load {facts['load']}.",
     ]
@@ -328,6 +379,7 @@ def main(
         "timed": [asdict(each) for each in timed],
         "padding": stats.padding,
         "prefix": prefix,
+        "drafting": drafted,
         "moves": [asdict(each) for each in moved],
         "floor": least,
         "n_tokens": n_tokens,
