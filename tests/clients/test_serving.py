@@ -187,7 +187,8 @@ def test_several_prompts(server: Running) -> None:
 
 
 def test_fields_of_generate_by_their_own_names(server: Running) -> None:
-    (choice,) = asked(server, False, False, seed=5, extra_body={"top_k": 3, "min_p": 0.1})
+    own = {"top_k": 3, "min_p": 0.1, "priority": 2}
+    (choice,) = asked(server, False, False, seed=5, extra_body=own)
     assert choice["text"] == solo(server, top_k=3, min_p=0.1, **SAMPLED).texts[0]
 
 
@@ -228,6 +229,9 @@ WRONG = {
     "response_format": {"type": "xml"},
     "tool_choice": "required",
     "prompt_logprobs": 1,
+    "priority": "high",
+    "documents": ["x"],
+    "continue_final_message": True,
     "temprature": 1,
 }
 

@@ -223,9 +223,11 @@ def test_the_command(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = ["serve", "--model", str(folder), "--port", str(port), "--device", "cpu"]
+    arguments += ["--log-level", "info"]
     process = subprocess.Popen(
         [sys.executable, "-m", "hfgen", *arguments],
         env=os.environ | {"HFGEN_API_KEY": KEY, "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -248,7 +250,9 @@ def test_the_command(tmp_path: Path) -> None:
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 4
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        requests, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert "POST /v1/completions" in requests
     finally:
         process.kill()
         process.communicate()

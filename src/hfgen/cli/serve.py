@@ -32,7 +32,7 @@ def serve(
         int, typer.Option("--max-rows", min=1, help="Rows that decode at once.")
     ] = 32,
     max_queue: Annotated[
-        int, typer.Option("--max-queue", min=0, help="Requests that may wait; 429 beyond that.")
+        int, typer.Option("--max-queue", min=1, help="Requests that may wait; 429 beyond that.")
     ] = 256,
     max_request_mb: Annotated[
         float, typer.Option("--max-request-mb", help="Size of a request in MiB; 413 beyond that.")
@@ -91,12 +91,12 @@ def serve(
             )
         except (TypeError, ValueError) as error:
             raise CliError(str(error)) from error
-        if api_key is None and host not in LOCAL:
-            say(f"[yellow]hfgen:[/] anybody who reaches {host} may use the model: give --api-key")
-        settings = Settings(host, port, api_key, int(max_request_mb * MEBIBYTE), log_level)
-        say(f"{model} at http://{host}:{port}/v1 (Ctrl-C ends it)")
-        with suppress(KeyboardInterrupt):
-            asyncio.run(serve(model, loaded, processor, engine, settings))
+    if api_key is None and host not in LOCAL:
+        say(f"[yellow]hfgen:[/] anybody who reaches {host} may use the model: give --api-key")
+    settings = Settings(host, port, api_key, int(max_request_mb * MEBIBYTE), log_level)
+    say(f"{model} at http://{host}:{port}/v1 (Ctrl-C ends it)")
+    with suppress(KeyboardInterrupt):
+        asyncio.run(serve(model, loaded, processor, engine, settings))
 
 
 def load_served(

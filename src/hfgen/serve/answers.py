@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
 from ..logprobs.openai import content
+from ..logs import logger
 from ..openai_api import error_body, finish_reason
 from ..openai_api.responses import completion_logprobs, stop_reason
 
@@ -142,6 +143,7 @@ async def chunks(
                 if found:
                     yield "".join(sse({**common, "choices": [choice]}) for choice in found)
         except Exception as error:  # the status has been sent: the client reads it here
+            logger.error("A request has failed.", exc_info=error)
             yield sse(error_body(error, 500))
             return
         if count is not None:

@@ -23,6 +23,7 @@ from transformers.cli.serving.utils import (
 
 from ..engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
 from ..engine.serving import Service, ServiceRequest
+from ..logs import logger
 from ..openai_api import chat_response, completion_response, generate_kwargs, prompts_of, usage
 from ..text import Pieces
 from .answers import ChatChoices, Message, TextChoices, chunks, tool_call
@@ -32,6 +33,9 @@ NEW_TOKENS = 1024
 
 #: Fields of a generation config that a client sends along, and the model decides.
 OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cache")
+
+#: Arguments of chat templates that other servers take, and the values that change nothing.
+OF_TEMPLATES = {"documents": [], "continue_final_message": False, "add_generation_prompt": True}
 
 #: Of the likeliest tokens that an answer tells of in each place, as OpenAI has it.
 MAX_LOGPROBS = 20
@@ -66,6 +70,7 @@ async def result_of(request: ServiceRequest) -> Any:
         async with request:
             return await request.result()
     except Exception as error:
+        logger.error("A request has failed.", exc_info=error)
         message = f"The request has failed: {type(error).__name__}: {error}"
         raise HTTPException(500, message) from error
 
@@ -84,8 +89,8 @@ class EngineHandler(BaseHandler):
         own = copy.copy(self)
         with refusals():
             own.body = body = unfolded(body)
-            own.fields = self.parameters(body)
-            check_size(own.fields, body)
+            own.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
+            check(own.fields, body)
             answer = await own.answer(body, request_id)
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -117,7 +122,8 @@ class EngineHandler(BaseHandler):
         if hasattr(model, "has_talker"):  # it would speak, too
             kwargs["generation_mode"] = "text"
         inputs = dict(inputs) if hasattr(inputs, "keys") else inputs
-        return await service.add(inputs, **self.fields, **kwargs)
+        priority = self.body.get("priority", 0)
+        return await service.add(inputs, priority=priority, **self.fields | kwargs)
 
     def common(self, request_id: str, kind: str) -> dict[str, Any]:
         """What the chunks of a stream have in common."""
@@ -155,11 +161,13 @@ def unfolded(body: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in OF_THE_MODEL} | rest
 
 
-def check_size(fields: dict[str, Any], body: dict[str, Any]) -> None:
-    """Refuse answers of any size: whole vocabularies of log-probabilities, and those of the prompt."""
+def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
+    """Refuse what a server cannot give: log-probabilities of whole vocabularies, and of the prompt."""
     if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
         name = "top_logprobs" if "top_logprobs" in body else "logprobs"
         raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
+    if type(body.get("priority", 0)) is not int:
+        raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
     if fields.get("prompt_logprobs") is not None:
         raise ValueError("`prompt_logprobs` is not taken: answers have those of their own tokens.")
 
@@ -181,9 +189,15 @@ class ChatHandler(EngineHandler, ChatCompletionHandler):
             )
         if body.get("tool_choice") not in (None, "auto", "none"):
             raise ValueError("`tool_choice` has to be 'auto' or 'none': calls cannot be required.")
-        if body.get("tool_choice") == "none":
-            body.pop("tools", None)
+        for name, usual in OF_TEMPLATES.items():
+            if body.get(name) not in (None, usual):
+                raise ValueError(f"`{name}` is not taken: give `chat_template_kwargs`.")
         return generate_kwargs(body, is_chat=True, defaults=self.defaults())
+
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        if body.get("tool_choice") == "none":
+            body = {name: value for name, value in body.items() if name != "tools"}
+        return await super().answer(body, request_id)
 
     async def begin(self, model: Any, processor: Any, inputs: Any, service: Service) -> Any:
         """The request; where its text is parsed, it has special tokens."""

@@ -30,11 +30,14 @@ class ResponsesHandler(EngineHandler, ResponseHandler):
         if body.get("input") is None:
             raise ValueError("`input` has to be text or a list, but is missing.")
         BaseHandler._validate_request(self, body)
-        body.setdefault("stream", False)  # OpenAI's default; upstream's is to stream
         chat = {OF_RESPONSES[name]: body[name] for name in OF_RESPONSES if name in body}
         form = (body.get("text") or {}).get("format") or {"type": "text"}
         chat["response_format"] = form | {"json_schema": form}  # which are one level here
         return generate_kwargs(chat, is_chat=True, defaults=self.defaults())
+
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        """As upstream, but that no stream is the default, as OpenAI has it."""
+        return await super().answer({"stream": False, **body}, request_id)
 
     async def _streaming(self, *args: Any, **kwargs: Any) -> Any:
         return super()._streaming(*args, **await self.added(*args, **kwargs))
