@@ -173,7 +173,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "jamba": {},
     "lfm2": {},
     "qwen3_next": {},
-    "xlstm": {},
     "t5": {},
     "bart_seq2seq": {},
     "llava": {},

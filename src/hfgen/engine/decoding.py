@@ -74,15 +74,16 @@ class Decoding:
 
     def check(self) -> None:
         """Raise ``ValueError`` if its rows cannot be in a batch with others."""
-        model = self.run.model
+        cache, model = families.given_cache(self.run.model_kwargs), self.run.model
         if families.keeps_other_state(model):
             raise ValueError(
                 f"{type(model).__name__} keeps states of its rows on its modules, so that requests cannot "
                 "take turns. Decode with `generate`."
             )
-        if not self.joins:
+        # A model that makes its cache itself, as Mamba, does so in its first forward.
+        is_to_come = self.run.config.use_cache and self.length == self.prompt_length
+        if not self.joins or (cache is None and is_to_come):
             return
-        cache = families.given_cache(self.run.model_kwargs)
         if not isinstance(cache, Cache):
             raise ValueError(
                 f"{type(model).__name__} decodes this request without a cache of a kind that is known "
@@ -146,14 +147,14 @@ class Decoding:
             for name, value in self.run.model_kwargs.items()
         }
 
-    def keep_states(self, batch: Batch) -> None:
-        """Before its rows leave ``batch``: copy their states, if they are to be stored as prefixes."""
+    def keep_states(self, batch: Batch, rows: list[int]) -> None:
+        """Before ``rows`` leave ``batch``: copy their states, if they are to be stored as prefixes."""
         session = self.call.prefix_session
-        if session is None or session.is_given_up:
+        if session is None or session.is_given_up or not self.run.finished:
             return
         if self.plain is not None:
             self.plain.write()
-        session.adopt(batch.caches["past_key_values"], self.places, self.run.ids.shape[1] - 1)
+        session.adopt(batch.caches["past_key_values"], rows, self.run.ids.shape[1] - 1)
 
     def close(self) -> None:
         """Let go of what the call holds."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .. import families, rows
+from .. import rows
 from ..call import Request
 from ..config import resolve
 from ..mixin import driven, mixed_view
@@ -56,11 +56,6 @@ class Engine:
         prefix_cache: Any = None,
     ) -> None:
         self.model: Any = mixed_view(model)
-        if families.keeps_other_state(self.model):
-            raise ValueError(
-                f"{type(model).__name__} keeps states of its rows outside of the cache, so that requests "
-                "cannot take turns: use `generate`."
-            )
         self.tokenizer = tokenizer
         self.prefix_cache = prefix_cache
         kept = Memory(memory, self.model.device)

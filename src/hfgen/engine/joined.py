@@ -18,8 +18,6 @@ from transformers.utils import ModelOutput
 from ..batch import Batch, take_rows
 from ..call import ModelKwargs
 from ..execution import next_token
-from ..prefix.session import key_values
-from ..prefix.windows import attention_layers
 from .decoding import Decoding
 from .plain import PlainRow
 
@@ -126,9 +124,6 @@ class JoinedRows:
     def leave(self, decoding: Decoding) -> None:
         """Take the rows of a request out; the last rows move into their places."""
         assert self.batch is not None
-        session = decoding.call.prefix_session
-        if decoding.run.finished and session is not None and (states := self._states_of(decoding)):
-            session.attach(states)
         for place in sorted(decoding.places, reverse=True):
             last = len(self.owners) - 1
             if last:
@@ -142,16 +137,10 @@ class JoinedRows:
         if not self.owners:
             self.batch = None
 
-    def _states_of(self, decoding: Decoding) -> tuple[Tensor, ...]:
-        """Its keys and values ``(rows, heads, length - 1, size)`` of each layer; none if a window cut them."""
-        assert self.batch is not None
+    def rows_of(self, decoding: Decoding) -> list[int]:
+        """Which rows of the cache those of a request go on from: beams may have changed places."""
         index = self.moves[decoding].index
-        rows = torch.tensor(decoding.places, device=self.ids.device)
-        rows = rows if index is None else rows[index]
-        n = decoding.length - 1
-        states = key_values(attention_layers(self.batch.model_kwargs["past_key_values"]))
-        is_whole = all(each.shape[-2] == self.ids.shape[1] for each in states)
-        return tuple(each[rows, :, -n:] for each in states) if is_whole else ()
+        return decoding.places if index is None else [decoding.places[i] for i in index.tolist()]
 
     def split(self, leaving: list[Decoding]) -> JoinedRows:
         """Let some of the requests, not all, go on in another batch, which is returned."""

@@ -177,7 +177,9 @@ class Steps:
 
     def _measure(self, decoding: Decoding) -> None:
         """Learn from the first cache what rows need; those that wait and can never fit end."""
-        self.memory.measure(families.given_cache(decoding.run.model_kwargs))
+        if (cache := families.given_cache(decoding.run.model_kwargs)) is None:
+            return
+        self.memory.measure(cache)
         with self.lock:
             for item in [
                 *self.scheduler.waiting,
@@ -320,7 +322,7 @@ class Steps:
         for rows in self.joined:
             if decoding in rows.moves:
                 assert rows.batch is not None
-                decoding.keep_states(rows.batch)
+                decoding.keep_states(rows.batch, rows.rows_of(decoding))
                 rows.leave(decoding)
         self.joined = [rows for rows in self.joined if len(rows)]
 

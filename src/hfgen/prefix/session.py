@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from .. import execution
 from ..caches.dynamic import GrowingCache
@@ -57,12 +56,6 @@ class PrefixSession:
         """Let go of the cache: the rows go on in that of a batch, where windows keep no more than they need."""
         windows.stop(self.cache)
         self.cache = None
-
-    def attach(self, states: KeyValues) -> None:
-        """Take keys and values ``(rows, heads, n, size)`` of each layer, of the first ``n`` tokens, to store."""
-        self.cache = DynamicCache()
-        for index in range(len(states) // 2):
-            self.cache.update(states[2 * index], states[2 * index + 1], index)
 
     def bytes_per_token(self) -> int | None:
         """Bytes that a token takes in store; ``None`` if neither the store nor the config tells."""
