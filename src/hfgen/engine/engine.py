@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .. import rows
+from .. import families, rows
 from ..call import Request
 from ..config import resolve
 from ..mixin import driven, mixed_view
