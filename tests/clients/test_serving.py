@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
+import huggingface_hub
 import openai
 import psutil
 import pytest
@@ -276,6 +277,26 @@ def test_other_wrong_requests(server: Running) -> None:
     assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
     assert httpx.post(f"{server.url}/v1/systemone", json={"x": message}).status_code == 501
     server.wait_until_idle()
+
+
+def test_the_model_stays(server: Running) -> None:
+    assert httpx.post(f"{server.url}/reset").status_code == 200
+    answer = httpx.post(f"{server.url}/load_model", json={"model": "other"})
+    assert "`model` has to be 'tiny'" in answer.text
+    answer = httpx.post(f"{server.url}/load_model", json={"model": "tiny"})
+    assert '"ready"' in answer.text
+    (choice,) = asked(server, False, False, temperature=0)
+    assert choice["text"] == solo(server).texts[0]
+
+
+def test_the_hubs_client(server: Running) -> None:
+    client = huggingface_hub.InferenceClient(server.url)
+    messages = [{"role": "user", "content": PROMPT[:-1]}]
+    chunks = client.chat_completion(
+        messages, model="tiny", stream=True, temperature=0, max_tokens=16
+    )
+    texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(texts) == solo(server).texts[0]
 
 
 def test_a_request_that_fails_is_alone(server: Running) -> None:

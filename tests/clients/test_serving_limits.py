@@ -198,6 +198,20 @@ def test_tools_and_thoughts(name: str, is_stream: bool) -> None:
     assert len({call.id for call in calls}) == n_calls
 
 
+def test_tools_that_are_not_to_be_used() -> None:
+    tokenizer = tiny.byte_tokenizer(TEMPLATE)
+    messages: Any = [{"role": "user", "content": "x"}]
+    tools: Any = [{"type": "function", "function": TOOL}]
+    with running(scripted.model(), tokenizer) as server:
+        counts = []
+        for choice in "auto", "none":
+            answer: Any = server.client().chat.completions.create(
+                model="tiny", messages=messages, tools=tools, tool_choice=choice, max_tokens=2
+            )
+            counts.append(answer.usage.prompt_tokens)
+    assert counts[0] - counts[1] == len("1 tools")
+
+
 # ------------------------------------------------------------ the page and the command
 
 
