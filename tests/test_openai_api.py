@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies
 
 import hfgen
 from hfgen import grammar
@@ -43,7 +45,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop": []}, {"top_k": 0}),
     ({"logprobs": True}, {"logprobs": 0, "top_k": 0}),
     ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3, "top_k": 0}),
-    ({"logprobs": False}, {"top_k": 0}),
+    ({"logprobs": False, "top_logprobs": 0}, {"top_k": 0}),
     ({"logit_bias": {"7": -100}}, {"sequence_bias": {(7,): -100.0}, "top_k": 0}),
     ({"frequency_penalty": 1}, {"frequency_penalty": 1.0, "top_k": 0}),
     ({"presence_penalty": -0.5, "user": "me"}, {"presence_penalty": -0.5, "top_k": 0}),
@@ -125,6 +127,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"trust_remote_code": True}, "unknown field"),
     ({"max_new_tokens": "many"}, "`max_new_tokens` has to be an integer"),
     ({"temperature": [0.5]}, "`temperature` has to be a number"),
+    ({"structured_outputs": 5}, "`structured_outputs` cannot be 5"),
+    ({"repetition_detection": {"max_pattern_size": "x"}}, "`repetition_detection` cannot be"),
+    ({"guided_json": "{"}, "`guided_json` cannot be '{'"),
 ]
 
 
@@ -172,10 +177,12 @@ def test_the_prompt_of_a_chat():
     assert "tools" not in prompt(messages=[hello], tools=[tool], tool_choice="none")
     assert "!" in prompt(messages=[hello], chat_template_kwargs={"loud": True})
     image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+    mute = {"role": "user", "content": [{"type": "text"}]}
     for wrong, message in (
         ([], "`messages` has to be"),
         (["hi"], "have a `role`"),
         ([image], "parts of type 'text'"),
+        ([mute], "parts of type 'text'"),
     ):
         with pytest.raises(ValueError, match=message):
             prompt(messages=wrong)
@@ -260,3 +267,50 @@ def test_reasons_and_errors():
         "param": None,
         "code": None,
     }
+
+
+JSON = strategies.recursive(
+    strategies.none()
+    | strategies.booleans()
+    | strategies.integers(-(2**70), 2**70)
+    | strategies.floats(allow_nan=False)
+    | strategies.sampled_from(["", "a", "text", "json_schema", "user", "schema", "type"]),
+    lambda inner: (
+        strategies.lists(inner, max_size=3)
+        | strategies.dictionaries(
+            strategies.sampled_from(["a", "7", "type", "text", "json_schema", "schema", "regex"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+NAMES = sorted({*PARAMS, *OWN, *REFUSED, "response_format", "max_completion_tokens", "guided_json"})
+
+
+@settings(max_examples=400, deadline=None)
+@given(body=strategies.dictionaries(strategies.sampled_from(NAMES), JSON, max_size=3))
+def test_whatever_json_a_body_has_it_is_taken_or_a_value_error(body: dict[str, Any]):
+    for is_chat in True, False:
+        with suppress(ValueError):
+            assert generate_kwargs(body, is_chat=is_chat).keys() <= FIELDS.keys()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    value=JSON,
+    name=strategies.sampled_from(
+        ["messages", "tools", "documents", "chat_template_kwargs", "tool_choice"]
+    ),
+)
+def test_whatever_json_a_prompt_is_it_is_taken_or_a_value_error(value: Any, name: str):
+    tokenizer = byte_tokenizer(TEMPLATE)
+    message = {"role": "user", "content": value}
+    for body in (
+        {"messages": [message]},
+        {"messages": [{"role": "user", "content": "x"}], name: value},
+    ):
+        with suppress(ValueError):
+            assert prompts_of(body, tokenizer, is_chat=True)[0]
+    with suppress(ValueError):
+        assert all(prompts_of({"prompt": value}, tokenizer, is_chat=False))

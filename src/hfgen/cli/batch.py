@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Tokens of a chat whose body gives no limit, where the model has room for them.
 NEW_TOKENS = 1024
 
-POLICIES = ("fcfs", "srpt", "priority")
+POLICIES = ("fcfs", "srpt")  # requests have no priorities
 
 
 def batch(
@@ -51,7 +51,7 @@ def batch(
     ] = 2048,
     policy: Annotated[
         str,
-        typer.Option("--policy", help="What goes first: fcfs, srpt (short prompts) or priority."),
+        typer.Option("--policy", help="What goes first: fcfs, or srpt (short prompts)."),
     ] = "fcfs",
     prefix_cache: Annotated[
         bool, typer.Option("--prefix-cache", help="Forward what prompts share at their start once.")
@@ -111,8 +111,12 @@ def batch(
                 raise CliError(str(error)) from error
             progress = JobProgress(n_left)
             job = Job(loaded, lines, file, context.obj, progress)
-            with progress if err.is_terminal else nullcontext():
-                job.run(engine)
+            try:
+                with progress if err.is_terminal else nullcontext():
+                    job.run(engine)
+            except KeyboardInterrupt:
+                say(f"{job.summary(n_lines - n_left)}\n[dim]the same command goes on from here[/]")
+                raise
         say(job.summary(n_lines - n_left))
         raise typer.Exit(1 if file.n_failed else 0)
 
@@ -169,7 +173,7 @@ class Job:
                 continue
             try:
                 prompts, kwargs = self.read(line)
-            except ValueError as error:
+            except Exception as error:  # whatever is wrong with a line, the others go on
                 self.fail(line, error)
                 continue
             request = Request(line, len(prompts))

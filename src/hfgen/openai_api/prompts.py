@@ -43,7 +43,12 @@ def _message(message: Any) -> dict[str, Any]:
     parts = message.get("content")
     if not isinstance(parts, list):
         return dict(message)
-    if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in parts):
+    if not all(
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+        for part in parts
+    ):
         raise ValueError("`content` has to be text, or parts of type 'text'.")
     return {**message, "content": "".join(part["text"] for part in parts)}
 

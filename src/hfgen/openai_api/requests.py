@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import grammar
@@ -124,7 +124,13 @@ def generate_kwargs(
     defaults = {} if defaults is None else defaults
     given = {name: value for name, value in body.items() if value is not None}
     fields: dict[str, Any] = {}
-    for name, update in _translated(given, is_chat):
+    for name, value in given.items():
+        try:
+            update = _fields_of(name, value, given, is_chat)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, ValueError) and f"`{name}`" in str(error):
+                raise
+            raise ValueError(f"`{name}` cannot be {value!r:.80}: {error}") from error
         if "grammar" in fields and "grammar" in update:
             raise ValueError(f"`{name}` is a second grammar: an answer can have one.")
         fields |= update
@@ -143,41 +149,46 @@ def generate_kwargs(
     return fields
 
 
-def _translated(given: dict[str, Any], is_chat: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The fields that each name of a body becomes."""
-    for name, value in given.items():
-        if name in OF_THE_PROMPT or name in OF_THE_SERVER:
-            continue
-        if name in REFUSED:
-            neutral, reason = REFUSED[name]
-            if value != neutral:
-                raise ValueError(f"`{name}` (={value!r}) is not taken: {reason}.")
-        elif name == "response_format":
-            yield name, _response_format(value)
-        elif name == "logit_bias":
-            yield name, _logit_bias(value)
-        elif name in GUIDED:
-            yield name, PARAMS["structured_outputs"].becomes({GUIDED[name]: value})
-        elif name == "logprobs" and is_chat:
-            if not isinstance(value, bool):
-                raise ValueError(f"`logprobs` of a chat has to be true or false, but is {value!r}.")
-            if value:
-                yield name, {"logprobs": _checked("top_logprobs", given.get("top_logprobs", 0))}
-        elif name == "top_logprobs" and is_chat:
-            if not given.get("logprobs"):
-                raise ValueError("`top_logprobs` needs `logprobs`: true.")
-        elif name == "max_tokens" and "max_completion_tokens" in given:
-            continue  # its successor holds
-        elif name == "max_completion_tokens":
-            yield name, {"max_new_tokens": _checked(name, value)}
-        elif name in PARAMS:
-            param = PARAMS[name]
-            if param.reason is not None and value != param.default:
-                raise ValueError(f"`{name}` (={value!r}) is not taken: {param.reason}.")
-            yield name, {} if value in ([], "") else param.becomes(_checked(name, value))
-        elif name in OWN:
-            yield name, {name: _checked(name, value)}
-        else:
-            known = [*PARAMS, *OWN, *OF_THE_PROMPT, *OF_THE_SERVER, "response_format"]
-            unknown = with_suggestions([name], [*known, "max_completion_tokens", "top_logprobs"])
-            raise ValueError(f"The body of the request has an unknown field: {unknown}.")
+def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    """What a field of the body ``given`` becomes."""
+    if name in OF_THE_PROMPT or name in OF_THE_SERVER:
+        return {}
+    if name in REFUSED:
+        neutral, reason = REFUSED[name]
+        if value != neutral:
+            raise ValueError(f"`{name}` (={value!r}) is not taken: {reason}.")
+        return {}
+    if name == "response_format":
+        return _response_format(value)
+    if name == "logit_bias":
+        return _logit_bias(value)
+    if name in GUIDED:
+        return PARAMS["structured_outputs"].becomes({GUIDED[name]: value})
+    if name in ("logprobs", "top_logprobs") and is_chat:
+        return _logprobs_of_chat(name, value, given)
+    if name == "max_tokens" and "max_completion_tokens" in given:
+        return {}  # its successor holds
+    if name == "max_completion_tokens":
+        return {"max_new_tokens": _checked(name, value)}
+    if name in PARAMS:
+        param = PARAMS[name]
+        if param.reason is not None and value != param.default:
+            raise ValueError(f"`{name}` (={value!r}) is not taken: {param.reason}.")
+        return {} if value in ([], "") else param.becomes(_checked(name, value))
+    if name in OWN:
+        return {name: _checked(name, value)}
+    known = [*PARAMS, *OWN, *OF_THE_PROMPT, *OF_THE_SERVER, "response_format"]
+    unknown = with_suggestions([name], [*known, "max_completion_tokens", "top_logprobs"])
+    raise ValueError(f"The body of the request has an unknown field: {unknown}.")
+
+
+def _logprobs_of_chat(name: str, value: Any, given: dict[str, Any]) -> dict[str, Any]:
+    if name == "top_logprobs":
+        if given.get("logprobs"):
+            return {"logprobs": _checked(name, value)}
+        if value != 0:
+            raise ValueError("`top_logprobs` needs `logprobs`: true.")
+        return {}
+    if not isinstance(value, bool):
+        raise ValueError(f"`logprobs` of a chat has to be true or false, but is {value!r}.")
+    return {"logprobs": 0} if value and "top_logprobs" not in given else {}
