@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "num_beam_groups": 2,
         "diversity_penalty": 0.5,
     },
+    "constrained": {"max_new_tokens": 8, "num_beams": 3, "force_words_ids": [[300, 301]]},
     "contrastive": {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4},
 }
 

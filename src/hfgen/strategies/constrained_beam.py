@@ -118,6 +118,8 @@ class Candidate:
 class ConstrainedBeam(NBestBeam):
     """A hypothesis ends, and is returned before others, only if it meets the constraints."""
 
+    joins = True
+
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:
         super().check_config(model, config)

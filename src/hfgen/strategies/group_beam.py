@@ -21,6 +21,8 @@ from .nbest import NBestBeam
 class GroupBeam(NBestBeam):
     """A search per group; the best of all groups are returned."""
 
+    joins = True
+
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:
         super().check_config(model, config)
