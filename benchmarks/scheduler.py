@@ -56,7 +56,8 @@ class Result:
     mean_rows: float
     n_taken_out: int
     longest_queue: int
-    microseconds: float  # of this machine, per step of the simulation
+    cpu_seconds: float  # of this machine, for the whole run
+    n_steps: int
     distribution: tuple[float, ...]  # of the first token's time, at `SHARES`
 
     @classmethod
@@ -80,7 +81,8 @@ class Result:
             mean_rows=outcome.mean_rows,
             n_taken_out=outcome.n_taken_out,
             longest_queue=outcome.longest_queue,
-            microseconds=1e6 * seconds / outcome.n_steps,
+            cpu_seconds=seconds,
+            n_steps=outcome.n_steps,
             distribution=tuple(np.percentile(first, SHARES).round(5).tolist()),
         )
 
@@ -99,10 +101,10 @@ class Study:
 def run(
     name: str, requests: Requests, costs: Costs, rows: int, load: float, **options: Any
 ) -> Result:
-    start = time.perf_counter()
+    start = time.process_time()
     per_second = load * costs.capacity(requests, rows)
     outcome = simulate(requests, per_second, costs, max_rows=rows, **options)
-    return Result.of(name, rows, load, outcome, time.perf_counter() - start)
+    return Result.of(name, rows, load, outcome, time.process_time() - start)
 
 
 def study(
@@ -152,9 +154,31 @@ def row(first: Iterable[str], result: Result) -> str:
 
 
 def table(first: str, rows: Iterable[str]) -> str:
-    columns = "mean | p50 | p90 | p99 | p50 | p90 | p99 | short | long | urgent | longest wait"
+    columns = "first token, mean | p50 | p90 | p99 | ms per token, p50 | p90 | p99"
+    columns += " | p99 short | p99 long | p99 urgent | longest wait"
     lines = [f"| {first} | {columns} |", "|---" * first.count("|") + "|---" + "|--:" * 11 + "|"]
     return "\n".join([*lines, *rows])
+
+
+def summary(found: Study) -> str:
+    """What the policies do for whom, on the fewest rows and near the busy load."""
+    load = min((result.load for result in found.policies), key=lambda load: abs(load - BUSY))
+    rows = min(result.rows for result in found.policies)
+    fcfs, srpt, urgent = (
+        next(r for r in found.policies if (r.name, r.rows, r.load) == (name, rows, load))
+        for name in ("fcfs", "srpt", "priority")
+    )
+    cautious, optimistic = found.admissions
+    gain = optimistic.throughput / cautious.throughput
+    return (
+        f"At load {load} with {rows} rows, beside `fcfs`: `srpt` changes the mean time to the first "
+        f"token from {seconds(fcfs.mean_first_token)} to {seconds(srpt.mean_first_token)} s, p99 of "
+        f"short prompts from {seconds(fcfs.short)} to {seconds(srpt.short)} s, and p99 of long ones "
+        f"from {seconds(fcfs.long)} to {seconds(srpt.long)} s (p99 of all: "
+        f"{seconds(fcfs.first_token[-1])} and {seconds(srpt.first_token[-1])} s); `priority` changes "
+        f"p99 of urgent requests from {seconds(fcfs.urgent)} to {seconds(urgent.urgent)} s. Optimistic admission "
+        f"generates {gain:.2f} times the tokens per second where memory is short."
+    )
 
 
 def report(found: Study, facts: dict[str, Any]) -> str:
@@ -174,7 +198,8 @@ def report(found: Study, facts: dict[str, Any]) -> str:
         f"{' | '.join(f'{value:.0f}' for value in r.per_token)} |"
         for r in found.admissions
     )
-    slowest = max(result.microseconds for result in found.policies)
+    slowest = max(result.cpu_seconds for result in found.policies)
+    microseconds = max(1e6 * result.cpu_seconds / result.n_steps for result in found.policies)
     queue = max(result.longest_queue for result in found.policies)
     return f"""# The scheduler, simulated
 
@@ -185,7 +210,9 @@ def report(found: Study, facts: dict[str, Any]) -> str:
 - Seconds to the first token, from arrival: the mean, p50, p90, p99, and p99 of short prompts (fewer than {SHORT} tokens), of long ones ({LONG:,} or more), and of the urgent ones. Milliseconds per output token after the first: p50, p90, p99. The longest wait: seconds until prefill begins, the worst of all requests.
 - From load 1 on the queue grows as long as requests arrive, so that these waits are those of a run of {n:,} requests.
 
-`fcfs`: first come, first served. `srpt`: shortest remaining prefill first; a request is moved ahead by {AGING:g} tokens per token prefilled since it arrived. `priority`: one level is worth {SECONDS_PER_LEVEL:g} seconds of waiting.
+{summary(found)}
+
+`fcfs`: first come, first served. `srpt`: shortest remaining prefill first; a request is moved ahead by {AGING:g} tokens per token prefilled since it arrived. `priority`: one level is worth {SECONDS_PER_LEVEL:g} seconds of waiting, so that it helps while waits are not much longer than that; `max_queue` bounds them.
 
 {(chr(10) * 2).join(sections)}
 
@@ -207,7 +234,7 @@ def report(found: Study, facts: dict[str, Any]) -> str:
 
 ## The scheduler's own time
 
-{slowest:.0f} µs per step at most, with the simulation around it ({facts["processor"]}, load {facts["load"]}, Python {facts["python"]}); the longest queue has {queue:,} requests.
+A run takes {slowest:.1f} s of CPU at most, {microseconds:.0f} µs per step, with the simulation around it ({facts["processor"]}, Python {facts["python"]}). The longest queue has {queue:,} requests.
 """
 
 

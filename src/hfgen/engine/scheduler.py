@@ -151,7 +151,7 @@ class Scheduler:
         return [item for item in self.waiting if not self._could_fit(item)]
 
     def resize(self, item: Item, n_bytes: float, n_bytes_now: float | None = None) -> None:
-        """Correct the bytes of an item, in any state: at its longest, and without growth.
+        """Correct the bytes of an item, in any state: at its longest, and now (None: not known).
 
         With it, the sum of what is held may exceed ``max_bytes``: see ``victims``.
         """
