@@ -109,6 +109,17 @@ class Batch:
         a mask that hides both. Raises ``ValueError``, before anything is changed, if arguments or
         caches cannot be joined. A cache writes the rows that join, and seldom the others.
         """
+        joined = self.joined_arguments(other)
+        for name, cache in self.caches.items():
+            joining.append(cache, other.caches[name])
+            joined[name] = cache
+        both = (self.ids, other.ids)
+        length = max(ids.shape[1] for ids in both)
+        padded = [F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id) for ids in both]
+        self.ids, self.model_kwargs = torch.cat(padded), joined
+
+    def joined_arguments(self, other: Batch) -> ModelKwargs:
+        """The arguments of both, but for caches. Raises ``ValueError`` if ``other`` cannot be appended."""
         joined = _joined_kwargs(self, other)
         if self.caches.keys() != other.caches.keys():
             theirs, ours = sorted(other.caches), sorted(self.caches)
@@ -120,13 +131,7 @@ class Batch:
                     "its other part attends to. Decode these prompts with `generate`."
                 )
             joining.check(cache, other.caches[name])
-        for name, cache in self.caches.items():
-            joining.append(cache, other.caches[name])
-            joined[name] = cache
-        both = (self.ids, other.ids)
-        length = max(ids.shape[1] for ids in both)
-        padded = [F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id) for ids in both]
-        self.ids, self.model_kwargs = torch.cat(padded), joined
+        return joined
 
     def leave(self, row: int) -> None:
         """Let the last row take the place of ``row``, the cache in place; there is one row less then.
@@ -169,6 +174,12 @@ class Batch:
             for cache in self.caches.values():
                 joining.move(cache, index, changed)
             self._change_rows(index, lambda states: slots.move_rows(states, index, changed))
+
+    def take_arguments(self, index: Tensor) -> None:
+        """``take`` for as many rows as there are, of all but the caches: ``index (rows,)``."""
+        index = index.to(self.ids.device)
+        changed = growing.changed(index)
+        self._change_rows(index, lambda states: slots.move_rows(states, index, changed))
 
     def _change_rows(self, index: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         """Take the rows ``index`` of all but the caches; ``change`` does it for states of an encoder."""

@@ -41,6 +41,8 @@ class Engine:
         policy: ``"fcfs"``, ``"srpt"`` or ``"priority"``; see ``scheduler.Scheduler``.
         max_queue: Requests that may wait; ``QueueFullError`` beyond that.
         prefix_cache: A ``hfgen.PrefixCache`` for all requests that can use one.
+        fixed_shapes: Whether the model decodes 1, 2, 4, 8, … rows, for compiled and graph execution: there
+            are up to twice the rows then.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Engine:
         policy: str = "fcfs",
         max_queue: int | None = None,
         prefix_cache: Any = None,
+        fixed_shapes: bool = False,
     ) -> None:
         self.model: Any = mixed_view(model)
         self.tokenizer = tokenizer
@@ -66,7 +69,7 @@ class Engine:
             policy=policy,
             max_queue=max_queue,
         )
-        self.steps = Steps(self.model, self.scheduler, kept)
+        self.steps = Steps(self.model, self.scheduler, kept, fixed_shapes=fixed_shapes)
         self._probe()
         #: Requests whose result was not handed over, by id.
         self.requests: dict[str, EngineRequest] = {}

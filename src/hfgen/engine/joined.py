@@ -38,22 +38,30 @@ class Moves(Cache):
 
 
 class JoinedRows:
-    """The decoding rows of several requests. Reads like a ``Run`` for ``execution.next_token``."""
+    """The decoding rows of several requests. Reads like a ``Run`` for ``execution.next_token``.
 
-    def __init__(self, model: Any, pad_token_id: int = 0) -> None:
+    With ``fixed_shapes``, the model sees 1, 2, 4, 8, … rows. Spare rows, whose outputs are dropped, repeat
+    another row, or are what a request has left behind.
+    """
+
+    def __init__(self, model: Any, pad_token_id: int = 0, *, fixed_shapes: bool = False) -> None:
         self.model = model
         self.pad_token_id = pad_token_id
+        self.fixed_shapes = fixed_shapes
         self.batch: Batch | None = None
-        #: Of each row, the request that it belongs to.
-        self.owners: list[Decoding] = []
+        #: Of each row, the request that it belongs to; ``None`` of a spare one.
+        self.owners: list[Decoding | None] = []
         self.moves: dict[Decoding, Moves] = {}
         #: Whether nobody else may join.
         self.is_closed = False
         #: One object for all batches whose rows could be in one.
         self.kind = object()
+        #: Whether what spare rows repeat may have left.
+        self._are_spares_old = False
 
     def __len__(self) -> int:
-        return len(self.owners)
+        """How many rows belong to requests."""
+        return len(self.owners) - self.owners.count(None)
 
     @property
     def members(self) -> list[Decoding]:
@@ -94,6 +102,7 @@ class JoinedRows:
         batch = Batch(decoding.run.ids, decoding.run.model_kwargs)
         if self.batch is None:
             return self.begin([decoding], Batch(batch.ids.clone(), dict(batch.model_kwargs)))
+        self._replace_spares(batch)
         self.batch.append(batch, self.pad_token_id)
         return self._own([decoding])
 
@@ -106,6 +115,8 @@ class JoinedRows:
         """Take all rows of another batch in. Raises ``ValueError``, before anything is changed, as ``join``."""
         assert self.batch is not None
         assert other.batch is not None
+        other._drop_spares(len(other.owners))
+        self._replace_spares(other.batch)
         self.batch.append(other.batch, self.pad_token_id)
         for decoding, moves in other.moves.items():
             decoding.places = [len(self.owners) + place for place in decoding.places]
@@ -124,27 +135,70 @@ class JoinedRows:
     def leave(self, decoding: Decoding) -> None:
         """Take the rows of a request out; the last rows move into their places."""
         assert self.batch is not None
-        for place in sorted(decoding.places, reverse=True):
-            last = len(self.owners) - 1
-            if last:
-                self.batch.leave(place)
-            if place != last:
-                owner = self.owners[place] = self.owners[last]
-                owner.places[owner.places.index(last)] = place
-            self.owners.pop()
-        decoding.places = []
         del self.moves[decoding]
-        if not self.owners:
-            self.batch = None
+        for place in sorted(decoding.places, reverse=True):
+            if self.fixed_shapes:
+                self.owners[place] = None
+                self._are_spares_old = True
+            else:
+                self._remove(place)
+        decoding.places = []
+        if not self.moves:
+            self.batch, self.owners = None, []
+
+    def _remove(self, place: int) -> None:
+        """Let the last row move to ``place``, and be one less."""
+        assert self.batch is not None
+        last = len(self.owners) - 1
+        if last:
+            self.batch.leave(place)
+        owner = self.owners.pop()
+        if place != last:
+            self.owners[place] = owner
+            if owner is not None:
+                owner.places[owner.places.index(last)] = place
 
     def rows_of(self, decoding: Decoding) -> list[int]:
         """Which rows of the cache those of a request go on from: beams may have changed places."""
         index = self.moves[decoding].index
         return decoding.places if index is None else [decoding.places[i] for i in index.tolist()]
 
+    # ------------------------------------------------------------ spare rows
+
+    def _drop_spares(self, n_rows: int) -> None:
+        """Drop up to ``n_rows`` spare rows, the last ones first: most move no other row."""
+        spare = [place for place, owner in enumerate(self.owners) if owner is None]
+        for place in spare[::-1][:n_rows]:
+            self._remove(place)
+
+    def _replace_spares(self, batch: Batch) -> None:
+        """Make room for ``batch`` in the place of spare rows. Raises ``ValueError`` if it cannot join."""
+        assert self.batch is not None
+        if None in self.owners:
+            self.batch.joined_arguments(batch)
+            self._drop_spares(len(batch))
+
+    def _fit(self) -> None:
+        """Let the number of rows be a power of two, with as few spare rows as that takes."""
+        assert self.batch is not None
+        n_rows = 1 << (len(self) - 1).bit_length()
+        self._drop_spares(max(len(self.owners) - n_rows, 0))
+        model_row = next(iter(self.moves)).places[0]
+        if (n_more := n_rows - len(self.owners)) > 0:
+            rows = self.batch.extract(torch.tensor([model_row] * n_more))
+            self.batch.append(rows, self.pad_token_id)
+            self.owners += [None] * n_more
+        if self._are_spares_old and None in self.owners:
+            # Else positions could go beyond those of the model, where no row of a request does.
+            taken = [model_row if owner is None else i for i, owner in enumerate(self.owners)]
+            self.batch.take_arguments(torch.tensor(taken))
+        self._are_spares_old = False
+
+    # ------------------------------------------------------------ batches that become two, or one
+
     def split(self, leaving: list[Decoding]) -> JoinedRows:
         """Let some of the requests, not all, go on in another batch, which is returned."""
-        other = JoinedRows(self.model, self.pad_token_id)
+        other = JoinedRows(self.model, self.pad_token_id, fixed_shapes=self.fixed_shapes)
         other.kind = self.kind
         other.batch = self._extracted(leaving)
         other.moves = {decoding: self.moves.pop(decoding) for decoding in leaving}
@@ -177,6 +231,8 @@ class JoinedRows:
         for decoding in self.moves:
             decoding.places = [new[place] for place in decoding.places]
 
+    # ------------------------------------------------------------ a step
+
     def _trim(self) -> None:
         """Cut off the columns that are padding in all rows."""
         longest = max(decoding.length for decoding in self.moves)
@@ -186,6 +242,8 @@ class JoinedRows:
     def forward(self) -> ModelOutput:
         """Forward the newest token of each row; the outputs have a row for each."""
         assert self.batch is not None
+        if self.fixed_shapes:
+            self._fit()
         outputs = next_token(self, self.model.__call__)  # type: ignore[arg-type]
         self.batch.model_kwargs = self.model._update_model_kwargs_for_generation(
             outputs,
@@ -198,7 +256,7 @@ class JoinedRows:
         """The newest logits ``(len(rows), vocab)`` of some of the rows."""
         logits: Tensor = outputs["logits"][:, -1]
         places = [row.decoding.places[0] for row in rows]
-        return logits if places == list(range(len(self))) else logits[places]
+        return logits if places == list(range(len(self.owners))) else logits[places]
 
     def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
         """The part of ``outputs`` that is about the rows of one request."""
@@ -208,7 +266,7 @@ class JoinedRows:
             logits = outputs.logits[first : first + 1]
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         index = torch.tensor(decoding.places, device=self.ids.device)
-        own = {name: take_rows(v, index, len(self), name) for name, v in outputs.items()}
+        own = {name: take_rows(v, index, len(self.owners), name) for name, v in outputs.items()}
         own |= {name: cache for name, value in own.items() if isinstance(value, Cache)}
         return type(outputs)(**own)
 
@@ -216,7 +274,7 @@ class JoinedRows:
         """Take the tokens that the requests have chosen, for beams that may have changed places."""
         assert self.batch is not None
         self._apply_moves()
-        newest = [0] * len(self)
+        newest = [self.pad_token_id] * len(self.owners)
         for decoding in self.moves:
             for place, token in zip(decoding.places, decoding.newest, strict=True):
                 newest[place] = token
@@ -231,7 +289,7 @@ class JoinedRows:
             if moves.index is None:
                 continue
             if index is None:
-                index = torch.arange(len(self), device=self.ids.device)
+                index = torch.arange(len(self.owners), device=self.ids.device)
             places = torch.tensor(decoding.places, device=index.device)
             index[places] = places[moves.index]
             moves.index = None

@@ -54,8 +54,11 @@ class EngineStats:
 class Steps:
     """The requests of an engine that are not done, and what a step does with them."""
 
-    def __init__(self, model: Any, scheduler: Scheduler, memory: Memory) -> None:
+    def __init__(
+        self, model: Any, scheduler: Scheduler, memory: Memory, *, fixed_shapes: bool = False
+    ) -> None:
         self.model, self.scheduler, self.memory = model, scheduler, memory
+        self.fixed_shapes = fixed_shapes
         self.stats = EngineStats()
         #: Batches of decoding rows: for each form of caches, and there for rows of similar length.
         self.joined: list[JoinedRows] = []
@@ -128,7 +131,7 @@ class Steps:
     def _forward_group(self, chunks: list[Chunk]) -> None:
         """Forward whole prompts at once; their rows join those that decode."""
         decodings = [self._begun(self.requests[chunk.item], chunk.item) for chunk in chunks]
-        rows = JoinedRows(self.model)
+        rows = self._no_rows()
         try:
             outputs = forward(rows, decodings)
         except Exception as error:
@@ -217,6 +220,9 @@ class Steps:
                 )
         return self.hides_padding is True
 
+    def _no_rows(self) -> JoinedRows:
+        return JoinedRows(self.model, fixed_shapes=self.fixed_shapes)
+
     def _join(self, decoding: Decoding) -> None:
         """Let its rows decode with others, or in a batch of their own if their caches are of another form."""
         if (session := decoding.call.prefix_session) is not None:
@@ -231,7 +237,7 @@ class Steps:
             and (rows.length == decoding.length or self._is_padding_hidden(decoding))
         ]
         if not self.classes.join(decoding, may_join):
-            rows = JoinedRows(self.model)
+            rows = self._no_rows()
             rows.is_closed = decoding.is_apart
             rows.join(decoding)
             self.joined.append(rows)
@@ -243,8 +249,6 @@ class Steps:
         if not len(rows):
             return
         self.stats.n_forwards += 1
-        self.stats.n_cells += rows.n_cells
-        self.stats.n_padding += rows.n_cells - rows.n_filled
         try:
             outputs = rows.forward()
         except BaseException as error:
@@ -253,6 +257,8 @@ class Steps:
             if not isinstance(error, Exception):
                 raise
             return
+        self.stats.n_cells += rows.n_cells
+        self.stats.n_padding += rows.n_cells - rows.n_filled
         # Rows that leave change the places of others: each gets its part before.
         others = [decoding for decoding in rows.members if decoding.plain is None]
         parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
