@@ -58,13 +58,14 @@ format: $(VENV)/installed ## Format, and fix what the linter can.
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-parity: $(VENV)/installed ## Compare with upstream, caches and modes on COUNT random cases each, from SEED.
+parity: $(VENV)/installed ## Compare with upstream, caches, modes and the engine on COUNT random cases each, from SEED.
 	@$(BIN)/python -m tests.parity.sweep --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.caches --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.invariants --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.speculation --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.rows --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.grammars --seed $(SEED)
+	@$(BIN)/python -m tests.parity.engine --seed $(SEED) --count $(COUNT)
 
 bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.
 	@$(BIN)/python -m benchmarks.overhead

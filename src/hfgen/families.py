@@ -66,6 +66,15 @@ def keeps_other_state(model: Any) -> bool:
     return model.config.model_type in ("recurrent_gemma", "voxtral_realtime")
 
 
+def selects_keys(model: Any) -> bool:
+    """Whether layers attend to the likeliest keys alone (DeepSeek's sparse attention).
+
+    Many are equally unlikely: which of them are taken depends on how many there are, padding included.
+    """
+    text = model.config.get_text_config(decoder=True)
+    return getattr(text, "index_topk", None) is not None
+
+
 def rows_of_states(model: Any) -> int:
     """The dimension of the rows in four-dimensional hidden states: after Gemma 3n's streams."""
     return 1 if model.config.model_type.startswith("gemma3n") else 0

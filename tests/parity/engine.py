@@ -161,7 +161,9 @@ def compare(
         return [f"{type(error).__name__}: {error}"]
     there = asked.solo.sequences.tolist()
     start = len(there[0]) - len(asked.solo.scores)
-    if output.finish_reason == "cancelled" and output.generate_output is None:
+    if output.generate_output is None:
+        if asked.cancelled is None:
+            return [f"ended as {output.finish_reason!r}"]
         counts["of these, cancelled"] += 1
         here = [sequence.token_ids for sequence in output.sequences]
         there = [row[start : start + len(own)] for row, own in zip(there, here, strict=False)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import families
 from ..batch import Batch
 from .executor import next_token
 from .row_states import have_changed, module_tensors, restored
@@ -29,6 +30,8 @@ def hides_padding(model: Any, batch: Batch) -> bool:
     are. Costs a copy of the first row's states, and some forwards of one token. Raises ``ValueError`` if
     rows cannot join: see ``Batch.append``.
     """
+    if families.selects_keys(model):  # not so until there are more keys than are selected
+        return False
     row = copy.deepcopy(batch)
     if len(row) > 1:
         row.take(torch.tensor([0]))

@@ -31,6 +31,7 @@ UNSTEADY = {
     "git": "it counts positions by column, padding included",
     "kosmos-2.5": "it counts positions from the tokens that are forwarded",
     "kosmos-2": "it counts positions from the tokens that are forwarded",
+    "blt": "it has states of patches, which are several tokens, not one state per token",
     "cpmant": "it puts tokens of its own before a prompt, not one state per token",
     "prophetnet": "behind a cache, it takes one token at a time",
     "imagegpt": "its own mask is cut from the end of a static cache",

@@ -1,0 +1,31 @@
+"""Requests of an engine, on random families, equal their solo calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.parity.engine import ENTANGLED, EngineCase, differences, draw_cases
+from tests.parity.harness import FAMILIES, quiet
+
+FAMILIES_OF_TEXT = [
+    family.name
+    for family in FAMILIES.values()
+    if family.kind in ("decoder", "encoder-decoder") and family.name not in ENTANGLED
+]
+
+#: Each of a kind of rows: what ignores padding, selects keys, has states, other names of caches, windows.
+OF_EACH_KIND = "bart blt deepseek_v32 mamba qwen3_next gemma3_text prophetnet t5 llava".split()
+
+CASES = [EngineCase(name, 3) for name in OF_EACH_KIND if name in FAMILIES]
+CASES += draw_cases(11, 24, FAMILIES_OF_TEXT)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.seed}")
+def test_requests_equal_solo_calls(case: EngineCase) -> None:
+    counts = Counter[str]()
+    with quiet(), torch.no_grad():
+        assert differences(case, counts) == []
+    assert counts["tokens"] > 0 or any(what.startswith("refused") for what in counts)
