@@ -44,7 +44,7 @@ def keys_of(seeds: list[int | None], copies: int, device: Any) -> torch.Tensor:
     return _mix(_mix(base) + number * _GOLDEN).flatten()
 
 
-def keys_at(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def keys_at(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
     """Keys ``(rows,)`` whose noise at position -1 is that of ``keys`` at positions of their own."""
     return keys + (positions + 1) * _GOLDEN
 

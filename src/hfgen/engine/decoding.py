@@ -61,13 +61,6 @@ class Decoding:
         return self.run.ids.shape[1] + n_unwritten
 
     @property
-    def newest(self) -> list[int]:
-        """The newest token of each row."""
-        if self.plain is not None and self.plain.unwritten:
-            return self.plain.unwritten[-1:]
-        return self.run.ids[:, -1].tolist()
-
-    @property
     def longest(self) -> int:
         """Tokens of a row at the end, at most."""
         return int(self.run.config.max_length)

@@ -7,6 +7,7 @@ left, the columns that only it needed are cut off.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..batch import Batch, take_rows
 from ..call import ModelKwargs
 from ..execution import next_token
 from .decoding import Decoding
-from .plain import PlainRow
+from .plain import Choices
 
 
 class Moves(Cache):
@@ -58,6 +59,7 @@ class JoinedRows:
         self.kind = object()
         #: Whether what spare rows repeat may have left.
         self._are_spares_old = False
+        self.choices = Choices()
 
     def __len__(self) -> int:
         """How many rows belong to requests."""
@@ -252,11 +254,17 @@ class JoinedRows:
         )
         return outputs
 
-    def logits_of(self, rows: list[PlainRow], outputs: ModelOutput) -> Tensor:
-        """The newest logits ``(len(rows), vocab)`` of some of the rows."""
+    def choose(self, outputs: ModelOutput) -> tuple[Tensor, dict[Decoding, int | Exception]]:
+        """The next token of each plain row, ``(rows,)`` and by request, or what that is to end with."""
+        plain = sorted((d for d in self.moves if d.plain is not None), key=lambda d: d.places[0])
         logits: Tensor = outputs["logits"][:, -1]
-        places = [row.decoding.places[0] for row in rows]
-        return logits if places == list(range(len(self.owners))) else logits[places]
+        if len(plain) < len(logits):
+            logits = logits[self._index([decoding.places[0] for decoding in plain])]
+        tokens, chosen = self.choices.choose([decoding.plain for decoding in plain], logits)
+        return tokens, dict(zip(plain, chosen, strict=True))
+
+    def _index(self, places: list[int]) -> Tensor:
+        return self.choices.indices.on(self.ids.device, places)
 
     def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
         """The part of ``outputs`` that is about the rows of one request."""
@@ -265,21 +273,32 @@ class JoinedRows:
         if n == 1 and isinstance(outputs, CausalLMOutputWithPast):
             logits = outputs.logits[first : first + 1]
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        index = torch.tensor(decoding.places, device=self.ids.device)
+        index = self._index(decoding.places)
         own = {name: take_rows(v, index, len(self.owners), name) for name, v in outputs.items()}
         own |= {name: cache for name, value in own.items() if isinstance(value, Cache)}
         return type(outputs)(**own)
 
-    def append_newest(self) -> None:
-        """Take the tokens that the requests have chosen, for beams that may have changed places."""
+    def append_newest(self, tokens: Tensor | None = None, chose: Sequence[Decoding] = ()) -> None:
+        """Take the tokens that the requests have chosen, for beams that may have changed places.
+
+        ``tokens (rows,)``: those of the requests ``chose``. The others have them behind their ids.
+        """
         assert self.batch is not None
         self._apply_moves()
-        newest = [self.pad_token_id] * len(self.owners)
+        parts, n = ([], 0) if tokens is None else ([tokens], len(tokens))
+        number = {decoding: i for i, decoding in enumerate(chose)}
+        index = [0] * len(self.owners)  # a spare row gets any token
         for decoding in self.moves:
-            for place, token in zip(decoding.places, decoding.newest, strict=True):
-                newest[place] = token
-        column = self.ids.new_tensor(newest)[:, None]
-        self.batch.ids = torch.cat([self.batch.ids, column], dim=1)
+            if decoding in number:
+                index[decoding.places[0]] = number[decoding]
+                continue
+            parts.append(decoding.run.ids[:, -1])
+            for place in decoding.places:
+                index[place], n = n, n + 1
+        column = torch.cat(parts) if len(parts) > 1 else parts[0]
+        if index != list(range(n)):
+            column = column[self._index(index)]
+        self.batch.ids = torch.cat([self.batch.ids, column[:, None]], dim=1)
         self._trim()
 
     def _apply_moves(self) -> None:
@@ -290,7 +309,7 @@ class JoinedRows:
                 continue
             if index is None:
                 index = torch.arange(len(self.owners), device=self.ids.device)
-            places = torch.tensor(decoding.places, device=index.device)
+            places = self._index(decoding.places)
             index[places] = places[moves.index]
             moves.index = None
         if index is not None:

@@ -25,6 +25,7 @@ from ..strategies.base import InvalidScoresError
 from ..strategies.sample import Sample
 from ..streaming import StreamEvent
 from .decoding import Decoding
+from .indices import Indices
 
 #: Observers that want nothing of a step but its first one, which the request takes by itself.
 OF_ENDS = (PrefixSession, PromptRecorder, Recording, Results)
@@ -87,14 +88,20 @@ class PlainRow:
     def write(self) -> None:
         """Put what was chosen behind the ids."""
         if self.unwritten:
-            run, strategy = self.decoding.run, cast(Sample, self.decoding.strategy)
-            run.ids = strategy.buffer.append(run.ids.new_tensor([self.unwritten]))
-            strategy.n_steps += len(self.unwritten)
-            self.unwritten = []
+            tokens, self.unwritten = self.unwritten, []
+            self._append(self.decoding.run.ids.new_tensor([tokens]))
 
-    def take(self, token: int) -> list[StreamEvent]:
-        """Let ``token`` be the newest; what the request has gained."""
-        self.unwritten.append(token)
+    def _append(self, tokens: Tensor) -> None:
+        run, strategy = self.decoding.run, cast(Sample, self.decoding.strategy)
+        run.ids = strategy.buffer.append(tokens)
+        strategy.n_steps += tokens.shape[1]
+
+    def take(self, token: int, on_device: Tensor) -> list[StreamEvent]:
+        """Let ``token`` be the newest, which is in ``on_device (1, 1)``; what the request has gained."""
+        if self.kind is None and not self.unwritten:  # the next step reads the ids
+            self._append(on_device)
+        else:
+            self.unwritten.append(token)
         rows = self.decoding.rows
         row = rows.row(0)
         row.ids.append(token)
@@ -109,54 +116,75 @@ class PlainRow:
         return rows.event(row, [token], n if has_ended else None, None)
 
 
-def choose(rows: list[PlainRow], logits: Tensor) -> list[int | Exception]:
-    """The next token of each row by ``logits (rows, vocab)``; or what its request is to end with."""
-    failures: dict[int, Exception] = {}
-    scores = _processed(rows, logits.float(), failures)
-    tokens, is_invalid = _chosen(rows, scores)
-    chosen: list[int | Exception] = []
-    for i, (token, invalid) in enumerate(torch.stack([tokens, is_invalid.long()]).T.tolist()):
-        failure = failures.get(i)
-        if failure is None and invalid:
-            failure = InvalidScoresError([0], rows[i].n_generated)
-        chosen.append(token if failure is None else failure)
-    return chosen
+class Choices:
+    """Chooses the next tokens of the plain rows of a batch, and keeps on the device what that takes."""
 
+    def __init__(self) -> None:
+        self.indices = Indices()
+        #: Rows that were drawn for last, and the keys ``(rows,)`` of their next noise.
+        self._drawn: list[PlainRow] = []
+        self._keys: Tensor | None = None
 
-def _processed(rows: list[PlainRow], logits: Tensor, failures: dict[int, Exception]) -> Tensor:
-    """Scores ``(rows, vocab)``: rows whose processors do the same go through them together."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, row in enumerate(rows):
-        groups.setdefault((i,) if row.kind is None else row.kind, []).append(i)
-    if list(groups) == [()]:
-        return logits
-    scores = torch.empty_like(logits)
-    for kind, places in groups.items():
-        row = rows[places[0]]
-        try:
-            if row.kind is None:
-                scores[places] = row.processed(logits[places])
-            elif kind:
-                scores[places] = row.decoding.run.processors(row.decoding.run.ids, logits[places])
-            else:
-                scores[places] = logits[places]
-        except Exception as error:  # of the request's own
-            failures |= dict.fromkeys(places, error)
-            scores[places] = 0.0
-    return scores
+    def choose(self, rows: list[PlainRow], logits: Tensor) -> tuple[Tensor, list[int | Exception]]:
+        """The next token of each row by ``logits (rows, vocab)``: ``(rows,)``, which are read at once.
 
+        Of a request that is to end with an exception, the list has that.
+        """
+        failures: dict[int, Exception] = {}
+        scores = self._processed(rows, logits.float(), failures)
+        tokens, is_invalid = self._chosen(rows, scores)
+        chosen: list[int | Exception] = []
+        for i, (token, invalid) in enumerate(torch.stack([tokens, is_invalid.long()]).T.tolist()):
+            failure = failures.get(i)
+            if failure is None and invalid:
+                failure = InvalidScoresError([0], rows[i].n_generated)
+            chosen.append(token if failure is None else failure)
+        return tokens, chosen
 
-def _chosen(rows: list[PlainRow], scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens ``(rows,)``, and of which rows there was none to choose."""
-    drawn = [i for i, row in enumerate(rows) if row.key is not None]
-    tokens = scores.argmax(dim=-1)  # NaN counts as the largest
-    if drawn:
-        keys = torch.cat([rows[i].key for i in drawn])  # type: ignore[misc]
-        positions = torch.tensor([rows[i].n_generated for i in drawn], device=keys.device)
-        own = scores if len(drawn) == len(rows) else scores[drawn]
-        tokens[drawn] = seeds.perturbed(own, seeds.keys_at(keys, positions), -1).argmax(dim=-1)
-    best = scores.gather(1, tokens[:, None]).squeeze(1)
-    is_invalid = best.isnan()
-    if drawn:
-        is_invalid[drawn] |= best[drawn] == -torch.inf
-    return tokens, is_invalid
+    def _processed(
+        self, rows: list[PlainRow], logits: Tensor, failures: dict[int, Exception]
+    ) -> Tensor:
+        """Scores ``(rows, vocab)``: rows whose processors do the same go through them together."""
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault((i,) if row.kind is None else row.kind, []).append(i)
+        if list(groups) == [()]:
+            return logits
+        scores = torch.empty_like(logits)
+        for kind, places in groups.items():
+            row, index = rows[places[0]], self.indices.on(logits.device, places)
+            own = logits[index]
+            try:
+                if row.kind is None:
+                    own = row.processed(own)
+                elif kind:
+                    own = row.decoding.run.processors(row.decoding.run.ids, own)
+                scores[index] = own
+            except Exception as error:  # of the request's own
+                failures |= dict.fromkeys(places, error)
+                scores[index] = 0.0
+        return scores
+
+    def _chosen(self, rows: list[PlainRow], scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``(rows,)``, and of which rows there was none to choose."""
+        tokens = scores.argmax(dim=-1)  # NaN counts as the largest
+        places = [i for i, row in enumerate(rows) if row.key is not None]
+        index = self.indices.on(tokens.device, places)
+        if places:
+            keys = self._next_keys([rows[i] for i in places])
+            own = scores if len(places) == len(rows) else scores[index]
+            tokens[index] = seeds.perturbed(own, keys, -1).argmax(dim=-1)
+        best = scores.gather(1, tokens[:, None]).squeeze(1)
+        is_invalid = best.isnan()
+        if places:
+            is_invalid[index] |= best[index] == -torch.inf
+        return tokens, is_invalid
+
+    def _next_keys(self, drawn: list[PlainRow]) -> Tensor:
+        """Keys ``(rows,)`` whose noise at position -1 is that of each row's next token."""
+        if self._keys is None or drawn != self._drawn:
+            keys = torch.cat([row.key for row in drawn])  # type: ignore[misc]
+            positions = torch.tensor([row.n_generated for row in drawn], device=keys.device)
+            self._drawn, self._keys = drawn, seeds.keys_at(keys, positions)
+        keys, self._keys = self._keys, seeds.keys_at(self._keys, 0)
+        return keys

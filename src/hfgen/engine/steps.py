@@ -21,7 +21,7 @@ from .decoding import Decoding
 from .errors import DoesNotFitError
 from .joined import JoinedRows
 from .memory import Memory
-from .plain import PlainRow, choose, is_plain
+from .plain import PlainRow, is_plain
 from .prefill import forward, groups, may_share
 from .request import EngineEvent, EngineRequest
 from .scheduler import Chunk, Item, Scheduler
@@ -262,18 +262,20 @@ class Steps:
         # Rows that leave change the places of others: each gets its part before.
         others = [decoding for decoding in rows.members if decoding.plain is None]
         parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
-        if plain := [decoding.plain for decoding in rows.members if decoding.plain is not None]:
-            tokens = choose(plain, rows.logits_of(plain, outputs))
-            for row, token in zip(plain, tokens, strict=True):
-                with self._failures_of(row.decoding.request):
+        tokens, chosen = None, dict[Decoding, int | Exception]()
+        if len(others) < len(rows.members):
+            tokens, chosen = rows.choose(outputs)
+            for i, (decoding, token) in enumerate(chosen.items()):
+                with self._failures_of(decoding.request):
                     if isinstance(token, Exception):
                         raise token
-                    self._gain(row.decoding.request, row.take(token))
+                    gained = decoding.plain.take(token, tokens[i : i + 1, None])
+                    self._gain(decoding.request, gained)
         for decoding, own in parts:
             with self._failures_of(decoding.request):
                 self._gain(decoding.request, decoding.step(own))
         if len(rows):
-            rows.append_newest()
+            rows.append_newest(tokens, [*chosen])
 
     def _advance(self, request: EngineRequest) -> None:
         """One step of a request that decodes by itself."""

@@ -143,22 +143,20 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         k = self.top_token_ids.shape[-1]
         k = k if asked.n_top < 0 else min(asked.n_top, k)
         m = len(asked.token_ids)
-        columns = (
-            self.is_token[row],
-            self.token_ids[row],
-            self.token_logprobs[row],
-            self.ranks[row],
-            self.top_token_ids[row, :, :k],
+        numbers = (self.is_token[row], self.token_ids[row], self.ranks[row])
+        integers = torch.cat([torch.stack(numbers, dim=1), self.top_token_ids[row, :, :k]], dim=1)
+        logprobs = (
+            self.token_logprobs[row, :, None],
             self.top_logprobs[row, :, :k],
             self.asked_logprobs[row, :, :m],
         )
         found: list[TokenLogprob | None] = []
-        for is_token, token, logprob, rank, ids, logprobs, values in zip(
-            *(column.tolist() for column in columns), strict=True
+        for (is_token, token, rank, *ids), (logprob, *values) in zip(
+            integers.tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True
         ):
             if is_token:
-                top = tuple(zip(ids, logprobs, strict=True))
-                pairs = tuple(zip(asked.token_ids, values, strict=True))
+                top = tuple(zip(ids, values[:k], strict=True))
+                pairs = tuple(zip(asked.token_ids, values[k:], strict=True))
                 found.append(TokenLogprob(token, logprob, rank, top, pairs))
             elif self.is_prompt:
                 found.append(None)
