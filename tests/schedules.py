@@ -210,7 +210,7 @@ class Play:
         given = arguments_of(self.subject, asked)
         prompt: Any = {n: v for n, v in given.items() if isinstance(v, Tensor)}
         options = {n: v for n, v in given.items() if n not in prompt}
-        if asked.form == "list":
+        if asked.form == "list" and prompt.keys() == {"input_ids"}:
             prompt = prompt["input_ids"][0].tolist()
         timeout = None
         if asked.trouble is not None and asked.trouble.kind == "timeout":

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hfgen
+from hfgen.engine import Engine
 from tests import exact, tiny
 from tests.parity.family import Limit, text_prompt
 from tests.parity.harness import FAMILIES, in_double, ours
@@ -102,13 +103,16 @@ def requests(
 
 
 @st.composite
-def schedules(draw: Any, asked: Any, most: int) -> Schedule:
-    """Up to ``most`` requests, and an engine of any size."""
+def schedules(draw: Any, asked: Any, most: int, n_bytes: int) -> Schedule:
+    """Up to ``most`` requests, and an engine of any size; ``n_bytes``: of a request that is long."""
     engine = {
         "max_rows": draw(st.sampled_from([1, 3, 5, 32])),
         "prefill_tokens": draw(st.sampled_from([1, 3, 8, 2048])),
         "policy": draw(st.sampled_from(["fcfs", "srpt", "priority"])),
     }
+    # Bytes for one to three requests of the longest kind, by a guess that is refined by the engine.
+    if n_bytes and draw(st.booleans()):
+        engine["memory"] = n_bytes * draw(st.sampled_from([1, 2, 3]))
     failing = draw(st.frozensets(st.integers(1, 30), max_size=2)) if draw(st.booleans()) else ()
     return Schedule(
         tuple(draw(st.lists(asked, min_size=2, max_size=most))),
@@ -123,9 +127,14 @@ NAMES = sorted(CHOICES.keys() - {"max_new_tokens", "eos_token_id"})
 
 @cache
 def exact_subject() -> Subject:
+    model = exact.model()
+    # What the model says by itself: prompts of one seed begin alike, and go on as requests do.
+    said = [
+        model.generate(tiny.prompt(1, 1, i), max_new_tokens=20, eos_token_id=None) for i in range(4)
+    ]
     return Subject(
-        exact.model(),
-        lambda length, seed: {"input_ids": tiny.prompt(1, length, seed)},
+        model,
+        lambda length, seed: {"input_ids": said[seed][:, :length]},
         tiny.ascii_tokenizer(),
         {"dry_sequence_breakers": []},
     )
@@ -181,6 +190,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def bytes_of(subject: Subject) -> int:
+    """Of a row of 24 tokens, as an engine measures it; 0 if it cannot tell before the first request."""
+    return int(Engine(subject.model).steps.memory.needed(1, 24))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_random_schedules_of_every_kind_of_state(name: str) -> None:
     unsupported = FAMILIES[name].unsupported
@@ -191,7 +205,7 @@ def test_random_schedules_of_every_kind_of_state(name: str) -> None:
     counts: Counter[str] = Counter()
 
     @profile(3)
-    @given(schedules(requests(ways, NAMES, False, 6, forms), 5))
+    @given(schedules(requests(ways, NAMES, False, 6, forms), 5, bytes_of(subject)))
     def check(schedule: Schedule) -> None:
         counts.update(Play(subject, schedule).run())
 
@@ -212,7 +226,7 @@ def test_random_schedules_of_a_model_that_computes_exactly() -> None:
     counts: Counter[str] = Counter()
 
     @profile(60)
-    @given(schedules(requests(list(WAYS), NAMES, True, 12), 8))
+    @given(schedules(requests(list(WAYS), NAMES, True, 12), 8, bytes_of(exact_subject())))
     def check(schedule: Schedule) -> None:
         counts.update(Play(exact_subject(), schedule).run())
 
