@@ -248,6 +248,7 @@ class Runner:
         rows = self.engine.n_rows
         seconds = time.monotonic() - started
         self.soak.samples.append(Sample(n_done, seconds, rss, tensors - stored, rows, objects))
+        typer.echo(f"{n_done:,} requests in {seconds:,.0f} s, {rss / 2**20:,.0f} MiB", err=True)
 
     def _check_end(self, n_told: int) -> None:
         """Nothing is left in the engine, and its counts are those of the results."""
