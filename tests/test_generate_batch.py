@@ -236,6 +236,16 @@ def test_seed_of_the_batching_config(llama: Any) -> None:
     assert found == expected
 
 
+def test_a_batching_config_within_the_config(llama: Any) -> None:
+    config = GenerationConfig(do_sample=True, max_new_tokens=6)
+    config.continuous_batching_config = ContinuousBatchingConfig(seed=7, return_logprobs=True)
+    results = llama.generate_batch(PROMPTS, config)
+    assert tokens_of(results)[1] == alone(
+        llama, PROMPTS[1], do_sample=True, max_new_tokens=6, seed=8
+    )
+    assert all(len(r.logprobs) == len(r.generated_tokens) for r in results.values())
+
+
 def test_no_length_means_as_many_as_there_are_positions(llama: Any) -> None:
     (result,) = llama.generate_batch(PROMPTS[:1], eos_token_id=-1).values()
     assert len(result.generated_tokens) == 256 - len(PROMPTS[0])

@@ -44,8 +44,9 @@ def init_continuous_batching(
     if isinstance(kept, Manager):
         kept.generation_config = own
         return kept
-    batching = continuous_batching_config or getattr(own, "continuous_batching_config", None)
-    return Manager(self, own, batching or ContinuousBatchingConfig(), workload_hints)
+    given = continuous_batching_config, getattr(own, "continuous_batching_config", None)
+    found = [batching for batching in given if isinstance(batching, ContinuousBatchingConfig)]
+    return Manager(self, own, [*found, ContinuousBatchingConfig()][0], workload_hints)
 
 
 @contextmanager
@@ -111,19 +112,19 @@ def generate_batch(
         return {}
     each = _arguments(self, len(inputs), generation_config, kwargs)
     context = self.continuous_batching_context_manager(
-        continuous_batching_config=continuous_batching_config, persistent_manager=persistent_manager
+        generation_config if isinstance(generation_config, GenerationConfig) else None,
+        continuous_batching_config=continuous_batching_config,
+        persistent_manager=persistent_manager,
     )
     results: dict[str, GenerationOutput] = {}
     with context as manager:
         total = sum(map(manager.n_sequences, each))
-        with tqdm(total=total, disable=not progress_bar, unit="sequence") as bar:
-            pairs = zip(inputs, each, strict=True)
-            options = {"record_timestamps": record_timestamps}
-            ids = [manager.add_request(prompt, **options, **own) for prompt, own in pairs]
-            manager.stop(block=False)
-            for output in manager:
-                results[output.request_id] = output
-                bar.update()
+        pairs = zip(inputs, each, strict=True)
+        options = {"record_timestamps": record_timestamps}
+        ids = [manager.add_request(prompt, **options, **own) for prompt, own in pairs]
+        manager.stop(block=False)
+        outputs = tqdm(manager, total=total, unit="sequence") if progress_bar else manager
+        results |= {output.request_id: output for output in outputs}
     if failed := [output for output in results.values() if output.error is not None]:
         first = failed[0]
         logger.error(f"{len(failed)} of {total} failed; {first.request_id}: {first.error}")
