@@ -139,6 +139,29 @@ def test_batches_become_one_again_and_stay_it() -> None:
     assert changes <= 3
 
 
+def test_rows_that_come_back_are_drawn_for_where_they_are() -> None:
+    """The noise of a row depends on its position, wherever the row was in between."""
+    model = hfgen.mix_into(tiny.llama())
+    engine = Engine(model)
+    greedy = {"max_new_tokens": 30, "eos_token_id": None}
+    sampled = greedy | {"do_sample": True, "seed": 3}
+    asked = [(prompt(n, n), sampled if n < 7 else greedy) for n in (5, 6, 7, 8)]
+    requests = [engine.add(ids, **options) for ids, options in asked]
+    for n_steps in (4, 4):
+        for _ in range(n_steps):
+            engine.step()
+        (rows,) = engine.steps.joined
+        apart = rows.split([request.decoding for request in requests[:2]])
+        apart.kind = object()
+        engine.steps.joined.append(apart)
+        for _ in range(n_steps):
+            engine.step()
+        rows.absorb(apart)
+        engine.steps.joined.remove(apart)
+    for request, (ids, options) in zip(requests, asked, strict=True):
+        check(request.result(), solo(model, ids, options))
+
+
 def test_a_request_joins_the_rows_of_its_length() -> None:
     model = hfgen.mix_into(tiny.llama())
     engine = Engine(model)

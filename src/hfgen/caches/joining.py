@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
@@ -72,6 +73,14 @@ def extract(cache: Any, index: Tensor) -> Any:
     twin = copy.copy(cache)
     twin.layers = [slots.extract(layer, index) for layer in cache.layers]
     return twin
+
+
+def move_to(cache: Any, device: torch.device) -> None:
+    """Move the states to the host, or back; between, no rows join or leave. Raises as ``extract``."""
+    check_declared(cache)
+    for part in _parts(cache):
+        for layer in part.layers:
+            slots.move_to(layer, device)
 
 
 def move(cache: Any, index: Tensor, changed: Tensor) -> None:

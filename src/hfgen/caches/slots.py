@@ -161,6 +161,15 @@ def extract(layer: Any, index: Tensor) -> Any:
     return twin
 
 
+def move_to(layer: Any, device: torch.device) -> None:
+    """Move the states of ``layer`` to the host, or back to the device where they were made."""
+    if is_declared_by_methods(layer):
+        layer.offload() if device.type == "cpu" else layer.prefetch()
+        return
+    for (name, number), states in _states(layer).items():
+        _set(layer, name, number, states.to(device))
+
+
 def move(layer: Any, index: Tensor, changed: Tensor) -> None:
     """Let row ``i`` go on as row ``index[i]``; ``changed``: the rows that are others then."""
     if is_declared_by_methods(layer):

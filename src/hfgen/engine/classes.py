@@ -7,6 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+from ..batch import Batch
 from .decoding import Decoding
 from .joined import JoinedRows
 from .memory import Memory
@@ -41,9 +42,9 @@ class Classes:
         #: Of a forward whatever its rows are, in bytes of cells.
         self.fixed_cost = max(weights, waits) / READS
 
-    def join(self, decoding: Decoding, batches: list[JoinedRows]) -> bool:
+    def join(self, decoding: Decoding, batch: Batch, batches: list[JoinedRows]) -> bool:
         """Let a request decode with the rows that it adds the least padding to; whether it could."""
-        return _put([decoding], batches, lambda rows: rows.join(decoding))
+        return _put([decoding], batches, lambda rows: rows.join(decoding, batch))
 
     def absorb(self, newcomers: JoinedRows, batches: list[JoinedRows]) -> bool:
         """``join`` for all requests of a batch."""

@@ -49,6 +49,8 @@ class Decoding:
         self.steps: Iterator[Any] | None = None
         #: Set if its row may choose its tokens together with those of others.
         self.plain: Any = None
+        #: Its rows, if they were taken out of the batch, or out of prefill.
+        self.kept: Batch | None = None
 
     @property
     def n_rows(self) -> int:
@@ -153,6 +155,7 @@ class Decoding:
         """Let go of what the call holds."""
         if self.steps is not None:
             self.steps.close()  # type: ignore[attr-defined]
+        self.kept = None
         self.call.release()
 
 

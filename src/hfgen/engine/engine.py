@@ -43,6 +43,8 @@ class Engine:
         prefix_cache: A ``hfgen.PrefixCache`` for all requests that can use one.
         fixed_shapes: Whether the model decodes 1, 2, 4, 8, … rows, for compiled and graph execution: there
             are up to twice the rows then.
+        optimistic: Whether requests are admitted before all of their growth fits. When bytes run out,
+            some are taken out of the batch, to the host, and go on later.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Engine:
         max_queue: int | None = None,
         prefix_cache: Any = None,
         fixed_shapes: bool = False,
+        optimistic: bool = False,
     ) -> None:
         self.model: Any = mixed_view(model)
         self.tokenizer = tokenizer
@@ -68,6 +71,7 @@ class Engine:
             prefill_tokens=prefill_tokens,
             policy=policy,
             max_queue=max_queue,
+            optimistic=optimistic,
         )
         self.steps = Steps(self.model, self.scheduler, kept, fixed_shapes=fixed_shapes)
         self._probe()
@@ -121,11 +125,14 @@ class Engine:
     def _sized(self, request: EngineRequest) -> Item:
         """What the request needs. It is prepared, unless that takes a forward, of an encoder."""
         ids, n_tokens = request.arguments.kwargs.get("input_ids"), 1
+        memory, held = self.steps.memory, None
         if self._is_prepared_at_once(request.arguments):
             decoding = request.prepare(self.model)
             decoding.check()
             n_rows, n_tokens, longest = decoding.n_rows, decoding.prompt_length, decoding.longest
             is_whole = n_tokens <= self.scheduler.prefill_tokens or not decoding.can_be_cut
+            if decoding.joins:  # in the step of its last chunk, it decodes a token besides
+                held = memory.needed(n_rows, min(n_tokens + 1, longest))
         else:
             call, _ = resolve(self.model, request.arguments)
             call.release()
@@ -139,8 +146,8 @@ class Engine:
         return Item(
             n_tokens=n_tokens,
             n_rows=n_rows,
-            n_bytes=self.steps.memory.needed(n_rows, longest),
-            n_bytes_now=self.steps.memory.needed(n_rows, n_tokens),
+            n_bytes=memory.needed(n_rows, longest),
+            n_bytes_now=held,
             priority=request.priority,
             is_whole=is_whole,
         )

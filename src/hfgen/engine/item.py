@@ -24,6 +24,7 @@ class Item:
     is_whole: bool = False  # its prefill cannot be cut into chunks
     n_done: int = 0  # tokens prefilled
     n_bytes_now: float | None = None  # not known: all of `n_bytes` is reserved
+    stays: bool = False  # it cannot be taken out
 
     # Written by the scheduler.
     arrived: float = field(default=0.0, init=False)  # seconds

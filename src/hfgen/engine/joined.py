@@ -95,13 +95,14 @@ class JoinedRows:
         """Cells of the cache that hold a token."""
         return sum(decoding.n_rows * decoding.length for decoding in self.moves)
 
-    def join(self, decoding: Decoding) -> None:
+    def join(self, decoding: Decoding, batch: Batch | None = None) -> None:
         """Let the rows of a request decode with these, from its next token on.
 
-        Raises ``ValueError``, and leaves everything as it was, if its cache or arguments are of
+        ``batch``: its rows, if they were in a batch before. Raises ``ValueError``, and leaves everything as it was, if its cache or arguments are of
         another form.
         """
-        batch = Batch(decoding.run.ids, decoding.run.model_kwargs)
+        if batch is None:
+            batch = Batch(decoding.run.ids, decoding.run.model_kwargs)
         if self.batch is None:
             return self.begin([decoding], Batch(batch.ids.clone(), dict(batch.model_kwargs)))
         self._replace_spares(batch)
@@ -147,6 +148,14 @@ class JoinedRows:
         decoding.places = []
         if not self.moves:
             self.batch, self.owners = None, []
+
+    def extract(self, decoding: Decoding) -> Batch:
+        """Take the rows of a request out; returns them, without padding, as a batch to ``join`` with."""
+        batch = self._extracted([decoding])
+        if (n_padding := batch.ids.shape[1] - decoding.length) > 0:
+            batch.trim(n_padding)
+        self.leave(decoding)
+        return batch
 
     def _remove(self, place: int) -> None:
         """Let the last row move to ``place``, and be one less."""

@@ -121,8 +121,8 @@ class Choices:
 
     def __init__(self) -> None:
         self.indices = Indices()
-        #: Rows that were drawn for last, and the keys ``(rows,)`` of their next noise.
-        self._drawn: list[PlainRow] = []
+        #: Rows that were drawn for last, where they are after it, and the keys ``(rows,)`` of their next noise.
+        self._drawn: list[tuple[PlainRow, int]] = []
         self._keys: Tensor | None = None
 
     def choose(self, rows: list[PlainRow], logits: Tensor) -> tuple[Tensor, list[int | Exception]]:
@@ -182,9 +182,11 @@ class Choices:
 
     def _next_keys(self, drawn: list[PlainRow]) -> Tensor:
         """Keys ``(rows,)`` whose noise at position -1 is that of each row's next token."""
-        if self._keys is None or drawn != self._drawn:
+        places = [(row, row.n_generated) for row in drawn]
+        if self._keys is None or places != self._drawn:  # rows may have been in another batch
             keys = torch.cat([row.key for row in drawn])  # type: ignore[misc]
-            positions = torch.tensor([row.n_generated for row in drawn], device=keys.device)
-            self._drawn, self._keys = drawn, seeds.keys_at(keys, positions)
+            positions = torch.tensor([n for _, n in places], device=keys.device)
+            self._keys = seeds.keys_at(keys, positions)
+        self._drawn = [(row, n + 1) for row, n in places]
         keys, self._keys = self._keys, seeds.keys_at(self._keys, 0)
         return keys

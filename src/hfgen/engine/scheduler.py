@@ -173,6 +173,8 @@ class Scheduler:
         for item in sorted(in_use, key=attrgetter("was_taken_out")):
             if needed <= 0:
                 break
+            if item.stays:
+                continue
             found.append(item)
             needed -= item.n_held
         return found

@@ -16,6 +16,7 @@ from ..batch import Batch
 from ..execution import hides_padding
 from ..stopping import FinishReason
 from ..streaming import StreamEvent
+from . import host
 from .classes import Classes
 from .decoding import Decoding
 from .errors import DoesNotFitError
@@ -41,6 +42,8 @@ class EngineStats:
     n_finished: int = 0
     n_failed: int = 0
     n_cancelled: int = 0
+    #: Times that a request was taken out of the batch, since bytes had run out.
+    n_taken_out: int = 0
     #: Cells of the cache over all decoding forwards, and those among them that were padding.
     n_cells: int = 0
     n_padding: int = 0
@@ -87,8 +90,11 @@ class Steps:
         """
         self.stats.n_steps += 1
         self.take_out()
+        if self.scheduler.optimistic:
+            host.make_way(self)
         with self.lock:
             plan = self.scheduler.plan(time.monotonic())
+        plan = [chunk for chunk in plan if not host.put_back(self, chunk)]
         joined, alone = list(self.joined), list(self.alone)
         self._forward_prompts(plan)
         for rows in joined:
@@ -115,7 +121,7 @@ class Steps:
         may_be_grouped = {}
         for chunk in plan:
             decoding = None
-            with self._failures_of(self.requests[chunk.item]):
+            with self.failures_of(self.requests[chunk.item]):
                 decoding = self._begun(self.requests[chunk.item], chunk.item)
             if decoding is not None:
                 is_whole = chunk.n_tokens == chunk.item.n_tokens
@@ -143,7 +149,7 @@ class Steps:
             self.stats.prefill_tokens += chunk.n_tokens
             with self.lock:
                 self.scheduler.advance(chunk.item, chunk.n_tokens)
-            with self._failures_of(decoding.request):
+            with self.failures_of(decoding.request):
                 decoding.request.state = "decoding"
                 self._gain(decoding.request, decoding.step(own))
         if len(rows):
@@ -158,7 +164,7 @@ class Steps:
     def _forward_chunk(self, chunk: Chunk) -> None:
         """Forward a part of a prompt; after the last one, its rows join those that decode."""
         item, request = chunk.item, self.requests[chunk.item]
-        with self._failures_of(request):
+        with self.failures_of(request):
             decoding = self._begun(request, item)
             if not decoding.joins:
                 self.scheduler.advance(item, item.n_left)
@@ -184,14 +190,11 @@ class Steps:
             return
         self.memory.measure(cache)
         with self.lock:
-            for item in [
-                *self.scheduler.waiting,
-                *self.scheduler.prefilling,
-                *self.scheduler.decoding,
-            ]:
-                waits = self.requests[item].decoding
-                if waits is not None:
-                    self.scheduler.resize(item, self.memory.needed(item.n_rows, waits.longest))
+            for item, request in self.requests.items():
+                if (waits := request.decoding) is not None:
+                    lengths = waits.longest, min(waits.length + 1, waits.longest)
+                    bytes_at = [self.memory.needed(item.n_rows, n) for n in lengths]
+                    self.scheduler.resize(item, *bytes_at)
             too_large = [self.requests[item] for item in self.scheduler.never_fit()]
         for request in too_large:
             limit, needed = self.scheduler.max_bytes, request.item and request.item.n_bytes
@@ -208,16 +211,15 @@ class Steps:
         request.state = "prefill"
         request.times.queue_time = time.monotonic() - request.added
         decoding = request.prepare(self.model)
+        item.stays = not decoding.joins
         item.n_done = min(decoding.begin(), item.n_tokens - 1)
         return decoding
 
-    def _is_padding_hidden(self, decoding: Decoding) -> bool:
+    def _is_padding_hidden(self, batch: Batch) -> bool:
         """Whether rows of different length may be in one batch, tried out when it first matters."""
         if self.hides_padding is None:
             with suppress(ValueError):
-                self.hides_padding = hides_padding(
-                    self.model, Batch(decoding.run.ids, decoding.run.model_kwargs)
-                )
+                self.hides_padding = hides_padding(self.model, batch)
         return self.hides_padding is True
 
     def _no_rows(self) -> JoinedRows:
@@ -230,16 +232,20 @@ class Steps:
         decoding.check()
         if is_plain(decoding):
             decoding.plain = PlainRow.of(decoding)
+        self.place(decoding, Batch(decoding.run.ids, decoding.run.model_kwargs))
+
+    def place(self, decoding: Decoding, batch: Batch) -> None:
+        """Let its rows, those of ``batch``, decode with others of their form, or by themselves."""
         may_join = [
             rows
             for rows in self.joined
             if not (rows.is_closed or decoding.is_apart)
-            and (rows.length == decoding.length or self._is_padding_hidden(decoding))
+            and (rows.length == decoding.length or self._is_padding_hidden(batch))
         ]
-        if not self.classes.join(decoding, may_join):
+        if not self.classes.join(decoding, batch, may_join):
             rows = self._no_rows()
             rows.is_closed = decoding.is_apart
-            rows.join(decoding)
+            rows.join(decoding, batch)
             self.joined.append(rows)
 
     # ------------------------------------------------------------ tokens
@@ -266,13 +272,13 @@ class Steps:
         if len(others) < len(rows.members):
             tokens, chosen = rows.choose(outputs)
             for i, (decoding, token) in enumerate(chosen.items()):
-                with self._failures_of(decoding.request):
+                with self.failures_of(decoding.request):
                     if isinstance(token, Exception):
                         raise token
                     gained = decoding.plain.take(token, tokens[i : i + 1, None])
                     self._gain(decoding.request, gained)
         for decoding, own in parts:
-            with self._failures_of(decoding.request):
+            with self.failures_of(decoding.request):
                 self._gain(decoding.request, decoding.step(own))
         if len(rows):
             rows.append_newest(tokens, [*chosen])
@@ -281,7 +287,7 @@ class Steps:
         """One step of a request that decodes by itself."""
         decoding = request.decoding
         if decoding is not None:
-            with self._failures_of(request):
+            with self.failures_of(request):
                 self._gain(request, decoding.advance())
 
     # ------------------------------------------------------------ what requests gain, and how they end
@@ -335,7 +341,7 @@ class Steps:
         self.joined = [rows for rows in self.joined if len(rows)]
 
     @contextmanager
-    def _failures_of(self, request: EngineRequest) -> Iterator[None]:
+    def failures_of(self, request: EngineRequest) -> Iterator[None]:
         """What is raised within ends the request, and no other."""
         try:
             yield
