@@ -232,7 +232,8 @@ def _joined_kwargs(batch: Batch, other: Batch) -> ModelKwargs:
     both, name = (batch, other), _own_mask(batch.model_kwargs)
     has_mask = any(b.model_kwargs.get(name) is not None for b in both)
     needs_mask = has_mask or batch.ids.shape[1] != other.ids.shape[1]
-    ours, theirs = (_completed(b, needs_mask) for b in both)
+    needs_encoders = _needs_encoder_mask(*both)
+    ours, theirs = (_completed(b, needs_mask, needs_encoders) for b in both)
     joined: ModelKwargs = {}
     for name in ours.keys() | theirs.keys():
         one, two = ours.get(name), theirs.get(name)
@@ -247,13 +248,22 @@ def _own_mask(kwargs: ModelKwargs) -> str:
     return "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
 
 
-def _completed(batch: Batch, needs_mask: bool) -> ModelKwargs:
+def _needs_encoder_mask(*batches: Batch) -> bool:
+    """Whether an encoder's states need a mask: if a batch has one, or their lengths differ."""
+    states: list[Any] = [b.model_kwargs.get("encoder_outputs") for b in batches]
+    if None in states:
+        return False
+    has_mask = any(b.model_kwargs.get("attention_mask") is not None for b in batches)
+    return has_mask or len({one[0].shape[1] for one in states}) > 1
+
+
+def _completed(batch: Batch, needs_mask: bool, needs_encoders: bool) -> ModelKwargs:
     """The arguments of a batch, with masks of ones where they were left out."""
     kwargs = dict(batch.model_kwargs)
     name, states = _own_mask(kwargs), kwargs.get("encoder_outputs")
     if needs_mask and kwargs.get(name) is None:
         kwargs[name] = torch.ones_like(batch.ids)
-    if states is not None and kwargs.get("attention_mask") is None:
+    if needs_encoders and states is not None and kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = batch.ids.new_ones(states[0].shape[:2])
     return kwargs
 

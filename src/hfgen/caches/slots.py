@@ -191,6 +191,8 @@ def trim(layer: Any, n_tokens: int, length: int) -> None:
     # Another length: keys of an image, which have columns of their own.
     if not isinstance(layer, DynamicLayer) or layer.get_seq_length() != length:
         return
+    if layer.keys is None:  # the model does not use its cache
+        return
     held = layer.keys.shape[-2]
     forgotten = held - min(held, length - n_tokens)  # a window may have forgotten them already
     for name, _ in list(_states(layer)):
