@@ -82,6 +82,8 @@ class Schedule:
     asked: tuple[Asked, ...]
     engine: Mapping[str, Any] = field(default_factory=dict)
     has_prefix_cache: bool = False
+    #: Whether batches are split by length as if a forward cost nothing.
+    splits: bool = False
     #: Which forwards of the model raise, counted from the first of the engine.
     failing: frozenset[int] = frozenset()
 
@@ -183,6 +185,8 @@ class Play:
         if schedule.has_prefix_cache:
             options["prefix_cache"] = hfgen.PrefixCache()
         self.engine = Engine(subject.model, subject.tokenizer, **options)
+        if schedule.splits:
+            self.engine.steps.classes.fixed_cost = 0.0
         self.played: list[Played] = []
         self.counts: Counter[str] = Counter()
 
@@ -248,6 +252,7 @@ class Play:
             by_request[id(event.request)].events.append(event)
         assert self.progress != before or not had_work, "an idle step"
         check_invariants(engine, [played.request for played in self.played])
+        self.counts["batches side by side"] += len(engine.steps.joined) > 1
         for played in self.played:
             request = played.request
             if request.state != "waiting" and played.admitted is None:
@@ -344,14 +349,14 @@ def check_invariants(engine: Engine, requests: list[Any]) -> None:
     assert set(steps.requests.values()) == set(live)
     assert {request.id for request in requests} == set(engine.requests)
     # Each row of a batch is of a request that decodes, and each of those has its rows there.
-    owners = [owner for rows in steps.joined for owner in rows.owners]
+    owners = [owner for rows in steps.joined for owner in rows.owners if owner is not None]
     decoding = [request for request in live if request.state == "decoding"]
     joined = [request for request in decoding if request not in steps.alone]
     assert Counter(map(id, owners)) == Counter(
         {id(request.decoding): request.decoding.n_rows for request in joined}
     )
     for rows in steps.joined:
-        assert len(rows.ids) == len(rows)
+        assert len(rows.ids) == len(rows.owners)
         for request in joined:
             if request.decoding in rows.moves:
                 ids = request.decoding.run.ids
