@@ -31,6 +31,7 @@ EXPORTS = [
     "free_caches",
     "generate_many",
     "grammar",
+    "is_active",
     "minimum_bayes_risk",
     "mix_into",
     "patch",

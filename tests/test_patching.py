@@ -113,7 +113,7 @@ def test_names_are_kept(model: Any) -> None:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         assert getattr(mixed, name) == getattr(LlamaForCausalLM, name)
     assert mixed.can_generate()
-    assert repr(model) == repr(_built("llama"))
+    assert repr(model).startswith("LlamaForCausalLM(\n")
 
 
 def test_subclass_in_the_documented_order(expected: Tensor, spy: Spy) -> None:
@@ -150,6 +150,53 @@ def test_what_cannot_generate_is_refused() -> None:
         with pytest.raises(TypeError, match=r"cannot generate|takes a transformers model"):
             hfgen.mix_into(thing)
     assert type(encoder) is before
+
+
+def test_a_mixin_before_the_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Mine\(LlamaForCausalLM, hfgen\.GenerationMixin\)"):
+        type("Mine", (hfgen.GenerationMixin, LlamaForCausalLM), {})
+    extended = type("Extended", (hfgen.GenerationMixin,), {})  # a mixin of one's own
+    assert hfgen.is_active(type("Mine", (LlamaForCausalLM, extended), {}))
+    with pytest.raises(TypeError, match="before LlamaForCausalLM"):
+        type("Mine", (extended, LlamaForCausalLM), {})
+    mixed = hfgen.mix_into(LlamaForCausalLM)
+    with pytest.raises(TypeError, match=r"before LlamaForCausalLM|consistent method"):
+        type("Mine", (hfgen.GenerationMixin, mixed), {})
+
+
+def test_a_model_says_whether_it_is_active(model: Any) -> None:
+    assert not hfgen.is_active(model)
+    assert not hfgen.is_active(LlamaForCausalLM)
+    assert not hfgen.is_active(transformers.LlamaModel)
+    assert hfgen.is_active(hfgen.mix_into(LlamaForCausalLM))
+    with hfgen.patched():
+        assert hfgen.is_active(model)
+        assert hfgen.is_active(LlamaForCausalLM)
+        assert not hfgen.is_active(transformers.LlamaModel)
+        assert not hfgen.is_active(nn.Linear(2, 2))
+    assert not hfgen.is_active(model)
+    hfgen.mix_into(model)
+    assert hfgen.is_active(model)
+    assert hfgen.is_active(nn.Sequential(model))
+    assert not hfgen.is_active(nn.Sequential(model, copy.deepcopy(_built("gpt2"))))
+    with pytest.raises(TypeError, match="is_active"):
+        hfgen.is_active("llama")
+
+
+def test_a_printed_model_says_who_generates(model: Any) -> None:
+    before = repr(model)
+    lines = repr(hfgen.mix_into(model)).splitlines()
+    assert lines.pop(1) == "  generation=hfgen"
+    assert lines == before.splitlines()
+
+
+def test_a_printed_model_keeps_its_own_line() -> None:
+    class Mine(LlamaForCausalLM):
+        def extra_repr(self) -> str:
+            return "mine=1"
+
+    mixed = hfgen.mix_into(Mine(_built("llama").config))  # type: ignore[arg-type]
+    assert repr(mixed).splitlines()[1:3] == ["  mine=1", "  generation=hfgen"]
 
 
 def test_a_pipeline_is_refused_with_advice(model: Any) -> None:

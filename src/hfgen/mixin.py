@@ -76,7 +76,7 @@ def mixed_class(cls: Any) -> Any:
     if issubclass(cls, GenerationMixin):
         return cls
     namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {"__reduce_ex__": _reduce, "_unmixed_class": cls}
+    namespace |= {"__reduce_ex__": _reduce, "_unmixed_class": cls, "extra_repr": _extra_repr}
     return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
 
 
@@ -91,9 +91,20 @@ def _reduce(self: Any, protocol: Any) -> str | tuple:
     return _new, (type(self)._unmixed_class,), state
 
 
+def _extra_repr(self: Any) -> str:
+    """The line in a printed model that says who generates; class names stay as they are."""
+    lines = [self._unmixed_class.extra_repr(self), "generation=hfgen"]
+    return "\n".join(filter(None, lines))
+
+
 def _new(cls: Any) -> Any:
     mixed = mixed_class(cls)
     return mixed.__new__(mixed)
+
+
+def _is_model(cls: type) -> bool:
+    """Whether ``cls`` is a class of models that generate, and may have hooks of its own."""
+    return issubclass(cls, transformers.GenerationMixin) and cls is not transformers.GenerationMixin
 
 
 def _signature_of(function: Callable) -> Callable[[T], T]:
@@ -111,8 +122,18 @@ def _signature_of(function: Callable) -> Callable[[T], T]:
 class GenerationMixin(transformers.GenerationMixin):
     """Generation for any transformers model: ``class Mine(LlamaForCausalLM, hfgen.GenerationMixin)``.
 
-    See ``hfgen.mix_into`` for models that are loaded already.
+    See ``hfgen.mix_into`` for models that are loaded already. Raises ``TypeError`` for a class in which it
+    comes before the model, whose own methods would not be called.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        behind = cls.__mro__[cls.__mro__.index(GenerationMixin) + 1 :]
+        if (name := next((c.__name__ for c in behind if _is_model(c)), None)) is not None:
+            raise TypeError(
+                f"{cls.__name__} has hfgen.GenerationMixin before {name}, whose own methods would not be "
+                f"called: write class {cls.__name__}({name}, hfgen.GenerationMixin)."
+            )
 
     @torch.no_grad()
     def generate(

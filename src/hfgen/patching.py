@@ -25,11 +25,7 @@ def mix_into(model: T) -> T:
     """
     if isinstance(model, type):
         return mixed_class(model)
-    if not isinstance(model, nn.Module):
-        inner = isinstance(getattr(model, "model", None), nn.Module)  # a pipeline, a trainer, …
-        given = type(model).__name__ + (": pass its `.model`." if inner else ".")
-        raise TypeError(f"mix_into() takes a transformers model or its class, but got {given}")
-    parts = [module for module in model.modules() if isinstance(module, UpstreamMixin)]
+    parts = _parts("mix_into", model)
     for part in parts or [model]:  # a model without such parts is refused by its class
         part.__class__ = mixed_class(part.__class__)
     if hasattr(model, "base_model_prepare_inputs_for_generation"):  # kept by PEFT as it was before
@@ -39,6 +35,29 @@ def mix_into(model: T) -> T:
         # The model within, whose methods they would be, knows of no virtual tokens.
         vars(model).update(stream=_refuse_stream, astream=_refuse_stream)
     return model
+
+
+def is_active(model: Any) -> bool:
+    """Whether ``generate`` of ``model``, or of the models of a class, runs on hfgen.
+
+    It does for what ``mix_into`` or an auto class has mixed, for subclasses of ``GenerationMixin``, and
+    for every model that generates while ``patch()`` holds. Of a wrapper, all models inside of it have to.
+    Raises ``TypeError`` for what is neither a model nor a class.
+    """
+    mixin = UpstreamMixin if _patches else GenerationMixin
+    if isinstance(model, type):
+        return issubclass(model, mixin)
+    parts = _parts("is_active", model)
+    return bool(parts) and all(isinstance(part, mixin) for part in parts)
+
+
+def _parts(function: str, model: Any) -> list[Any]:
+    """The models in ``model`` that generate; ``TypeError`` if it is no module."""
+    if not isinstance(model, nn.Module):
+        inner = isinstance(getattr(model, "model", None), nn.Module)  # a pipeline, a trainer, …
+        given = type(model).__name__ + (": pass its `.model`." if inner else ".")
+        raise TypeError(f"{function}() takes a transformers model or its class, but got {given}")
+    return [module for module in model.modules() if isinstance(module, UpstreamMixin)]
 
 
 def _refuse_stream(*args: Any, **kwargs: Any) -> Any:
