@@ -28,9 +28,10 @@ def mix_into(model: T) -> T:
     parts = _parts("mix_into", model)
     for part in parts or [model]:  # a model without such parts is refused by its class
         part.__class__ = mixed_class(part.__class__)
+    wrapper: Any = model
     if hasattr(model, "base_model_prepare_inputs_for_generation"):  # kept by PEFT as it was before
-        method = model.get_base_model().prepare_inputs_for_generation  # type: ignore[operator]
-        model.base_model_prepare_inputs_for_generation = method
+        method = wrapper.get_base_model().prepare_inputs_for_generation
+        wrapper.base_model_prepare_inputs_for_generation = method
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         # The model within, whose methods they would be, knows of no virtual tokens.
         vars(model).update(stream=_refuse_stream, astream=_refuse_stream)
