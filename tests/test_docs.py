@@ -17,6 +17,7 @@ PAGES = [
     "controls.md",
     "grammars.md",
     "logprobs.md",
+    "optimize.md",
     "samplers.md",
     "speculation.md",
     "streaming.md",
@@ -33,7 +34,13 @@ def run_blocks(page: str, names: dict[str, object]) -> int:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_runs(
+    page: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where measured times are kept
     assert run_blocks(page, {"__name__": "page"}) > 0
     assert capsys.readouterr().out.strip()
 

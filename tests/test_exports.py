@@ -34,9 +34,12 @@ EXPORTS = [
     "is_active",
     "minimum_bayes_risk",
     "mix_into",
+    "optimize",
+    "optimized",
     "patch",
     "patched",
     "recipe",
+    "restore",
     "token_f1",
     "unpatch",
 ]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
     from .engine import Engine
     from .engine.many import generate_many
+    from .linears import optimize, optimized, restore
     from .logprobs import Logprobs, TokenLogprob
     from .mixin import GenerationMixin
     from .patching import (
@@ -67,9 +68,12 @@ __all__ = [
     "is_active",
     "minimum_bayes_risk",
     "mix_into",
+    "optimize",
+    "optimized",
     "patch",
     "patched",
     "recipe",
+    "restore",
     "token_f1",
     "unpatch",
 ]
@@ -83,6 +87,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
     "engine": ["Engine"],
     "engine.many": ["generate_many"],
+    "linears": ["optimize", "optimized", "restore"],
     "logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
     "prefix": ["PrefixCache"],

@@ -9,7 +9,18 @@ import typer
 from hfgen.cli import measure, options
 from hfgen.cli.loading import Loaded, load, quiet
 from hfgen.cli.probabilities import Spelling, logprobs_table
-from hfgen.cli.report import Answers, CliError, duration, err, mebibytes, out, print_json, say, why
+from hfgen.cli.report import (
+    Answers,
+    CliError,
+    duration,
+    err,
+    mebibytes,
+    one_line,
+    out,
+    print_json,
+    say,
+    why,
+)
 
 NEW_TOKENS = 64
 
@@ -24,6 +35,9 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, times, memory.")
+    ] = False,
+    optimize: Annotated[
+        bool, typer.Option("--optimize", help="Use the kernels that are fastest on this CPU.")
     ] = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
@@ -42,6 +56,8 @@ def generate(
     given = options.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
+        if optimize:
+            optimize_model(loaded)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         config.return_dict_in_generate = True
         options.note_idle(fields, config, loaded.model)
@@ -55,6 +71,8 @@ def generate(
         texts = texts_of(loaded, result)
         if as_json:
             report = {"model": loaded.name, "prompt": given, "options": options.plain(fields)}
+            if optimize:
+                report["optimization"] = str(loaded.model.optimization).splitlines()
             report["prompt_tokens"] = inputs["input_ids"][0].tolist()
             print_json(report | as_object(loaded, result, texts))
             return
@@ -65,6 +83,19 @@ def generate(
         print_logprobs(loaded, result)
         if err.is_terminal:
             say(f"[dim]{summary(result)}[/]")
+
+
+def optimize_model(loaded: Loaded) -> None:
+    """``hfgen.optimize`` of the model and of the one that drafts for it; raises ``CliError``."""
+    import hfgen
+
+    for each in filter(None, (loaded, loaded.assistant)):
+        try:
+            hfgen.optimize(each.model)
+        except ValueError as error:
+            raise CliError(f"--optimize: {error}") from error
+        if err.is_terminal:
+            say(f"[dim]{one_line(str(each.model.optimization), 2000)}[/]")
 
 
 def texts_of(loaded: Loaded, result: measure.Generated) -> list[str]:

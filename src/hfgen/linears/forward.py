@@ -1,0 +1,142 @@
+"""The forward of one linear layer by another kernel, for as long as its weight is what was packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .kernels import DTYPES, Product, named
+
+#: Numbers of rows that are measured; the last one stands for all above the one before.
+ROWS = (1, 2, 4, 8, 16, 128)
+#: Values of a weight that are compared at each call.
+N_SAMPLES = 8
+
+
+def bucket(rows: int) -> int:
+    """The measured number of rows that stands for ``rows``."""
+    return next((size for size in ROWS[:-1] if rows <= size), ROWS[-1])
+
+
+_BUCKETS = [bucket(rows) for rows in range(ROWS[-2] + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight as it was when it was packed. ``product``: None if the kernel does not take it.
+
+    The view keeps the memory: another tensor cannot get its address while this one is compared with it.
+    """
+
+    weight: Tensor
+    address: int
+    version: int
+    view: Any  # numpy: some values of the weight, as bits
+    values: bytes
+    product: Product | None
+
+
+class PackedForward:
+    """Set as ``forward`` of an ``nn.Linear``, which stays as it is in everything else.
+
+    The layer's own forward runs for numbers of rows for which it is faster, in training mode, where
+    gradients are recorded, under autocast and within ``torch.compile``; and wherever weight or
+    activations are not dense tensors of one type on the CPU. A weight shows its changes by object,
+    address, version and a few values, since an edit through ``.data`` leaves the version as it is.
+    It is then packed again. Copies and pickles pack at their first call.
+    """
+
+    def __init__(self, module: nn.Linear, kernel: str, rows: frozenset[int]) -> None:
+        self.module = module
+        self.kernel = named(kernel)
+        self.rows = rows
+        self._packed: Packed | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedForward, (self.module, self.kernel.name, self.rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedForward:
+        # A module that is being copied is in the memo; a copy of this object alone stays with it.
+        module = memo.get(id(self.module), self.module)
+        return PackedForward(module, self.kernel.name, self.rows)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            n = input.numel() // max(self.module.in_features, 1)
+            size = _BUCKETS[n] if n < len(_BUCKETS) else ROWS[-1]
+            if size in self.rows and not (torch.is_grad_enabled() or self.module.training):
+                found = self.compute(input)
+                if found is not None:
+                    return found
+        return own_forward(self.module)(input)
+
+    def compute(self, x: Tensor) -> Tensor | None:
+        """The layer by its kernel: ``(..., in)`` to ``(..., out)``; None if it cannot be used."""
+        packed = self.packed()
+        if packed is None or packed.product is None or type(x) not in (Tensor, nn.Parameter):
+            return None
+        if x.dtype != packed.weight.dtype or not x.is_cpu or x.shape[-1] != packed.weight.shape[1]:
+            return None
+        if not x.numel() or torch.is_autocast_enabled("cpu"):
+            return None
+        return packed.product(x, self.module._parameters["bias"])
+
+    def packed(self) -> Packed | None:
+        """The weight as it is now, packed; None if it is none that can be packed."""
+        packed, weight = self._packed, self.module._parameters.get("weight")
+        if packed is not None and weight is packed.weight and _is_unchanged(packed):
+            return packed
+        self._packed = packed = None if misfit(self.module) else self._pack(self.module.weight)
+        return packed
+
+    def _pack(self, weight: Tensor) -> Packed:
+        view = _samples(weight)
+        seen = weight, weight.data_ptr(), _version(weight), view, view.tobytes()
+        with torch.no_grad():
+            fits = self.kernel.misfit(weight) is None
+            return Packed(*seen, self.kernel.prepare(weight) if fits else None)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Tensor]:
+    """The forward that a module has by its class."""
+    return type(module).forward.__get__(module)
+
+
+def misfit(module: nn.Module) -> str | None:
+    """Why no kernel is tried for a linear layer, or None."""
+    weight = module._parameters.get("weight")
+    if type(module).forward is not nn.Linear.forward or weight is None:
+        return "a class of its own"
+    if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
+        return f"weights of another library: {type(weight).__name__}"
+    if weight.device.type != "cpu":
+        return f"on {weight.device}: the kernels are those of CPUs"
+    if weight.dtype not in DTYPES:
+        return f"weights of {weight.dtype}"
+    if not weight.is_contiguous() or weight.dim() != 2 or not weight.numel():
+        return "weights that are not contiguous, or none"
+    return None
+
+
+def _is_unchanged(packed: Packed) -> bool:
+    weight = packed.weight
+    return (
+        weight.data_ptr() == packed.address
+        and _version(weight) == packed.version
+        and packed.view.tobytes() == packed.values
+    )
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+def _samples(weight: Tensor) -> Any:
+    bits = torch.int32 if weight.element_size() == 4 else torch.int16
+    flat = weight.detach().view(bits).flatten()
+    step = max((len(flat) - 1) // (N_SAMPLES - 1), 1)
+    return flat[::step].numpy()

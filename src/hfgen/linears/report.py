@@ -1,0 +1,75 @@
+"""What `hfgen.optimize` has done to a model, and why: `model.optimization`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .forward import ROWS
+from .measure import OWN, Times
+
+#: What can become of tokens.
+SAME = "the same: nothing is changed"
+ROUNDED = "can change by rounding, where two tokens are as likely as each other to the last digits"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One shape of linear layers ``(out, in)``, and what computes them.
+
+    ``times``: microseconds by kernel (``own``: the layer's own) and number of rows; empty if not known.
+    ``n_left``: of ``n_modules``, those whose weights the kernel does not take.
+    """
+
+    shape: tuple[int, int]
+    dtype: str
+    n_modules: int
+    kernel: str | None = None
+    rows: tuple[int, ...] = ()
+    reason: str = ""
+    times: Times = field(default_factory=dict)
+    n_left: int = 0
+    extra_bytes: int = 0
+
+    def __str__(self) -> str:
+        layers = f"{self.n_modules} x {self.shape[0]} x {self.shape[1]} {self.dtype}"
+        if self.kernel is None:
+            return f"{layers}: unchanged, {self.reason}"
+        own, its = self.times[OWN], self.times[self.kernel]
+        gains = ", ".join(f"{_rows(n)} {own[n] / its[n]:.2f}" for n in self.rows)
+        left = f"; {self.n_left} unchanged, {self.reason}" if self.n_left else ""
+        return f"{layers}: {self.kernel}, times as fast at rows: {gains}{left}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was chosen, by shape; what was left alone, with the reason; what it cost.
+
+    ``extra_bytes``: packed copies of weights, beside the weights. ``seconds``: of ``optimize``.
+    ``tokens``: whether generated tokens can be others than before. ``str()`` is a text of some lines.
+    """
+
+    weights: str | None
+    choices: tuple[Choice, ...]
+    left_alone: dict[str, str]  # module → reason
+    tokens: str
+    extra_bytes: int
+    seconds: float
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a layer is computed by another kernel."""
+        return any(choice.kernel for choice in self.choices)
+
+    def __str__(self) -> str:
+        lines = [str(choice) for choice in self.choices]
+        reasons: dict[str, int] = {}
+        for reason in self.left_alone.values():
+            reasons[reason] = reasons.get(reason, 0) + 1
+        lines += [f"{count} left alone: {reason}" for reason, count in reasons.items()]
+        lines.append(f"tokens: {self.tokens}")
+        lines.append(f"{self.extra_bytes / 2**20:,.1f} MiB more, {self.seconds:.1f} s")
+        return "\n".join(lines)
+
+
+def _rows(n: int) -> str:
+    return "prefill" if n == ROWS[-1] else str(n)

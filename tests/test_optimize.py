@@ -1,0 +1,507 @@
+"""`hfgen.optimize`: what it changes, what it notices, and that it can be undone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hfgen
+from hfgen.linears import choice, forward, kernels, known, measure
+from hfgen.linears.forward import ROWS, PackedForward
+from tests import tiny
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hfgen"
+
+
+@pytest.fixture
+def prefer(monkeypatch: pytest.MonkeyPatch):
+    """Let the measurement say that the named kernel is the fastest one, at the given rows."""
+
+    def prefer(name: str, rows=ROWS) -> None:
+        if name not in {kernel.name for kernel in kernels.candidates(kernels.named(name).weights)}:
+            pytest.skip(f"this machine has no kernel {name!r}")
+
+        def times(modules, fitting):
+            found = {kernel: dict.fromkeys(ROWS, 20.0) for kernel in fitting}
+            if name in found:
+                found[name] |= dict.fromkeys(rows, 5.0)
+            return {measure.OWN: dict.fromkeys(ROWS, 10.0), **found}
+
+        monkeypatch.setattr(choice, "measure", times)
+
+    return prefer
+
+
+def model(**overrides):
+    """Its weights are those of a checkpoint in bfloat16, in float32."""
+    made = hfgen.mix_into(tiny.llama(**overrides)).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(weight.bfloat16())
+    return made
+
+
+def logits(of, ids) -> torch.Tensor:
+    with torch.no_grad():
+        return of(ids).logits
+
+
+def forwards(of) -> dict[str, PackedForward]:
+    found = {name: vars(module).get("forward") for name, module in of.named_modules()}
+    return {name: it for name, it in found.items() if isinstance(it, PackedForward)}
+
+
+def packs(of) -> int:
+    """How many layers have a packed weight."""
+    return sum(it._packed is not None for it in forwards(of).values())
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["onednn", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_that_keep_values_give_the_same_logits_but_for_rounding(prefer, name, dtype):
+    prefer(name)
+    plain = model().to(dtype)
+    ids = tiny.prompt(2)
+    expected = logits(plain, ids)
+    found = logits(hfgen.optimize(plain), ids)
+    assert packs(plain) == 15  # seven in each of two layers, and the head
+    torch.testing.assert_close(found, expected)
+    assert found.dtype == dtype
+    assert "rounding" in plain.optimization.tokens
+
+
+@pytest.mark.parametrize("name", ["onednn", "fp16"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}])
+def test_the_built_in_model_generates_the_same_tokens(prefer, name, options):
+    prefer(name)
+    plain, tokenizer = hfgen.builtin_model()
+    inputs = tokenizer(["import os\n\ndef ", "class A:\n"], return_tensors="pt", padding=True)
+    call = {**inputs, "max_new_tokens": 24, "do_sample": False, **options}
+    expected = plain.generate(**call)
+    with hfgen.optimized(plain):
+        found = plain.generate(**call)
+        assert packs(plain) == len(forwards(plain)) == 36
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("weights", "name", "error"),
+    [
+        ("fp16", "fp16, rounded", 2e-3),
+        ("bf16", "bf16", 2e-2),
+        ("int8", "int8, dynamic", 5e-2),
+        ("int8", "int8", 3e-2),
+        ("int4", "int4", 0.15),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_rounded_weights_are_near(prefer, weights, name, error, bias):
+    prefer(name)
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(128, 64, bias=bias)).eval()
+    x = torch.randn(3, 5, 128)
+    with torch.no_grad():
+        expected = layer(x)
+        found = hfgen.optimize(layer, weights=weights)(x)
+    assert 0 < (found - expected).norm() / expected.norm() < error
+    assert name in layer.optimization.tokens
+
+
+def test_a_bias_is_added(prefer):
+    prefer("fp16")
+    layer = nn.Sequential(nn.Linear(64, 32)).eval()
+    with torch.no_grad():
+        layer[0].weight.copy_(layer[0].weight.bfloat16())
+        x = torch.randn(2, 64)
+        expected = layer(x)
+        torch.testing.assert_close(hfgen.optimize(layer)(x), expected)
+        layer[0].bias.data += 1
+        torch.testing.assert_close(layer(x), expected + 1)
+
+
+def test_nothing_changes_where_nothing_is_faster(prefer):
+    prefer("fp16", rows=())
+    plain = model()
+    before = logits(plain, tiny.prompt(2))
+    assert torch.equal(logits(hfgen.optimize(plain), tiny.prompt(2)), before)
+    assert not forwards(plain)
+    report = plain.optimization
+    assert not report.has_changed
+    assert report.extra_bytes == 0
+    assert report.tokens.startswith("the same")
+    assert "nothing is faster" in str(report)
+
+
+def test_a_kernel_runs_only_at_the_rows_at_which_it_wins(prefer):
+    prefer("onednn", rows=(4,))
+    plain = hfgen.optimize(model())
+    for rows in (1, 2, 5, 16, 40):
+        logits(plain, tiny.prompt(rows, length=1))
+        assert packs(plain) == 0
+    logits(plain, tiny.prompt(3, length=1))
+    assert packs(plain) == 15
+
+
+def test_buckets():
+    sizes = {n: forward.bucket(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 16, 17, 5000)}
+    assert list(sizes.values()) == [1, 1, 2, 4, 4, 8, 8, 16, 16, 128, 128]
+
+
+# --- the model stays what it is -----------------------------------------------------------------
+
+
+def test_weights_files_and_modules_stay(prefer, tmp_path):
+    prefer("fp16")
+    plain = model(tie_word_embeddings=True)
+    before = dict(plain.state_dict())
+    types = [type(module) for module in plain.modules()]
+    hfgen.optimize(plain)
+    after = plain.state_dict()
+    assert list(after) == list(before)
+    assert all(after[name].data_ptr() == before[name].data_ptr() for name in before)
+    assert [type(module) for module in plain.modules()] == types
+    assert plain.lm_head.weight is plain.get_input_embeddings().weight
+    plain.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path)
+    hfgen.restore(plain)
+    assert torch.equal(logits(loaded.eval(), tiny.prompt(2)), logits(plain, tiny.prompt(2)))
+
+
+def test_restore_leaves_no_trace(prefer):
+    prefer("fp16")
+    plain = model()
+    before = [dict(vars(module)) for module in plain.modules()]
+    expected = logits(plain, tiny.prompt(2))
+    assert hfgen.optimize(plain) is plain
+    assert forwards(plain)
+    logits(plain, tiny.prompt(2))
+    assert hfgen.restore(plain) is plain
+    assert [dict(vars(module)) for module in plain.modules()] == before
+    assert torch.equal(logits(plain, tiny.prompt(2)), expected)
+
+
+def test_the_context_manager_restores_after_an_error(prefer):
+    prefer("fp16")
+    plain = model()
+    seen = []
+
+    def fail():
+        with hfgen.optimized(plain) as inside:
+            seen.append((inside, len(forwards(plain))))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert seen == [(plain, 15)]
+    assert not forwards(plain)
+    assert not hasattr(plain, "optimization")
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_have_kernels_of_their_own(prefer, how):
+    prefer("fp16")
+    plain = hfgen.optimize(model())
+    logits(plain, tiny.prompt(2))
+    copied = copy.deepcopy(plain) if how == "deepcopy" else pickle.loads(pickle.dumps(plain))
+    own = dict(copied.named_modules())
+    assert forwards(copied).keys() == forwards(plain).keys()
+    assert all(it.module is own[name] for name, it in forwards(copied).items())
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.mul_(2)
+    restored = hfgen.restore(copy.deepcopy(copied))
+    torch.testing.assert_close(logits(copied, tiny.prompt(2)), logits(restored, tiny.prompt(2)))
+    assert forwards(plain)
+
+
+def test_hooks_run(prefer):
+    prefer("fp16")
+    plain, seen = hfgen.optimize(model()), []
+    plain.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    logits(plain, tiny.prompt(2, length=5))
+    assert seen == [(2, 5, tiny.VOCAB)]
+
+
+def test_training_and_gradients_take_the_layers_own_forward(prefer):
+    prefer("onednn")
+    plain = hfgen.optimize(model())
+    plain(tiny.prompt(1), labels=tiny.prompt(1)).loss.backward()
+    assert plain.lm_head.weight.grad is not None
+    plain.train()
+    logits(plain, tiny.prompt(1))
+    assert packs(plain) == 0
+    plain.eval()
+    logits(plain, tiny.prompt(1))
+    assert packs(plain) == 15
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT reads what transformers renames
+def test_adapters_and_merges(prefer):
+    peft = pytest.importorskip("peft")
+    prefer("fp16")
+    plain = hfgen.optimize(model())
+    ids = tiny.prompt(2)
+    logits(plain, ids)  # packed
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(plain, config).eval()
+    found = logits(adapted, ids)
+    reference = hfgen.restore(copy.deepcopy(adapted))
+    torch.testing.assert_close(found, logits(reference, ids))
+    merged, expected = adapted.merge_and_unload(), reference.merge_and_unload()
+    torch.testing.assert_close(logits(merged, ids), logits(expected, ids))
+
+
+# --- weights that change ------------------------------------------------------------------------
+
+
+def halved(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+
+
+def halved_through_data(layer: nn.Linear) -> None:
+    layer.weight.data *= 0.5
+
+
+def replaced(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
+
+
+def replaced_data(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data * 0.5
+
+
+def no_longer_exact(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(1 / 3)
+
+
+def too_large(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2.0**20)
+
+
+CHANGES = [halved, halved_through_data, replaced, replaced_data, no_longer_exact, too_large]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["onednn", "fp16"])
+def test_a_changed_weight_is_noticed(prefer, change, name):
+    prefer(name)
+    plain = hfgen.optimize(model())
+    logits(plain, tiny.prompt(2))
+    change(plain.lm_head)
+    found = logits(plain, tiny.prompt(2))
+    torch.testing.assert_close(found, logits(hfgen.restore(plain), tiny.prompt(2)))
+
+
+def test_another_type_is_noticed(prefer):
+    prefer("fp16")
+    plain = hfgen.optimize(model())
+    logits(plain, tiny.prompt(2))
+    found = logits(plain.to(torch.bfloat16), tiny.prompt(2))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, logits(hfgen.restore(plain), tiny.prompt(2)))
+
+
+def test_threads(prefer):
+    prefer("fp16")
+    plain = model()
+    prompts = [tiny.prompt(1, length=4 + n) for n in range(8)]
+    expected = [plain.generate(ids, max_new_tokens=8, do_sample=False) for ids in prompts]
+    hfgen.optimize(plain)
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda i: plain.generate(i, max_new_tokens=8, do_sample=False), prompts)
+        assert all(map(torch.equal, found, expected))
+
+
+# --- the measurement, and its file --------------------------------------------------------------
+
+
+def test_it_measures_once_and_keeps_the_times(cache_folder, monkeypatch):
+    monkeypatch.setattr(measure, "SECONDS", 0)
+    first = hfgen.optimize(model()).optimization
+    file = cache_folder / "linears.json"
+    if os.name == "posix":
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(cache_folder.stat().st_mode) == 0o700
+    assert [path.name for path in cache_folder.iterdir()] == ["linears.json"]
+    monkeypatch.setattr(choice, "measure", None)  # not called
+    assert hfgen.optimize(model()).optimization.choices == first.choices
+    assert {shape.shape for shape in first.choices} >= {(tiny.VOCAB, 32), (64, 32)}
+    assert all(shape.times[measure.OWN].keys() == set(ROWS) for shape in first.choices)
+
+
+GARBAGE = [
+    b"",
+    b"\xff\xfe",
+    b"[]",
+    b"{" * 5000,
+    b'{"format": 1}',
+    b'{"format": 1, "times": [1]}',
+    b'{"format": 1, "times": {"x": {"own": {"1": -1}}}}',
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_file_of_garbage_is_written_anew(cache_folder, prefer, garbage):
+    prefer("fp16")
+    cache_folder.mkdir(parents=True)
+    (cache_folder / "linears.json").write_bytes(garbage)
+    assert hfgen.optimize(model()).optimization.has_changed
+    assert known.read()
+
+
+@pytest.mark.parametrize("took", [0, -1, "1", None, True, float("nan"), float("inf")])
+def test_times_that_cannot_be_are_not_believed(cache_folder, prefer, took):
+    prefer("fp16")
+    hfgen.optimize(model())
+    file = cache_folder / "linears.json"
+    content = json.loads(file.read_text())
+    n_entries = len(content["times"])
+    next(iter(content["times"].values()))["own"]["1"] = took
+    file.write_text(json.dumps(content))
+    assert len(known.read()) == n_entries - 1
+
+
+def test_a_folder_that_cannot_be_written_does_not_matter(tmp_path, prefer, monkeypatch):
+    prefer("fp16")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert hfgen.optimize(model()).optimization.has_changed
+    assert known.read() == {}
+
+
+def test_without_calibration_only_what_is_known_changes(prefer):
+    prefer("fp16")
+    assert not hfgen.optimize(model(), calibrate=False).optimization.has_changed
+    hfgen.optimize(model())
+    again = hfgen.optimize(model(), calibrate=False)
+    assert again.optimization.has_changed
+    other = hfgen.optimize(model(intermediate_size=96), calibrate=False).optimization
+    assert {c.shape: bool(c.kernel) for c in other.choices}[96, 32] is False
+
+
+def test_measuring_leaves_the_random_state(monkeypatch):
+    monkeypatch.setattr(measure, "SECONDS", 0)
+    plain, before = model(), torch.get_rng_state()
+    hfgen.optimize(plain)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_best_kernel_is_that_which_gains_most():
+    own = dict.fromkeys(ROWS, 10.0)
+    slow, fast = {**own, 1: 8.0}, {**own, 1: 12.0, 4: 4.0, 8: 3.0}
+    times = {measure.OWN: own, "onednn": slow, "fp16": fast}
+    assert measure.best(times, ["onednn", "fp16"]) == ("fp16", {4, 8})
+    assert measure.best(times, ["onednn"]) == ("onednn", {1})
+    assert measure.best({measure.OWN: own, "fp16": own}, ["fp16"]) == (None, frozenset())
+
+
+def test_the_report(prefer):
+    prefer("fp16", rows=(1, 8, 128))
+    plain = model()
+    plain.lm_head.weight.data *= 2.0**17 / plain.lm_head.weight.abs().max()
+    report = hfgen.optimize(plain).optimization
+    by_shape = {choice.shape: choice for choice in report.choices}
+    assert by_shape[64, 32].n_modules == 4
+    assert by_shape[64, 32].rows == (1, 8, 128)
+    assert by_shape[tiny.VOCAB, 32].kernel is None
+    assert report.extra_bytes == 2 * sum(
+        p.numel() for n, p in plain.named_parameters() if "proj" in n
+    )
+    text = str(report)
+    assert "4 x 64 x 32 float32: fp16, times as fast at rows: 1 2.00, 8 2.00, prefill 2.00" in text
+    assert report.seconds > 0
+
+
+# --- what is left alone, and errors --------------------------------------------------------------
+
+
+def test_other_classes_weights_and_forwards_are_left_alone(prefer):
+    prefer("fp16")
+
+    class Mine(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    class Bits(torch.Tensor):
+        """Weights as a library of quantisation has them."""
+
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(2)] + [Mine(32, 32)]
+    layers[0].weight = nn.Parameter(torch.ones(32, 32).as_subclass(Bits))
+    layers[1].forward = lambda x: x
+    whole = hfgen.optimize(nn.Sequential(*layers).eval())
+    assert not forwards(whole)
+    left = whole.optimization.left_alone
+    assert left.keys() == {"0", "1", "2"}
+    assert "Bits" in left["0"]
+    assert "already" in left["1"]
+    assert "class" in left["2"]
+
+
+def test_errors_by_name(prefer):
+    prefer("fp16")
+    plain = model()
+    with pytest.raises(TypeError, match="takes a model, but got str"):
+        hfgen.optimize("gpt2")
+    with pytest.raises(ValueError, match=r"weights must be None or one of 'fp16'.*'int3'"):
+        hfgen.optimize(plain, weights="int3")
+    with pytest.raises(TypeError, match="calibrate must be True or False"):
+        hfgen.optimize(plain, calibrate=1)
+    with pytest.raises(ValueError, match="not optimised"):
+        hfgen.restore(plain)
+    with pytest.raises(TypeError, match="takes a model"):
+        hfgen.restore(None)
+    hfgen.optimize(plain)
+    with pytest.raises(ValueError, match="optimised already"):
+        hfgen.optimize(plain)
+    with torch.device("meta"):
+        absent = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"'0\.weight' is on the meta device"):
+        hfgen.optimize(absent)
+
+
+def test_weights_too_large_for_fp16_are_named(prefer):
+    prefer("fp16, rounded")
+    plain = model()
+    with torch.no_grad():
+        plain.lm_head.weight[3, 4] = 1e6
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' does not fit.*1e\+06.*65504"):
+        hfgen.optimize(plain, weights="fp16")
+    assert not forwards(plain)
+    assert not hasattr(plain, "optimization")
+
+
+def test_shapes_that_int4_does_not_take(prefer):
+    prefer("int4")
+    odd = nn.Sequential(nn.Linear(33, 64), nn.Linear(64, 32))
+    hfgen.optimize(odd, weights="int4")
+    first, second = odd.optimization.choices
+    assert first.kernel is None
+    assert second.kernel == "int4"
+    with pytest.raises(ValueError, match=r"int4' fits no layer: of '0\.weight'.*groups of 32"):
+        hfgen.optimize(nn.Sequential(nn.Linear(33, 64)), weights="int4")
+
+
+def test_importing_hfgen_imports_none_of_it():
+    code = "import sys, hfgen; sys.exit(any('linears' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
