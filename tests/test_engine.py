@@ -351,3 +351,19 @@ def test_other_families_equal_their_own_calls(family: str) -> None:
         assert output.error is None, output.error
         solo = model.generate(prompt, max_new_tokens=4 + 3 * i)
         assert torch.equal(output.generate_output.sequences, solo)
+
+
+@pytest.mark.parametrize("family", ["speech_to_text", "moonshine"])
+def test_sound_of_different_length_equals_its_own_calls(family: str) -> None:
+    model = ours(family)
+    inputs = FAMILIES[family].inputs(model, 1, False, 0)
+    name = model.main_input_name
+    shorter = inputs | {name: inputs[name][:, : inputs[name].shape[1] // 2]}
+    asked = [inputs, shorter, inputs]
+    engine = Engine(model)
+    requests = [engine.add(each, max_new_tokens=6 + i) for i, each in enumerate(asked)]
+    for i, (each, request) in enumerate(zip(asked, requests, strict=True)):
+        output = request.result()
+        assert output.error is None, output.error
+        solo = model.generate(**each, max_new_tokens=6 + i)
+        assert torch.equal(output.generate_output.sequences, solo)

@@ -98,13 +98,17 @@ class JoinedRows:
     def join(self, decoding: Decoding, batch: Batch | None = None) -> None:
         """Let the rows of a request decode with these, from its next token on.
 
-        ``batch``: its rows, if they were in a batch before. Raises ``ValueError``, and leaves everything as it was, if its cache or arguments are of
-        another form.
+        ``batch``: its rows, if they were in a batch before. Raises ``ValueError``, and leaves everything as
+        it was, if its cache or arguments are of another form.
         """
         if batch is None:
             batch = Batch(decoding.run.ids, decoding.run.model_kwargs)
         if self.batch is None:
             return self.begin([decoding], Batch(batch.ids.clone(), dict(batch.model_kwargs)))
+        lengths = _encoder_length(self.batch), _encoder_length(batch)
+        if self.model.main_input_name != "input_ids" and lengths[0] != lengths[1]:
+            # What masks the frames of speech has another unit than the states of its encoder.
+            raise ValueError(f"Encoder's states of {lengths[1]} cannot be padded to {lengths[0]}.")
         self._replace_spares(batch)
         self.batch.append(batch, self.pad_token_id)
         return self._own([decoding])
@@ -324,3 +328,9 @@ class JoinedRows:
         if index is not None:
             assert self.batch is not None
             self.batch.move(index)
+
+
+def _encoder_length(batch: Batch) -> int | None:
+    """How many states of an encoder the rows attend to; ``None`` without an encoder."""
+    states = batch.model_kwargs.get("encoder_outputs")
+    return None if states is None else int(states[0].shape[1])
