@@ -1,4 +1,4 @@
-"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo`` and ``serve``.
+"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo``, ``serve`` and ``doctor``.
 
 Commands import torch and transformers when they run, so that ``--help`` does not wait.
 """
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hfgen.cli import batch, chat, compare, demo, generate, serve
+from hfgen.cli import batch, chat, compare, demo, doctor, generate, serve
 from hfgen.cli.options import GenerationCommand
 from hfgen.cli.report import CliError, one_line, say
 
@@ -79,6 +79,7 @@ for _command in (generate.generate, chat.chat, compare.compare, batch.batch):
     app.command(cls=GenerationCommand)(_command)
 app.command()(demo.demo)
 app.command()(serve.serve)
+app.command()(doctor.doctor)
 
 
 def main() -> None:

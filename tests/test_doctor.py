@@ -1,0 +1,148 @@
+"""``hfgen doctor``, and what it checks: the contract with transformers' source."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from packaging.specifiers import SpecifierSet
+from typer.testing import CliRunner
+
+import hfgen
+from hfgen import contract
+from hfgen.cli import app, doctor
+
+UPSTREAM = Path(transformers.__file__).parent
+SOURCE = Path(hfgen.__file__).parent
+#: Private attributes of torch, Python and accelerate, in hfgen's source.
+OTHERS = {"_C", "_cdata", "_compiled_call", "_dynamo", "_forward_hooks", "_forward_pre_hooks"} | {
+    "_hf_hook",
+    "_modules",
+    "_parameters",
+    "_buffers",
+}
+
+
+def run(*arguments: str) -> SimpleNamespace:
+    result = CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    return SimpleNamespace(code=result.exit_code, out=result.stdout)
+
+
+def test_transformers_keeps_the_contract() -> None:
+    assert contract.breaches(UPSTREAM) == []
+    assert len(contract.hooks()) > 30
+
+
+def test_the_table_has_every_private_attribute_that_is_read() -> None:
+    """Of objects that are not hfgen's: no module of hfgen defines a name like it."""
+    defined: set[str] = set()
+    read: set[str] = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+                is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+                if isinstance(node.ctx, ast.Store) and is_own:
+                    defined.add(node.attr)
+                elif is_private and isinstance(node.ctx, ast.Load):
+                    read.add(node.attr)
+    ours = {"_call", "_unmixed_class", "_values", "_indexer_keys"}
+    assert read - defined - OTHERS - ours - set(contract.PRIVATE) == set()
+
+
+def test_what_moved_is_named(tmp_path: Path) -> None:
+    for path in {file for file, _ in contract.PRIVATE.values()} | {"generation/utils.py"}:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(UPSTREAM / path, tmp_path / path)
+    file = tmp_path / "generation" / "utils.py"
+    text = file.read_text(encoding="utf-8").replace("def heal_tokens(", "def healed(")
+    text = re.sub(r"def _prefill\(\s*self", "def _prefill(self, more", text)
+    file.write_text(text, encoding="utf-8")
+    (tmp_path / contract.PRIVATE["_is_stateful"][0]).write_text("")
+    lines = contract.breaches(tmp_path)
+    assert "GenerationMixin.heal_tokens: is not there" in lines
+    assert any(line.startswith("GenerationMixin._prefill: takes (self, more, ") for line in lines)
+    assert any(line.startswith("_is_stateful: ") and "rolled back" in line for line in lines)
+    assert len(contract.breaches(tmp_path / "nothing")) == len(contract.hooks()) + len(
+        contract.PRIVATE
+    )
+
+
+def test_the_doctor_finds_this_environment_well() -> None:
+    result = run("--json")
+    report = json.loads(result.out)
+    assert result.code == 0, report
+    assert report["works"]
+    found = {finding["name"]: finding for finding in report["findings"]}
+    assert found["transformers"] == {
+        "topic": "versions",
+        "name": "transformers",
+        "value": transformers.__version__,
+        "state": "ok",
+    }
+    modes = [name for name, each in found.items() if each["topic"] == "self-check"]
+    assert modes == list(doctor.MODES)
+    assert found["greedy"]["value"].startswith("same tokens")
+
+
+def test_what_is_broken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "breaches", lambda folder: ["GenerationMixin._sample: is gone"])
+    result = run()
+    assert result.code == 1
+    assert ["GenerationMixin._sample", "is gone"] in [
+        re.split("  +", line.strip())[-2:] for line in result.out.splitlines()
+    ]
+    assert "1 broken" in result.out
+    assert "self-check" not in result.out
+
+
+def test_other_tokens_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefer_others(module, args, output):  # type: ignore[no-untyped-def]
+        if hfgen.is_active(module):
+            output.logits = output.logits.roll(1, dims=-1)
+
+    loaded = doctor.load("builtin", None, "auto", "cpu")
+    loaded.model.register_forward_hook(prefer_others)
+    monkeypatch.setattr(doctor, "load", lambda *args: loaded)
+    found = {finding.name: finding for finding in doctor.self_check(debug=False)}
+    assert found["greedy"].state == "broken"
+    assert "tokens differ" in found["greedy"].value
+
+
+def test_a_slow_machine_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SECONDS", -1.0)
+    found = list(doctor.self_check(debug=False))
+    assert {finding.state for finding in found} == {"note"}
+
+
+def test_what_is_missing_is_said_with_the_line_that_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(doctor.OPTIONAL, "nothing", (("no_such_module",), "pip install it"))
+    finding = next(each for each in doctor.parts() if each.name == "nothing")
+    assert (finding.state, finding.value) == ("note", "without no_such_module: pip install it")
+    monkeypatch.setattr(doctor, "TESTED", SpecifierSet("<1"))
+    finding = next(each for each in doctor.versions() if each.name == "transformers")
+    assert finding.state == "note"
+    assert "not tested" in finding.value
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert [each.state for each in doctor.devices()] == ["broken"]
+
+
+def test_the_tested_versions_are_those_of_the_package() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    asked = re.search(r'"transformers([<>=].*)",', text)
+    assert asked is not None
+    assert SpecifierSet(asked[1]) == SpecifierSet(str(doctor.TESTED))
