@@ -2,7 +2,7 @@
 
 from .engine import Engine
 from .request import EngineEvent, EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
-from .steps import EngineStats
+from .stats import EngineStats
 
 __all__ = [
     "Engine",

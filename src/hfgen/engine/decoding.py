@@ -12,6 +12,7 @@ from ..batch import Batch
 from ..caches import joining
 from ..call import Call
 from ..execution import chunks
+from ..kinds import is_zero
 from ..prefix import eligibility
 from ..prepare import prepare
 from ..streaming import StreamEvent
@@ -34,6 +35,9 @@ class Decoding:
         prefix_cache = request.engine.prefix_cache
         self.call = prepare(model, request.arguments, fills_prefix=False, prefix_cache=prefix_cache)
         try:
+            if self.call.prompt is not None and self.call.prompt.batch_size != 1:
+                n_prompts = self.call.prompt.batch_size
+                raise ValueError(f"A request has one prompt, but its inputs are of {n_prompts}.")
             _draw_keys(self.call)
             self.run, self.strategy = self.call.start(model)
         except BaseException:
@@ -61,6 +65,11 @@ class Decoding:
         """Tokens of a row so far."""
         n_unwritten = 0 if self.plain is None else len(self.plain.unwritten)
         return self.run.ids.shape[1] + n_unwritten
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no token is wanted."""
+        return bool(is_zero(self.run.config.max_new_tokens))
 
     @property
     def longest(self) -> int:
@@ -118,8 +127,10 @@ class Decoding:
         """One step by itself."""
         if self.steps is None:
             self.steps = loop.drive(self.run, self.strategy)
-        step = next(self.steps, None)
-        return [] if step is None else self.rows.advance(step)
+        if (step := next(self.steps, None)) is None:
+            self.run.finished = True
+            return []
+        return self.rows.advance(step)
 
     def step(self, outputs: Any) -> list[StreamEvent]:
         """Choose the next tokens by the logits of its rows; what each row has gained."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from transformers import GenerationConfig
@@ -18,18 +19,22 @@ from ..config import resolve
 from ..mixin import driven, mixed_view
 from .errors import EngineClosedError, EngineError, ResultTakenError, UnknownRequestError
 from .memory import Memory
-from .prompts import model_inputs
+from .prompts import check_arguments, check_numbers, model_inputs
 from .request import EngineEvent, EngineRequest, RequestOutput
 from .scheduler import Item, Scheduler
 from .serving import Service
-from .steps import CANCELLED, EngineStats, Steps
+from .stats import EngineStats
+from .steps import CANCELLED, Steps
+
+#: Requests that are done and were not asked for: so many of the last ones can be had by their ids alone.
+MAX_DONE = 1024
 
 
 class Engine:
     """Decodes many requests at once; each gets the tokens that ``model.generate`` gives it alone.
 
-    There is no thread in it: ``step``, ``events`` and ``result`` decode in the caller's. ``add`` and
-    ``cancel`` may be called from any thread.
+    There is no thread in it: ``step``, ``events`` and ``result`` decode in the caller's. All methods may
+    be called from any thread; those of several that decode take turns, a step each.
 
     Args:
         model: A model with hfgen's mixin; any other is used through a view that has it.
@@ -61,6 +66,7 @@ class Engine:
         fixed_shapes: bool = False,
         optimistic: bool = False,
     ) -> None:
+        check_arguments(model, tokenizer, prefix_cache)
         self.model: Any = mixed_view(model)
         self.tokenizer = tokenizer
         self.prefix_cache = prefix_cache
@@ -75,9 +81,14 @@ class Engine:
         )
         self.steps = Steps(self.model, self.scheduler, kept, fixed_shapes=fixed_shapes)
         self._probe()
-        #: Requests whose result was not handed over, by id.
-        self.requests: dict[str, EngineRequest] = {}
-        self._ready: list[EngineEvent] = []
+        #: Requests whose result was not handed over, by id. Those that are done are the caller's to keep,
+        #: but for the last ones.
+        self.requests: WeakValueDictionary[str, EngineRequest] = WeakValueDictionary()
+        self._done: dict[str, EngineRequest] = {}
+        #: Events of steps that ``result`` has made, of requests whose result was not handed over.
+        self._ready: dict[EngineRequest, list[EngineEvent]] = {}
+        self._turns = threading.RLock()
+        self._is_stepping = False
         self._numbers = itertools.count()
         self._is_closed = False
         self._server: threading.Thread | None = None
@@ -96,6 +107,7 @@ class Engine:
 
     # ------------------------------------------------------------ requests
 
+    @torch.inference_mode(False)  # its tensors are written to by other steps
     def add(
         self, prompt: Any, *, priority: int = 0, timeout: float | None = None, **kwargs: Any
     ) -> EngineRequest:
@@ -111,6 +123,7 @@ class Engine:
         """
         self._check_open()
         self._check_thread()
+        check_numbers(priority, timeout)
         now = time.monotonic()
         arguments = self._arguments(prompt, kwargs)
         deadline = None if timeout is None else now + timeout
@@ -124,7 +137,8 @@ class Engine:
 
     def _sized(self, request: EngineRequest) -> Item:
         """What the request needs. It is prepared, unless that takes a forward, of an encoder."""
-        ids, n_tokens = request.arguments.kwargs.get("input_ids"), 1
+        kwargs, n_tokens = request.arguments.kwargs, 1
+        ids = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         memory, held = self.steps.memory, None
         if self._is_prepared_at_once(request.arguments):
             decoding = request.prepare(self.model)
@@ -155,10 +169,14 @@ class Engine:
     def _arguments(self, prompt: Any, kwargs: dict[str, Any]) -> Request:
         kwargs = dict(kwargs)
         if "stop" in kwargs:
+            if kwargs.get("stop_strings") is not None:
+                raise ValueError("`stop` is another name of `stop_strings`: pass one of them.")
             kwargs["stop_strings"] = kwargs.pop("stop")
         if self.tokenizer is not None:
             kwargs.setdefault("tokenizer", self.tokenizer)
         inputs = model_inputs(prompt, kwargs.get("tokenizer"), self.model.device)
+        if doubled := inputs.keys() & kwargs.keys() & {"input_ids", "inputs", "inputs_embeds"}:
+            raise ValueError(f"`{doubled.pop()}` is what the prompt is: leave it out.")
         kwargs |= {"return_dict_in_generate": True, "drop_finished": False}
         if isinstance(config := kwargs.get("generation_config"), GenerationConfig):
             config, kwargs = rows.with_fields(config, kwargs)
@@ -179,9 +197,14 @@ class Engine:
         """The output of a request, handed over once; steps until it is there."""
         found = self._find(request)
         while not found.done:
-            self._ready += self.step()
-        if self.requests.pop(found.id, None) is None:
-            raise ResultTakenError(f"The result of {found.id} was handed over before.")
+            with self._turn():
+                if not found.done:  # another thread may have ended it
+                    self._keep(self._step())
+        with self._turns:
+            self._ready.pop(found, None)
+            self._done.pop(found.id, None)
+            if self.requests.pop(found.id, None) is None:
+                raise ResultTakenError(f"The result of {found.id} was handed over before.")
         assert found.output is not None
         return found.output
 
@@ -190,10 +213,11 @@ class Engine:
             if request.engine is not self:
                 raise UnknownRequestError(f"{request.id} belongs to another engine.")
             return request
-        found = self.requests.get(request)
+        found = self.requests.get(request) if isinstance(request, str) else None
         if found is None:
             raise UnknownRequestError(
-                f"There is no request {request!r}: it never was, or its result was handed over."
+                f"There is no request {request!r}: it never was, its result was handed over, or nobody has "
+                f"kept the request, and {MAX_DONE:,} others have ended since."
             )
         return found
 
@@ -218,21 +242,55 @@ class Engine:
         return self.steps.stats
 
     def events(self) -> Iterator[EngineEvent]:
-        """Step until nothing is left to do; what each sequence gains."""
+        """Step until nothing is left to do; what each sequence gains.
+
+        Of steps that ``result`` has made there are the events of other requests than that.
+        """
         while self.has_work or self._ready:
-            ready, self._ready = self._ready, []
-            yield from ready or self.step()
+            with self._turns:
+                ready, self._ready = self._ready, {}
+            yield from itertools.chain.from_iterable(ready.values()) if ready else self.step()
 
     def step(self) -> list[EngineEvent]:
         """Take out what has to end, forward prompts that wait, and decode a token of each row.
 
         Returns what each sequence has gained. A request whose processor, grammar or callback raises ends
         with ``finish_reason`` ``"error"``; a forward that raises ends all requests that it was about.
-        Raises ``EngineClosedError`` after ``close``.
+        One that is interrupted (``KeyboardInterrupt``) ends all requests but those that wait. Raises
+        ``EngineClosedError`` after ``close``, and ``EngineError`` within a step: in a callback.
         """
+        with self._turn():
+            return self._step()
+
+    def _step(self) -> list[EngineEvent]:
         self._check_open()
         self._check_thread()
-        return self.steps.step()
+        events = self.steps.step()
+        self._hold(event.request for event in events)
+        return events
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait until no other thread decodes; ``EngineError`` if this one does."""
+        with self._turns:
+            if self._is_stepping:
+                raise EngineError("The engine cannot be stepped or closed by a callback of a step.")
+            self._is_stepping = True
+            try:
+                yield
+            finally:
+                self._is_stepping = False
+
+    def _keep(self, events: list[EngineEvent]) -> None:
+        """Let ``events`` be handed out later."""
+        for event in events:
+            self._ready.setdefault(event.request, []).append(event)
+
+    def _hold(self, requests: Iterable[EngineRequest]) -> None:
+        """Keep those that are done, and let go of the oldest beyond ``MAX_DONE``."""
+        self._done |= {request.id: request for request in requests if request.done}
+        for old in list(itertools.islice(self._done, max(len(self._done) - MAX_DONE, 0))):
+            del self._done[old]
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -259,10 +317,17 @@ class Engine:
     def close(self) -> None:
         """Cancel all requests, and let go of their memory. Results that are there can still be had."""
         self._check_thread()
-        for request in list(self.steps.requests.values()):
-            request.ends_as = request.ends_as or CANCELLED
-        self.steps.take_out()
-        self._is_closed = True
+        with self._turn():
+            for request in list(self.steps.requests.values()):
+                request.ends_as = request.ends_as or CANCELLED
+            self.steps.take_out()
+            self._is_closed = True
+            events = self.steps.taken_events()
+            self._hold(event.request for event in events)
+            self._keep(events)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("An engine cannot be copied or pickled: make another one for the model.")
 
     def __enter__(self) -> Engine:
         return self

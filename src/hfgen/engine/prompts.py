@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..prefix import PrefixCache
 
 
 def model_inputs(prompt: Any, tokenizer: Any, device: torch.device) -> dict[str, Any]:
@@ -27,7 +31,7 @@ def model_inputs(prompt: Any, tokenizer: Any, device: torch.device) -> dict[str,
     elif isinstance(prompt, Tensor):
         inputs = {"input_ids": prompt}
     elif isinstance(prompt, list | tuple):
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             raise TypeError(
                 f"A prompt that is a list has to hold token ids, but is {prompt!r:.80}."
             )
@@ -39,16 +43,40 @@ def model_inputs(prompt: Any, tokenizer: Any, device: torch.device) -> dict[str,
         )
     inputs = {name: value for name, value in inputs.items() if value is not None}
     ids = inputs.get("input_ids")
-    if isinstance(ids, Tensor):
-        if ids.ndim == 1:
-            inputs["input_ids"] = ids = ids[None]
-        if ids.ndim == 2 and len(ids) != 1:
+    if isinstance(ids, Tensor) and ids.ndim == 1:
+        same = [n for n, v in inputs.items() if isinstance(v, Tensor) and v.shape == ids.shape]
+        inputs |= {name: inputs[name][None] for name in same}
+    for name in ("input_ids", "inputs_embeds"):
+        rows = inputs.get(name)
+        if isinstance(rows, Tensor) and rows.ndim > 1 and len(rows) != 1:
             raise ValueError(
-                f"A request has one prompt, but `input_ids` has {len(ids)} rows. Add one request for each."
+                f"A request has one prompt, but `{name}` has {len(rows)} rows. Add one request for each."
             )
-        if ids.numel() == 0 and "inputs_embeds" not in inputs:
-            raise ValueError("The prompt is empty: it has to have at least one token.")
+    if isinstance(ids, Tensor) and ids.numel() == 0 and "inputs_embeds" not in inputs:
+        raise ValueError("The prompt is empty: it has to have at least one token.")
     return {n: v.to(device) if isinstance(v, Tensor) else v for n, v in inputs.items()}
+
+
+def check_arguments(model: Any, tokenizer: Any, prefix_cache: Any) -> None:
+    """Raise ``TypeError`` for what an engine cannot have as one of these."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` has to be a model of transformers, but is {model!r:.80}.")
+    if isinstance(tokenizer, str):
+        raise TypeError(f"`tokenizer` has to be a tokenizer that is loaded, but is {tokenizer!r}.")
+    if not isinstance(prefix_cache, PrefixCache | None):
+        raise TypeError(f"`prefix_cache` has to be a PrefixCache, but is {prefix_cache!r:.80}.")
+
+
+def check_numbers(priority: Any, timeout: Any) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what a request cannot have as one of these."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"`priority` has to be an integer, but is {priority!r:.80}.")
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"`timeout` has to be a number of seconds, but is {timeout!r:.80}.")
+    if math.isnan(timeout):
+        raise ValueError("`timeout` has to be a number of seconds, but is NaN.")
 
 
 def _needed(tokenizer: Any, what: str) -> Any:

@@ -53,9 +53,9 @@ class RequestOutput:
     metrics: RequestMetrics
     #: What ended the request, if it was an exception: ``finish_reason`` is ``"error"`` then.
     error: BaseException | None = None
-    prompt_logprobs: Any = None
+    prompt_logprobs: Any = field(default=None, repr=False)
     #: What ``generate`` returns; ``None`` if the request did not come to its end.
-    generate_output: Any = None
+    generate_output: Any = field(default=None, repr=False)
 
     @property
     def token_ids(self) -> list[int]:
@@ -93,7 +93,7 @@ class EngineEvent:
         )
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False)
 class EngineRequest:
     """A request that was added to an engine. Times are those of the engine's clock, in seconds."""
 
@@ -115,6 +115,9 @@ class EngineRequest:
     times: RequestMetrics = field(default_factory=RequestMetrics)
     output: RequestOutput | None = None
     last_token: float | None = None
+
+    def __repr__(self) -> str:
+        return f"EngineRequest({self.id!r}, {self.state!r})"
 
     @property
     def done(self) -> bool:

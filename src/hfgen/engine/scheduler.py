@@ -50,11 +50,11 @@ class Scheduler:
         if max_queue is not None:
             counts["max_queue"] = max_queue
         for name, value in counts.items():
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` has to be an integer of 1 or more, but is {value!r}.")
         if not max_bytes > 0:
             raise ValueError(f"`max_bytes` has to be positive, but is {max_bytes!r}.")
-        if policy not in POLICIES:
+        if not isinstance(policy, str) or policy not in POLICIES:
             raise ValueError(f"`policy` has to be one of {[*POLICIES]}, but is {policy!r}.")
         self.max_rows = max_rows
         self.max_bytes = max_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -26,32 +25,9 @@ from .plain import PlainRow, is_plain
 from .prefill import forward, groups, may_share
 from .request import EngineEvent, EngineRequest
 from .scheduler import Chunk, Item, Scheduler
+from .stats import EngineStats
 
 CANCELLED, TIMEOUT, ERROR = map(FinishReason, ("cancelled", "timeout", "error"))
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What an engine has done so far."""
-
-    n_steps: int = 0
-    n_forwards: int = 0
-    prefill_tokens: int = 0
-    #: Of all sequences, as their events have them.
-    decoded_tokens: int = 0
-    n_finished: int = 0
-    n_failed: int = 0
-    n_cancelled: int = 0
-    #: Times that a request was taken out of the batch, since bytes had run out.
-    n_taken_out: int = 0
-    #: Cells of the cache over all decoding forwards, and those among them that were padding.
-    n_cells: int = 0
-    n_padding: int = 0
-
-    @property
-    def padding(self) -> float:
-        """The share of padding in the cache, over all decoding forwards."""
-        return self.n_padding / max(self.n_cells, 1)
 
 
 class Steps:
@@ -81,6 +57,7 @@ class Steps:
             self.scheduler.add(request.item, request.added)
             self.requests[request.item] = request
 
+    @torch.inference_mode(False)  # one that another step goes on with
     @torch.no_grad()
     def step(self) -> list[EngineEvent]:
         """One step, and what each sequence has gained by it.
@@ -88,6 +65,21 @@ class Steps:
         What a request's own processors, grammar or callbacks raise ends that request, with
         ``finish_reason`` ``"error"``. A forward that raises ends all requests that it was about.
         """
+        try:
+            self._step()
+        except (
+            BaseException
+        ) as error:  # KeyboardInterrupt: what was forwarded and chosen is not known
+            self._abandon(error)
+            raise
+        return self.taken_events()
+
+    def taken_events(self) -> list[EngineEvent]:
+        """What sequences have gained since the last time."""
+        events, self.events = self.events, []
+        return events
+
+    def _step(self) -> None:
         self.stats.n_steps += 1
         self.take_out()
         if self.scheduler.optimistic:
@@ -102,8 +94,13 @@ class Steps:
         for request in alone:
             self._advance(request)
         self.classes.arrange(self.joined)
-        events, self.events = self.events, []
-        return events
+
+    def _abandon(self, error: BaseException) -> None:
+        """End all requests but those that wait; no row of theirs is read any more."""
+        self.joined = []
+        for request in list(self.requests.values()):
+            if request.state != "waiting":
+                self.end(request, error)
 
     def take_out(self) -> None:
         """End the requests that were cancelled, or whose time is over."""
@@ -123,7 +120,9 @@ class Steps:
             decoding = None
             with self.failures_of(self.requests[chunk.item]):
                 decoding = self._begun(self.requests[chunk.item], chunk.item)
-            if decoding is not None:
+            if decoding is not None and decoding.is_over:
+                self.end(decoding.request)
+            elif decoding is not None:
                 is_whole = chunk.n_tokens == chunk.item.n_tokens
                 may_be_grouped[chunk] = (
                     is_whole and self.hides_padding is True and may_share(decoding)
@@ -257,11 +256,9 @@ class Steps:
         self.stats.n_forwards += 1
         try:
             outputs = rows.forward()
-        except BaseException as error:
+        except Exception as error:
             for decoding in rows.members:
                 self.end(decoding.request, error)
-            if not isinstance(error, Exception):
-                raise
             return
         self.stats.n_cells += rows.n_cells
         self.stats.n_padding += rows.n_cells - rows.n_filled
