@@ -311,3 +311,20 @@ def test_an_engine_is_not_copied(builtin: Any, copied: Any) -> None:
         copied(engine)
     assert repr(request) == "EngineRequest('req_0', 'waiting')"
     assert len(repr(request.result())) < 600
+
+
+def test_a_processor_may_return_another_dtype(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer)
+    options = {"max_new_tokens": 4, "logits_processor": [lambda ids, scores: scores.double()]}
+    check(engine.add(TEXTS[0], **options).result(), alone(model, tokenizer, TEXTS[0], **options))
+
+
+def test_a_request_that_has_come_to_its_end_is_not_cancelled(builtin: Any) -> None:
+    model, tokenizer = builtin
+    engine = Engine(model, tokenizer)
+    request = engine.add(TEXTS[0], max_new_tokens=4)
+    end = engine.steps.end
+    engine.steps.end = lambda *arguments: (request.cancel(), end(*arguments))[1]  # type: ignore
+    check(request.result(), alone(model, tokenizer, TEXTS[0], max_new_tokens=4))
+    assert engine.stats.n_finished == 1

@@ -159,7 +159,7 @@ class Choices:
                     own = row.processed(own)
                 elif kind:
                     own = row.decoding.run.processors(row.decoding.run.ids, own)
-                scores[index] = own
+                scores[index] = own.to(scores.dtype)  # of float64, as numpy's
             except Exception as error:  # of the request's own
                 failures |= dict.fromkeys(places, error)
                 scores[index] = 0.0

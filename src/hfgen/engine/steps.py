@@ -305,28 +305,30 @@ class Steps:
     def end(self, request: EngineRequest, error: BaseException | None = None) -> None:
         """End a request, in any state: with its result, with what it has, or with an error."""
         decoding, generated = request.decoding, None
+        # One that has come to its end may be cancelled by another thread just now.
+        has_ended = decoding is not None and decoding.run.finished
+        reason = None if has_ended else request.ends_as
         if request in self.alone:
             self.alone.remove(request)
         if decoding is not None:
             self._leave(decoding)
-            if error is None and request.ends_as is None:
+            if error is None and reason is None:
                 try:
                     gained, generated = decoding.finish()
                     self._tell(request, gained)
                 except Exception as failure:
                     error = failure
             decoding.close()
-        request.ends_as = request.ends_as if error is None else ERROR
-        self.stats.n_finished += request.ends_as is None
+        request.ends_as = reason = reason if error is None else ERROR
+        self.stats.n_finished += reason is None
         self.stats.n_failed += error is not None
-        self.stats.n_cancelled += request.ends_as is not None and error is None
+        self.stats.n_cancelled += reason is not None and error is None
         with self.lock:
             item = request.item
             assert item is not None
             self.scheduler.leave(item)
             del self.requests[item]
         open_rows = request.end(time.monotonic(), error, generated)
-        reason = request.ends_as
         self.events += [EngineEvent(request, row, (), "", None, reason) for row in open_rows]
 
     def _leave(self, decoding: Decoding) -> None:
