@@ -109,6 +109,7 @@ def schedules(draw: Any, asked: Any, most: int, n_bytes: int) -> Schedule:
         "prefill_tokens": draw(st.sampled_from([1, 3, 8, 2048])),
         "policy": draw(st.sampled_from(["fcfs", "srpt", "priority"])),
         "fixed_shapes": draw(st.booleans()),
+        "optimistic": draw(st.booleans()),
     }
     # Bytes for one to three requests of the longest kind, by a guess that is refined by the engine.
     if n_bytes and draw(st.booleans()):
@@ -120,6 +121,7 @@ def schedules(draw: Any, asked: Any, most: int, n_bytes: int) -> Schedule:
         has_prefix_cache=draw(st.booleans()),
         splits=draw(st.booleans()),
         failing=frozenset(failing),
+        squeezed=draw(st.frozensets(st.integers(1, 30), max_size=4)),
     )
 
 
@@ -215,7 +217,7 @@ SEEN = (
     *("equal", "eos", "length", "stop", "grammar", "does not fit"),
     *("cancel while waiting", "cancel while prefill", "cancel while decoding", "cancel while done"),
     *("cancelled", "timed out", "Planned", "requests of failed forwards"),
-    *("beginnings with tokens", "batches side by side"),
+    *("beginnings with tokens", "batches side by side", "taken out"),
 )
 
 
@@ -226,7 +228,7 @@ def test_random_schedules_of_a_model_that_computes_exactly() -> None:
     def check(schedule: Schedule) -> None:
         counts.update(Play(exact_subject(), schedule).run())
 
-    for part in range(5):  # one seed's examples are much alike
+    for part in range(8):  # one seed's examples are much alike
         drawn = schedules(asked, 8, bytes_of(exact_subject()))
         seed(part)(profile(20)(given(drawn)(check)))()
-    assert set(counts) >= set(SEEN)
+    assert set(+counts) >= set(SEEN)
