@@ -224,7 +224,10 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", "x", "--compile-config", '{"foo": 1}'], ["CompileConfig", "foo"]),
         (["generate", "x\udcff"], ["UTF-8"]),
         (["compare", "x", "--repeat", "0"], ["--repeat"]),
-        (["compare", "x", "--repetition-penalty", "-1"], ["transformers:", "penalty", "-1"]),
+        (["compare", "x", "--repetition-penalty", "-1"], ["`repetition_penalty`", "above 0", "-1"]),
+        (["chat", "--num-return-sequences", "2"], ["--num-return-sequences", "one answer"]),
+        (["generate", "x", "--model", __file__], ["it is a file"]),
+        (["generate", "x", "--model", ""], ["--model is empty"]),
         (["chat", "--foo"], ["--foo"]),
     ],
 )
@@ -241,7 +244,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], words: li
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({}, "config.json"),
+        ({}, "no config.json"),
+        ({"adapter_config.json": "{}"}, "adapter of PEFT"),
         ({"config.json": "{"}, "cannot load"),
         ({"config.json": '{"model_type": "zzz"}'}, "zzz"),
         ({"config.json": '{"model_type": "llama"}'}, "no tokenizer"),
@@ -262,6 +266,23 @@ def test_model_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.code == 2
     (line,) = result.err.splitlines()
     assert "no-such/model" in line
+    assert "the hub cannot be reached" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("GatedRepoError", "gated"), ("RepositoryNotFoundError", "the hub has no such model")],
+)
+def test_what_the_hub_refuses_is_named(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("See the page.") from type(name, (Exception,), {})("403")
+
+    monkeypatch.setattr(loading, "offline", lambda: False)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(CliError, match=words):
+        loading.load("some/model", None, "auto", "cpu")
 
 
 @pytest.mark.usefixtures("tiny_builtin")
@@ -691,6 +712,7 @@ def test_chat_commands(chat_folder: str, prompts: list[str]) -> None:
     assert result.code == 0
     assert prompts == ["[user]a[assistant]", "[user]b[assistant]"]
     assert result.err.count("/exit or Ctrl-D leaves") == 2
+    assert "no command /what; /reset forgets" in result.err
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat_folder: str, prompts: list[str]) -> None:
@@ -918,6 +940,28 @@ def test_help_does_not_import_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False False"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "x", "--bogus"],
+        ["generate", "x", "--num-beams", "0"],
+        ["chat", "--dtype", "int3"],
+        ["compare", "x", "--device", "9"],
+        ["batch", "a", "-o", "b", "--model", "/no/such"],
+    ],
+    ids=" ".join,
+)
+def test_options_are_checked_before_torch_is_imported(arguments: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = ['hfgen', *{arguments!r}]\n"
+        "import hfgen.cli\n"
+        "try: hfgen.cli.main()\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False False\n"
 
 
 def test_python_dash_m() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
 from typing import Any
-
-import torch
-from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor, WatermarkingConfig
-from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from .grammar import Grammar
 from .repetition import RepetitionDetection
@@ -68,7 +66,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _is_token_list(value: Any) -> bool:
-    if isinstance(value, torch.Tensor) and value.ndim != 1:
+    if getattr(value, "ndim", 1) != 1:  # of a tensor or an array
         return False
     is_collection = isinstance(value, Iterable) and not isinstance(value, str | bytes | dict)
     return is_collection and all(map(_is_token, value))
@@ -88,7 +86,7 @@ def _plain_tokens(value: Any) -> int | list[int]:
 
 def tokens_in(value: Any) -> Iterator[int]:
     """The token ids in a field: an id, a tensor, or collections of them; of biases, the sequences."""
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "flatten"):  # a tensor or an array
         yield from value.flatten().tolist()
     elif isinstance(value, dict):
         for sequence in value:
@@ -139,6 +137,11 @@ def _builds(make: Callable[[Any], Any]) -> Callable[[Any], bool]:
     return accepts
 
 
+def _upstream(*names: str) -> Callable[[Any], Any]:
+    """A class of transformers, or its method, imported at the first call: options need no torch."""
+    return lambda value: reduce(getattr, names, import_module("transformers"))(value)  # type: ignore[operator]
+
+
 def is_positive_float(value: Any) -> bool:
     """Whether ``value`` is what upstream's penalties take: a float above 0, or 1, which is off."""
     return (isinstance(value, float) and value > 0) or value == 1
@@ -174,15 +177,16 @@ REPETITION = Kind(
     RepetitionDetection.of,
 )
 PAIR = Kind("a pair (start, factor)", _is_pair)
-WORDS = Kind("a list of lists of token ids", _builds(NoBadWordsLogitsProcessor))
+WORDS = Kind("a list of lists of token ids", _builds(_upstream("NoBadWordsLogitsProcessor")))
 BIASES = Kind(
     "a non-empty dictionary {(id, …): bias} or list [[[id, …], bias], …]",
-    _builds(SequenceBiasLogitsProcessor),
+    _builds(_upstream("SequenceBiasLogitsProcessor")),
 )
 WATERMARK = Kind(
     "a WatermarkingConfig or its fields in a dict",
     lambda value: (
-        isinstance(value, BaseWatermarkingConfig) or _builds(WatermarkingConfig.from_dict)(value)
+        any(base.__name__ == "BaseWatermarkingConfig" for base in type(value).__mro__)
+        or _builds(_upstream("WatermarkingConfig", "from_dict"))(value)
     ),
 )
 DFLASH = Kind("'dflash'", lambda value: isinstance(value, str) and value == "dflash")

@@ -13,7 +13,7 @@ import typer
 
 from hfgen.cli import options
 from hfgen.cli.job_files import Line, Output, Requests
-from hfgen.cli.loading import DTYPES, Loaded, load, quiet
+from hfgen.cli.loading import Loaded, load, quiet
 from hfgen.cli.report import CliError, duration, err, say
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ def batch(
     GenerationConfig, as --temperature 0.7, hold where a request says nothing. The exit code is 0 if all
     requests have an answer, 1 if some have an error, 2 for wrong input.
     """
-    if dtype not in DTYPES:
-        raise CliError(f"--dtype takes one of {', '.join(DTYPES)}, but {dtype!r} was given")
     if policy not in POLICIES:
         raise CliError(f"--policy takes one of {', '.join(POLICIES)}, but {policy!r} was given")
     template = None if chat_template is None else read_text(chat_template)

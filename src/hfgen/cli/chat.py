@@ -62,6 +62,8 @@ def chat(
     Ctrl-C stops the answer and not the program; Ctrl-D or /exit leaves; /reset forgets; /help.
     An answer has at most 256 new tokens unless told otherwise.
     """
+    if (context.obj.get("num_return_sequences") or 1) > 1:
+        raise CliError("a chat goes on from one answer: leave --num-return-sequences out")
     with quiet(debug):
         import hfgen
 
@@ -81,8 +83,10 @@ def chat(
             if line == "/reset":
                 conversation.messages.clear()
                 say("[dim]forgotten[/]")
-            elif line.startswith("/"):
+            elif line == "/help":
                 say(HELP)
+            elif line.startswith("/"):
+                say(f"no command {one_line(line.split()[0])}; {HELP}")
             elif line:
                 turn(conversation, line, config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from hfgen.cli.report import CliError
 
 BUILTIN = {"builtin": False, "builtin-draft": True}  # name -> whether it is the draft model
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = "cpu, cuda, cuda:1, mps or auto"
 NO_TRUST = "trust_remote_code"  # in transformers' error where it does not run a checkpoint's code
 
 
@@ -50,18 +52,16 @@ def load(
 
     ``device`` is a torch device, ``auto`` for all of them, or None for the GPU where there is one.
     """
+    check_dtype(dtype)
     import torch
 
     import hfgen
 
-    if dtype not in DTYPES:
-        raise CliError(f"--dtype takes one of {', '.join(DTYPES)}, but {dtype!r} was given")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.device("cpu" if device == "auto" else device)
     except RuntimeError as error:
-        known = "cpu, cuda, cuda:1, mps or auto"
-        raise CliError(f"--device takes {known}, but {device!r} was given") from error
+        raise CliError(f"--device takes {DEVICES}, but {device!r} was given") from error
     drafts = None if assistant is None else load(assistant, None, dtype, device, trust_remote_code)
     try:
         if name in BUILTIN:
@@ -79,20 +79,14 @@ def load(
                 f"{name!r} brings Python code of its own, which is not run: read it, and give "
                 "--trust-remote-code if you trust it"
             ) from error
-        reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(" .:")
-        advice = "Give a folder written by save_pretrained, a hub id, or builtin."
-        raise CliError(f"cannot load {name!r}: {reason}. {advice}") from error
+        raise CliError(f"cannot load {name!r}: {cause(error, name)}") from error
 
 
 def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
     import transformers
 
-    path = Path(name).expanduser()
-    source = str(path) if path.exists() else name
-    is_path = path.exists() or path.is_absolute() or name[0] in ".~" or name.count("/") > 1
-    if is_path and not (path / "config.json").exists():
-        folder = "a folder with a config.json, as save_pretrained writes it"
-        raise CliError(f"no model at {name!r}: give {folder}, a hub id, or builtin")
+    path = check_source(name)
+    source = name if path is None else str(path)
     shared = {"local_files_only": offline(), "trust_remote_code": trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(source, **shared)
     kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
@@ -102,8 +96,74 @@ def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[
     except Exception as error:
         if NO_TRUST in str(error):
             raise
-        raise CliError(f"no tokenizer with {name!r}: save one to the same folder") from error
+        advice = "save one to the same folder"
+        raise CliError(f"no tokenizer with {name!r}: {advice} ({first_line(error)})") from error
     return auto.from_pretrained(source, dtype=dtype, device_map=device, **shared), tokenizer
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise ``CliError`` for what is no type of weights."""
+    if dtype not in DTYPES:
+        raise CliError(f"--dtype takes one of {', '.join(DTYPES)}, but {dtype!r} was given")
+
+
+def check_device(device: str) -> None:
+    """Raise ``CliError`` for what cannot name a device; torch knows whether there is one."""
+    if re.fullmatch(r"[a-z]+(:\d+)?", device) is None:
+        raise CliError(f"--device takes {DEVICES}, but {device!r} was given")
+
+
+def check_source(name: str) -> Path | None:
+    """The folder of a model, or None for a hub id or a built-in one.
+
+    Raises ``CliError`` for a folder that is not there or has no model in it.
+    """
+    if not name.strip():
+        raise CliError("--model is empty: give a folder, a hub id, or builtin")
+    path = Path(name).expanduser()
+    is_path = path.exists() or path.is_absolute() or name[0] in ".~" or name.count("/") > 1
+    if name in BUILTIN or not is_path:
+        return None
+    wanted = "give a folder with a config.json, as save_pretrained writes it, a hub id, or builtin"
+    if not path.exists():
+        raise CliError(f"no model at {name!r}, there is no such folder: {wanted}")
+    if not path.is_dir():
+        raise CliError(f"no model at {name!r}, it is a file: {wanted}")
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        merged = "merge it into its model (merge_and_unload) and save that"
+        raise CliError(f"{name!r} is an adapter of PEFT without its model: {merged}")
+    if not (path / "config.json").exists():
+        raise CliError(f"no model at {name!r}, the folder has no config.json: {wanted}")
+    return path
+
+
+def cause(error: BaseException, name: str) -> str:
+    """Why a model could not be loaded, and what to do, by the first cause that says more."""
+    kinds = {type(each).__name__ for each in chain(error)}
+    if "GatedRepoError" in kinds:
+        return f"it is gated; ask for access at its page on the hub, then log in: hf auth login ({name})"
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            "the hub has no such model, or it is private: check the name, or log in: hf auth login"
+        )
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} or (
+        check_source(name) is None and name not in BUILTIN and offline()
+    ):
+        return "it has not been downloaded before, and the hub cannot be reached: no network"
+    advice = "Give a folder written by save_pretrained, a hub id, or builtin."
+    return f"{first_line(error)}. {advice}"
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, up to its first line end; its class if it says nothing."""
+    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(" .:")
 
 
 def offline() -> bool:

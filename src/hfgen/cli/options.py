@@ -5,22 +5,40 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Annotated, Any
 
 from typer import Option
 from typer.core import TyperCommand
 
+from hfgen.cli.loading import check_device, check_dtype, check_source
 from hfgen.cli.report import CliError, out, say
 from hfgen.cli.short_forms import SHORT_FORMS, fields_of
 from hfgen.cli.topics import LEGEND, METAVARS, option_name, panels
 
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
+
+def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+    """A callback of an option, which is checked before torch is imported."""
+
+    def callback(value: str | None) -> str | None:
+        if value is not None:
+            check(value)
+        return value
+
+    return callback
+
+
 ModelOption = Annotated[
     str,
-    Option("--model", metavar="ID_OR_PATH", help="A folder, a hub id, builtin or builtin-draft."),
+    Option(
+        "--model",
+        metavar="ID_OR_PATH",
+        help="A folder, a hub id, builtin or builtin-draft.",
+        callback=checked(check_source),
+    ),
 ]
 AssistantOption = Annotated[
     str | None,
@@ -28,14 +46,23 @@ AssistantOption = Annotated[
         "--assistant",
         metavar="ID_OR_PATH",
         help="Draft tokens with this smaller model (assisted decoding).",
+        callback=checked(check_source),
     ),
 ]
-DtypeOption = Annotated[str, Option("--dtype", help="auto, float32, bfloat16 or float16 weights.")]
+DtypeOption = Annotated[
+    str,
+    Option(
+        "--dtype",
+        help="auto, float32, bfloat16 or float16 weights.",
+        callback=checked(check_dtype),
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     Option(
         "--device",
         help="cpu, cuda, cuda:1, mps, or auto to spread over all; the GPU if there is one.",
+        callback=checked(check_device),
     ),
 ]
 TrustOption = Annotated[
@@ -53,6 +80,7 @@ class GenerationCommand(TyperCommand):
         own = {"--help"}.union(*(parameter.opts for parameter in self.params))
         rest, fields = split_fields(args, own)
         ctx.obj = with_sampling(fields)
+        check_ranges(ctx.obj)
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -122,6 +150,21 @@ def with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
     if says_not or "do_sample" in fields or all(FIELDS[n].needs != "do_sample" for n in fields):
         return fields
     return fields | {"do_sample": True}
+
+
+def check_ranges(fields: dict[str, Any]) -> None:
+    """Raise ``CliError`` for a value out of range, of a field that does something beside the others."""
+    from hfgen.fields import FIELDS, is_on
+
+    for name, value in fields.items():
+        row = FIELDS[name]
+        is_used = row.needs is None or is_on(row.needs, fields.get(row.needs))
+        if value is None or not is_used or row.range is None or not row.kind.accepts(value):
+            continue
+        try:
+            row.check(name, value)
+        except ValueError as error:
+            raise CliError(str(error)) from error
 
 
 def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
