@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hfgen.cli import batch, chat, compare, demo, doctor, generate, serve
+from hfgen.cli import batch, chat, compare, demo, doctor, eval_generate, evaluate, generate, serve
 from hfgen.cli.options import GenerationCommand
 from hfgen.cli.report import CliError, one_line, say
 
@@ -80,6 +80,10 @@ for _command in (generate.generate, chat.chat, compare.compare, batch.batch):
 app.command()(demo.demo)
 app.command()(serve.serve)
 app.command()(doctor.doctor)
+_eval = typer.Typer(help="Measure a model: perplexity of texts, metrics of completions.")
+_eval.command()(evaluate.perplexity)
+_eval.command(cls=GenerationCommand)(eval_generate.generate)
+app.add_typer(_eval, name="eval")
 
 
 def main() -> None:

@@ -1,0 +1,110 @@
+"""``hfgen eval``: the perplexity of texts, and metrics of completions."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hfgen.cli import options
+from hfgen.cli.loading import load, quiet
+from hfgen.cli.report import CliError, err, one_line, out, print_json, say
+
+UNITS = ("windows", "documents")
+
+SeedOption = Annotated[int, typer.Option("--bootstrap-seed", help="Of the intervals' resamples.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
+
+
+def perplexity(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="UTF-8 texts.")],
+    model: options.ModelOption = "builtin",
+    window: Annotated[
+        int | None, typer.Option("--window", help="Tokens at once: up to 2048 by default.")
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option("--stride", help="From window to window: half of one by default.")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Windows forwarded at once.")
+    ] = 4,
+    resample: Annotated[
+        str, typer.Option("--resample", help="Units of the total's interval: windows or documents.")
+    ] = "windows",
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
+) -> None:
+    """Perplexity and bits per byte of texts, each file and all together.
+
+    The exit code is 0 if all files were scored, 1 if some could not be, 2 for wrong input.
+    """
+    if resample not in UNITS:
+        raise CliError(f"--resample takes one of {', '.join(UNITS)}, but {resample!r} was given")
+    for file in files:
+        if not file.is_file():
+            raise CliError(f"no file at {str(file)!r}")
+    with quiet(debug):
+        from hfgen.engine.progress import JobProgress
+        from hfgen.evaluate.perplexity import Perplexity, score, sizes
+
+        loaded = load(model, None, dtype, device, trust_remote_code)
+        try:
+            window, stride = sizes(loaded.model, window, stride)
+        except ValueError as error:
+            raise CliError(str(error)) from error
+        progress, scores, failed = JobProgress(len(files)), [], []
+        with progress if err.is_terminal else nullcontext():
+            for file in files:
+                try:
+                    found = score(
+                        loaded.model,
+                        loaded.tokenizer,
+                        str(file),
+                        file.read_text(encoding="utf-8"),
+                        window=window,
+                        stride=stride,
+                        batch_size=batch_size,
+                        on_tokens=progress.add_tokens,
+                    )
+                    scores.append(found)
+                except (OSError, ValueError) as error:  # the other files go on
+                    failed.append({"file": str(file), "error": str(error)})
+                progress.add_done()
+        for each in failed:
+            say(f"[yellow]note:[/] {one_line(each['error'])}")
+        if not scores:
+            raise CliError(f"none of {len(files)} files could be scored")
+        rows = {each.name: Perplexity.of([each], seed=seed) for each in scores}
+        total = Perplexity.of(scores, by_document=resample == "documents", seed=seed)
+    if as_json:
+        per_file = [{"file": name, **asdict(row)} for name, row in rows.items()]
+        settings = {"model": loaded.name, "window": window, "stride": stride, "resample": resample}
+        print_json({**settings, "files": per_file, "total": asdict(total), "failed": failed})
+    else:
+        out.print(perplexity_table(rows, total))
+        out.print(f"[dim]windows of {window} tokens, each {stride}; 95% bootstrap interval[/]")
+    raise typer.Exit(1 if failed else 0)
+
+
+def perplexity_table(rows: dict[str, Any], total: Any) -> Table:
+    """A row for each file, and one for all."""
+    table = Table("file", box=None, pad_edge=False)
+    for name in ("tokens", "bytes", "perplexity", "interval", "bits/byte"):
+        table.add_column(name, justify="right")
+    named = {**rows, "total": total} if len(rows) > 1 else rows
+    for name, row in named.items():
+        between = "-"
+        if row.interval is not None:
+            between = f"{row.interval.low:.3f} to {row.interval.high:.3f}"
+        counts = f"{row.n_tokens:,}", f"{row.n_bytes:,}"
+        values = f"{row.perplexity:.3f}", between, f"{row.bits_per_byte:.4f}"
+        table.add_row(one_line(name), *counts, *values, style="bold" if row is total else "")
+    return table

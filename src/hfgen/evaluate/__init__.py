@@ -1,0 +1,1 @@
+"""Measuring a model: the perplexity of texts, metrics of its completions, and its speed."""

@@ -1,0 +1,150 @@
+"""Metrics of predictions beside references: BLEU, chrF, ROUGE, exact match, or a function of the user's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bootstrap import Interval, interval
+
+#: What the metrics of these names are computed by, and how it is called to install it.
+PACKAGES = {"bleu": ("sacrebleu", "sacrebleu"), "chrf": ("sacrebleu", "sacrebleu")}
+PACKAGES["rouge"] = ("rouge_score", "rouge-score")
+NAMES = ("exact_match", *PACKAGES)
+
+References = Sequence[Sequence[str]]
+
+
+class MissingMetricError(ImportError):
+    """A metric needs a package that is not installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value of sums over lines, so that it can be computed of any resample of them."""
+
+    name: str
+    #: What each line adds to the sums, ``(lines, k)``.
+    parts: Callable[[Sequence[str], References], Tensor]
+    statistic: Callable[[list[float]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A metric of all lines, its bootstrap interval over lines, and its value of each line alone."""
+
+    name: str
+    value: float
+    interval: Interval | None
+    of_lines: list[float]
+
+
+def installed() -> list[str]:
+    """The names of the metrics whose packages are there."""
+    return [name for name in NAMES if name not in PACKAGES or find_spec(PACKAGES[name][0])]
+
+
+def metrics_of(name: str) -> list[Metric]:
+    """The metrics of a name of ``NAMES``, or of ``module:function``; ROUGE is three.
+
+    A function gets a prediction and its list of references, and returns a number; its metric is the mean.
+
+    Raises ``ValueError`` for another name, ``MissingMetricError`` without its package, and
+    ``ImportError`` or ``AttributeError`` for a module or function that is not there.
+    """
+    if ":" in name:
+        return [_mean(name, _users(name))]
+    if name not in NAMES:
+        known = ", ".join(NAMES)
+        raise ValueError(f"A metric is one of {known} or module:function, but is {name!r}.")
+    if name in PACKAGES and find_spec(PACKAGES[name][0]) is None:
+        package = PACKAGES[name][1]
+        raise MissingMetricError(
+            f"The metric {name!r} needs {package}: pip install {package}, or pip install 'hfgen[eval]'."
+        )
+    if name == "rouge":
+        return [_rouge(kind) for kind in ("rouge1", "rouge2", "rougeL")]
+    return [_mean(name, exact_match) if name == "exact_match" else _of_sacrebleu(name)]
+
+
+def score(
+    metrics: Sequence[Metric], predictions: Sequence[str], references: References, seed: int = 0
+) -> list[Score]:
+    """Each metric of ``predictions``, which have one or several ``references`` each.
+
+    Raises ``ValueError`` for no predictions, another number of references, and one that has none.
+    """
+    if len(predictions) != len(references):
+        raise ValueError(
+            f"`references` has to have an entry for each of {len(predictions)} predictions, but has "
+            f"{len(references)}."
+        )
+    if not predictions:
+        raise ValueError("`predictions` has to have at least one, but is empty.")
+    if empty := [number for number, each in enumerate(references) if not each]:
+        raise ValueError(f"`references[{empty[0]}]` has to have at least one, but is empty.")
+    found = []
+    for metric in metrics:
+        parts = metric.parts(predictions, references).double()
+        value = metric.statistic(parts.sum(dim=0).tolist())
+        of_lines = [metric.statistic(row) for row in parts.tolist()]
+        found.append(Score(metric.name, value, interval(parts, metric.statistic, seed), of_lines))
+    return found
+
+
+def exact_match(prediction: str, references: Sequence[str]) -> float:
+    """1.0 if the prediction is one of the references, but for white space around them."""
+    return float(prediction.strip() in [reference.strip() for reference in references])
+
+
+def _mean(name: str, of_line: Callable[[str, list[str]], Any]) -> Metric:
+    def parts(predictions: Sequence[str], references: References) -> Tensor:
+        pairs = zip(predictions, references, strict=True)
+        values = [float(of_line(text, list(among))) for text, among in pairs]
+        return torch.tensor([(value, 1.0) for value in values], dtype=torch.float64)
+
+    return Metric(name, parts, lambda sums: sums[0] / sums[1])
+
+
+def _rouge(kind: str) -> Metric:
+    """Lin 2004, the F-measure of the best reference, by Google's rouge-score without stemming."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer([kind])
+    return _mean(kind, lambda text, among: scorer.score_multi(among, text)[kind].fmeasure)
+
+
+def _of_sacrebleu(name: str) -> Metric:
+    """Papineni et al. 2002 and Popović 2015 of the corpus, with sacrebleu's defaults (Post 2018)."""
+    import sacrebleu
+
+    scorer: Any = sacrebleu.BLEU() if name == "bleu" else sacrebleu.CHRF()
+
+    def parts(predictions: Sequence[str], references: References) -> Tensor:
+        streams = [list(stream) for stream in zip_longest(*references)]
+        rows = scorer._extract_corpus_statistics(list(predictions), streams)
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def statistic(sums: list[float]) -> float:
+        return float(scorer._compute_score_from_stats([round(each) for each in sums]).score)
+
+    return Metric(name, parts, statistic)
+
+
+def _users(name: str) -> Callable[[str, list[str]], Any]:
+    """The function of ``module:function``; modules of the working directory are found, too."""
+    module, _, function = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    found = getattr(import_module(module), function)
+    if not callable(found):
+        raise ValueError(f"A metric module:function has to be callable, but {name!r} is {found!r}.")
+    return found
