@@ -1,0 +1,194 @@
+"""lm_eval's model type ``hfgen``: answers by the engine, likelihoods by log-probabilities of prompts.
+
+Importing this registers it. ``python -m hfgen.lm_eval`` is lm_eval's command line with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from .engine.many import generate_many
+from .mixin import mixed_view
+
+#: With ``batch_size="auto"``: rows that decode at once, and tokens that are scored at once. Logits of
+#: prompts are made some positions at a time, so that the tokens bound little more than hidden states.
+ROWS, TOKENS = 32, 8192
+
+#: A request of lm_eval: its text for the cache of answers, ids of the context, ids of the continuation.
+Pair = tuple[Any, list[int], list[int]]
+
+
+@register_model("hfgen")
+class HfgenLM(HFLM):
+    """lm_eval's ``hf``, with its arguments, on hfgen. A model that is given stays as it is.
+
+    ``batch_size``: rows at once, for answers and for likelihoods; ``"auto"``, the default, as ``ROWS``
+    and ``TOKENS`` say, without trying out what fits. Raises ``ValueError`` for an encoder-decoder.
+    """
+
+    def __init__(self, pretrained: Any, batch_size: int | str = "auto", **kwargs: Any) -> None:
+        super().__init__(pretrained, batch_size=batch_size, **kwargs)
+        if self.backend != "causal":
+            raise ValueError(
+                "lm_eval's model type 'hfgen' takes decoders without an encoder, but "
+                f"{type(self.model).__name__} is an encoder-decoder: take 'hf'."
+            )
+        self.mixed = mixed_view(self.model)
+
+    def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
+        return ROWS  # `loglikelihood_rolling` asks for it
+
+    def _autocast(self) -> Any:
+        dtype = self.mixed_precision_dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    # ------------------------------------------------------------ likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation: the sum of its log-probabilities, and whether it is the greedy one."""
+
+        def key(number: int) -> tuple[int, list[int]]:
+            prompt = self._prompt(requests[number])
+            return -len(prompt), prompt
+
+        order = sorted(range(len(requests)), key=key)
+        groups = [(prompt, list(same)) for (_, prompt), same in groupby(order, key)]
+        found: dict[int, tuple[float, bool]] = {}
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0) as bar:
+            for batch in self._batches(groups):
+                lasts = [[requests[number][2][-1] for number in same] for _, same in batch]
+                output = self._scored([prompt for prompt, _ in batch], lasts)
+                for row, (_, same) in enumerate(batch):
+                    for number in same:
+                        text, _, continuation = requests[number]
+                        found[number] = answer = _answer(output, row, continuation)
+                        if text is not None:
+                            self.cache_hook.add_partial("loglikelihood", text, answer)
+                        bar.update()
+        return [found[number] for number in range(len(requests))]
+
+    def _prompt(self, request: Pair) -> list[int]:
+        """What is forwarded: all but the last token, without those on the left that do not fit."""
+        return (request[1] + request[2])[-(self.max_length + 1) :][:-1]
+
+    def _batches(self, groups: list[tuple[list[int], list[int]]]) -> Iterator[Any]:
+        """Parts of ``groups``, whose prompts come the longest first."""
+        start = 0
+        while start < len(groups):
+            n = max(1, TOKENS // len(groups[start][0]))
+            n = n if self.batch_size == "auto" else self.batch_size
+            yield groups[start : start + n]
+            start += n
+
+    def _scored(self, prompts: list[list[int]], lasts: list[list[int]]) -> Any:
+        """Log-probabilities of the prompts' tokens, and of what may come ``lasts`` after each."""
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, padding_side="left")
+        with self._autocast():
+            return self.mixed.generate(
+                pad_sequence(rows, True, 0, padding_side="left").to(self.device),
+                attention_mask=mask.to(self.device),
+                max_new_tokens=1,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=self.tokenizer.pad_token_id,
+                prompt_logprobs=0,
+                logprobs=1,
+                logprob_token_ids=[list(dict.fromkeys(row)) for row in lasts],
+                return_dict_in_generate=True,
+            )
+
+    # ------------------------------------------------------------ answers
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """The text of each answer, cut at its stop strings; all in one engine."""
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        rows = ROWS if self.batch_size == "auto" else self.batch_size
+        rows *= max((request.args[1].get("num_beams") or 1 for request in requests), default=1)
+        stops: list[list[str]] = []  # of the requests that were read
+
+        def prompts() -> Iterator[tuple[list[int], dict[str, Any]]]:
+            for request in requests:
+                context, asked = request.args
+                kwargs = normalize_gen_kwargs(asked, self.max_gen_toks)
+                stops.append(handle_stop_sequences(kwargs.pop("until", None), eos=eos))
+                yield self._request(context, kwargs, stops[-1])
+
+        texts: list[str] = []
+        with (
+            self._autocast(),
+            tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0) as bar,
+        ):
+            outputs = generate_many(
+                self.mixed, prompts(), self.tokenizer, max_rows=rows, on_error="raise"
+            )
+            for request, output in zip(requests, outputs, strict=True):
+                texts.append(self._text(output.token_ids, stops[len(texts)]))
+                self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+                bar.update()
+        return texts
+
+    def _request(
+        self, context: str, kwargs: dict[str, Any], stop: list[str]
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The ids of a context, and arguments of ``generate``."""
+        n_new = kwargs.pop("max_gen_toks")
+        room = self.max_length - n_new
+        if room <= 0:
+            raise ValueError(
+                f"`max_gen_toks` has to be less than the model's {self.max_length} positions, but is "
+                f"{n_new}."
+            )
+        ids, _ = self.tok_batch_encode(
+            [context], left_truncate_len=room, truncation=self.truncation
+        )
+        temperature = kwargs.setdefault("temperature", 0.0)
+        if temperature == 0.0 and kwargs.get("do_sample") is None:
+            kwargs["do_sample"] = False
+        if temperature == 0.0 and kwargs["do_sample"] is False:
+            del kwargs["temperature"]
+        length = {} if "max_length" in kwargs else {"max_new_tokens": n_new}
+        pad = self.tokenizer.pad_token_id
+        return ids[0].tolist(), {**kwargs, **length, "stop": stop, "pad_token_id": pad}
+
+    def _text(self, token_ids: list[int], stop: list[str]) -> str:
+        """The text of an answer behind its thoughts and before its stop strings."""
+        end: Any = self.think_end_token
+        if isinstance(end, int):
+            if end in token_ids:
+                token_ids = token_ids[len(token_ids) - token_ids[::-1].index(end) :]
+            text, end = self.tok_decode(token_ids).lstrip(), None
+        else:
+            text = self.tok_decode(token_ids)
+        return postprocess_generated_text(generation=text, stop=stop, think_end_token=end)
+
+
+def _answer(output: Any, row: int, continuation: list[int]) -> tuple[float, bool]:
+    """The sum of log-probabilities of ``continuation``, and whether each is the likeliest token."""
+    last = output.logprobs[row][0]
+    value, is_greedy = dict(last.asked)[continuation[-1]], last.top[0][0] == continuation[-1]
+    if n := len(continuation) - 1:
+        value += float(output.prompt_logprobs.token_logprobs[row, -n:].sum())
+        is_greedy &= bool((output.prompt_logprobs.ranks[row, -n:] == 1).all())
+    return value, is_greedy
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
