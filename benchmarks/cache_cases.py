@@ -27,8 +27,8 @@ from transformers.generation.configuration_utils import GenerationMode
 
 import hfgen
 from hfgen.caches.dynamic import GrowingCache
+from hfgen.evaluate.live_bytes import LiveBytes
 
-from .live_bytes import LiveBytes
 from .models import Subject
 from .side_by_side import LIBRARIES, Call, Comparison, UnequalTokensError, call
 

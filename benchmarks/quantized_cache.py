@@ -26,12 +26,12 @@ import typer
 from transformers import DynamicCache
 
 import hfgen
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.models import SUBJECTS
 from benchmarks.side_by_side import Spread, machine
 from hfgen.caches.dynamic import GrowingCache
 from hfgen.caches.quantized import QuantizedCache
 from hfgen.caches.settings import Settings
+from hfgen.evaluate.live_bytes import LiveBytes
 from scripts import train_builtin_model as training
 
 #: The caches that are timed; the first is what the others are compared with.

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 import hfgen
-from benchmarks.live_bytes import LiveBytes
+from hfgen.evaluate.live_bytes import LiveBytes
 from hfgen.execution import prompt_logits
 from tests import tiny
 from tests.markov import Markov

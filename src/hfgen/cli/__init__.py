@@ -12,7 +12,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hfgen.cli import batch, chat, compare, demo, doctor, eval_generate, evaluate, generate, serve
+from hfgen.cli import (
+    batch,
+    bench,
+    chat,
+    compare,
+    demo,
+    doctor,
+    eval_generate,
+    evaluate,
+    generate,
+    serve,
+)
 from hfgen.cli.options import GenerationCommand
 from hfgen.cli.report import CliError, one_line, say
 
@@ -78,6 +89,7 @@ def hfgen(
 for _command in (generate.generate, chat.chat, compare.compare, batch.batch):
     app.command(cls=GenerationCommand)(_command)
 app.command()(demo.demo)
+app.command()(bench.bench)
 app.command()(serve.serve)
 app.command()(doctor.doctor)
 _eval = typer.Typer(help="Measure a model: perplexity of texts, metrics of completions.")

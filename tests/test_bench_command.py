@@ -1,0 +1,93 @@
+"""`hfgen bench`: both libraries on every shape, what was asked for; wrong input is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hfgen
+from hfgen.cli import app, bench, loading, measure
+from hfgen.evaluate.live_bytes import LiveBytes
+from tests.tiny import byte_tokenizer, llama
+
+
+@pytest.fixture
+def tiny_model(monkeypatch: pytest.MonkeyPatch) -> loading.Loaded:
+    model = hfgen.mix_into(llama(vocab_size=258, eos_token_id=0, pad_token_id=1))
+    loaded = loading.Loaded("tiny", model, byte_tokenizer())
+    monkeypatch.setattr(bench, "load", lambda *_: loaded)
+    return loaded
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_every_shape_under_both_libraries(
+    tmp_path: Path, tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch
+):
+    seen = []
+    original = measure.generate
+
+    def generate(loaded: Any, inputs: Any, config: Any) -> Any:
+        found = original(loaded, inputs, config)
+        is_ours = isinstance(loaded.model, hfgen.GenerationMixin)
+        seen.append((is_ours, *inputs["input_ids"].shape, *{len(row) for row in found.rows}))
+        return found
+
+    monkeypatch.setattr(measure, "generate", generate)
+    sizes = ["--prompt-tokens", "3,5", "--new-tokens", 4, "--batch-sizes", "1,2", "--repeat", 2]
+    plot = tmp_path / "plot.png"
+    result = run(*sizes, "--json", "--plot", plot)
+    assert result.exit_code == 0, result.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for is_ours in (True, False):  # a warm-up, two timed, and one for memory
+        for length, rows in ((3, 1), (3, 2), (5, 1), (5, 2)):
+            assert seen.count((is_ours, rows, length, 4)) == 4
+    report = json.loads(result.stdout)
+    assert len(report["cases"]) == 4
+    for case in report["cases"]:
+        assert len(case["speedup"]) == 2
+        for name in bench.LIBRARIES:
+            found = case[name]
+            times = zip(found["first"], found["total"], found["tokens_per_second"], strict=True)
+            for first, total, speed in times:
+                assert 0 < first < total
+                assert speed == pytest.approx(4 * case["batch_size"] / total)
+            assert found["peak_bytes"] > 0
+    table = run(*sizes)
+    assert "2 x 5+4" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-sizes", "1,x"], "--batch-sizes takes numbers from 1 on"),
+        (["--new-tokens", "0"], "--new-tokens takes numbers from 1 on"),
+        (["--prompt-tokens", "100000"], "positions, but 100032 tokens"),
+        (["--plot", "/no/such/folder/x.png"], "no such folder"),
+    ],
+)
+def test_wrong_input_is_named(tiny_model: loading.Loaded, arguments: list[str], message: str):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_missing_matplotlib_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    assert "pip install matplotlib" in run("--plot", "x.png").stderr
+
+
+def test_live_bytes_are_the_peak_of_what_is_alive():
+    with LiveBytes() as live:
+        for _ in range(3):
+            x = torch.zeros(1000)
+            del x
+        kept = [torch.zeros(1000) for _ in range(2)]
+    assert live.peak == len(kept) * 4000
