@@ -605,7 +605,7 @@ def paged(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         {"prompt_lookup_num_tokens": 2},
         {"stopping_criteria": [lambda ids, scores, **kwargs: ids[:, -1] % 2 == 0]},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_paged_takes_what_generate_takes(llama: Any, options: dict[str, Any]) -> None:
     ids = tiny.prompt(2)
