@@ -262,7 +262,7 @@ class Runner:
         if not soak.n_tokens == n_told == stats.decoded_tokens:
             soak.problems.append(f"tokens: {soak.n_tokens}, {n_told}, {stats.decoded_tokens}")
         for name in ("tensors", "rss"):
-            early, late = soak.mean(name, (0.2, 0.4)), soak.mean(name, (0.8, 1.01))
+            early, late = soak.mean(name, (0.2, 0.4)), soak.mean(name, (0.8, 1.0))
             if late > early * (1 + GROWTH):
                 soak.problems.append(f"{name} grew from {early:,.0f} to {late:,.0f} bytes")
 
@@ -315,9 +315,9 @@ def report(soak: Soak) -> str:
         "|---|---:|---:|",
     ]
     for name, what in (("tensors", "live tensors, MiB"), ("rss", "resident set, MiB")):
-        early, late = soak.mean(name, (0.2, 0.4)) / mib, soak.mean(name, (0.8, 1.01)) / mib
+        early, late = soak.mean(name, (0.2, 0.4)) / mib, soak.mean(name, (0.8, 1.0)) / mib
         lines.append(f"| {what} | {early:,.1f} | {late:,.1f} |")
-    early, late = soak.mean("objects", (0.2, 0.4)), soak.mean("objects", (0.8, 1.01))
+    early, late = soak.mean("objects", (0.2, 0.4)), soak.mean("objects", (0.8, 1.0))
     lines += [
         f"| Python objects | {early:,.0f} | {late:,.0f} |",
         "",

@@ -79,8 +79,8 @@ def requests(
 ) -> Asked:
     """One request, with options and maybe with trouble."""
     options: dict[str, Any] = {
-        "max_new_tokens": draw(st.sampled_from([1, 2, 5, 9, 14])),
-        "eos_token_id": draw(st.sampled_from([2, [2, *range(10, 30)], None])),
+        "max_new_tokens": draw(st.sampled_from([14, 9, 5, 2, 1])),
+        "eos_token_id": draw(st.sampled_from([2, None, [2, *range(10, 30)]])),
         "seed": draw(st.integers(0, 5)),
         **WAYS[draw(st.sampled_from(ways))],
     }
@@ -105,18 +105,18 @@ def requests(
 def schedules(draw: Any, asked: Any, most: int, n_bytes: int) -> Schedule:
     """Up to ``most`` requests, and an engine of any size; ``n_bytes``: of a request that is long."""
     engine = {
-        "max_rows": draw(st.sampled_from([1, 3, 5, 32])),
-        "prefill_tokens": draw(st.sampled_from([1, 3, 8, 2048])),
+        "max_rows": draw(st.sampled_from([32, 8, 5, 2])),
+        "prefill_tokens": draw(st.sampled_from([2048, 8, 3, 1])),
         "policy": draw(st.sampled_from(["fcfs", "srpt", "priority"])),
         "fixed_shapes": draw(st.booleans()),
         "optimistic": draw(st.booleans()),
     }
     # Bytes for one to three requests of the longest kind, by a guess that is refined by the engine.
     if n_bytes and draw(st.booleans()):
-        engine["memory"] = n_bytes * draw(st.sampled_from([1, 2, 3]))
+        engine["memory"] = n_bytes * draw(st.sampled_from([3, 5, 8]))
     failing = draw(st.frozensets(st.integers(1, 30), max_size=2)) if draw(st.booleans()) else ()
     return Schedule(
-        tuple(draw(st.lists(asked, min_size=2, max_size=most))),
+        tuple(draw(st.lists(asked, min_size=most // 2, max_size=most))),
         engine,
         has_prefix_cache=draw(st.booleans()),
         splits=draw(st.booleans()),
@@ -192,6 +192,17 @@ def bytes_of(subject: Subject) -> int:
     return int(Engine(subject.model).steps.memory.needed(1, 24))
 
 
+def crowded(n_bytes: int) -> Schedule:
+    """More requests than there is memory for, some of whose rows are taken out and come back."""
+    own = {"pad_token_id": 0, "eos_token_id": None, "seed": 1, "max_new_tokens": 14}
+    ways = ({}, {"do_sample": True}, {}, {"num_return_sequences": 2, "do_sample": True}, {}, {})
+    asked = [Asked(i // 2, 2 + 3 * i, i % 4, own | way) for i, way in enumerate(ways)]
+    engine = {"max_rows": 8, "prefill_tokens": 8, "optimistic": True}
+    return Schedule(
+        tuple(asked), engine | ({"memory": 4 * n_bytes} if n_bytes else {}), splits=True
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_schedules_of_every_kind_of_state(kind: str) -> None:
     name, options = KINDS[kind]
@@ -209,7 +220,8 @@ def test_random_schedules_of_every_kind_of_state(kind: str) -> None:
         counts.update(Play(subject, schedule).run())
 
     check()
-    assert counts["equal"] > 0
+    counts.update(Play(subject, crowded(bytes_of(subject))).run())
+    assert counts["equal"] >= 6
 
 
 #: What has to come to pass in the schedules, so that they prove something.
@@ -223,12 +235,13 @@ SEEN = (
 
 def test_random_schedules_of_a_model_that_computes_exactly() -> None:
     counts: Counter[str] = Counter()
-    asked = requests(list(WAYS), NAMES, True, 12)
+    asked = requests(list(WAYS), NAMES, True, 8)
 
     def check(schedule: Schedule) -> None:
         counts.update(Play(exact_subject(), schedule).run())
 
-    for part in range(8):  # one seed's examples are much alike
+    for part in range(5):  # one seed's examples are much alike
         drawn = schedules(asked, 8, bytes_of(exact_subject()))
         seed(part)(profile(20)(given(drawn)(check)))()
-    assert set(+counts) >= set(SEEN)
+    counts.update(Play(exact_subject(), crowded(bytes_of(exact_subject()))).run())
+    assert [name for name in SEEN if not counts[name]] == []
