@@ -17,6 +17,7 @@ from benchmarks import (
     controls,
     grammar,
     logprobs,
+    optimize,
     overhead,
     side_by_side,
     speculation,
@@ -447,3 +448,23 @@ def test_the_target_of_stop_strings() -> None:
 
     assert "first use within 50 ms: 12.0 ms at most: met" in verdict(0.012)
     assert "**missed**" in verdict(0.06)
+
+
+def test_gains_of_optimised_models_are_measured(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(optimize, "NEW_TOKENS", 4)
+    result = optimize.measure(optimize.as_checkpoint(subject), 2, 1e9)
+    assert [(times.way, times.rows) for times in result.times] == [
+        (way, rows) for rows in optimize.ROWS for way in optimize.WAYS
+    ]
+    assert all(len(times.wall) == 2 for times in result.times)
+    equal = {times.way: times.equal for times in result.of(8)}
+    assert equal["upstream, float32"] == equal["hfgen"] == equal["optimize"] == 1.0
+    text = optimize.write([result], side_by_side.machine(), tmp_path)
+    assert (tmp_path / "optimize.md").read_text() == text
+    assert text.count("| 8 |") == len(optimize.WAYS)
+    raw = json.loads((tmp_path / "optimize.json").read_text())
+    assert len(raw["subjects"]["tiny"]["seconds"]) == 2 * len(optimize.WAYS)
+    assert (tmp_path / "optimize.png").stat().st_size > 0

@@ -968,3 +968,24 @@ def test_python_dash_m() -> None:
     command = [sys.executable, "-m", "hfgen", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == hfgen.__version__
+
+
+def test_generate_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = ("generate", "import os\n\ndef ", "--json", "--max-new-tokens", "8")
+    plain, optimised = (json.loads(run(*arguments, *more).out) for more in ([], ["--optimize"]))
+    assert optimised["tokens"] == plain["tokens"]
+    assert any(line.startswith("tokens: ") for line in optimised["optimization"])
+    assert "optimization" not in plain
+
+
+def test_a_model_that_cannot_be_optimised_is_an_error(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: object) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr(hfgen, "optimize", refuse)
+    result = run("generate", "7", "--model", folder, "--optimize")
+    assert result.code == 2
+    assert "--optimize: no such model" in result.err
