@@ -491,6 +491,17 @@ def test_weights_too_large_for_fp16_are_named(prefer):
     assert not hasattr(plain, "optimization")
 
 
+def test_fp16_holds_checkpoints_in_bfloat16():
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.02 * torch.randn(1024, 576, generator=generator)
+    misfit = kernels.named("fp16").misfit
+    assert misfit(weight.bfloat16().float()) is None  # though some values of it are below 2**-17
+    assert not torch.equal(weight.bfloat16().half().float(), weight.bfloat16().float())
+    assert "not those of fp16" in misfit(weight)
+    assert "not those of fp16" in misfit(weight.bfloat16().float() * 2**-14)
+    assert "65504" in misfit(weight.bfloat16().float() * 2**24)
+
+
 def test_shapes_that_int4_does_not_take(prefer):
     prefer("int4")
     odd = nn.Sequential(nn.Linear(33, 64), nn.Linear(64, 32))

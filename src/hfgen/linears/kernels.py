@@ -17,6 +17,8 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 WEIGHTS = ("fp16", "bf16", "int8", "int4")
 #: Types of weights that are looked at.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Share of a row's norm. A sum of some hundred products in float32 rounds more: about 2**-21 of it.
+ROUNDING = 2**-22
 #: The kernel of fp16 for weights that it does not hold exactly.
 ROUNDED_FP16 = "fp16, rounded"
 #: Weights of a row of a matrix that share a scale in int4.
@@ -89,7 +91,7 @@ def overflow(weight: Tensor) -> str | None:
 
 
 def _inexact_in_fp16(weight: Tensor) -> str | None:
-    """As ``overflow``; or a row changes by more than float32 rounds: 2**-24 of its norm.
+    """As ``overflow``; or a row changes by more than ``ROUNDING`` of its norm.
 
     Values of bfloat16 from 2**-17 on are the same in fp16; smaller ones move by 2**-25 at most.
     """
@@ -98,7 +100,7 @@ def _inexact_in_fp16(weight: Tensor) -> str | None:
     for part in weight.detach().split(max(1, 2**22 // weight.shape[1])):
         values = part.float()
         change = (values.half().float() - values).norm(dim=1)
-        if bool((change > 2**-24 * values.norm(dim=1)).any()):
+        if bool((change > ROUNDING * values.norm(dim=1)).any()):
             return "its values are not those of fp16"
     return None
 
