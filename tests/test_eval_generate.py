@@ -12,7 +12,7 @@ import sacrebleu
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.cli import app, loading
+from hfgen.cli import app, eval_generate, loading
 from hfgen.evaluate import metrics
 from tests.tiny import byte_tokenizer, llama
 
@@ -140,6 +140,8 @@ def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert missing.exit_code == 2
     assert "pip install rouge-score" in missing.stderr
     assert metrics.installed() == ["exact_match"]
+    assert metrics.NAMES == eval_generate.METRICS
+    assert "--metric takes one of exact_match, bleu" in run(source, "--metric", "nonsense").stderr
 
 
 def test_corpus_scores_are_sacrebleus():

@@ -105,6 +105,7 @@ def test_files_and_their_total(tmp_path: Path):
     [
         (["--window", 4096], "`window` has to be from 2 to 1024"),
         (["--stride", 1024], "`stride` has to be from 1 to 1023"),
+        (["--window", 8, "--stride", 8], "--stride has to be from 1 to 7"),
         (["--resample", "lines"], "--resample takes one of windows, documents"),
     ],
 )

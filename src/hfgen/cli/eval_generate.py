@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hfgen.evaluate.metrics import Metric, Score
 
 NEW_TOKENS = 64
+METRICS = ("exact_match", "bleu", "chrf", "rouge")  # those of evaluate/metrics.py, before torch
 #: Failures that are shown one by one, without ``--json``.
 SHOWN = 5
 
@@ -57,6 +58,10 @@ def generate(
     """
     if not file.is_file():
         raise CliError(f"no file at {str(file)!r}")
+    for name in metric or ():
+        if ":" not in name and name not in METRICS:
+            known = ", ".join(METRICS)
+            raise CliError(f"--metric takes one of {known} or module:function, but is {name!r}")
     if output is not None and output.exists() and output.samefile(file):
         raise CliError("-o is the file of prompts: give another one")
     with quiet(debug):

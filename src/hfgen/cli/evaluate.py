@@ -48,6 +48,10 @@ def perplexity(
     """
     if resample not in UNITS:
         raise CliError(f"--resample takes one of {', '.join(UNITS)}, but {resample!r} was given")
+    if window is not None and stride is not None and not 1 <= stride < window:
+        raise CliError(
+            f"--stride has to be from 1 to {window - 1}, below --window, but is {stride}"
+        )
     for file in files:
         if not file.is_file():
             raise CliError(f"no file at {str(file)!r}")
