@@ -107,7 +107,6 @@ class Engine:
 
     # ------------------------------------------------------------ requests
 
-    @torch.inference_mode(False)  # its tensors are written to by other steps
     def add(
         self, prompt: Any, *, priority: int = 0, timeout: float | None = None, **kwargs: Any
     ) -> EngineRequest:
@@ -121,6 +120,9 @@ class Engine:
         Raises what ``generate`` raises for arguments that cannot be used, ``QueueFullError``,
         ``DoesNotFitError`` for a request that never fits, and ``EngineClosedError``.
         """
+        if torch.is_inference_mode_enabled():  # other steps write to its tensors
+            with torch.inference_mode(False):
+                return self.add(prompt, priority=priority, timeout=timeout, **kwargs)
         self._check_open()
         self._check_thread()
         check_numbers(priority, timeout)
