@@ -103,6 +103,42 @@ def test_the_built_in_model_generates_the_same_tokens(prefer, name, options):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"drop_finished": True},
+        {"assistant_early_exit": 2},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"cache_implementation": "static", "disable_compile": True},
+        {"do_sample": True, "seed": 3},
+        {"dola_layers": "low"},
+    ],
+)
+def test_every_mode_takes_an_optimised_model(prefer, options):
+    prefer("fp16")
+    plain, tokenizer = hfgen.builtin_model()
+    inputs = tokenizer("import os\n\ndef ", return_tensors="pt")
+    call = {**inputs, "max_new_tokens": 8, "do_sample": False, **options}
+    expected = plain.generate(**call)
+    with hfgen.optimized(plain):
+        assert torch.equal(plain.generate(**call), expected)
+
+
+def test_stored_prefixes_are_those_of_the_same_kernels(prefer):
+    prefer("fp16")
+    plain, store = model(), hfgen.PrefixCache()
+    call = {"max_new_tokens": 2, "do_sample": False, "prefix_cache": store}
+    ids = tiny.prompt(1, length=12)
+    plain.generate(ids, **call)
+    with hfgen.optimized(plain):
+        plain.generate(ids, **call)
+        assert store.stats.hits == 0
+        plain.generate(ids, **call)
+        assert store.stats.hits == 1
+    plain.generate(ids, **call)
+    assert store.stats.hits == 2
+
+
+@pytest.mark.parametrize(
     ("weights", "name", "error"),
     [
         ("fp16", "fp16, rounded", 2e-3),
