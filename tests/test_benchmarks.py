@@ -437,7 +437,7 @@ def test_what_stopping_costs_is_measured(tmp_path: Path) -> None:
     assert raw["vocab"] == 2000
     assert [use["name"] for use in raw["first_use"]] == ["transformers", "hfgen"] * 2
     assert all(len(each["microseconds"]) == 2 for each in raw["per_token"])
-    assert {each["library"] for each in raw["per_token"]} == {"transformers", "hfgen"}
+    assert {each["source"] for each in raw["per_token"]} == {"transformers", "hfgen"}
     assert "first use within" not in (tmp_path / "stopping.md").read_text(encoding="utf-8")
 
 
