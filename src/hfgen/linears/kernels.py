@@ -109,8 +109,10 @@ def _not_float32(weight: Tensor) -> str | None:
     return None if weight.dtype == torch.float32 else f"it is in {_short(weight)} already"
 
 
-def _is_float16(weight: Tensor) -> str | None:
-    return "it is in float16" if weight.dtype == torch.float16 else None
+def _not_for_onednn(weight: Tensor) -> str | None:
+    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _works("bf16")):
+        return None
+    return f"it is in {_short(weight)}"
 
 
 def _not_finite(weight: Tensor) -> str | None:
@@ -219,7 +221,7 @@ def _plus(found: Tensor, bias: Tensor | None) -> Tensor:
 
 
 KERNELS = (
-    Kernel("onednn", None, None, _onednn, _is_float16),
+    Kernel("onednn", None, None, _onednn, _not_for_onednn),
     Kernel("fp16", None, 16, _fp16, _inexact_in_fp16),
     Kernel(ROUNDED_FP16, "fp16", 16, _fp16, overflow),
     Kernel("bf16", "bf16", 16, _bf16, _not_float32),
