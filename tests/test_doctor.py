@@ -30,6 +30,12 @@ OTHERS = {"_cdata", "_compiled_call", "_forward_hooks", "_forward_pre_hooks"} | 
 }
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes are not left out where tests run beside each other."""
+    monkeypatch.setattr(doctor, "SECONDS", 600.0)
+
+
 def run(*arguments: str) -> SimpleNamespace:
     result = CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200"})
     assert isinstance(result.exception, SystemExit | None), result.exception
