@@ -65,7 +65,15 @@ def test_the_table_has_every_private_attribute_that_is_read() -> None:
                 elif is_private and ast.unparse(node.value).split(".")[0] != "torch":
                     read.add(node.attr)
     ours = {"_call", "_unmixed_class", "_values", "_indexer_keys"}
-    assert read - defined - OTHERS - ours - set(contract.PRIVATE) == set()
+    files = [
+        *UPSTREAM.glob("*.py"),
+        *UPSTREAM.glob("generation/**/*.py"),
+        *UPSTREAM.glob("cli/**/*.py"),
+    ]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    theirs = {name for name in read if re.search(rf"\b{name}\b", text)}  # others are sacrebleu's, …
+    assert len(theirs) > 10
+    assert theirs - defined - OTHERS - ours - set(contract.PRIVATE) == set()
 
 
 def test_what_moved_is_named(tmp_path: Path) -> None:
