@@ -141,11 +141,16 @@ class Manager(Worker, ContinuousBatchingManager):
             logger.warning(f"{denial} A request is dropped.")
             return None
         kwargs |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        return self.enter(input_ids, request_id, kwargs, streaming, record_timestamps)
+
+    def enter(
+        self, input_ids: Any, request_id: str | None, kwargs: dict[str, Any], *options: bool
+    ) -> str:
+        """Queue a request of several that come together: it has a result, also if the thread fails meanwhile."""
         n = self.n_sequences(kwargs)
         with self._request_lock:
             if request_id is None:
                 request_id = self._new_ids(1)[0]
-            options = streaming, record_timestamps
             sequences = Sequences(request_id, self._n_added, input_ids, kwargs, n, *options)
             self._n_added += 1
             if taken := self._open.keys() & set(sequences.names):
@@ -161,7 +166,8 @@ class Manager(Worker, ContinuousBatchingManager):
             raise
         self._wake_up_loop.set()
         if self.background_thread_status.local_status == BackgroundThreadStatus.STOPPED:
-            self._fail_all(STOPPED)  # it has stopped since, and nobody else would
+            # It has stopped since, and nobody else would.
+            self._fail_all(self.background_thread_status.fatal_error or STOPPED)
         return request_id
 
     def add_requests(
@@ -175,8 +181,12 @@ class Manager(Worker, ContinuousBatchingManager):
         """``add_request`` for each of ``inputs``, with the same arguments; returns their ids."""
         with self._request_lock:
             names = self._new_ids(len(inputs))
+        if (denial := self.background_thread_status.can_accept_new_requests()) is not None:
+            logger.warning(f"{denial} {len(inputs)} requests are dropped.")
+            return names
         for name, prompt in zip(names, inputs, strict=True):
-            self.add_request(prompt, name, max_new_tokens, streaming, record_timestamps, **kwargs)
+            own = {"max_new_tokens": max_new_tokens, **kwargs}
+            self.enter(prompt, name, own, streaming, record_timestamps)
         return names
 
     def _new_ids(self, n: int) -> list[str]:

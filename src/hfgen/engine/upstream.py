@@ -120,8 +120,7 @@ def generate_batch(
     with context as manager:
         total = sum(map(manager.n_sequences, each))
         pairs = zip(inputs, each, strict=True)
-        options = {"record_timestamps": record_timestamps}
-        ids = [manager.add_request(prompt, **options, **own) for prompt, own in pairs]
+        ids = [manager.enter(prompt, None, own, False, record_timestamps) for prompt, own in pairs]
         manager.stop(block=False)
         outputs = tqdm(manager, total=total, unit="sequence") if progress_bar else manager
         results |= {output.request_id: output for output in outputs}
