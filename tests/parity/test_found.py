@@ -23,6 +23,9 @@ BESIDE_UPSTREAM = {
         seed=177,
         options={"renormalize_logits": True, "max_cache_len": 40, "outputs": ["logits"]},
     ),
+    "a model that writes to the attribute of a processor": Case(
+        "dia", GREEDY, 2, seed=379, options={"repetition_penalty": 1.3}
+    ),
     "no logged reminder of a length beyond the positions": Case(
         "seamless_m4t_speech", ASSISTED, seed=419, options={"max_length": 1}
     ),

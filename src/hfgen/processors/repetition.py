@@ -19,7 +19,6 @@ from .history import Counted, Counts, Distinct
 class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor):
     """Divides positive and multiplies negative scores of tokens that occurred by the penalty."""
 
-    prompt_ignore_length: int | torch.Tensor | None
     is_row_wise = True
 
     def __init__(
@@ -40,10 +39,21 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
                 "`prompt_ignore_length` has to be an integer or a tensor of shape (rows,), but has "
                 f"the shape {tuple(ignored.shape)}."
             )
-        n_pads, first = (ignored, None) if isinstance(ignored, torch.Tensor) else (None, ignored)
+        self._counted = window, excluded
+        first = None if isinstance(ignored, torch.Tensor) else ignored
         super().__init__(1.0 if isinstance(penalty, torch.Tensor) else penalty, first)
         self.penalty, self.prompt_ignore_length = penalty, ignored
-        self.history = Distinct(Counted(first or 0, window, n_pads, excluded))
+
+    @property
+    def prompt_ignore_length(self) -> int | torch.Tensor | None:
+        """Tokens at the start that do not count. Models assign to it: Dia, whose rows are others."""
+        return self._ignored
+
+    @prompt_ignore_length.setter
+    def prompt_ignore_length(self, ignored: int | torch.Tensor | None) -> None:
+        self._ignored, (window, excluded) = ignored, self._counted
+        n_pads, first = (ignored, 0) if isinstance(ignored, torch.Tensor) else (None, ignored or 0)
+        self.history = Distinct(Counted(first, window, n_pads, excluded))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.dim() != 2 or input_ids.dim() != 2:
