@@ -76,6 +76,7 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.logprobs
 	@$(BIN)/python -m benchmarks.stopping
 	@$(BIN)/python -m benchmarks.scheduler
+	@$(BIN)/python -m benchmarks.engine
 	@$(BIN)/python -m benchmarks.optimize
 
 clean: ## Remove the environments and all caches.
