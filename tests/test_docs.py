@@ -15,6 +15,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [
     "batch-jobs.md",
     "controls.md",
+    "engine.md",
     "evaluate.md",
     "grammars.md",
     "logprobs.md",

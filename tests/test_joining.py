@@ -193,7 +193,7 @@ def test_each_row_gets_what_it_gets_alone(
     monkeypatch.setattr(growing, "CONCATENATED", concatenated)
     monkeypatch.setattr(growing, "SMALLEST_BLOCK", 4)
     if family not in DECODERS:
-        pytest.skip("the installed transformers is too old for this family")
+        pytest.skip(reason="the installed transformers is too old for this family")
     model = built(family)
     prompts = prompts_of(model)
     for seed in range(3):
@@ -266,7 +266,7 @@ def layers_length(batch: Batch) -> list[Any]:
 )
 def test_what_is_not_declared_is_refused_by_name(family: str, match: str) -> None:
     if family not in DECODERS:
-        pytest.skip("the installed transformers is too old for this family")
+        pytest.skip(reason="the installed transformers is too old for this family")
     model = built(family)
     refused(*(begun(model, input_ids=tiny.prompt(1) % 60) for _ in range(2)), match)
 
@@ -331,7 +331,7 @@ def test_no_more_is_trimmed_than_there_is(n: int) -> None:
 @pytest.mark.parametrize("family", [*(KINDS[kind] for kind in KINDS if kind != "indexed"), "t5"])
 def test_a_model_that_hides_padding_is_found(family: str) -> None:
     if family not in (*DECODERS, "t5"):
-        pytest.skip("the installed transformers is too old for this family")
+        pytest.skip(reason="the installed transformers is too old for this family")
     model = hfgen.mix_into(tiny.t5()) if family == "t5" else built(family)
     batch = begun(model, input_ids=tiny.prompt(2) % 60)
     twin = copy.deepcopy(batch)

@@ -34,7 +34,7 @@ def prefer(monkeypatch: pytest.MonkeyPatch):
 
     def prefer(name: str, rows=ROWS) -> None:
         if name not in {kernel.name for kernel in kernels.candidates(kernels.named(name).weights)}:
-            pytest.skip(f"this machine has no kernel {name!r}")
+            pytest.skip(reason=f"this machine has no kernel {name!r}")
 
         def times(modules, fitting):
             found = {kernel: dict.fromkeys(ROWS, 20.0) for kernel in fitting}

@@ -96,10 +96,8 @@ class Engine:
     def _probe(self) -> None:
         """Measure the memory of a row with a forward of one token, so that requests are sized from the start."""
         request = EngineRequest("probe", self, self._arguments([1], {"max_new_tokens": 1}))
-        with (
-            suppress(Exception),
-            torch.no_grad(),
-        ):  # a model that needs more: the first request will tell
+        # A model that needs more inputs is measured with its first request.
+        with suppress(Exception), torch.no_grad():
             if self._is_prepared_at_once(request.arguments):
                 decoding = request.prepare(self.model)
                 decoding.prefill(1, is_last=True)

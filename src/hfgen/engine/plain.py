@@ -109,9 +109,8 @@ class PlainRow:
         has_ended = any(cause.reason(row.ids, n) is not None for cause in self.causes)
         if has_ended:
             self.write()
-            self.decoding.strategy.stop(
-                self.decoding.run
-            )  # criteria remember where rows have ended
+            # Criteria remember where rows have ended.
+            self.decoding.strategy.stop(self.decoding.run)
             self.decoding.run.finished = True
         return rows.event(row, [token], n if has_ended else None, None)
 

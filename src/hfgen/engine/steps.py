@@ -67,9 +67,7 @@ class Steps:
         """
         try:
             self._step()
-        except (
-            BaseException
-        ) as error:  # KeyboardInterrupt: what was forwarded and chosen is not known
+        except BaseException as error:  # interrupted: what was forwarded and chosen is not known
             self._abandon(error)
             raise
         return self.taken_events()
