@@ -22,6 +22,7 @@ from tests.parity.family import Family
 from tests.parity.harness import (
     FAMILIES,
     Case,
+    computing_in_double,
     draw_case,
     forget_models,
     ours,
@@ -223,7 +224,12 @@ def check(cached: Cached) -> list[str] | None:
     is_contrastive = cached.settings.get("contrastive", False)
     if any((case.mode == ASSISTED or is_contrastive) and takes_one(case) for case in cached.cases):
         return None
-    return KINDS[cached.kind].check(cached)
+    found = KINDS[cached.kind].check(cached)
+    if found and cached.case.mode == ASSISTED:  # rounding, by forwards as wide as drafts?
+        with computing_in_double(cached.case.family):
+            exact = KINDS[cached.kind].check(cached)
+        found = exact if exact == [] else found
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from hfgen.drafters import Acceptance, Draft, DraftContext, Drafter
 from tests.parity.family import Limit
 from tests.parity.harness import (
+    DOUBLE_TOLERANCE,
     FAMILIES,
     Case,
     Outcome,
@@ -98,10 +99,6 @@ LEFT_OUT = ("streamer", "use_cache", "config_object", "invalid", "default_length
 
 #: Several positions at once take other kernels than one: floats may differ by this much.
 TOLERANCE = 1e-4
-
-#: The same in float64, where norms and scores are in float32 still. What differs by more than the one
-#: in float32, and by no more than the other in float64, is a rounding error.
-DOUBLE_TOLERANCE = 1e-6
 
 #: Families that amplify such differences: their tokens are compared.
 UNSTEADY = ("hrm_text",)
