@@ -537,8 +537,9 @@ def _check(case: Case, tolerance: float = TOLERANCE) -> Report:
 def breaks_by_drafts(case: Case, theirs: Outcome) -> bool:
     """Whether upstream's assisted decoding raises where hfgen decodes: documented differences.
 
-    It takes the image's keys out of mllama's cache, drafts placeholders of media, and lets an
-    assistant encode ids of -100 where the caller gave encoder outputs alone, or ids beside embeddings.
+    It takes the image's keys out of mllama's cache, drafts placeholders of media and positions that
+    the model has not, and lets an assistant encode ids of -100 where the caller gave encoder outputs
+    alone, or ids beside embeddings.
     """
     if case.mode != ASSISTED:
         return False
@@ -546,7 +547,8 @@ def breaks_by_drafts(case: Case, theirs: Outcome) -> bool:
     has_no_ids = case.options.get("encoder_outputs") == "alone" and theirs.error == "IndexError"
     has_both = case.options.get("encoder_embeds") == "only" and "inputs_embeds" in theirs.message
     has_placeholders = re.search(r"features and \w+ tokens do not match", theirs.message, re.I)
-    return has_lost_keys or has_no_ids or has_both or bool(has_placeholders)
+    is_beyond_end = "must match the existing size" in theirs.message  # of learned positions
+    return has_lost_keys or has_no_ids or has_both or is_beyond_end or bool(has_placeholders)
 
 
 def drafts_at_padding(case: Case, theirs: Outcome) -> str | None:

@@ -40,6 +40,16 @@ CACHED = {
 }
 
 SPECULATED = {
+    "positions of embeddings, of which an assistant sees nothing": Speculated(
+        Case(
+            "minimax_m3_vl_text",
+            GREEDY,
+            2,
+            seed=590,
+            options={"position_ids": True, "embeds": "only", "eos_token_id": MANY_EOS},
+        ),
+        "assistant",
+    ),
     "an encoder that adds the parts of an image to the mask": Speculated(
         Case("udop", GREEDY, 2, True, 869), "assistant"
     ),

@@ -190,10 +190,11 @@ class Assistant(Drafter):
             "past_key_values encoder_outputs inputs_embeds output_attentions output_hidden_states "
             "use_cache"
         ).split()
-        mask = target.model_kwargs.get("attention_mask")
-        if not target.is_encoder_decoder and mask is not None and mask.shape[1] != ids.shape[1]:
+        if not target.is_encoder_decoder:
             # Of embeddings, and of a prompt that the target's cache holds, it reads what comes after.
-            dropped += ["attention_mask", "position_ids"]
+            columns = [target.model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
+            if any(each is not None and each.shape[-1] != ids.shape[1] for each in columns):
+                dropped += ["attention_mask", "position_ids"]
         if not model._supports_logits_to_keep():
             dropped.append("logits_to_keep")
         kwargs = {
