@@ -16,6 +16,20 @@ MANY_EOS = list(range(5, 17))
 
 #: Why each differed.
 BESIDE_UPSTREAM = {
+    "chunks of a streamer, where a function bans what a lookup finds": Case(
+        "phi",
+        ASSISTED,
+        seed=422,
+        options={
+            "min_new_tokens": 20,
+            "remove_invalid_values": True,
+            "prefix_fn": True,
+            "user_processors": ["temperature", "own"],
+            "outputs": ["logits"],
+            "streamer": True,
+            "max_new_tokens": 12,
+        },
+    ),
     "logits of a drafted row, where the last draft goes beyond the end": Case(
         "hrm_text",
         ASSISTED,

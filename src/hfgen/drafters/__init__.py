@@ -58,7 +58,9 @@ def prompt_lookup(setup: Setup) -> Drafter | None:
     if config.prompt_lookup_num_tokens is None:
         return None
     allowed = None
-    if setup.is_exact and run.processors:
+    if run.processors and (
+        setup.is_exact or setup.is_streamed_row
+    ):  # draws, or chunks, show drafts
         allowed = partial(n_allowed, run.processors, run.model.config.get_text_config().vocab_size)
     max_ngram = config.max_matching_ngram_size or 2
     return PromptLookup(int(max_ngram), config._eos_token_tensor, allowed, _overshoots(setup))
