@@ -7,7 +7,7 @@ SEED ?= 0
 COUNT ?= 2000
 OLDEST := 5.21.0
 
-.PHONY: help demo test oldest clients check format parity bench clean
+.PHONY: help demo test oldest clients check format parity bench tables clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -78,6 +78,10 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.scheduler
 	@$(BIN)/python -m benchmarks.engine
 	@$(BIN)/python -m benchmarks.optimize
+	@$(BIN)/python scripts/update_readme_tables.py
+
+tables: $(VENV)/installed ## Write the tables of README and docs/ from benchmarks/results.
+	@$(BIN)/python scripts/update_readme_tables.py
 
 clean: ## Remove the environments and all caches.
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .cache_cases import KINDS, Memory, Result
+from .plots import apart, legend_below
 from .side_by_side import LIBRARIES, Comparison
 
 ABOUT = {
@@ -170,7 +171,7 @@ def plot(results: Sequence[Result], memories: Sequence[Memory], path: Path) -> N
     figure, panels = pyplot.subplots(
         len(models),
         len(columns),
-        figsize=(4 * len(columns), 3.4 * len(models)),
+        figsize=(4 * len(columns), 4 * len(models)),
         squeeze=False,
         layout="constrained",
     )
@@ -208,8 +209,9 @@ def _plot_speed(panel: Any, case: str, results: Sequence[Result]) -> None:
 
 def _plot_memory(panel: Any, memories: Sequence[Memory]) -> None:
     contexts = [m.context for m in memories]
-    for kind in KINDS if memories else ():
-        panel.plot(contexts, [m.peaks[kind] / 1e6 for m in memories], marker="o", label=kind)
+    lines = {kind: [m.peaks[kind] / 1e6 for m in memories] for kind in KINDS if memories}
+    for kinds, peaks in apart(lines, nearest=0.15).items():
+        panel.plot(contexts, peaks, marker="o", label=kinds)
     if memories:
         panel.set_yscale("log")
     _finish(panel, "peak, MB", bool(memories))
@@ -221,7 +223,7 @@ def _finish(panel: Any, label: str, has_lines: bool) -> None:
     panel.grid(color="0.92")
     if has_lines:
         panel.set_xscale("log", base=2)
-        panel.legend(fontsize=7, frameon=False)
+        legend_below(panel)
 
 
 # --- files --------------------------------------------------------------------------------------

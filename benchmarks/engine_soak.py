@@ -334,20 +334,24 @@ def report(soak: Soak) -> str:
 
 
 def plot(soak: Soak, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(7, 4), sharex=True)
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(7, 4.2), sharex=True, layout="constrained"
+    )
     done = [sample.n_done for sample in soak.samples]
     above.plot(done, [sample.rss / 2**20 for sample in soak.samples], label="resident set")
     above.plot(done, [sample.tensors / 2**20 for sample in soak.samples], label="live tensors")
     above.set_ylim(bottom=0)
     above.set_ylabel("MiB")
-    above.legend(frameon=False)
     below.plot(done, [sample.rows for sample in soak.samples], color="#9aa5b1")
     below.set_ylim(bottom=0)
     below.set_ylabel("rows")
     below.set_xlabel("requests that have ended")
-    figure.tight_layout()
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

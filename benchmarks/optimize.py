@@ -209,7 +209,8 @@ def plot(results: list[Result], path: Path) -> None:
             panel.invert_yaxis()
             panel.set_title(f"{result.subject.title}, {rows} row(s)", fontsize=10)
             panel.set_xlabel("ms per token")
-            panel.legend(fontsize=8, loc="lower right")
+    labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

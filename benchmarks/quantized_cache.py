@@ -27,6 +27,7 @@ from transformers import DynamicCache
 
 import hfgen
 from benchmarks.models import SUBJECTS
+from benchmarks.plots import legend_below
 from benchmarks.side_by_side import Spread, machine
 from hfgen.caches.dynamic import GrowingCache
 from hfgen.caches.quantized import QuantizedCache
@@ -318,13 +319,12 @@ def plot(qualities: list[Quality], results: list[Costs], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(ncols=2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = pyplot.subplots(ncols=2, figsize=(11, 4.8), layout="constrained")
     full = qualities[0]
     for quality in qualities:
         share = quality.bytes_per_token / full.bytes_per_token
         rise = 100 * (quality.token_by_token / full.token_by_token - 1)
         left.plot(share, rise, "o", label=quality.name.split(" (")[0])
-    left.legend(fontsize=8)
     left.set_xlim(0, 1.05)
     left.set_xlabel("bytes, of the float32 cache")
     left.set_ylabel("perplexity, % above full precision")
@@ -339,8 +339,8 @@ def plot(qualities: list[Quality], results: list[Costs], path: Path) -> None:
     right.set_xlabel("tokens in the cache")
     right.set_ylabel("ms per token")
     right.set_title(f"{first.model}, {first.dtype}", fontsize=10)
-    right.legend(fontsize=8)
     for panel in (left, right):
+        legend_below(panel)
         panel.grid(color="0.9")
         panel.set_axisbelow(True)
     figure.savefig(path, dpi=150)

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks.plots import apart, legend_below
 from benchmarks.side_by_side import machine
 from benchmarks.simulated import Costs, Outcome, Requests, aging, simulate
 from hfgen.engine.policies import AGING, POLICIES, SECONDS_PER_LEVEL
@@ -247,28 +248,33 @@ def plot(found: Study, path: Path) -> None:
 
     counts = [*dict.fromkeys(result.rows for result in found.policies)]
     figure, axes = pyplot.subplots(
-        len(counts), 3, figsize=(12, 1 + 3.3 * len(counts)), squeeze=False, layout="constrained"
+        len(counts), 3, figsize=(12, 1 + 3.8 * len(counts)), squeeze=False, layout="constrained"
     )
     for (by_load, whole, per_token), count in zip(axes, counts, strict=True):
-        for index, policy in enumerate(POLICIES):
-            results = [r for r in found.policies if (r.rows, r.name) == (count, policy)]
-            loads = [result.load for result in results]
-            for values, line, label in ((0, "o-", "p50"), (-1, "x--", "p99")):
-                style = {"color": f"C{index}", "markersize": 4, "label": f"{policy}, {label}"}
-                by_load.plot(loads, [r.first_token[values] for r in results], line, **style)
-                per_token.plot(loads, [r.per_token[values] for r in results], line, **style)
-            nearest = min(results, key=lambda result: abs(result.load - BUSY))
-            whole.plot(nearest.distribution, 1 - SHARES / 100, color=f"C{index}", label=policy)
+        results = {
+            policy: [r for r in found.policies if (r.rows, r.name) == (count, policy)]
+            for policy in POLICIES
+        }
+        # On the first panel's five decades, 15% are less than a line is wide.
+        for panel, name, near in ((by_load, "first_token", 0.15), (per_token, "per_token", 0.05)):
+            for place, line, label in ((0, "o-", "p50"), (-1, "x--", "p99")):
+                values = {p: [getattr(r, name)[place] for r in of] for p, of in results.items()}
+                for policies, numbers in apart(values, nearest=near).items():
+                    style = {"markersize": 4, "label": f"{label}: {policies}"}
+                    panel.plot([r.load for r in results["fcfs"]], numbers, line, **style)
+        busy = {p: min(of, key=lambda r: abs(r.load - BUSY)) for p, of in results.items()}
+        distributions = {policy: result.distribution for policy, result in busy.items()}
+        for policies, numbers in apart(distributions, nearest=0.05).items():
+            whole.plot(numbers, 1 - SHARES / 100, label=policies)
         by_load.set(yscale="log", ylabel="seconds to the first token", xlabel="load")
         whole.set(xscale="log", yscale="log", ylabel="share of requests that wait longer")
-        whole.set(xlabel=f"seconds to the first token, load {nearest.load}", ylim=(1e-4, 1.1))
+        whole.set(xlabel=f"seconds to the first token, load {busy['fcfs'].load}", ylim=(1e-4, 1.1))
         whole.xaxis.set_minor_formatter(ticker.NullFormatter())
         per_token.set(ylabel="milliseconds per token", xlabel="load", ylim=(0, None))
         for axis in (by_load, whole, per_token):
             axis.set_title(f"{count} rows", fontsize=10)
             axis.grid(color="0.9")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+            legend_below(axis)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

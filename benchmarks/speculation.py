@@ -36,6 +36,7 @@ from .cost import (
 )
 from .edits import EDITS, beginnings, editing
 from .models import random_135m
+from .plots import legend_below
 from .race import Result, Variant, race
 from .side_by_side import UnequalTokensError, frozen_garbage, machine
 
@@ -551,6 +552,7 @@ def as_object(report: Report) -> dict[str, Any]:
         "machine": report.facts,
         "size": asdict(report.size),
         "agreement": builtin.agreement,
+        "targets": {task.name: task.target for task in builtin.tasks if task.target},
         "costs": {
             "model": {rows: asdict(costs) for rows, costs in builtin.target.items()},
             "draft": {rows: asdict(costs) for rows, costs in builtin.draft.items()},
@@ -638,7 +640,7 @@ def plot(report: Report, path: Path) -> None:
         fontsize=10,
     )
     right.grid(color="0.92")
-    right.legend(fontsize=8)
+    legend_below(right, columns=3)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

@@ -33,6 +33,7 @@ from benchmarks.cost import (
 )
 from benchmarks.edits import EDITS, Edit, Reference
 from benchmarks.models import Subject
+from benchmarks.plots import apart
 from benchmarks.race import Forwards, Result, Variant, race
 from benchmarks.side_by_side import (
     LIBRARIES,
@@ -468,3 +469,9 @@ def test_gains_of_optimised_models_are_measured(
     raw = json.loads((tmp_path / "optimize.json").read_text())
     assert len(raw["subjects"]["tiny"]["seconds"]) == 2 * len(optimize.WAYS)
     assert (tmp_path / "optimize.png").stat().st_size > 0
+
+
+def test_lines_on_each_other_are_drawn_once() -> None:
+    lines = {"a": [1.0, 10.0], "b": [2.0, 10.0], "c": [1.02, 9.9], "d": [1.0, 12.0]}
+    assert apart(lines, nearest=0.05) == {"a, c": lines["a"], "b": lines["b"], "d": lines["d"]}
+    assert apart(lines, nearest=0.0) == lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -67,3 +68,40 @@ def test_the_map_of_the_architecture_names_every_module() -> None:
 
     page = PAGE.read_text(encoding="utf-8")
     assert page == updated(page), "run: python scripts/update_architecture_map.py"
+
+
+def test_the_tables_of_the_pages_are_those_of_the_results() -> None:
+    from scripts.update_readme_tables import pages, updated
+
+    found = {page.name: page.read_text(encoding="utf-8") for page in pages()}
+    assert {"README.md", "caches.md"} <= set(found)
+    stale = [name for name, text in found.items() if text != updated(text)]
+    assert not stale, "run: python scripts/update_readme_tables.py"
+
+
+def test_tables_take_what_was_measured(tmp_path: Path) -> None:
+    """Of some models and modes only, of a benchmark without a block of its own, or of nothing."""
+    from scripts.update_readme_tables import updated
+
+    page = "a\n<!-- results: {} -->\nold\n<!-- /results -->\nz\n"
+    nothing = "a\n<!-- results: {} -->\n<!-- /results -->\nz\n"
+    assert updated(page.format("overhead"), tmp_path) == nothing.format("overhead")
+
+    seconds = {"upstream": [2.0, 2.0], "hfgen": [1.0, 1.0]}
+    mode = {"name": "greedy", "new_tokens": 4, "wall": seconds, "cpu": seconds}
+    facts = {"processor": "P", "cores": 1, "threads": 2, "torch": "2.13.0+cpu", "transformers": "5"}
+    raw = {"machine": facts, "prompt_tokens": 3, "max_new_tokens": 4}
+    raw["models"] = {"tiny": {"parameters": 5e6, "modes": {"greedy": mode}}}
+    (tmp_path / "overhead.json").write_text(json.dumps(raw))
+    text = updated(page.format("overhead"), tmp_path)
+    assert "| greedy | **0.500** (0.500 to 0.500) |" in text
+    assert "2 pairs (tiny), with quartiles; prompts of 3 tokens, 4 new ones. P, 1 core, " in text
+    assert "2 threads, torch 2.13.0, transformers 5." in text
+    assert updated(text, tmp_path) == text
+
+    (tmp_path / "new.json").write_text("{}")
+    (tmp_path / "new.md").write_text("# New\n\n| a | b |\n|---|--:|\n| x | 1 |\n\n| c |\n")
+    text = updated(page.format("new"), tmp_path)
+    assert "### New" in text
+    assert "| x | 1 |\n\n<!-- /results -->" in text
+    assert "old" not in text

@@ -1,0 +1,394 @@
+"""Write what README.md and docs/ quote of benchmarks, from benchmarks/results/*.json.
+
+A page marks where: ``<!-- results: NAME -->`` to ``<!-- /results -->``, with a name of ``BLOCKS``, or of a benchmark
+that has no block there: its page's first table is quoted. Where nothing was measured, nothing is written between
+the marks. A test holds the pages and the results equal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+if str(ROOT) not in sys.path:  # run as a file
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import cache_report, engine, optimize, quantized_cache, speculation  # noqa: E402
+from benchmarks.cache_cases import Floor, Result  # noqa: E402
+from benchmarks.overhead import FLOOR_MODE  # noqa: E402
+from benchmarks.side_by_side import Comparison, Spread  # noqa: E402
+
+MARKED = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
+
+Raw = dict[str, Any]
+MODELS = {"small": "built-in model", "135m": "random 135M model"}
+
+
+def pages() -> list[Path]:
+    """The pages that quote results."""
+    every = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in every if MARKED.search(page.read_text(encoding="utf-8"))]
+
+
+def updated(page: str, results: Path = RESULTS) -> str:
+    """The text of a page with its blocks as they have to be."""
+    return MARKED.sub(lambda found: marked(found[1], results), page)
+
+
+def marked(name: str, results: Path) -> str:
+    """The block called ``name``, between its marks."""
+    stem, write = BLOCKS.get(name, (name, None))
+    path = results / f"{stem}.json"
+    text = ""
+    if path.exists() and write is not None:
+        text = write(json.loads(path.read_text(encoding="utf-8")))
+    elif path.exists():
+        text = first_table(results / f"{stem}.md")
+    return (
+        f"<!-- results: {name} -->\n"
+        + (f"\n{text.strip()}\n\n" if text else "")
+        + "<!-- /results -->"
+    )
+
+
+# --- pieces -------------------------------------------------------------------------------------
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    cells = (head, ["---", *["--:"] * (len(head) - 1)], *rows)
+    lines = ("| " + " | ".join(row) + " |" for row in cells)
+    return "\n".join(re.sub(r"\|  (?=\|)", "| ", line) for line in lines)
+
+
+def measured_on(facts: Raw) -> str:
+    cores, threads = facts["cores"], facts["threads"]
+    return (
+        f"{facts['processor']}, {cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}, "
+        f"torch {facts['torch'].partition('+')[0]}, transformers {facts['transformers']}"
+    )
+
+
+def model_name(name: str) -> str:
+    return MODELS.get(name, name)
+
+
+def first_table(page: Path) -> str:
+    """The title and the first table of a benchmark's own page, with a link to it."""
+    text = page.read_text(encoding="utf-8")
+    title = re.search(r"^# (.*)$", text, re.MULTILINE)
+    rows = re.search(r"(^\|.*\n)+", text, re.MULTILINE)
+    parts = [
+        f"### {title[1] if title else page.stem}",
+        f"`python -m benchmarks.{page.stem}`; all figures: [{page.stem}.md](benchmarks/results/{page.name}).",
+        rows[0].strip() if rows else "",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+# --- the blocks ---------------------------------------------------------------------------------
+
+
+def overhead_block(raw: Raw) -> str:
+    models = raw["models"]
+    compared = {
+        name: {mode: Comparison(**each) for mode, each in of["modes"].items()}
+        for name, of in models.items()
+    }
+    modes = dict.fromkeys(mode for of in compared.values() for mode in of)
+
+    def cell(found: Comparison | None) -> str:
+        if found is None:
+            return ""
+        ratio = found.ratio
+        return f"**{ratio.median:.3f}** ({ratio.low:.3f} to {ratio.high:.3f})"
+
+    head = [
+        "mode",
+        *(
+            f"{model_name(name)} ({of['parameters'] / 1e6:.3g}M parameters)"
+            for name, of in models.items()
+        ),
+    ]
+    rows = [[mode, *(cell(of.get(mode)) for of in compared.values())] for mode in modes]
+    n_pairs = " and ".join(
+        f"{max(each.n_pairs for each in of.values())} pairs ({model_name(name)})"
+        for name, of in compared.items()
+    )
+    text = (
+        f"Medians of {n_pairs}, with quartiles; prompts of {raw['prompt_tokens']} tokens, {raw['max_new_tokens']} new ones. "
+        f"{measured_on(raw['machine'])}."
+    )
+    for name, of in compared.items():
+        if FLOOR_MODE not in of:
+            continue
+        mode, facts = of[FLOOR_MODE], models[name]
+        theirs, ours = (mode.milliseconds(each) / mode.new_tokens for each in ("upstream", "hfgen"))
+        floor = 1e3 * facts["bytes_per_token"] / facts["read_bandwidth_bytes_per_second"]
+        text += (
+            f" A token of the {model_name(name)} takes {theirs:.1f} ms with transformers and {ours:.1f} ms here; "
+            f"to read its weights from memory takes {floor:.1f} ms."
+        )
+    return f"{table(head, rows)}\n\n{text}"
+
+
+def speculation_block(raw: Raw) -> str:
+    targets = raw.get("targets", {})
+    ways = {"lookup": "prompt lookup", "assistant": "the built-in draft"}
+
+    def gain(found: Raw, greedy: Raw) -> float:
+        pairs = zip(greedy["wall"], found["wall"], strict=True)
+        return Spread.of([theirs / ours for theirs, ours in pairs]).median
+
+    rows = []
+    for task, variants in raw["tasks"].items():
+        greedy = variants["greedy"]
+        gains = {name: gain(found, greedy) for name, found in variants.items()}
+        upstream = [g for name, g in gains.items() if re.match("upstream: (?!greedy)", name)]
+        ours = {n: g for n, g in gains.items() if n != "greedy" and not n.startswith("upstream")}
+        default = next(iter(ours))
+        way = default.partition(",")[0]
+        best = max(ours, key=lambda name: ours[name])
+        rows.append(
+            [
+                task,
+                ways.get(way, way),
+                f"**{ours[default]:.2f}**",
+                f"{ours[best]:.2f} ({best.partition(', ')[2]})",
+                f"{max(upstream):.2f}" if upstream else "takes no batch",
+                f"{targets[task]:g}" if task in targets else "",
+            ]
+        )
+    head = ["", "drafted by", "gain, default", "gain, best length", "upstream, best", "target"]
+    text = measured_on(raw["machine"]) + "."
+    target = speculation.ASSISTANT_TARGET
+    exits = [(e, gain(e["result"], e["greedy"])) for e in raw.get("early_exit", ())]
+    if met := [(e, g) for e, g in exits if g >= target]:
+        e, found = min(met, key=lambda each: (each[0]["agreement"], -each[0]["ratio"]))
+        text += (
+            f" The draft agrees with the built-in model on {raw['agreement']:.0%} of its tokens. The random 135M model gains "
+            f"{found:.2f} from a draft that costs {e['ratio']:.2f} of a step and agrees on {e['agreement']:.0%}."
+        )
+    return f"{table(head, rows)}\n\n{text}"
+
+
+def engine_block(raw: Raw) -> str:
+    parts = []
+    for name, of in raw.items():
+        timed = {each["name"]: statistics.median(each["seconds"]) for each in of["timed"]}
+        ours, n_tokens, rows = timed["engine"], of["n_tokens"], []
+        for way, seconds in timed.items():
+            target = next((t for word, t in engine.TARGETS.items() if way.startswith(word)), None)
+            is_ours = way == "engine"
+            rows.append(
+                [
+                    "`hfgen.Engine`" if is_ours else way,
+                    f"**{n_tokens / seconds:,.0f}**" if is_ours else f"{n_tokens / seconds:,.0f}",
+                    "" if is_ours else f"**{seconds / ours:.2f}**",
+                    f"{target:g}" if target else "",
+                ]
+            )
+        if prefix := of.get("prefix"):
+            gained = prefix["without"] / prefix["with"]
+            row = "the engine with a `prefix_cache`, prompts that share 256 tokens, over itself without"
+            rows.append([row, "", f"**{gained:.2f}**", ""])
+        head = [model_name(name), "tokens per second", "the engine is faster by", "target"]
+        text = (
+            f"{measured_on(of['machine'])}. {of['padding']:.0%} of the engine's cells were padding."
+        )
+        if moves := of.get("moves"):
+            spans = [
+                f"{min(m[what] for m in moves):.1f} to {max(m[what] for m in moves):.1f} ms"
+                for what in ("join", "leave")
+            ]
+            n_rows = [m["rows"] for m in moves]
+            text += (
+                f" In a batch of {min(n_rows)} to {max(n_rows)} rows, a row joins in {spans[0]} and leaves in "
+                f"{spans[1]}."
+            )
+        parts.append(f"{table(head, rows)}\n\n{text}")
+    return "\n\n".join(parts)
+
+
+def drafting_block(raw: Raw) -> str:
+    """What prompt lookup takes, of the time without it."""
+    took = raw["small"]["drafting"]
+    engines, batch = (took[f"{way}, prompt lookup"] / took[way] for way in ("engine", "batch"))
+    return (
+        f"On eight different texts to edit, prompt lookup takes {engines:.2f} of the engine's time without drafts; in a batch, "
+        f"whose rows keep step, it takes {batch:.2f} of the batch's ([measured](../benchmarks/results/engine.md))."
+    )
+
+
+#: What is said of a case, its name, its length in tokens (any: ``None``), and the part that is timed.
+CACHE_ROWS = (
+    ("greedy decoding behind 8,192 tokens", "decoding", 8192, "whole call"),
+    ("greedy decoding behind 16,384 tokens", "decoding", 16384, "whole call"),
+    ("4 beams, prompt of 1,024: first token", "beams", 1024, "first token"),
+    ("4 beams, prompt of 1,024: whole call of 32", "beams", 1024, "whole call"),
+    ("8 samples of a prompt of 1,024: first token", "samples", 1024, "first token"),
+    ("8 samples of a prompt of 1,024: whole call of 32", "samples", 1024, "whole call"),
+    ("second turn of a chat, `prefix_cache`: first token", "chat", None, "first token"),
+    (
+        "16 rows that end after 8 to 256 tokens, `drop_finished=True`",
+        "finished",
+        None,
+        "whole call",
+    ),
+)
+
+
+def caches_block(raw: Raw) -> str:
+    results = [cache_result(each) for each in raw["results"]]
+    models = list(dict.fromkeys(result.model for result in results))
+    rows = []
+    for label, case, length, part in CACHE_ROWS:
+        found = [r for r in results if r.case == case and length in (None, r.length)]
+        for n_rows in sorted({result.rows for result in found}):
+            cells = []
+            for model in models:
+                mine = next((r for r in found if (r.model, r.rows) == (model, n_rows)), None)
+                if mine is None or part not in mine.parts():
+                    cells.append("")
+                    continue
+                comparison, floor = mine.parts()[part]
+                reached, best = (
+                    cache_report.speed(comparison),
+                    cache_report.at_floor(comparison, floor),
+                )
+                cells.append(f"**{reached:.2f}** ({best:.2f})")
+            of_target = (t for t in cache_report.TARGETS if (t.case, t.part) == (case, part))
+            speed = next((t.speed for t in of_target if t.length in (None, length)), None)
+            several = f", batch {n_rows}" if case == "decoding" else ""
+            rows.append([label + several, *cells, f"{speed:g}" if speed else ""])
+    peaks = {(r.model, r.case, r.length): r.peak_bytes for r in results}
+    of_samples = [peaks.get((model, "samples", 1024)) for model in models]
+    if any(of_samples):
+        sizes = [
+            f"{p['upstream'] / 1e6:.0f} · {p['hfgen'] / 1e6:.0f}" if p else "" for p in of_samples
+        ]
+        rows.append(["peak memory of the 8 samples, MB: upstream · hfgen", *sizes, ""])
+    head = ["", *(f"{model_name(model)}: found (at the floor)" for model in models), "target"]
+    text = measured_on(raw["machine"]) + "."
+    if raw["memory"]:
+        largest = max(raw["memory"], key=lambda each: each["peaks"]["upstream dynamic"])
+        each_kind = ", ".join(f"{kind} {n / 1e6:,.1f}" for kind, n in largest["peaks"].items())
+        text += (
+            f" One token more at {largest['context']:,} tokens of context of the {model_name(largest['model'])}, the most "
+            f"bytes in memory, in MB: {each_kind}."
+        )
+    return f"{table(head, rows)}\n\n{text}"
+
+
+def cache_result(raw: Raw) -> Result:
+    first = Comparison(**raw["first"]) if raw["first"] else None
+    parts = {"whole": Comparison(**raw["whole"]), "first": first}
+    return Result(**{**raw, **parts, "floor": Floor(**raw["floor"])})
+
+
+def cache_costs(raw: Raw) -> list[quantized_cache.Costs]:
+    return [
+        quantized_cache.Costs(**{**of, "costs": [quantized_cache.Cost(**c) for c in of["costs"]]})
+        for of in raw["costs"]
+    ]
+
+
+def quality_block(raw: Raw) -> str:
+    return quantized_cache.quality_table([quantized_cache.Quality(**q) for q in raw["quality"]])
+
+
+def quantized_block(raw: Raw) -> str:
+    """All targets, and the costs at the context that they are for."""
+    quality = [quantized_cache.Quality(**each) for each in raw["quality"]]
+    costs = cache_costs(raw)
+    context = quantized_cache.TARGET_CONTEXT
+    chosen = [c for c in costs if c.context == context]
+    verdicts = "\n".join(quantized_cache.verdicts(quality, costs))
+    return f"{quantized_cache.cost_table(chosen)}\n\n{measured_on(raw['machine'])}.\n\n{verdicts}"
+
+
+def quantized_summary(raw: Raw) -> str:
+    """One sentence about int4."""
+    full, int4 = (
+        next(q for q in raw["quality"] if q["name"] == name) for name in ("full precision", "int4")
+    )
+    rise = int4["token_by_token"] / full["token_by_token"] - 1
+    context = quantized_cache.TARGET_CONTEXT
+    shares, speeds = [], []
+    for costs in (each for each in cache_costs(raw) if each.context == context):
+        cost = next(each for each in costs.costs if each.name == "int4")
+        speeds.append(costs.speed(cost, costs.costs[0]).median)
+        if costs.dtype != "float32":
+            shares.append(cost.n_bytes / 2 / costs.numbers)
+    return (
+        f"The int4 cache at {context:,} tokens: {max(shares):.3f} of a half-precision cache, {rise:+.2%} perplexity, and "
+        f"{min(speeds):.2f} to {max(speeds):.2f} of the speed of upstream's dynamic cache. {measured_on(raw['machine'])}."
+    )
+
+
+def optimize_block(raw: Raw) -> str:
+    parts = [
+        "### Faster linear layers on a CPU",
+        "`python -m benchmarks.optimize`: `hfgen.optimize` beside upstream's better one of float32 and bfloat16, "
+        "greedy decoding, ms per token, and how many times faster. [docs/optimize.md](docs/optimize.md)",
+    ]
+    for name, of in raw["subjects"].items():
+        times = {}
+        for key, wall in of["seconds"].items():
+            way, _, count = key.removesuffix(" rows").rpartition(", ")
+            times[way, int(count)] = optimize.Times(way, int(count), wall)
+        counts = sorted({count for _, count in times})
+
+        def cell(way: str, count: int, times: Any = times) -> str:
+            mine = [each for (_, n), each in times.items() if n == count]
+            found = times.get((way, count))
+            if found is None:
+                return ""
+            ms = 1e3 * statistics.median(found.wall) / raw["new_tokens"]
+            gained = (
+                ""
+                if way in optimize.UPSTREAM
+                else f" · **{optimize.gain(found, mine).median:.2f}**"
+            )
+            return f"{ms:.2f}{gained}"
+
+        rows = [
+            [way, *(cell(way, count) for count in counts)]
+            for way in dict.fromkeys(way for way, _ in times)
+        ]
+        head = [model_name(name), *(f"{n} row{'s' * (n > 1)}" for n in counts)]
+        floor = f"To read the float32 weights once takes {of['floor']:.1f} ms."
+        parts.append(f"{table(head, rows)}\n\n{floor}")
+    parts.append(
+        f"{measured_on(raw['machine'])}. All figures: [optimize.md](benchmarks/results/optimize.md)."
+    )
+    return "\n\n".join(parts)
+
+
+#: Name of a block → the file of results, and what writes the block from it.
+BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
+    "overhead": ("overhead", overhead_block),
+    "speculation": ("speculation", speculation_block),
+    "engine": ("engine", engine_block),
+    "engine-drafting": ("engine", drafting_block),
+    "caches": ("caches", caches_block),
+    "quantized-summary": ("quantized_cache", quantized_summary),
+    "quantized-quality": ("quantized_cache", quality_block),
+    "quantized-costs": ("quantized_cache", quantized_block),
+    "optimize": ("optimize", optimize_block),
+}
+
+
+if __name__ == "__main__":
+    for path in pages():
+        before = path.read_text(encoding="utf-8")
+        if (after := updated(before)) != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"updated: {path.relative_to(ROOT)}")
