@@ -19,6 +19,7 @@ PAGES = [
     "engine.md",
     "evaluate.md",
     "grammars.md",
+    "inspect.md",
     "logprobs.md",
     "optimize.md",
     "samplers.md",
@@ -43,6 +44,7 @@ def test_code_runs(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where a page may write files
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where measured times are kept
     assert run_blocks(page, {"__name__": "page"}) > 0
     assert capsys.readouterr().out.strip()

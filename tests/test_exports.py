@@ -41,6 +41,7 @@ EXPORTS = [
     "recipe",
     "restore",
     "token_f1",
+    "trace",
     "unpatch",
 ]
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
     from .engine import Engine
     from .engine.many import generate_many
+    from .inspect import trace
     from .linears import optimize, optimized, restore
     from .logprobs import Logprobs, TokenLogprob
     from .mixin import GenerationMixin
@@ -75,6 +76,7 @@ __all__ = [
     "recipe",
     "restore",
     "token_f1",
+    "trace",
     "unpatch",
 ]
 
@@ -87,6 +89,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
     "engine": ["Engine"],
     "engine.many": ["generate_many"],
+    "inspect": ["trace"],
     "linears": ["optimize", "optimized", "restore"],
     "logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],

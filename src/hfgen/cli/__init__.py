@@ -1,4 +1,4 @@
-"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo``, ``serve`` and ``doctor``.
+"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo``, ``serve``, ``inspect`` and ``doctor``.
 
 Commands import torch and transformers when they run, so that ``--help`` does not wait.
 """
@@ -22,6 +22,7 @@ from hfgen.cli import (
     eval_generate,
     evaluate,
     generate,
+    inspect,
     serve,
 )
 from hfgen.cli.options import GenerationCommand
@@ -86,7 +87,7 @@ def hfgen(
         typer.echo(context.get_help())
 
 
-for _command in (generate.generate, chat.chat, compare.compare, batch.batch):
+for _command in (generate.generate, chat.chat, inspect.inspect, compare.compare, batch.batch):
     app.command(cls=GenerationCommand)(_command)
 app.command()(demo.demo)
 app.command()(bench.bench)

@@ -1,0 +1,79 @@
+"""``hfgen inspect``: a page that shows what happened at each token of a completion."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hfgen.cli import options
+from hfgen.cli.loading import load, quiet
+from hfgen.cli.measure import named_errors
+from hfgen.cli.report import CliError, say
+
+NEW_TOKENS = 48
+
+SUFFIXES = (".html", ".htm", ".json")
+
+
+def inspect(
+    context: typer.Context,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="PAGE.html", help="Where it goes; .json: the data."),
+    ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Texts to complete, a tab each; - or a pipe: standard input."),
+    ] = None,
+    model: options.ModelOption = "builtin",
+    assistant: options.AssistantOption = None,
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="Likely tokens to keep at each position.")
+    ] = 10,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
+) -> None:
+    """Complete prompts, and write a page that shows what happened at each token.
+
+    Probabilities, alternatives with their scores before and after each processor, entropy, the tree of
+    beams, drafts, grammars, times. The page is one file and needs no network. Every field of
+    GenerationConfig is an option, as in --temperature 0.8 --top-p 0.9 --num-beams 4.
+    """
+    fields: dict[str, Any] = context.obj
+    check_output(output)
+    given = [options.read_prompt(prompt) for prompt in prompts or (None,)]
+    with quiet(debug):
+        import hfgen
+
+        loaded = load(model, assistant, dtype, device, trust_remote_code)
+        config = options.generation_config(fields, loaded.model, NEW_TOKENS)
+        options.note_idle(fields, config, loaded.model)
+        kwargs = {**loaded.mode_kwargs(), "generation_config": config}
+        with named_errors():
+            trace = hfgen.trace(loaded.model, given, top=top, **kwargs)
+    try:
+        trace.save(output)
+    except OSError as error:
+        raise CliError(f"-o: cannot write {str(output)!r}: {error.strerror}") from error
+    size = output.stat().st_size
+    n_tokens = sum(len(sequence.tokens) for sequence in trace.sequences)
+    say(
+        f"{n_tokens} tokens of {len(trace.sequences)} sequences · {size / 1000:,.0f} kB in {output}"
+    )
+
+
+def check_output(path: Path) -> None:
+    """Raise ``CliError`` for a path that cannot be written, before anything is loaded."""
+    if path.suffix not in SUFFIXES:
+        raise CliError(f"-o takes a file that ends in {', '.join(SUFFIXES)}, but is {str(path)!r}")
+    if path.is_dir():
+        raise CliError(f"-o: {str(path)!r} is a folder: give a file")
+    if not path.parent.is_dir():
+        raise CliError(f"-o: there is no folder {str(path.parent)!r} to write to")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CliError(f"-o: {str(path)!r} may not be written")

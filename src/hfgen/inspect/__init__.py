@@ -1,0 +1,17 @@
+"""`hfgen.trace` and `hfgen inspect`: what happened in a call, token by token, as data and as a page."""
+
+from .records import Beam, Candidate, Draft, Prompt, Sequence, Stage, Step, Token, Trace
+from .tracing import trace
+
+__all__ = [
+    "Beam",
+    "Candidate",
+    "Draft",
+    "Prompt",
+    "Sequence",
+    "Stage",
+    "Step",
+    "Token",
+    "Trace",
+    "trace",
+]

@@ -1,0 +1,242 @@
+"""The page of ``hfgen inspect`` in a headless Chromium: what is there, and what pointer and keys do."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hfgen
+from hfgen.inspect import Trace
+from tests import tiny
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRIVER = shutil.which("chromedriver")
+HAS_ALL = CHROMIUM and DRIVER and importlib.util.find_spec("selenium")
+
+pytestmark = [
+    pytest.mark.skipif(not HAS_ALL, reason="needs chromium, chromedriver and selenium"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+PROMPT = "</script><i>if x:"
+
+
+def traces() -> dict[str, Trace]:
+    model, tokenizer = hfgen.mix_into(tiny.llama()), tiny.ascii_tokenizer()
+    assistant, length = tiny.llama(), {"max_new_tokens": 12, "eos_token_id": None}
+    sampled = {"do_sample": True, "temperature": 0.7, "top_k": 30, "top_p": 0.9, "seed": 1}
+    return {
+        "sampled": hfgen.trace(model, [PROMPT, "b"], tokenizer, **sampled, **length),
+        "beams": hfgen.trace(model, PROMPT, tokenizer, num_beams=3, **length),
+        "drafted": hfgen.trace(model, PROMPT, tokenizer, assistant_model=assistant, **length),
+        "ids": hfgen.trace(model, tiny.prompt(1), **length),
+        "nothing": hfgen.trace(model, "a", tokenizer, max_new_tokens=0),
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trace, Path]]:
+    folder, found = tmp_path_factory.mktemp("pages"), {}
+    for name, trace in traces().items():
+        trace.save(folder / f"{name}.html")
+        found[name] = trace, folder / f"{name}.html"
+    return found
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.add_argument("--window-size=1200,900")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+class Window:
+    """A page that is open."""
+
+    def __init__(self, driver: Any, path: Path) -> None:
+        self.driver = driver
+        driver.get(path.as_uri())
+
+    def all(self, selector: str) -> list[Any]:
+        return self.driver.find_elements("css selector", selector)
+
+    def text(self, selector: str) -> str:
+        return self.all(selector)[0].text
+
+    def run(self, script: str) -> Any:
+        return self.driver.execute_script(script)
+
+    def press(self, *keys: str) -> None:
+        from selenium.webdriver import ActionChains, Keys
+
+        for key in keys:
+            ActionChains(self.driver).send_keys(getattr(Keys, key)).perform()
+
+    def point_at(self, selector: str) -> None:
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).move_to_element(self.all(selector)[0]).perform()
+
+    @property
+    def selected(self) -> list[str]:
+        return [node.get_attribute("id") for node in self.all(".token[aria-selected=true]")]
+
+    @property
+    def errors(self) -> list[str]:
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+@pytest.mark.parametrize("name", ["sampled", "beams", "drafted", "ids", "nothing"])
+def test_every_token_is_there(name: str, chromium: Any, pages: Any) -> None:
+    trace, path = pages[name]
+    window = Window(chromium, path)
+    tokens = trace.sequences[0].tokens
+    found = window.run(
+        "return [...document.querySelectorAll('.token')].map(t => [t.ariaLabel, t.style.getPropertyValue('--t')])"
+    )
+    assert len(found) == len(tokens)
+    for (label, heat), token in zip(found, tokens, strict=True):
+        spelled = trace.spelling.get(token.token_id, f"#{token.token_id}").replace(" ", "␣")
+        assert label.startswith(f"{spelled}, ")
+        assert (float(heat) < 0.13) == (token.probability > 0.5)
+    if trace.prompts[0].text is not None:
+        assert window.text("#prompt") == trace.prompts[0].text
+    assert window.all("#prompt i") == []  # text, not HTML
+    assert window.errors == []
+
+
+def test_pointing_shows_a_token_and_clicking_keeps_it(chromium: Any, pages: Any) -> None:
+    trace, path = pages["sampled"]
+    window = Window(chromium, path)
+    first, fifth = (trace.sequences[0].tokens[n] for n in (0, 4))
+    assert f"id {first.token_id}" in window.text("#details")
+    window.point_at("#t4")
+    assert "5 of 12" in window.text("#details")
+    assert f"id {fifth.token_id}" in window.text("#details")
+    assert window.selected == ["t0"]
+    window.point_at("#title")
+    assert "1 of 12" in window.text("#details")
+    window.all("#t4")[0].click()
+    window.point_at("#title")
+    assert window.selected == ["t4"]
+    assert "5 of 12" in window.text("#details")
+    rows = window.all(".candidates tbody tr")
+    ids = {candidate.token_id for candidate in fifth.candidates} | {fifth.token_id}
+    assert len(rows) == len(ids)
+    assert len(window.all(".candidates tr.chosen")) == 1
+    heads = [cell.text for cell in window.all(".scores th")]
+    assert heads == ["token", "logits", "temperature 0.7", "top k 30", "top p 0.9"]
+
+
+def test_keys_move_from_token_to_token(chromium: Any, pages: Any) -> None:
+    window = Window(chromium, pages["sampled"][1])
+    window.run("document.getElementById('text').focus()")
+    window.press("ARROW_RIGHT", "ARROW_RIGHT")
+    assert window.selected == ["t2"]
+    window.press("ARROW_LEFT")
+    assert window.selected == ["t1"]
+    window.press("END", "ARROW_RIGHT")
+    assert window.selected == ["t11"]
+    window.press("HOME", "ARROW_LEFT")
+    assert window.selected == ["t0"]
+    assert (
+        window.run("return document.getElementById('text').getAttribute('aria-activedescendant')")
+        == "t0"
+    )
+
+
+def test_tabs_and_colours(chromium: Any, pages: Any) -> None:
+    trace, path = pages["sampled"]
+    window = Window(chromium, path)
+    tabs = window.all("[role=tab]")
+    assert len(tabs) == 2
+    tabs[1].click()
+    assert window.text("#prompt") == "b"
+    label = window.all("#t0")[0].get_attribute("aria-label")
+    assert label.startswith(trace.spelling[trace.sequences[1].tokens[0].token_id].replace(" ", "␣"))
+    heat = "return document.getElementById('t3').style.getPropertyValue('--t')"
+    before = window.run(heat)
+    window.all("#colours button")[2].click()
+    entropy = trace.sequences[1].tokens[3].entropy
+    assert float(window.run(heat)) == pytest.approx(min(1, entropy / 8), abs=0.01)
+    assert window.run(heat) != before
+
+
+def test_beams_and_drafts(chromium: Any, pages: Any) -> None:
+    trace, path = pages["beams"]
+    window = Window(chromium, path)
+    nodes = sum(len(nodes) for nodes in trace.beams[0])
+    assert len(window.all("#tree g[role=img]")) == nodes
+    returned = [beam for nodes in trace.beams[0] for beam in nodes if beam.fate == "returned"]
+    assert len(window.all("#tree g.returned")) == len(returned) == 12
+    assert not window.all("#rounds")[0].is_displayed()
+    window.run("document.getElementById('tree').focus()")
+    window.press("ARROW_RIGHT")
+    assert "Step 2" in window.text("#beam")
+
+    trace, path = pages["drafted"]
+    window = Window(chromium, path)
+    drafts = [draft for step in trace.steps for draft in step.drafts]
+    assert len(window.all("#drafts li")) == len(drafts) > 0
+    n_accepted = sum(draft.n_accepted for draft in drafts)
+    assert len(window.all("#drafts .accepted")) == n_accepted
+    assert len(window.all(".token.drafted")) == n_accepted
+    assert not window.all("#beams")[0].is_displayed()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["sampled", "beams", "drafted"])
+def test_text_can_be_read_on_a_phone_in_light_and_dark(
+    name: str, scheme: str, chromium: Any, pages: Any
+) -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        window = Window(chromium, pages[name][1])
+        widths = window.run("return [document.documentElement.scrollWidth, innerWidth]")
+        assert widths[0] <= widths[1] == 390
+        assert window.run(CONTRAST) >= 4.5  # WCAG 2.2, level AA
+    finally:
+        chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+#: The least contrast of the text of tokens, prompts and hints with what is behind it.
+CONTRAST = """
+const context = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
+function rgb(colours) {
+  context.clearRect(0, 0, 1, 1);
+  for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }
+  return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+}
+function luminance(colour) {
+  const [r, g, b] = colour.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+function contrast(node) {
+  const behind = [];
+  for (let at = node; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+  const [a, b] = [luminance(rgb([...behind, getComputedStyle(node).color])), luminance(rgb(behind))].sort((x, y) => y - x);
+  return (a + 0.05) / (b + 0.05);
+}
+document.querySelectorAll('.token').forEach((node) => node.style.setProperty('transition', 'none'));
+document.querySelector('.token').style.setProperty('--t', '1');
+const nodes = document.querySelectorAll('.token, #prompt, .hint, #summary, dt, dd, td, th, .chip, .legend span, button');
+return Math.min(...[...nodes].map(contrast));
+"""
