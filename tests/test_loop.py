@@ -82,6 +82,7 @@ def a_run(synced: bool = False, **config: Any) -> Any:
         observers=[],
         streamer=None,
         call=None,
+        ahead=None,
         speculation=None,
     )
 

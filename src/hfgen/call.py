@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
     from transformers.utils import ModelOutput
 
+    from .execution.ahead import Ahead
     from .execution.prompt_logits import Body
     from .modes import Mode
     from .outputs import Speculation
@@ -105,13 +106,11 @@ class Call:
     #: The written prompt; the fields below are written by the stages in this order.
     prompt: Prompt | None = None
     prompt_length: int = 0  # tokens: stop strings are looked for after it
-    #: Written by ``inputs.prepare_ids``; taken by the prefill.
-    shared_prompt: SharedPrompt | None = None
+    shared_prompt: SharedPrompt | None = None  # by ``inputs.prepare_ids``; the prefill takes it
     processors: Any = None
     criteria: Any = None
-    #: The ``PrefixCache`` that it may use; and its use of it, written by ``prefix.begin``.
-    prefixes: Any = None
-    prefix_session: Any = None
+    prefixes: Any = None  # the ``PrefixCache`` that it may use
+    prefix_session: Any = None  # its use of it, written by ``prefix.begin``
     started: float = field(default_factory=time.perf_counter)  # when the call began
 
     def __post_init__(self) -> None:
@@ -215,12 +214,10 @@ class Run:
     finished: bool = False
     #: Processed scores of each step, if asked for, as stopping criteria see them; written by ``step``.
     scores: tuple[torch.Tensor, ...] | None = None
-    #: How well drafting went; written by ``strategies/assisted.py``.
-    speculation: Speculation | None = None
+    speculation: Speculation | None = None  # how drafting went; by ``strategies/assisted.py``
     #: Rows of one prompt share its forward pass and its part of the cache; written by ``execution``.
     shares_prompts: bool = False
-    #: The cache has fewer rows than ``ids``; written by ``execution.active_rows``.
-    rows_have_left: bool = False
+    rows_have_left: bool = False  # the cache has fewer than ``ids``; by ``execution.active_rows``
     tokenizer: Any = None
     streamer: BaseStreamer | None = None
     #: What each prompt asks for, where they differ.
@@ -229,8 +226,9 @@ class Run:
     row_choice: RowChoice | None = None
     #: Told of each step by ``loop.drive``; written by ``loop.begin``.
     observers: list[Observer] = field(default_factory=list)
-    #: Attributes of the output that are hfgen's own; written by ``finish`` of observers.
-    extras: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)  # hfgen's own attributes of the output
+    ahead: Ahead | None = None  # reads stop flags late; written by ``execution.ahead``
+    is_streamed: bool = False  # somebody waits for each token
     body: Body | None = None  # keeps what the prefill gives besides logits, for ``prompt_logprobs``
 
     def __post_init__(self) -> None:
@@ -252,6 +250,7 @@ class Run:
         kwargs = {name: value for name, value in model_kwargs.items() if name not in OF_MODES}
         run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
         run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
+        run.is_streamed = run.streamer is not None
         if run.call is not None:
             run.rows, keys = run.call.rows, run.call.row_keys
             if keys is not None:
@@ -303,6 +302,7 @@ class Strategy(Protocol):
 
     What else it can do is declared by attributes of its class, and not assumed otherwise:
 
+    * ``checks_late = True``: its ``stop`` reads flags by ``check``, maybe behind the next ``forward``.
     * ``continues_cache = True``: its prefill forwards only what the cache lacks (``PrefixCache``).
     * ``joins = True``: its rows may be forwarded with those of other calls (``hfgen.Engine``).
     * ``drops_rows = True``: rows that have finished may leave the batch (``drop_finished``).

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from . import logprobs
+from .execution import ahead
 from .kinds import is_zero
 from .logprobs.prompt import PromptRecorder
 from .outputs import GenerateOutput, Recording
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
     """Decode until every sequence is finished, yielding each step; closing the iterator stops it."""
-    outputs = strategy.prefill(run)  # None: the first forward takes the prompt itself
+    may_check_late = ahead.ALWAYS or not run.ids.is_cpu
+    with ahead.decided(run, strategy) if may_check_late else nullcontext():
+        outputs = strategy.prefill(run)  # None: the first forward takes the prompt itself
     with strategy.decoding(run):
         while unfinished(run):
             if outputs is None:
@@ -35,7 +38,11 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
             step = strategy.step(run, outputs)
             outputs = None
             strategy.stop(run)
-            yield step
+            if run.ahead is None or run.ahead.asked is None:
+                yield step
+                continue
+            with ahead.forward_ahead(run, strategy) as outputs:
+                yield step
 
 
 def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:

@@ -22,17 +22,26 @@ ModuleTensors = dict[tuple[int, str], tuple[torch.Tensor, int | None]]
 def counts_rows(model: Any, model_kwargs: ModelKwargs, n_rows: int) -> bool:
     """Whether a hook that is not ``is_row_wise``, or a list with an entry per row, needs all rows."""
     lists = (value for value in model_kwargs.values() if isinstance(value, list | tuple))
-    hooks = (
-        hook
-        for module in model.modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    )
-    return any(len(value) == n_rows for value in lists) or not all(map(_is_row_wise, hooks))
+    return any(len(value) == n_rows for value in lists) or not all(map(_is_row_wise, _hooks(model)))
+
+
+def has_own_hooks(model: Any) -> bool:
+    """Whether a hook is of no library that is known: it may count forwards, say."""
+    return not all(map(_is_librarys, _hooks(model)))
+
+
+def _hooks(model: Any) -> Iterator[Any]:
+    for module in model.modules():
+        yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
 
 
 def _is_row_wise(hook: Any) -> bool:
     if (said := getattr(hook, "is_row_wise", None)) is not None:
         return bool(said)
+    return _is_librarys(hook)
+
+
+def _is_librarys(hook: Any) -> bool:
     hook = getattr(hook, "func", hook)  # of a partial
     return str(getattr(hook, "__module__", "")).partition(".")[0] in LIBRARIES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,13 +23,15 @@ class NextToken:
     continues_cache = shares_prefill = streams = True
     takes_rows = joins = False
     drops_rows = False
+    checks_late = False
     tokens_ahead = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """What a class does in its own way is not assumed to do what this one does, unless it is declared."""
         super().__init_subclass__(**kwargs)
-        if "joins" not in vars(cls):
-            cls.joins = False
+        for name in ("joins", "checks_late"):
+            if name not in vars(cls):
+                setattr(cls, name, False)
         for name in ("continues_cache", "shares_prefill") if "prefill" in vars(cls) else ():
             if name not in vars(cls):
                 setattr(cls, name, False)
@@ -50,6 +53,14 @@ class NextToken:
 
     def forward(self, run: Run) -> ModelOutput:
         return self.executor.forward(run, self.active.ids(run))
+
+    def check(self, run: Run, settle: Callable[[list[int]], None], *flags: torch.Tensor) -> None:
+        """Let ``settle`` have the values of ``flags``, scalars: now, or behind the next forward."""
+        if run.ahead is None:
+            settle(self.invalid.read(*flags))
+        else:
+            gathered = self.invalid.gathered(*flags)
+            run.ahead.ask(gathered, lambda values: settle(self.invalid.checked(values, len(flags))))
 
 
 def padding(run: Run) -> torch.Tensor | None:
@@ -120,11 +131,17 @@ class InvalidScores:
         """The values of ``facts``, scalars, in one read of the device; raises as ``raise_any`` does."""
         if self.since is None and facts[0].is_cpu:
             return [int(fact) for fact in facts]
-        noted = [] if self.since is None else [(self.since >= 0).any()]
-        values: list[int] = torch.stack([*facts, *noted]).tolist()
-        if noted and values.pop():
+        return self.checked(self.gathered(*facts).tolist(), len(facts))
+
+    def gathered(self, *facts: torch.Tensor) -> torch.Tensor:
+        """``facts``, scalars, as one tensor to be read, and behind them whether scores were invalid."""
+        return torch.stack([*facts, *([] if self.since is None else [(self.since >= 0).any()])])
+
+    def checked(self, values: list[int], n_facts: int) -> list[int]:
+        """Those of the values of ``gathered`` that are facts; raises as ``raise_any`` does."""
+        if any(values[n_facts:]):
             self.raise_any()
-        return values
+        return values[:n_facts]
 
     def raise_any(self) -> None:
         """Raise ``InvalidScoresError`` if scores have been invalid."""

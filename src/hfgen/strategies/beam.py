@@ -30,7 +30,7 @@ class Beam(NextToken):
     are drawn without replacement. They are enough to go on with even if the best all end in an EOS.
     """
 
-    drops_rows = joins = takes_rows = True
+    drops_rows = joins = takes_rows = checks_late = True
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:
@@ -225,14 +225,17 @@ class Beam(NextToken):
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
         is_open = self.is_open(run)
-        all_done, is_full, can_improve, n_open = self.invalid.read(
-            self.all_done, self.finished.is_done.all(), self.can_improve.any(), is_open.sum()
-        )
-        is_full = run.config.early_stopping is True and is_full
-        run.finished = bool(all_done or is_full or not can_improve)
-        if self.active.may_leave and not run.finished:
-            rows = is_open.expand(-1, self.beams).flatten()
-            self.active.keep(run, rows, n_open * self.beams)
+
+        def settle(values: list[int]) -> None:
+            all_done, is_full, can_improve, n_open = values
+            is_full = run.config.early_stopping is True and is_full
+            run.finished = bool(all_done or is_full or not can_improve)
+            if self.active.may_leave and not run.finished:
+                rows = is_open.expand(-1, self.beams).flatten()
+                self.active.keep(run, rows, n_open * self.beams)
+
+        is_full, can_improve = self.finished.is_done.all(), self.can_improve.any()
+        self.check(run, settle, self.all_done, is_full, can_improve, is_open.sum())
 
     def is_open(self, run: Run) -> torch.Tensor:
         """``(batch, 1)``: whether anything may still change what is returned for a prompt."""

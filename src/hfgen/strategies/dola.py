@@ -27,6 +27,8 @@ class Dola(Sample):
     from its own by Jensen-Shannon divergence.
     """
 
+    checks_late = True
+
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:
         """Raise ``ValueError`` for a model or layers that this mode cannot decode with."""

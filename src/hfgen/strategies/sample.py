@@ -20,7 +20,7 @@ from .base import NextToken, padding
 class Sample(NextToken):
     """The likeliest token, or one drawn with the probability that the scores give it."""
 
-    drops_rows = joins = may_compile = takes_rows = True
+    drops_rows = joins = may_compile = takes_rows = checks_late = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -85,12 +85,16 @@ class Sample(NextToken):
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
         self.was_unfinished = self.unfinished
-        if done.is_cpu and not any(done.tolist()):  # most steps end no row
+        if done.is_cpu and run.ahead is None and not any(done.tolist()):  # most steps end no row
             return
         self.unfinished = self.unfinished & ~done
-        (n_unfinished,) = self.invalid.read(self.unfinished.sum())
-        run.finished = n_unfinished == 0
-        self.active.keep(run, self.unfinished, n_unfinished)
+
+        def settle(values: list[int]) -> None:
+            (n_unfinished,) = values
+            run.finished = n_unfinished == 0
+            self.active.keep(run, self.unfinished, n_unfinished)
+
+        self.check(run, settle, self.unfinished.sum())
 
     def row_ends(self, run: Run) -> list[int | None]:
         length = run.ids.shape[1]

@@ -45,7 +45,7 @@ class Rows:
     """
 
     def __init__(self, run: Run, strategy: Strategy) -> None:
-        self.run, self.strategy = run, strategy
+        self.run, self.strategy, run.is_streamed = run, strategy, True
         self.streams = getattr(strategy, "streams", True)
         self.prompt_length = run.ids.shape[1]
         #: Whether hypotheses are returned; only the best of each prompt is settled before the end.

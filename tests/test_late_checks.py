@@ -1,0 +1,319 @@
+"""Stop flags that are read behind the next forward give what flags give that are read at once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfgen
+from hfgen.execution import ahead
+from hfgen.strategies.sample import Sample
+from tests import tiny
+from tests.parity.harness import Case, compare, draw_case, ours, run
+from tests.parity.invariants import MANY_EOS
+from tests.simulated_accelerator import Accelerator, on_device, to_device, to_host
+
+SEED, COUNT = 3, 250
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Within the test all calls check late that can; how many forwards were ahead, and undone."""
+    counts = Counter[str]()
+    forward, undo = ahead.forward_ahead, ahead._undo
+
+    def counted(*args: Any) -> Any:
+        counts["ahead"] += 1
+        return forward(*args)
+
+    def counted_undo(*args: Any) -> None:
+        counts["undone"] += 1
+        undo(*args)
+
+    monkeypatch.setattr(ahead, "ALWAYS", True)
+    monkeypatch.setattr(ahead, "forward_ahead", counted)
+    monkeypatch.setattr(ahead, "_undo", counted_undo)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return hfgen.mix_into(tiny.llama())
+
+
+def prompt(rows: int) -> Tensor:
+    return tiny.prompt(rows, seed=2)
+
+
+@pytest.fixture(scope="module")
+def eos(model: nn.Module) -> int:
+    """The fourth token that the first row generates, which is none of its first three."""
+    tokens = model.generate(prompt(1), eos_token_id=None, max_new_tokens=4)[0, -4:].tolist()
+    assert tokens[3] not in tokens[:3]
+    return int(tokens[3])
+
+
+# ---------------------------------------------------------------- the same in every mode
+
+
+def drawn() -> list[Case]:
+    """Random calls that an EOS may end early."""
+    rng = random.Random(SEED)
+    cases = [draw_case(rng) for _ in range(COUNT)]
+    return [
+        replace(case, options={**case.options, "eos_token_id": MANY_EOS})
+        if "eos_token_id" in case.options or case.seed % 2
+        else case
+        for case in sorted(cases, key=lambda case: case.family)
+    ]
+
+
+def test_random_calls_of_all_families(late: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, scores, caches, streamers, exceptions, warnings, and the state of torch's generator."""
+    failed, modes = [], Counter[str]()
+    for case in drawn():
+        monkeypatch.setattr(ahead, "ALWAYS", False)
+        at_once = run(ours(case.family), case)
+        monkeypatch.setattr(ahead, "ALWAYS", True)
+        before = late["undone"]
+        found = compare(at_once, run(ours(case.family), case), 0.0)
+        failed += [line for line in [*found, case.command] if found]
+        modes[case.mode] += late["undone"] - before
+    assert not failed, "\n".join(failed)
+    assert late["ahead"] > COUNT
+    assert sum(modes.values()) > COUNT / 10
+    assert len([mode for mode, n in modes.items() if n]) >= 4, modes
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "seeds": {"do_sample": True, "seed": [3, 4]},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "a value per prompt": {"max_new_tokens": [5, 12], "temperature": [0.5, 1.5], "do_sample": True},
+    "beams": {"num_beams": 3},
+    "beam sampling": {"num_beams": 2, "do_sample": True},
+    "DoLa": {"dola_layers": "high"},
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "repeats": {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}},
+    "static": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_everything_that_an_output_has(
+    model: nn.Module, late: Counter[str], eos: int, mode: str, n_rows: int
+) -> None:
+    """Also the reasons, log-probabilities and cache, and a call that goes on from that cache."""
+    kwargs: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "eos_token_id": [eos, 5, 6, 7],
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+        "logprobs": 2,
+        **MODES[mode],
+    }
+    if n_rows == 1:
+        kwargs = {
+            n: v[0] if isinstance(v, list) and n != "eos_token_id" else v for n, v in kwargs.items()
+        }
+    found = []
+    for always in (False, True):
+        ahead.ALWAYS = always
+        torch.manual_seed(1)
+        output = model.generate(prompt(n_rows), **kwargs)
+        found.append((output, torch.get_rng_state()))
+    (at_once, state), (checked_late, late_state) = found
+    assert checked_late.sequences.equal(at_once.sequences)
+    assert late_state.equal(state)
+    assert checked_late.finish_reasons == at_once.finish_reasons
+    assert list(checked_late.logprobs) == list(at_once.logprobs)
+    for name in ("scores", "logits"):
+        pairs = zip(getattr(checked_late, name), getattr(at_once, name), strict=True)
+        assert all(a.equal(b) for a, b in pairs)
+    assert len(checked_late.hidden_states) == len(at_once.hidden_states)
+    cache, other = checked_late.past_key_values, at_once.past_key_values
+    if cache is None:
+        assert mode == "no cache"
+    else:
+        assert int(cache.get_seq_length()) == int(other.get_seq_length())
+        if "beam" not in mode and mode not in ("static", "several"):  # full, of other rows
+            more = [
+                model.generate(
+                    each.sequences, past_key_values=each.past_key_values, max_new_tokens=3
+                )
+                for each in (checked_late, at_once)
+            ]
+            assert more[0].equal(more[1])
+    assert late["ahead"]
+
+
+def test_an_end_is_undone(model: nn.Module, late: Counter[str], eos: int) -> None:
+    """One forward more, of which the caller's cache keeps nothing."""
+    cache = hfgen.caches.dynamic.GrowingCache(config=model.config)
+    ids = prompt(1)
+    out = model.generate(ids, eos_token_id=eos, max_new_tokens=9, past_key_values=cache)
+    assert out.shape[1] == ids.shape[1] + 4
+    assert cache.get_seq_length() == out.shape[1] - 1
+    assert late == {"ahead": 4, "undone": 1}
+
+
+def test_a_length_ends_without_a_forward_ahead(
+    model: nn.Module, late: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards = []
+    forward = Sample.forward
+    monkeypatch.setattr(Sample, "forward", lambda *a: forwards.append(1) or forward(*a))
+    model.generate(prompt(1), eos_token_id=96, max_new_tokens=6)
+    assert len(forwards) == 5  # and the prefill
+    assert late["undone"] == 0
+
+
+def test_a_closed_stream_leaves_the_cache_as_it_is_at_once(
+    model: nn.Module, late: Counter[str]
+) -> None:
+    lengths = []
+    for always in (False, True):
+        ahead.ALWAYS = always
+        cache = hfgen.caches.dynamic.GrowingCache(config=model.config)
+        with model.stream(
+            prompt(1), eos_token_id=96, past_key_values=cache, max_new_tokens=9
+        ) as stream:
+            next(stream), next(stream)
+        lengths.append(cache.get_seq_length())
+    assert lengths[0] == lengths[1]
+    assert late["undone"] == 1
+
+
+def test_streams_and_stops_of_text(late: Counter[str]) -> None:
+    model, tokenizer = hfgen.builtin_model()
+    ids = torch.tensor([tokenizer("def add(a, b):\n").input_ids])
+    kwargs = {"tokenizer": tokenizer, "stop_strings": ["\n"], "max_new_tokens": 30}
+    found = []
+    for always in (False, True):
+        ahead.ALWAYS = always
+        output = model.generate(ids, return_dict_in_generate=True, **kwargs)
+        events = list(model.stream(ids, **kwargs))
+        found.append((output.sequences.tolist(), output.texts, output.finish_reasons, events))
+    assert found[0] == found[1]
+    assert late["undone"] == 2
+
+
+def test_prefix_caches_store_the_same(model: nn.Module, late: Counter[str], eos: int) -> None:
+    found = []
+    for always in (False, True):
+        ahead.ALWAYS = always
+        prefixes = hfgen.PrefixCache()
+        for _ in range(2):
+            out = model.generate(
+                prompt(1), eos_token_id=eos, max_new_tokens=9, prefix_cache=prefixes
+            )
+        found.append((out.tolist(), prefixes.stats))
+    assert found[0] == found[1]
+    assert late["undone"] == 2
+
+
+# ---------------------------------------------------------------- where flags are read at once
+
+
+def test_what_sees_each_forward_or_draws_in_it_checks_at_once(
+    model: nn.Module, late: Counter[str], eos: int
+) -> None:
+    kwargs = {"eos_token_id": [eos, 96], "max_new_tokens": 9}
+    model.generate(prompt(2), drop_finished=True, **kwargs)
+    assert not late, "rows leave between two forwards"
+
+    handle = model.model.norm.register_forward_hook(lambda *args: None)
+    try:
+        model.generate(prompt(1), **kwargs)
+    finally:
+        handle.remove()
+    assert not late, "somebody may count forwards"
+
+    noisy = hfgen.mix_into(tiny.llama(attention_dropout=0.5))
+    noisy.train()
+    noisy.generate(prompt(1), **kwargs)
+    assert not late, "a forward draws"
+
+    model.generate(prompt(1), eos_token_id=None, max_new_tokens=9)
+    assert not late, "the host knows the length"
+
+
+def test_a_subclass_has_to_declare_it(model: nn.Module, late: Counter[str]) -> None:
+    class Own(Sample):
+        def stop(self, run: Any) -> None:
+            super().stop(run)
+
+    class Declared(Own):
+        checks_late = True
+
+    for strategy, expected in ((Own, False), (Declared, True)):
+        recipe = hfgen.recipe(strategy)
+        model.generate(prompt(1), custom_generate=recipe, eos_token_id=96, max_new_tokens=4)
+        assert bool(late) == expected
+
+
+def test_a_cpu_checks_at_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise AssertionError("checked late")
+
+    monkeypatch.setattr(ahead, "forward_ahead", fail)
+    model.generate(prompt(2), max_new_tokens=5)
+
+
+def test_invalid_scores_raise_and_undo(late: Counter[str]) -> None:
+    model = on_device(hfgen.mix_into(tiny.llama()))
+    cache = hfgen.caches.dynamic.GrowingCache(config=model.config)
+
+    def spoil(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores * float("nan") if ids.shape[1] == start + 2 else scores
+
+    ids = to_device(prompt(1))
+    start = ids.shape[1]
+    with Accelerator(), pytest.raises(hfgen.InvalidScoresError, match="step 2"):
+        model.generate(
+            ids, logits_processor=[spoil], eos_token_id=96, past_key_values=cache, max_new_tokens=9
+        )
+    assert cache.get_seq_length() == start + 2
+    assert late["undone"] == 1
+
+
+# ---------------------------------------------------------------- what it is for
+
+
+@pytest.fixture(scope="module")
+def device_model(model: nn.Module) -> nn.Module:
+    return on_device(model)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "seeds", "beams", "static"])
+def test_the_read_comes_behind_the_next_forward(
+    model: nn.Module, device_model: nn.Module, late: Counter[str], mode: str
+) -> None:
+    """In each step: the kernels of a forward, the read of the flags before it, the choice."""
+    kwargs = {"eos_token_id": 96, "max_new_tokens": 7, "disable_compile": True, **MODES[mode]}
+    torch.manual_seed(0)
+    expected = model.generate(prompt(2), **kwargs)
+    torch.manual_seed(0)
+    with Accelerator(device_model) as accelerator:
+        tokens = device_model.generate(to_device(prompt(2)), **kwargs)
+    assert to_host(tokens).equal(expected)
+    steps = accelerator.steps()[1:]
+    assert len(steps) == 6
+    for step in steps[:-1]:
+        logits = max(i for i, event in enumerate(step) if event.name in ("mm", "addmm", "bmm"))
+        (read,) = (i for i, event in enumerate(step) if event.kind == "read")
+        choice = [
+            i for i, event in enumerate(step) if event.name in ("argmax", "topk", "multinomial")
+        ]
+        assert logits < read < min(choice)
