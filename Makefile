@@ -82,6 +82,7 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 
 tables: $(VENV)/installed ## Write the tables of README and docs/ from benchmarks/results.
 	@$(BIN)/python scripts/update_readme_tables.py
+	@$(BIN)/python -m benchmarks.sampling
 
 clean: ## Remove the environments and all caches.
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

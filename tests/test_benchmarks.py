@@ -19,6 +19,7 @@ from benchmarks import (
     logprobs,
     optimize,
     overhead,
+    sampling,
     side_by_side,
     speculation,
     stopping,
@@ -395,6 +396,28 @@ def test_controls_over_long_outputs(tmp_path: Path) -> None:
     }
     assert text.count("\n| ") == 1 + len(curves)
     assert len(json.loads((tmp_path / "controls.json").read_text())["curves"]) == len(curves)
+
+
+def test_sampling_from_a_large_vocabulary(tmp_path: Path) -> None:
+    model = controls.build(vocab=9000)
+    results = [sampling.measure(model, case, 2, 2) for case in sampling.CASES]
+    for result in results:
+        assert len(result.upstream) == len(result.uniforms) == 2
+        assert min(*result.hfgen, *result.seeded) > 0
+    text = sampling.write(results, sampling.machine(), 9000, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"sampling.md", "sampling.json"}
+    assert text.count("\n| ") == 1 + len(results)
+    assert len(json.loads((tmp_path / "sampling.json").read_text())["results"]) == len(results)
+
+
+@pytest.mark.parametrize(
+    ("ours", "word"), [(2.0, "10.0 times faster (target 3: met)"), (10.0, "missed")]
+)
+def test_targets_of_sampling(ours: float, word: str) -> None:
+    case = next(iter(sampling.CASES))
+    results = [sampling.Result(case, n, [20.0], [ours * 8 / n], [1.0], [1.0]) for n in (1, 8)]
+    assert word in sampling.verdict(results)
+    assert "20.0 times faster (target 15: met)" in sampling.verdict(results)
 
 
 def test_what_is_flat() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 import transformers
 from hypothesis import given, settings
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, WatermarkingConfig
 
 from hfgen import processors
-from hfgen.processors import lengths, ngrams, repetition, sampling, vocabulary
+from hfgen.processors import lengths, ngrams, repetition, vocabulary
 from hfgen.processors.lists import public_type
 from tests.versions import IS_5_23
 
@@ -228,57 +226,6 @@ def test_encoder_no_repeat_ngram(
     )
     ids, scores = draw_ids(count * beams, length, seed), draw_scores(count * beams, seed, dtype)
     assert_same(ours, theirs, ids, scores)
-
-
-top_ps = st.sampled_from([0.0, 0.1, 0.5, 0.75, 0.9, 0.999, 1.0])
-
-
-@repeatable
-@given(rows, seeds, dtypes, top_ps, st.integers(1, 3), st.integers(0, 6))
-def test_top_p_of_a_few_tokens(
-    count: int, seed: int, dtype: torch.dtype, top_p: float, keep: int, left: int
-) -> None:
-    scores = draw_scores(count, seed, dtype, vocab=40)
-    if left:
-        scores = transformers.TopKLogitsWarper(left)(None, scores)
-    ours, theirs = (
-        module.TopPLogitsWarper(top_p, min_tokens_to_keep=keep)
-        for module in (sampling, transformers)
-    )
-    with mock.patch.object(sampling, "SORTED_AT_ONCE", 0):
-        assert_same(ours, theirs, draw_ids(count, 1, seed), scores)
-
-
-@repeatable
-@given(seeds, st.integers(1, 5))
-def test_top_p_at_the_cut(seed: int, dropped: int) -> None:
-    scores = torch.full((1, 40), -math.inf)
-    scores[0, 3:9] = torch.randn(6, generator=torch.Generator().manual_seed(seed))
-    sums = scores.sort().values.softmax(dim=-1).cumsum(dim=-1)
-    top_p = 1 - sums[0, 33 + dropped].item()  # the last sum that is small enough
-    ours, theirs = (module.TopPLogitsWarper(top_p) for module in (sampling, transformers))
-    with mock.patch.object(sampling, "SORTED_AT_ONCE", 0):
-        assert ours(draw_ids(1, 1, 0), scores).isfinite().sum() == 6 - dropped
-        assert_same(ours, theirs, draw_ids(1, 1, 0), scores)
-
-
-@settings(repeatable, max_examples=15)
-@given(rows, seeds, top_ps, st.sampled_from([1, 50, 2000]))
-def test_top_p_in_a_large_vocabulary(count: int, seed: int, top_p: float, left: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    scores = torch.randn(count, 20_000, generator=random) * 3
-    scores = transformers.TopKLogitsWarper(left)(None, scores)
-    ours, theirs = (module.TopPLogitsWarper(top_p) for module in (sampling, transformers))
-    assert_same(ours, theirs, draw_ids(count, 1, seed), scores)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_top_p_of_invalid_scores(value: float) -> None:
-    scores = transformers.TopKLogitsWarper(4)(None, torch.arange(40.0).repeat(2, 1))
-    scores[0, 3] = value
-    ours, theirs = (module.TopPLogitsWarper(0.5) for module in (sampling, transformers))
-    with mock.patch.object(sampling, "SORTED_AT_ONCE", 0):
-        assert_same(ours, theirs, draw_ids(2, 1, 0), scores)
 
 
 # Whole lists: any combination of options, upstream's builder against hfgen's

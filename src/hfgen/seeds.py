@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import survivors
+
 if TYPE_CHECKING:
     from .rows import RowParams
 
@@ -19,9 +21,6 @@ if TYPE_CHECKING:
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
-
-#: Of so many scores, or less, noise is made for those that a sampler has left, on the CPU.
-SPARSE = 1 / 4
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -77,15 +76,11 @@ def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Ten
 def perturbed(scores: torch.Tensor, keys: torch.Tensor, position: int) -> torch.Tensor:
     """``scores (rows, n)`` plus the noise of ``keys (rows,)`` at a position of the generated text.
 
-    On the CPU, noise is made only for scores that samplers have left above -inf.
+    On the CPU, noise is made only for scores that samplers have left above -inf, where these are few.
     """
-    if scores.is_cpu:
-        left = scores > -torch.inf
-        if int(left.sum()) <= SPARSE * scores.numel():
-            rows, tokens = left.nonzero(as_tuple=True)
-            noisy = torch.full_like(scores, -torch.inf)
-            noisy[rows, tokens] = scores[rows, tokens] + gumbel(keys[rows], position, tokens)
-            return noisy
+    if (left := survivors.left_in(scores)) is not None:
+        left.values = left.values + gumbel(keys[:, None], position, left.tokens)
+        return left.scores()
     tokens = torch.arange(scores.shape[1], device=scores.device)
     if not scores.is_cpu:
         return scores + gumbel(keys[:, None], position, tokens)
@@ -129,6 +124,17 @@ class RowChoice:
 
     def choose(self, scores: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``(rows,)``, and in which rows there is none to choose: NaN, or nothing left."""
+        if (left := survivors.left_in(scores)) is not None:
+            return self._among(left, length), torch.zeros_like(self.keys, dtype=torch.bool)
         tokens = self.perturbed(scores, length).argmax(dim=-1)  # NaN counts as the largest
         chosen = scores.gather(1, tokens[:, None]).squeeze(1)
         return tokens, chosen.isnan() | (chosen == -torch.inf)
+
+    def _among(self, left: survivors.Survivors, length: int) -> torch.Tensor:
+        """Tokens ``(rows,)``, chosen from those that are left."""
+        values = left.values + gumbel(self.keys[:, None], length - self.prompt_length, left.tokens)
+        if self.is_sampled is not None:
+            values = torch.where(self.is_sampled[:, None], values, left.values)
+        # Of equals the first of the vocabulary is chosen, as from all.
+        is_best = values == values.amax(dim=1, keepdim=True)
+        return left.tokens.masked_fill(~is_best, left.vocab).amin(dim=1)

@@ -31,7 +31,6 @@ from . import (
     ngrams,
     per_row,
     repetition,
-    sampling,
     temperature,
     truncation,
     vocabulary,
@@ -177,7 +176,7 @@ FINAL: list[Builder] = [
         reads=("thinking_start", "thinking_end", "thinking_message"),
     ),
     OfAll("grammar", grammar.no_token_left),
-    Row("watermarking_config", sampling.watermark),
+    Row("watermarking_config", vocabulary.watermark),
     Row("renormalize_logits", lambda flag, c: LogitNormalization(), lambda flag: flag is not True),
 ]
 

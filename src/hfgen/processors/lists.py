@@ -13,6 +13,7 @@ import transformers
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from ..logs import logger
+from . import fused
 
 
 class LogitsProcessorList(transformers.LogitsProcessorList):
@@ -27,15 +28,21 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
         processor lacks an argument, or returns anything but scores over the same vocabulary.
         """
         given = scores
+        fusible: list[Any] = []
         for processor in self:
             kind: Any = type(processor)
+            if kind in fused.STEPS:
+                fusible.append(processor)
+                continue
+            if fusible:
+                scores, fusible = fused.apply(fusible, input_ids, scores), []
             extra = extra_arguments(kind)
             if missing := [name for name in extra if name not in kwargs]:
                 raise ValueError(f"{kind.__name__} needs the arguments {missing}.")
             scores = processor(input_ids, scores, **(kwargs if extra else {}))
             if not is_librarys(kind):
                 _check_scores(processor, scores, given, len(input_ids))
-        return scores
+        return fused.apply(fusible, input_ids, scores) if fusible else scores
 
 
 def _check_scores(processor: Any, scores: Any, given: torch.Tensor, n_rows: int) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation import logits_process as upstream
 
 from .columns import expand
-from .context import Context
-from .sampling import TopPLogitsWarper
+
+if TYPE_CHECKING:
+    from .context import Context
 
 
 class _PerRow:
@@ -82,7 +83,7 @@ class TopKPerRow(upstream.TopKLogitsWarper):
         return scores.masked_fill((scores < bounds) & (counts > 0), self.filter_value)
 
 
-class TopPPerRow(TopPLogitsWarper):
+class TopPPerRow(upstream.TopPLogitsWarper):
     """Keeps each row's likeliest tokens whose probabilities sum to its own of ``masses``, one per prompt."""
 
     def __init__(self, masses: list[float], device: Any, min_tokens_to_keep: int = 1) -> None:
@@ -92,19 +93,24 @@ class TopPPerRow(TopPLogitsWarper):
         self.column = torch.tensor(rest, device=device)[:, None]
 
     def rest(self, n_rows: int) -> torch.Tensor:
+        """How much may be dropped of each row, ``(n_rows, 1)``."""
         return expand(self.column, n_rows)
 
-    def of_all(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.cut(scores, self.rest(len(scores)))
+
+    def cut(self, scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        """Scores ``(rows, vocab)`` without the least likely, which sum to at most ``rest (rows, 1)``."""
         values, tokens = scores.sort(dim=-1)
-        drop = values.softmax(dim=-1).cumsum(dim=-1) <= self.rest(len(scores))
+        drop = values.softmax(dim=-1).cumsum(dim=-1) <= rest
         drop[:, -self.min_tokens_to_keep :] = False
         return scores.masked_fill(drop.scatter(1, tokens, drop), self.filter_value)
 
 
-def top_p(mass: Any, context: Context) -> TopPLogitsWarper:
+def top_p(mass: Any, context: Context) -> upstream.TopPLogitsWarper:
     n = context.min_tokens_to_keep
     if not isinstance(mass, torch.Tensor):
-        return TopPLogitsWarper(mass, min_tokens_to_keep=n)
+        return upstream.TopPLogitsWarper(mass, min_tokens_to_keep=n)
     masses = [1.0 if value is None else value for value in context.values("top_p")]
     return TopPPerRow(masses, context.device, n)
 

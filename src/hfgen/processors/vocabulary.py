@@ -116,3 +116,8 @@ def begin_suppress_tokens(tokens: Any, context: Context) -> SuppressTokensAtBegi
     return SuppressTokensAtBeginLogitsProcessor(
         tokens, context.prompt_length + int(forced), device=context.device
     )
+
+
+def watermark(config: Any, context: Context) -> LogitsProcessor:
+    vocab_size = context.model.config.get_text_config().vocab_size
+    return config.construct_processor(vocab_size, context.device)

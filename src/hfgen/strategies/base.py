@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from .. import stopping
+from .. import draws, stopping
 from ..call import Run
 from ..execution import Executor
 from ..execution.active_rows import ActiveRows
@@ -112,12 +112,15 @@ class InvalidScores:
             self.raise_any()
 
     def draw(
-        self, probabilities: torch.Tensor, n: int, step: int, among: torch.Tensor | None = None
+        self, scores: torch.Tensor, n: int, step: int, among: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Indices ``(rows, n)`` into ``probabilities (rows, m)``, drawn without replacement.
+        """Indices ``(rows, n)`` into ``scores (rows, m)``, as ``torch.multinomial`` draws them by softmax.
 
-        Rows with NaN are noted, as by ``note``; their indices mean nothing.
+        Without replacement. Rows with NaN are noted, as by ``note``; their indices mean nothing.
         """
+        if (drawn := draws.draw(scores, n)) is not None:
+            return drawn
+        probabilities = scores.softmax(dim=-1)
         if probabilities.is_cpu:
             try:
                 return torch.multinomial(probabilities, n)

@@ -138,7 +138,7 @@ class Beam(NextToken):
             index = self.likeliest(run, choice.perturbed(totals, run.ids.shape[1]))
         elif run.config.do_sample:
             step = run.ids.shape[1] - self.prompt_length
-            index = self.invalid.draw(totals.softmax(dim=-1), self.n_candidates, step)
+            index = self.invalid.draw(totals, self.n_candidates, step)
         else:
             index = self.likeliest(run, totals)
         return self.continued(run, totals, index, searches)

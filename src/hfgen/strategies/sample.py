@@ -76,7 +76,7 @@ class Sample(NextToken):
             tokens = scores.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
             self.invalid.note(scores.gather(1, tokens)[:, 0], self.n_steps, self.unfinished)
         else:
-            tokens = self.invalid.draw(scores.softmax(-1), 1, self.n_steps, self.unfinished)
+            tokens = self.invalid.draw(scores, 1, self.n_steps, self.unfinished)
         return tokens.squeeze(1)
 
     def stop(self, run: Run) -> None:
