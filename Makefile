@@ -77,7 +77,7 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.stopping
 	@$(BIN)/python -m benchmarks.scheduler
 	@$(BIN)/python -m benchmarks.engine
-	@$(BIN)/python -m benchmarks.optimize
+	@$(BIN)/python -m benchmarks.execution
 	@$(BIN)/python scripts/update_readme_tables.py
 
 tables: $(VENV)/installed ## Write the tables of README and docs/ from benchmarks/results.

@@ -87,11 +87,33 @@ def random_135m() -> Subject:
         bos_token_id=1,
         eos_token_id=2,
     )
+    return _random("135m", "Random Llama of SmolLM-135M's shape", config)
+
+
+def random_1b() -> Subject:
+    """A Llama of Llama-3.2-1B's shape with random weights: 4.9 GB in float32."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return _random("1b", "Random Llama of Llama-3.2-1B's shape", config)
+
+
+def _random(name: str, title: str, config: LlamaConfig) -> Subject:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).float().eval()
         prompt = torch.randint(5, config.vocab_size, (1, PROMPT_LENGTH))
-    return Subject("135m", "Random Llama of SmolLM-135M's shape", hfgen.mix_into(model), prompt)
+    return Subject(name, title, hfgen.mix_into(model), prompt)
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {"small": small, "135m": random_135m}

@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 if str(ROOT) not in sys.path:  # run as a file
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cache_report, engine, optimize, quantized_cache, speculation  # noqa: E402
+from benchmarks import cache_report, engine, execution, quantized_cache, speculation  # noqa: E402
 from benchmarks.cache_cases import Floor, Result  # noqa: E402
 from benchmarks.overhead import FLOOR_MODE  # noqa: E402
 from benchmarks.side_by_side import Comparison, Spread  # noqa: E402
@@ -182,9 +182,11 @@ def speculation_block(raw: Raw) -> str:
 def engine_block(raw: Raw) -> str:
     parts = []
     for name, of in raw.items():
-        timed = {each["name"]: statistics.median(each["seconds"]) for each in of["timed"]}
-        ours, n_tokens, rows = timed["engine"], of["n_tokens"], []
-        for way, seconds in timed.items():
+        all_of_them = statistics.median(of["timed"][0]["seconds"])
+        rows = []
+        for each in of["timed"]:
+            way, seconds = each["name"], statistics.median(each["seconds"])
+            n_tokens, ours = each.get("n_tokens", of["n_tokens"]), each.get("engine") or all_of_them
             target = next((t for word, t in engine.TARGETS.items() if way.startswith(word)), None)
             is_ours = way == "engine"
             rows.append(
@@ -333,41 +335,30 @@ def quantized_summary(raw: Raw) -> str:
     )
 
 
-def optimize_block(raw: Raw) -> str:
+def execution_block(raw: Raw) -> str:
     parts = [
-        "### Faster linear layers on a CPU",
-        "`python -m benchmarks.optimize`: `hfgen.optimize` beside upstream's better one of float32 and bfloat16, "
-        "greedy decoding, ms per token, and how many times faster. [docs/optimize.md](docs/optimize.md)",
+        "### Faster steps on a CPU",
+        "`python -m benchmarks.execution`: greedy decoding, ms per token of a row, and how many times faster than upstream's best "
+        "way. [docs/optimize.md](docs/optimize.md)",
     ]
     for name, of in raw["subjects"].items():
-        times = {}
-        for key, wall in of["seconds"].items():
-            way, _, count = key.removesuffix(" rows").rpartition(", ")
-            times[way, int(count)] = optimize.Times(way, int(count), wall)
-        counts = sorted({count for _, count in times})
+        times = [execution.Times(**each) for each in of["times"]]
+        counts = sorted({each.rows for each in times})
 
-        def cell(way: str, count: int, times: Any = times) -> str:
-            mine = [each for (_, n), each in times.items() if n == count]
-            found = times.get((way, count))
-            if found is None:
-                return ""
-            ms = 1e3 * statistics.median(found.wall) / raw["new_tokens"]
-            gained = (
-                ""
-                if way in optimize.UPSTREAM
-                else f" · **{optimize.gain(found, mine).median:.2f}**"
-            )
-            return f"{ms:.2f}{gained}"
+        def cell(way: str, count: int, times: list[execution.Times] = times) -> str:
+            mine = [each for each in times if each.rows == count]
+            found = next(each for each in mine if each.way == way)
+            if way in execution.UPSTREAM:
+                return f"{found.per_token:.2f}"
+            return f"{found.per_token:.2f} · **{execution.gain(found, mine).median:.2f}**"
 
-        rows = [
-            [way, *(cell(way, count) for count in counts)]
-            for way in dict.fromkeys(way for way, _ in times)
-        ]
+        ways = dict.fromkeys(each.way for each in times)
+        rows = [[way, *(cell(way, count) for count in counts)] for way in ways]
         head = [model_name(name), *(f"{n} row{'s' * (n > 1)}" for n in counts)]
         floor = f"To read the float32 weights once takes {of['floor']:.1f} ms."
         parts.append(f"{table(head, rows)}\n\n{floor}")
     parts.append(
-        f"{measured_on(raw['machine'])}. All figures: [optimize.md](benchmarks/results/optimize.md)."
+        f"{measured_on(raw['machine'])}. All figures: [execution.md](benchmarks/results/execution.md)."
     )
     return "\n\n".join(parts)
 
@@ -382,7 +373,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "quantized-summary": ("quantized_cache", quantized_summary),
     "quantized-quality": ("quantized_cache", quality_block),
     "quantized-costs": ("quantized_cache", quantized_block),
-    "optimize": ("optimize", optimize_block),
+    "execution": ("execution", execution_block),
 }
 
 

@@ -15,9 +15,9 @@ from benchmarks import (
     cache_report,
     caches,
     controls,
+    execution,
     grammar,
     logprobs,
-    optimize,
     overhead,
     sampling,
     side_by_side,
@@ -474,24 +474,26 @@ def test_the_target_of_stop_strings() -> None:
     assert "**missed**" in verdict(0.06)
 
 
-def test_gains_of_optimised_models_are_measured(
+def test_ways_to_run_a_step_are_measured(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(optimize, "NEW_TOKENS", 4)
-    result = optimize.measure(optimize.as_checkpoint(subject), 2, 1e9)
+    rows = (1, 8)
+    result = execution.measure(execution.as_checkpoint(subject), 1e9, 2, rows, 4)
+    ways = [name for name, way in execution.WAYS.items() if not way.only]
+    assert result.ways == ways
     assert [(times.way, times.rows) for times in result.times] == [
-        (way, rows) for rows in optimize.ROWS for way in optimize.WAYS
+        (way, n) for n in rows for way in ways
     ]
     assert all(len(times.wall) == 2 for times in result.times)
     equal = {times.way: times.equal for times in result.of(8)}
     assert equal["upstream, float32"] == equal["hfgen"] == equal["optimize"] == 1.0
-    text = optimize.write([result], side_by_side.machine(), tmp_path)
-    assert (tmp_path / "optimize.md").read_text() == text
-    assert text.count("| 8 |") == len(optimize.WAYS)
-    raw = json.loads((tmp_path / "optimize.json").read_text())
-    assert len(raw["subjects"]["tiny"]["seconds"]) == 2 * len(optimize.WAYS)
-    assert (tmp_path / "optimize.png").stat().st_size > 0
+    text = execution.write([result], side_by_side.machine(), tmp_path)
+    assert (tmp_path / "execution.md").read_text() == text
+    assert text.count("| 8 |") == len(ways)
+    raw = json.loads((tmp_path / "execution.json").read_text())
+    assert len(raw["subjects"]["tiny"]["times"]) == 2 * len(ways)
+    assert (tmp_path / "execution.png").stat().st_size > 0
 
 
 def test_lines_on_each_other_are_drawn_once() -> None:

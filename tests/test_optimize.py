@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 import hfgen
-from hfgen.linears import choice, forward, kernels, known, measure
+from hfgen.linears import choice, forward, kernels, known, measure, whole
 from hfgen.linears.forward import ROWS, PackedForward
 from tests import tiny
+
+MEASURE_STEPS = whole.measure_steps
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,10 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def prefer(monkeypatch: pytest.MonkeyPatch):
-    """Let the measurement say that the named kernel is the fastest one, at the given rows."""
+    """Let the measurement say that the named kernel is the fastest one, at the given rows.
+
+    Whole steps are not measured.
+    """
 
     def prefer(name: str, rows=ROWS) -> None:
         if name not in {kernel.name for kernel in kernels.candidates(kernels.named(name).weights)}:
@@ -43,6 +48,7 @@ def prefer(monkeypatch: pytest.MonkeyPatch):
             return {measure.OWN: dict.fromkeys(ROWS, 10.0), **found}
 
         monkeypatch.setattr(choice, "measure", times)
+        monkeypatch.setattr(whole, "measure_steps", lambda *_: {})
 
     return prefer
 
@@ -552,3 +558,51 @@ def test_shapes_that_int4_does_not_take(prefer):
 def test_importing_hfgen_imports_none_of_it():
     code = "import sys, hfgen; sys.exit(any('linears' in name for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- whole steps --------------------------------------------------------------------------------
+
+
+def test_kernels_that_make_no_step_faster_are_not_used(prefer, monkeypatch):
+    prefer("fp16")
+    slow = {measure.OWN: dict.fromkeys(ROWS, 10.0), measure.CHANGED: dict.fromkeys(ROWS, 8.0)}
+    slow[measure.CHANGED] |= {1: 11.0, 128: 10.0}
+    monkeypatch.setattr(whole, "measure_steps", lambda *_: slow)
+    plain = hfgen.optimize(model())
+    assert {it.rows for it in forwards(plain).values()} == {frozenset({2, 4, 8, 16})}
+    assert all(choice.rows == (2, 4, 8, 16) for choice in plain.optimization.choices)
+    assert "a whole step, times as fast at rows: 1 0.91, 2 1.25" in str(plain.optimization)
+    slow[measure.CHANGED] = dict.fromkeys(ROWS, 10.5)
+    found = hfgen.optimize(model())
+    # The first model's times are in the file; another combination of layers has none there.
+    assert forwards(found)
+    other = hfgen.optimize(model(hidden_size=64))
+    assert not forwards(other)
+    assert not other.optimization.has_changed
+    assert other.optimization.extra_bytes == 0
+    assert "no step is faster" in str(other.optimization)
+
+
+def test_steps_are_measured_with_and_without_the_kernels(prefer, monkeypatch):
+    prefer("fp16")
+    monkeypatch.setattr(whole, "measure_steps", MEASURE_STEPS)
+    plain = model().train()
+    seen = []
+    plain.lm_head.register_forward_hook(lambda *_: seen.append("forward" in vars(plain.lm_head)))
+    hfgen.optimize(plain)
+    assert seen.count(True) == seen.count(False) >= len(ROWS) * (whole.MIN_PAIRS + 1)
+    assert all(module.training for module in plain.modules())
+
+
+def test_a_model_that_needs_more_than_ids_keeps_what_its_layers_gain(prefer, monkeypatch):
+    prefer("fp16")
+    monkeypatch.setattr(whole, "measure_steps", MEASURE_STEPS)
+    plain = model()
+
+    def forward(**inputs):
+        raise RuntimeError("pixel_values are missing")
+
+    plain.forward = forward
+    hfgen.optimize(plain)
+    assert len(forwards(plain)) == 15
+    assert plain.optimization.steps == {}

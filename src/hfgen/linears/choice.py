@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import known
-from .forward import PackedForward, misfit, own_forward
+from . import known, whole
+from .forward import ROWS, PackedForward, misfit, own_forward
 from .kernels import ROUNDED_FP16, WEIGHTS, candidates, named, overflow
-from .measure import OWN, Times, best, measure
+from .measure import CHANGED, OWN, Times, best, measure
 from .report import ROUNDED, SAME, Choice, Report
 
 T = TypeVar("T", bound=nn.Module)
@@ -30,7 +30,8 @@ def optimize(model: T, *, weights: str | None = None, calibrate: bool = True) ->
 
     Kernels are measured on the model's own layers, by shape and number of rows (1, 2, 4, 8, 16, and
     prefill), against the layers' own forward. Times are kept in a file, so the second time takes no
-    measuring. Where nothing is faster, nothing changes. ``model.optimization`` is a report (``Report``).
+    measuring. A kernel is used where the layers are faster by it, and a step of the whole model as well;
+    where nothing is faster, nothing changes. ``model.optimization`` is a report (``Report``).
 
     Modules, weights, hooks and adapters stay as they are. A weight that changes is packed again at
     the next call; its layer's own forward runs in training mode and where gradients are recorded.
@@ -55,19 +56,23 @@ def optimize(model: T, *, weights: str | None = None, calibrate: bool = True) ->
     _check_weights(groups, weights)
     stored = known.read()
     found: dict[str, Times] = {}
-    changes: list[tuple[nn.Linear, PackedForward]] = []
+    changes: list[whole.Change] = []
     choices = []
     for shape, modules in groups.items():
         choices.append(_choose(shape, modules, weights, calibrate, stored, found, changes))
+    steps: Times = {}
+    if changes and whole.takes_ids(model):
+        steps = _steps(model, choices, changes, calibrate, stored, found)
+        choices, changes = _without(whole.slower(steps), choices, changes)
     if found:
         known.write(found)
-    for module, forward in changes:
-        vars(module)["forward"] = forward
+    whole.apply(changes)
     report = Report(
         weights=weights,
         choices=tuple(choices),
         left_alone=left_alone,
         tokens=_promise(choices),
+        steps=steps,
         extra_bytes=sum(choice.extra_bytes for choice in choices),
         seconds=time.perf_counter() - start,
     )
@@ -185,7 +190,7 @@ def _choose(
     calibrate: bool,
     stored: dict[str, Times],
     found: dict[str, Times],
-    changes: list[tuple[nn.Linear, PackedForward]],
+    changes: list[whole.Change],
 ) -> Choice:
     """The choice for one shape; adds to ``found`` what is measured, to ``changes`` what it changes."""
     kernels = candidates(weights)
@@ -208,7 +213,7 @@ def _choose(
         return replace(kept, reason=reason)
     key = known.key(shape, len(modules), weights)
     times = stored.get(key, {})
-    if not {OWN, *fitting} <= times.keys():
+    if any(times.get(name, {}).keys() != set(ROWS) for name in (OWN, *fitting)):
         if not calibrate:
             return replace(kept, reason="it has not been measured")
         found[key] = times = measure(list(modules.values()), fitting)
@@ -227,6 +232,46 @@ def _choose(
         n_left=len(modules) - len(fitting[name]),
         extra_bytes=sum(chosen.packed_bytes(module.weight) for module in fitting[name]),
     )
+
+
+def _steps(
+    model: nn.Module,
+    choices: list[Choice],
+    changes: list[whole.Change],
+    calibrate: bool,
+    stored: dict[str, Times],
+    found: dict[str, Times],
+) -> Times:
+    """Times of whole steps, where a kernel may compute; adds to ``found`` what is measured."""
+    rows = {n for choice in choices for n in choice.rows}
+    key = known.key_of_steps(
+        [f"{c.shape} {c.dtype} {c.n_modules} {c.kernel} {c.rows}" for c in choices]
+    )
+    times = stored.get(key, {})
+    if calibrate and times.get(CHANGED, {}).keys() != rows:
+        times = whole.measure_steps(model, changes, rows)
+        if times:
+            found[key] = times
+    return times
+
+
+def _without(
+    losing: frozenset[int], choices: list[Choice], changes: list[whole.Change]
+) -> tuple[list[Choice], list[whole.Change]]:
+    """Both without kernels at the numbers of rows at which they make no step faster."""
+    if not losing:
+        return choices, changes
+    kept = []
+    for choice in choices:
+        rows = tuple(n for n in choice.rows if n not in losing)
+        if choice.kernel and not rows:
+            choice = replace(
+                choice, kernel=None, n_left=0, extra_bytes=0, reason="no step is faster"
+            )
+        kept.append(replace(choice, rows=rows))
+    for _, forward in changes:
+        forward.rows -= losing
+    return kept, [change for change in changes if change[1].rows]
 
 
 def _promise(choices: list[Choice]) -> str:

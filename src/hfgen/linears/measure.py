@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from .forward import ROWS, PackedForward, own_forward
 
-#: Microseconds by kernel and number of rows; ``OWN`` is the layer's own forward.
+#: Microseconds by kernel and number of rows.
 Times = dict[str, dict[int, float]]
 
 #: What is timed: one layer, of activations.
 Run = Callable[[Tensor], object]
 
-OWN = "own"
+#: Names among ``Times``: of a layer's own forward, and of a whole step by kernels that are chosen.
+OWN, CHANGED = "own", "changed"
 #: A kernel is used where it takes at most this share of the layer's own time.
 WORTH = 0.9
 #: Layers of a shape are used in turn, up to so many bytes of weights: caches of processors hold less.

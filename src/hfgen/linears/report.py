@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .forward import ROWS
-from .measure import OWN, Times
+from .measure import CHANGED, OWN, Times
 
 #: What can become of tokens.
 SAME = "the same: nothing is changed"
@@ -54,6 +54,7 @@ class Report:
     tokens: str
     extra_bytes: int
     seconds: float
+    steps: Times = field(default_factory=dict)  # of the whole model, as ``whole.measure_steps``
 
     @property
     def has_changed(self) -> bool:
@@ -66,6 +67,10 @@ class Report:
         for reason in self.left_alone.values():
             reasons[reason] = reasons.get(reason, 0) + 1
         lines += [f"{count} left alone: {reason}" for reason, count in reasons.items()]
+        if self.steps:
+            own, changed = self.steps[OWN], self.steps[CHANGED]
+            gains = ", ".join(f"{_rows(n)} {own[n] / changed[n]:.2f}" for n in changed)
+            lines.append(f"a whole step, times as fast at rows: {gains}")
         lines.append(f"tokens: {self.tokens}")
         lines.append(f"{self.extra_bytes / 2**20:,.1f} MiB more, {self.seconds:.1f} s")
         return "\n".join(lines)

@@ -1,0 +1,341 @@
+"""How a step is run, measured: ms per token of greedy decoding beside upstream, by kind of weights.
+
+``python -m benchmarks.execution`` writes ``execution.{md,json,png}``. All ways to decode take turns on the
+same prompts, in one process. Models share their weights, but for the one in bfloat16; these are values of
+bfloat16 held in float32, as those of most checkpoints are.
+"""
+
+from __future__ import annotations
+
+import copy
+import ftplib
+import inspect
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from torch import nn
+from transformers import CompileConfig
+
+import hfgen
+from benchmarks import models
+from benchmarks.models import PROMPT_LENGTH, Subject
+from benchmarks.side_by_side import Call, Spread, call, frozen_garbage, machine, read_bandwidth
+from hfgen.evaluate import perplexity
+from hfgen.linears.forward import ROWS as ALL_ROWS
+from hfgen.linears.forward import PackedForward
+
+SUBJECTS = models.SUBJECTS | {"1b": models.random_1b}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to decode. ``options``: of ``hfgen.optimize``, which is not called without; ``call``: of ``generate``."""
+
+    library: str
+    options: dict[str, Any] | None = None
+    dtype: torch.dtype = torch.float32
+    call: dict[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = ()  # subjects; all if empty
+
+
+_COMPILE = CompileConfig()
+_COMPILE._compile_all_devices = True  # else upstream does not compile on a CPU
+COMPILED = {"cache_implementation": "static", "compile_config": _COMPILE}
+WAYS: dict[str, Way] = {
+    "upstream, float32": Way("upstream"),
+    "upstream, bfloat16": Way("upstream", dtype=torch.bfloat16),
+    "upstream, static and compiled": Way("upstream", call=COMPILED, only=("small", "135m")),
+    "hfgen": Way("hfgen"),
+    "optimize": Way("hfgen", {}),
+    "optimize, bfloat16 model": Way("hfgen", {}, torch.bfloat16),
+    "optimize, bf16": Way("hfgen", {"weights": "bf16"}),
+    "optimize, int8": Way("hfgen", {"weights": "int8"}),
+    "optimize, int4": Way("hfgen", {"weights": "int4"}),
+}
+UPSTREAM = [name for name, way in WAYS.items() if way.library == "upstream"]
+REFERENCE = "upstream, float32"
+
+#: By subject: rounds, numbers of rows, new tokens.
+SIZES = {
+    "small": (20, (1, 4, 8, 16), 32),
+    "135m": (6, (1, 4, 8, 16), 16),
+    "1b": (3, (1, 8), 6),
+}
+#: Targets: times upstream's best one, by kernels that keep values and by int8; 8 rows in times of one.
+TARGETS, ROWS_TARGET = {"optimize": 1.5, "optimize, int8": 3.0}, 1.6
+
+
+@dataclass(slots=True)
+class Times:
+    """One way to decode one number of rows: seconds of each call of ``new_tokens``."""
+
+    way: str
+    rows: int
+    new_tokens: int
+    wall: list[float] = field(default_factory=list)
+    equal: float = 0.0  # share of tokens that are those of the reference
+
+    @property
+    def per_token(self) -> float:
+        """Milliseconds per token of a row, prompt included."""
+        return 1e3 * statistics.median(self.wall) / self.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One subject: all times, the reports of ``optimize``, and the floor (ms per token)."""
+
+    subject: str
+    title: str
+    n_parameters: int
+    floor: float
+    times: list[Times]
+    reports: dict[str, str]
+    megabytes: dict[str, float]  # of weights, packed ones included, by way
+    perplexity: dict[str, float]  # by way; of the built-in model alone
+
+    @property
+    def ways(self) -> list[str]:
+        return list(self.megabytes)
+
+    @property
+    def rows(self) -> list[int]:
+        return sorted({times.rows for times in self.times})
+
+    def of(self, rows: int) -> list[Times]:
+        return [times for times in self.times if times.rows == rows]
+
+
+def as_checkpoint(subject: Subject) -> Subject:
+    """With weights that are values of bfloat16."""
+    with torch.no_grad():
+        for weight in subject.model.parameters():
+            weight.copy_(weight.bfloat16())
+    return subject
+
+
+def made(subject: Subject, ways: list[str]) -> dict[str, Any]:
+    """A model for each way; those of one type share the subject's weights."""
+    found: dict[str, Any] = {}
+    of_type = {torch.float32: subject.model}
+    for name in ways:
+        way = WAYS[name]
+        if way.dtype not in of_type:
+            of_type[way.dtype] = copy.deepcopy(subject.model).to(way.dtype)
+        model = of_type[way.dtype]
+        if way.options is not None or way.call:  # what is compiled stays with a model, too
+            shared = {id(weight): weight for weight in model.parameters()}
+            model = copy.deepcopy(model, shared)
+        found[name] = model if way.options is None else hfgen.optimize(model, **way.options)
+    return found
+
+
+def measure(
+    subject: Subject,
+    bandwidth: float,
+    n_rounds: int,
+    rows: tuple[int, ...],
+    new_tokens: int,
+    advance: Callable[[], None] = lambda: None,
+) -> Result:
+    """All ways by turns, a warm-up and ``n_rounds``; ``bandwidth``: bytes per second."""
+    ways = [name for name, way in WAYS.items() if not way.only or subject.name in way.only]
+    found = made(subject, ways)
+    times = {(way, n): Times(way, n, new_tokens) for n in rows for way in ways}
+    with frozen_garbage():
+        for turn in range(n_rounds + 1):
+            for n in rows:
+                shift = turn % len(ways)
+                tokens = {}
+                for way in (*ways[shift:], *ways[:shift]):
+                    done = _decode(WAYS[way], found[way], subject, n, new_tokens)
+                    tokens[way] = done.tokens[:, PROMPT_LENGTH:]
+                    if turn:
+                        times[way, n].wall.append(done.wall)
+                for way in ways:
+                    same = tokens[way] == tokens[REFERENCE]
+                    times[way, n].equal = same.float().mean().item()
+                advance()
+    optimised = [way for way in ways if WAYS[way].options is not None]
+    return Result(
+        subject.name,
+        subject.title,
+        subject.n_parameters,
+        1e3 * subject.bytes_per_token / bandwidth,
+        list(times.values()),
+        {way: str(found[way].optimization) for way in optimised},
+        {way: _megabytes(model) for way, model in found.items()},
+        {
+            way: quality(found[way])
+            for way in ways
+            if subject.name == "small" and not WAYS[way].call
+        },
+    )
+
+
+def _decode(way: Way, model: Any, subject: Subject, rows: int, new_tokens: int) -> Call:
+    prompts = torch.cat([subject.prompt.roll(row, dims=1) for row in range(rows)])
+    given = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), **way.call}
+    length = {"max_new_tokens": new_tokens, "eos_token_id": None}
+    return call(way.library, model, {**given, **length, "do_sample": False}, seed=0)
+
+
+def _megabytes(model: Any) -> float:
+    own = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    report = getattr(model, "optimization", None)
+    return (own + (report.extra_bytes if report else 0)) / 1e6
+
+
+def quality(model: nn.Module) -> float:
+    """Perplexity of a held-out text by the kernels that were chosen, at any number of rows."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    packed = [forward for forward in forwards if isinstance(forward, PackedForward)]
+    before = [forward.rows for forward in packed]
+    for forward in packed:
+        forward.rows = frozenset(ALL_ROWS)
+    tokenizer, text = hfgen.builtin_model()[1], inspect.getsource(ftplib)
+    window, stride = perplexity.sizes(model)
+    score = perplexity.score(model, tokenizer, "text", text, window=window, stride=stride)
+    for forward, rows in zip(packed, before, strict=True):
+        forward.rows = rows
+    return math.exp(sum(score.nats) / sum(score.counts))
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
+def gain(times: Times, all_times: list[Times]) -> Spread:
+    """How many times faster than the faster one of upstream's, round by round."""
+    best = min((t for t in all_times if t.way in UPSTREAM), key=lambda t: t.per_token)
+    return Spread.of([a / b for a, b in zip(best.wall, times.wall, strict=True)])
+
+
+def report(results: list[Result], facts: dict[str, Any]) -> str:
+    """The page."""
+    lines = [
+        "# Execution: linear layers by the fastest kernels, and compiled steps",
+        "",
+        f"Greedy, prompts of {PROMPT_LENGTH} tokens, the prompt's time included. All ways take turns. *Gain*: over upstream's best "
+        "way, the median of the rounds (quartiles). *Bandwidth*: the floor, in which the float32 weights are read once, by the "
+        "time. *MB*: weights, packed copies included. *Equal*: tokens that are those of upstream in float32; after one that "
+        "differs, a row is another text. *Perplexity*: of a held-out file of Python, with the chosen kernels at every number "
+        "of rows. Weights are values of bfloat16.",
+        "",
+        f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), load "
+        f"{facts['load']}. torch {facts['torch']}, transformers {facts['transformers']}, hfgen "
+        f"{facts['hfgen']}, Python {facts['python']}.",
+    ]
+    for result in results:
+        size = f"{result.n_parameters / 1e6:.4g}M parameters"
+        lines += ["", f"## {result.title}, {size}; floor {result.floor:.2f} ms", ""]
+        lines += ["| way | rows | ms per token | bandwidth | gain | equal | MB | perplexity |"]
+        lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+        for rows in result.rows:
+            for times in result.of(rows):
+                quality = result.perplexity.get(times.way)
+                lines.append(
+                    f"| {times.way} | {rows} | {times.per_token:.2f} | "
+                    f"{result.floor / times.per_token:.0%} | {gain(times, result.of(rows))} | "
+                    f"{times.equal:.0%} | {result.megabytes[times.way]:.0f} | "
+                    f"{'' if quality is None else f'{quality:.2f}'} |"
+                )
+        lines += ["", targets_text(result)]
+        for way, text in result.reports.items():
+            lines += ["", f"`{way}` chose:", "", "```", text, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def targets_text(result: Result) -> str:
+    """What was to be reached, and what was."""
+    lines = []
+    for way, target in TARGETS.items():
+        found = ", ".join(
+            f"{gain(times, result.of(rows)).median:.2f} at {rows}"
+            for rows in (1, 8)
+            for times in result.of(rows)
+            if times.way == way
+        )
+        lines.append(
+            f"* `{way}`, times as fast as upstream's best way: {found} rows (target {target})."
+        )
+    one, eight = ({times.way: times.per_token for times in result.of(rows)} for rows in (1, 8))
+    ratios = "; ".join(f"{way} {eight[way] / one[way]:.2f}" for way in one)
+    lines.append(f"* A step of 8 rows by one of 1 (target: at most {ROWS_TARGET}): {ratios}.")
+    return "\n".join(lines)
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """Milliseconds per token at 1 and 8 rows, a line of panels per subject, and the floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        len(results), 2, figsize=(12, 0.8 + 2.8 * len(results)), squeeze=False, layout="constrained"
+    )
+    for line, result in zip(panels, results, strict=True):
+        for panel, rows in zip(line, (1, 8), strict=True):
+            found = result.of(rows)
+            colours = ["0.6" if times.way in UPSTREAM else "tab:blue" for times in found]
+            ways = [times.way for times in found]
+            bars = panel.barh(ways, [times.per_token for times in found], color=colours)
+            panel.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+            panel.margins(x=0.12)
+            panel.axvline(result.floor, color="tab:red", linestyle="--")
+            panel.invert_yaxis()
+            panel.set_title(f"{result.title}, {rows} row(s)", fontsize=10)
+            panel.set_xlabel("ms per token; dashed: float32 weights read once")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write(results: list[Result], facts: dict[str, Any], folder: Path) -> str:
+    """Write the page, the raw data and the plot to ``folder``; returns the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = report(results, facts)
+    (folder / "execution.md").write_text(text)
+    raw = {result.subject: asdict(result) for result in results}
+    content = {"machine": facts, "subjects": raw}
+    (folder / "execution.json").write_text(json.dumps(content, indent=1) + "\n")
+    plot(results, folder / "execution.png")
+    return text
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"{', '.join(SUBJECTS)} or all.")] = "all",
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Turns of all ways. Default: by model.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
+        "benchmarks/results"
+    ),
+) -> None:
+    """Measure the ways to run a step."""
+    if model != "all" and model not in SUBJECTS:
+        raise typer.BadParameter(f"{model!r}: choose from {', '.join(SUBJECTS)}, all")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    facts, bandwidth = machine(), read_bandwidth()
+    results = []
+    for name in SUBJECTS if model == "all" else (model,):
+        n_rounds, rows, new_tokens = SIZES[name]
+        subject = as_checkpoint(SUBJECTS[name]())
+        results.append(measure(subject, bandwidth, rounds or n_rounds, rows, new_tokens))
+        typer.echo(f"{name} is done", err=True)
+    print(write(results, facts, out))
+
+
+if __name__ == "__main__":
+    typer.run(main)
