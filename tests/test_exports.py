@@ -24,6 +24,7 @@ EXPORTS = [
     "Logprobs",
     "PhrasalConstraint",
     "PrefixCache",
+    "RankError",
     "SamplingParams",
     "StreamEvent",
     "TokenLogprob",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         unpatch,
     )
     from .prefix import PrefixCache
+    from .ranks import RankError
     from .recipes import minimum_bayes_risk, recipe
     from .strategies.base import InvalidScoresError
     from .strategies.minimum_bayes_risk import token_f1
@@ -59,6 +60,7 @@ __all__ = [
     "Logprobs",
     "PhrasalConstraint",
     "PrefixCache",
+    "RankError",
     "SamplingParams",
     "StreamEvent",
     "TokenLogprob",
@@ -94,6 +96,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
     "prefix": ["PrefixCache"],
+    "ranks": ["RankError"],
     "recipes": ["minimum_bayes_risk", "recipe"],
     "strategies.base": ["InvalidScoresError"],
     "strategies.minimum_bayes_risk": ["token_f1"],

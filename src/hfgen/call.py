@@ -99,8 +99,7 @@ class Call:
     has_default_min_length: bool
     #: The function that decodes: a method of the model's class, or the caller's callable.
     method: Callable[..., Any]
-    #: What each prompt asks for, where they differ.
-    rows: RowParams | None = None
+    rows: RowParams | None = None  # what each prompt asks for, where they differ
     #: ``(rows,)``: keys of the noise of each row, if a row has a seed; written by ``rows.set_keys``.
     row_keys: torch.Tensor | None = None
     #: The written prompt; the fields below are written by the stages in this order.
@@ -111,6 +110,7 @@ class Call:
     criteria: Any = None
     prefixes: Any = None  # the ``PrefixCache`` that it may use
     prefix_session: Any = None  # its use of it, written by ``prefix.begin``
+    ranks: Any = None  # the processes that forward the model together
     started: float = field(default_factory=time.perf_counter)  # when the call began
 
     def __post_init__(self) -> None:

@@ -42,6 +42,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_reorder_cache": ("generation/utils.py", "beams of models with a cache of their own"),
     "_resolve_model": ("cli/serving/chat_completion.py", "hfgen serve"),
     "_streaming": ("cli/serving/response.py", "hfgen serve"),
+    "_tp_size": ("generation/utils.py", "the ranks of tensor parallelism"),
     "_timestamps": ("generation/continuous_batching/requests.py", "times of generate_batch"),
 }
 

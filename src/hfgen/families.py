@@ -20,8 +20,32 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP)."""
-    return (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and world_size() > 1
+    """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP).
+
+    transformers marks what it has sharded itself. What torch's ``fully_shard`` has, by a caller or by
+    accelerate, is of its class; FSDP 1 leaves the model alone and wraps it or parts of it.
+    """
+    if world_size() == 1:
+        return False
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        return True
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # not for one process
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            return True
+        if isinstance(module, FullyShardedDataParallel):
+            # Within summon_full_params, one rank may generate by itself.
+            return bool(module.training_state.name != "SUMMON_FULL_PARAMS")
+    return False
+
+
+def tensor_parallel_group(model: Any) -> Any:
+    """The processes that compute each layer together; ``None`` without tensor parallelism."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    return mesh.get_group() if mesh.ndim == 1 else mesh["tp"].get_group()
 
 
 @functools.cache
@@ -140,6 +164,19 @@ def token_embedding(model: Any) -> nn.Embedding | None:
         return None
     is_ordinary = isinstance(embedding, nn.Embedding)
     return embedding if is_ordinary and type(embedding).__name__.endswith("Embedding") else None
+
+
+def position_table(model: Any) -> nn.Embedding | None:
+    """The table of learned positions, if the model has one."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and ("pos" in name or name.endswith("wpe")):
+            return module
+    return None
+
+
+def n_positions(table: nn.Embedding) -> int:
+    """How many positions a table of learned ones has."""
+    return int(table.num_embeddings - getattr(table, "offset", 0))
 
 
 def cache_name(model_kwargs: dict[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
             call.config.use_cache = True
         _prepare_mask_and_positions(model, call, prompt, has_mask)
     if any(model_kwargs.get(n) is None for n in ("encoder_outputs", "mm_encoder_outputs")):
-        prompt.model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
-            main_input, model_kwargs, name, call.config
-        )
+        with nullcontext() if call.ranks is None else call.ranks.encoding(model, call, prompt):
+            prompt.model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
+                main_input, model_kwargs, name, call.config
+            )
     prepare_ids(model, call, prompt)
     return prompt
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import logprobs
+from . import logprobs, ranks
 from .execution import ahead
 from .kinds import is_zero
 from .logprobs.prompt import PromptRecorder
@@ -35,25 +35,33 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
                 commit(run, outputs)
                 outputs = None
                 continue
-            step = strategy.step(run, outputs)
-            outputs = None
-            strategy.stop(run)
-            if run.ahead is None or run.ahead.asked is None:
-                yield step
-                continue
-            with ahead.forward_ahead(run, strategy) as outputs:
-                yield step
+            try:
+                step = strategy.step(run, outputs)
+                outputs = None
+                strategy.stop(run)
+                if run.ahead is None or run.ahead.asked is None:
+                    yield step
+                    continue
+                with ahead.forward_ahead(run, strategy) as outputs:
+                    yield step
+            except BaseException as error:  # the others go on to the next forward
+                ranks.end_with(run, strategy, error)
+                raise
 
 
 def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
     """``steps``, of each of which ``run.observers`` are told before it is yielded."""
     if is_zero(run.config.max_new_tokens):
         return
-    with closing(steps(run, strategy)) as iterator:
-        for step in iterator:
-            for observer in run.observers:
-                observer.add(run, strategy, step)
-            yield step
+    try:
+        with closing(steps(run, strategy)) as iterator:
+            for step in iterator:
+                for observer in run.observers:
+                    observer.add(run, strategy, step)
+                yield step
+    except BaseException as error:
+        ranks.explain(run, error)
+        raise
 
 
 def finish(run: Run, strategy: Strategy) -> GenerateOutput | torch.Tensor:
@@ -130,4 +138,7 @@ def has_unfinished_sequences(
         return not this_peer_finished
     still_decoding = torch.tensor(0.0 if this_peer_finished else 1.0, device=device)
     dist.all_reduce(still_decoding, op=dist.ReduceOp.SUM)
-    return still_decoding.item() > 0
+    n_decoding = still_decoding.item()
+    if n_decoding >= ranks.FAILED:
+        ranks.raise_of_others()
+    return n_decoding > 0

@@ -6,10 +6,11 @@ from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from . import caches, config, inputs, modes, prefix, rows, validate
+from . import caches, config, families, inputs, modes, prefix, rows, validate
 from .call import Call, Prompt, Request
 from .execution import shared_prompt
 from .grammar import setup as grammar
+from .ranks import Ranks
 
 
 def prepare(
@@ -20,12 +21,16 @@ def prepare(
     ``fills_prefix``: stored prefixes are looked up now, and not by ``prefix.begin`` later.
     ``prefix_cache``: for a call that has none of its own and can use one.
 
-    Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used.
+    Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used, and
+    ``RankError`` for those of other processes that forward the model together with this one.
     """
-    validate.check_request(request)
-    prefixes = prefix.take_argument(model, request, prefix_cache)
-    call, model_kwargs = config.resolve(model, request)
+    company = None if families.world_size() == 1 else Ranks.of_request(model, request)
+    call: Call | None = None
     try:
+        validate.check_request(request)
+        prefixes = prefix.take_argument(model, request, prefix_cache)
+        call, model_kwargs = config.resolve(model, request)
+        call.ranks = company
         model._validate_model_kwargs(model_kwargs.copy())
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
         for each in call.configs:
@@ -34,6 +39,8 @@ def prepare(
             validate.check_samplers(each, call.mode_kwargs.get("tokenizer"))
         validate.check_ends(call)
         modes.check_call(call)
+        if company is not None:
+            validate.check_ranks(model, call)
         if any(getattr(each, "grammar", None) is not None for each in call.configs):
             grammar.check(model, call)
         call.prefixes = prefix.check(prefixes, model, call, model_kwargs)
@@ -49,8 +56,13 @@ def prepare(
         if fills_prefix:
             prefix.begin(model, call, prompt)
         prompt.model_kwargs["use_cache"] = call.config.use_cache
-    except BaseException:
-        call.release()
+        if company is not None:
+            company.agree(model, call, prompt)
+    except BaseException as error:
+        if company is not None:
+            company.fail(error)
+        if call is not None:
+            call.release()
         raise
     return call
 

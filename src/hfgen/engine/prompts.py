@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import families
 from ..prefix import PrefixCache
 
 
@@ -58,9 +59,14 @@ def model_inputs(prompt: Any, tokenizer: Any, device: torch.device) -> dict[str,
 
 
 def check_arguments(model: Any, tokenizer: Any, prefix_cache: Any) -> None:
-    """Raise ``TypeError`` for what an engine cannot have as one of these."""
+    """Raise ``TypeError`` for what an engine cannot have as one of these, ``ValueError`` for sharded parameters."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` has to be a model of transformers, but is {model!r:.80}.")
+    if families.is_sharded(model):
+        raise ValueError(
+            "An engine takes no model whose parameters are sharded (FSDP, ZeRO-3): each rank has other "
+            "requests, but all have to forward as often. Call generate(), or give each rank a whole model."
+        )
     if isinstance(tokenizer, str):
         raise TypeError(f"`tokenizer` has to be a tokenizer that is loaded, but is {tokenizer!r}.")
     if not isinstance(prefix_cache, PrefixCache | None):

@@ -91,13 +91,16 @@ class Assisted:
         self.stats = run.speculation = outputs.Speculation()
 
     def prefill(self, run: Run) -> ModelOutput | None:
-        """Only of prompts that rows share, that come in chunks, are embeddings, or padding alone."""
+        """Only of prompts that rows share, that come in chunks, are embeddings, or padding alone.
+
+        Devices that forward in step do so with any prompt.
+        """
         is_shared = shared_prompt.is_possible(run) and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
         is_alone = has_chunks or (has_embeds and not run.is_encoder_decoder) or _masks_a_row(run)
         is_shifted = self.position_pad is not None and bool((run.ids == self.position_pad).any())
-        if not (is_shared or is_alone or is_shifted):
+        if not (is_shared or is_alone or is_shifted or run.synced_gpus):
             return None
         self.is_first = False
         self.stats.forwards += 1

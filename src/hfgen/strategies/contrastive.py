@@ -81,6 +81,10 @@ class Contrastive(Sample):
         self.n_expanded = 1
         #: Of the token that was chosen last: what the next step starts from.
         self.chosen: Any = None
+        #: Probabilities and tokens ``(rows, k)`` of a step's candidates.
+        self.candidates: Any = None
+        #: Whether the candidates of this step have been forwarded; ``None`` within the forward.
+        self.has_looked: bool | None = False
 
     def prefill(self, run: Run) -> ModelOutput | None:
         outputs = super().prefill(run)
@@ -116,9 +120,23 @@ class Contrastive(Sample):
 
     def look_ahead(self, run: Run) -> torch.Tensor:
         """Forward the candidates, keep the outputs of the chosen ones, and return these ``(rows,)``."""
+        self.has_looked = None
+        look = self.look_ahead_one_by_one if self.is_sequential else self.look_ahead_at_once
+        chosen = look(run)
+        self.has_looked = True
+        return chosen
+
+    def make_up(self, run: Run) -> bool:
+        """After an error, forward as often as other devices do in this step; whether that is done."""
+        if self.has_looked is False:
+            if self.candidates is None:
+                tokens = run.ids.new_zeros(len(run.ids), self.top_k)
+                self.candidates = torch.zeros_like(tokens, dtype=torch.float32), tokens
+            self.look_ahead(run)
+        return self.has_looked is True
+
+    def look_ahead_at_once(self, run: Run) -> torch.Tensor:
         probabilities, tokens = self.candidates
-        if self.is_sequential:
-            return self.look_ahead_one_by_one(run)
         rows, k = tokens.shape
         if self.n_expanded != k:
             batch = Batch(run.ids, run.model_kwargs)
@@ -159,6 +177,7 @@ class Contrastive(Sample):
         return best
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
+        self.has_looked = False
         if self.is_recording:
             roll_back(run.model_kwargs[self.cache_name], 0)  # forget what no one takes back now
         return super().step(run, model_outputs)

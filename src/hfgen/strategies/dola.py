@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ..call import Run
+from ..execution import last_logits
 from .sample import Sample
 
 #: Tokens below this share of the likeliest one's probability are never chosen.
@@ -59,6 +60,12 @@ class Dola(Sample):
         self.layers = candidate_layers(run.model, run.config.dola_layers)
         self.head = run.model.get_output_embeddings()
         run.model_kwargs["output_hidden_states"] = True
+
+    def forward(self, run: Run) -> ModelOutput:
+        model_outputs = super().forward(run)
+        if run.finished:  # other devices still decode: use the head as often as they do
+            self.adjust(last_logits(model_outputs, run.ids.device), model_outputs)
+        return model_outputs
 
     def adjust(self, logits: torch.Tensor, model_outputs: ModelOutput) -> torch.Tensor:
         """The contrast ``(rows, vocab)`` of the last layer's logits with an earlier layer's."""

@@ -18,6 +18,7 @@ from .fields import (
     validate_generated_length,
 )
 from .prompt import check_prompt
+from .ranks import check_ranks
 
 __all__ = [
     "accepted_names",
@@ -26,6 +27,7 @@ __all__ = [
     "check_ends",
     "check_fields",
     "check_prompt",
+    "check_ranks",
     "check_request",
     "check_samplers",
     "check_stops",

@@ -121,7 +121,7 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
     positions = prompt.model_kwargs.get("position_ids")
     if positions is None or model.config.is_encoder_decoder:
         return
-    ids, table = prompt.main_input, _position_table(model)
+    ids, table = prompt.main_input, families.position_table(model)
     is_flat = positions.ndim == 1 and table is not None  # looked up, one dimension will do
     is_short = positions.shape[-1:] < ids.shape[1:2]
     is_continued = families.given_cache(prompt.model_kwargs) is not None
@@ -133,7 +133,7 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
     _check_shape(fits, "position_ids", positions, f"be (batch, length), {shape} here")
     if table is None or positions.device.type == "meta" or positions.numel() == 0:
         return
-    last, (lowest, highest) = _n_positions(table) - 1, positions.aminmax()
+    last, (lowest, highest) = families.n_positions(table) - 1, positions.aminmax()
     if positions.is_floating_point() or lowest < 0 or highest > last:
         raise PromptError(
             f"`position_ids` has to hold integers from 0 to {last}, but holds {positions.dtype} from "
@@ -231,23 +231,11 @@ def _check_mask(model: Any, prompt: Prompt) -> None:
         return
     lowest, highest = mask.aminmax()
     is_counted = not model.config.is_encoder_decoder and (lowest < 0 or highest > 1)
-    if lowest != lowest or (is_counted and _position_table(model) is not None):
+    if lowest != lowest or (is_counted and families.position_table(model) is not None):
         raise PromptError(
             "`attention_mask` has to hold ones and zeros, since positions are counted by it, but "
             f"holds {lowest} to {highest}."
         )
-
-
-def _position_table(model: Any) -> nn.Embedding | None:
-    """The table of learned positions, if the model has one."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and ("pos" in name or name.endswith("wpe")):
-            return module
-    return None
-
-
-def _n_positions(table: nn.Embedding) -> int:
-    return table.num_embeddings - getattr(table, "offset", 0)
 
 
 def _check_length(model: Any, length: int) -> None:
@@ -259,8 +247,8 @@ def _check_length(model: Any, length: int) -> None:
         f"`input_ids` has {length} tokens per row, but {type(model).__name__} has {positions} "
         "positions (`config.max_position_embeddings`). Shorten the prompt"
     )
-    table = _position_table(model)
-    if table is not None and _n_positions(table) < length:
+    table = families.position_table(model)
+    if table is not None and families.n_positions(table) < length:
         raise IndexError(f"{message}.")
     if any(getattr(module, "rope_type", None) == "default" for module in model.modules()):
         logger.warning_once(
