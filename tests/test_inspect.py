@@ -33,6 +33,11 @@ MODES: dict[str, tuple[dict[str, Any], bool]] = {
     "several samples": ({**SAMPLED, "num_return_sequences": 3}, True),
     "seeds": ({**SAMPLED, "seed": [3, 4]}, True),
     "parameters of each prompt": ({"do_sample": True, "top_k": [3, 50], "top_p": [1.0, 0.5]}, True),
+    "processors with a state": ({**SAMPLED, "mirostat": 2, "min_p": 0.01, "seed": 3}, True),
+    "guidance": ({"guidance_scale": 1.5, "frequency_penalty": 0.4}, True),
+    "watermark": ({**SAMPLED, "watermarking_config": {"bias": 2.0}}, True),
+    "static cache": ({"cache_implementation": "static", "disable_compile": True}, True),
+    "no cache": ({"use_cache": False}, True),
     "beams": ({"num_beams": 3}, True),
     "beams, several returned": ({"num_beams": 4, "num_return_sequences": 3}, True),
     "beams, penalised": ({"num_beams": 3, "length_penalty": 0.3, "no_repeat_ngram_size": 2}, True),
@@ -132,6 +137,18 @@ def test_a_stage_for_each_processor() -> None:
             logit, warm, *_ = candidate.scores
             assert warm == pytest.approx(logit / 0.7, rel=1e-4)
             assert (candidate.scores[-1] == -math.inf) == (candidate.final_probability == 0)
+
+
+def test_stages_have_the_settings_that_were_asked_for() -> None:
+    model, arguments = case("parameters of each prompt")
+    arguments |= {"frequency_penalty": 0.3, "xtc_probability": 0.5, "xtc_threshold": 0.2}
+    trace = hfgen.trace(model, **arguments)
+    assert [(stage.name, stage.settings) for stage in trace.stages[1:]] == [
+        ("frequency penalty", {"frequency_penalty": 0.3}),
+        ("top k", {"top_k": [3, 50]}),
+        ("top p", {"top_p": [1.0, 0.5]}),
+        ("xtc", {"xtc_probability": 0.5, "xtc_threshold": 0.2}),
+    ]
 
 
 def test_beams_are_a_tree() -> None:

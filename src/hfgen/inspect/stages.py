@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,17 +12,32 @@ from torch import Tensor
 from ..grammar.processor import GrammarProcessor, NoTokenLeft
 from ..processors import LogitsProcessorList
 from ..processors.by_rows import ProcessorsByRows
-from ..processors.lists import name_of
+from ..processors.lists import is_librarys, name_of
+from ..processors.repetition import OccurrencePenalty
 from .records import Stage
 
 #: Parts of a class's name that say what it is, and not what it does.
 KIND = re.compile(r"(Logits(Warper|Processor)|Processor|PerRow|Logits)(?=$|[A-Z])")
 WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z]|$)|[A-Z][a-z]+|[a-z]+|\d+")
 
-#: Settings that say nothing about the call.
-TECHNICAL = ("filter_value", "min_tokens_to_keep", "prompt_length", "n_rows", "is_search")
+#: Processors whose fields of the config begin in another way than their class.
+NAMES = {
+    "dynamic temperature": "dynatemp",
+    "exclude top choices": "xtc",
+    "inf nan remove": "remove invalid values",
+    "logit normalization": "renormalize logits",
+    "no bad words": "bad words",
+    "quadratic smoothing": "smoothing",
+    "unbatched classifier free guidance": "guidance",
+    "encoder decoder guidance": "guidance",
+}
 
-#: Numbers of a setting that are shown: one for each prompt, at most.
+#: Attributes that say nothing about what was asked for.
+TECHNICAL = re.compile(
+    r"filter_value|min_tokens_to_keep|.*length.*|.*size|vocab|hash_key|is_.*|of_.*"
+)
+
+#: Prompts whose settings are shown, where they differ.
 SHOWN = 8
 
 #: A token is ruled out below this score; grammars give it to beams that have ended.
@@ -54,9 +70,9 @@ class Watched(LogitsProcessorList):
         """Without the notes: a copy is for something else, such as drafting."""
         return self.kind(copy.deepcopy(list(self), memo))
 
-    def stages(self) -> list[Stage]:
+    def stages(self, configs: Sequence[Any]) -> list[Stage]:
         """The stages behind the first notes."""
-        return [stage_of(each) for each in self if not isinstance(each, NoTokenLeft)]
+        return [stage_of(each, configs) for each in self if not isinstance(each, NoTokenLeft)]
 
     def take(self, length: int) -> list[Tensor] | None:
         """The notes of ``length``, and forget those of shorter ids."""
@@ -65,15 +81,19 @@ class Watched(LogitsProcessorList):
         return found
 
 
-def stage_of(processor: Any) -> Stage:
-    """How a processor is shown."""
+def stage_of(processor: Any, configs: Sequence[Any]) -> Stage:
+    """How a processor is shown, of a call whose prompts ask for ``configs``."""
     if isinstance(processor, ProcessorsByRows):
-        parts = [stage_of(function) for function, _ in processor.parts]
+        parts = [stage_of(function, configs) for function, _ in processor.parts]
         name = " / ".join(dict.fromkeys(part.name for part in parts))
-        return Stage(name, {}, any(part.is_grammar for part in parts))
+        return Stage(name, parts[0].settings, any(part.is_grammar for part in parts))
     name = spelled(KIND.sub("", name_of(processor))) or spelled(name_of(processor))
+    if isinstance(processor, OccurrencePenalty):
+        name = "presence penalty" if processor.of_presence else "frequency penalty"
+    name = NAMES.get(name, name)
+    settings = fields_of(name, configs) if is_librarys(type(processor)) else {}
     is_grammar = isinstance(processor, GrammarProcessor)
-    return Stage(name, settings_of(processor), is_grammar)
+    return Stage(name, settings or numbers_of(processor), is_grammar)
 
 
 def spelled(name: str) -> str:
@@ -81,23 +101,26 @@ def spelled(name: str) -> str:
     return " ".join(WORDS.findall(name)).lower()
 
 
-def settings_of(processor: Any) -> dict[str, Any]:
-    """The numbers among the attributes of a processor."""
-    found = {}
-    for name, value in getattr(processor, "__dict__", {}).items():
-        if name.startswith("_") or name in TECHNICAL:
-            continue
-        if isinstance(value, Tensor) and value.numel() <= SHOWN and not value.is_complex():
-            value = value.flatten().tolist()
-            value = value[0] if len(value) == 1 else value
-        if isinstance(value, bool | int | float) or (isinstance(value, list) and is_short(value)):
-            found[name] = value
+def fields_of(name: str, configs: Sequence[Any]) -> dict[str, Any]:
+    """The fields that begin like ``name``, and their numbers; lists where prompts differ."""
+    start, found = name.replace(" ", ""), {}
+    for field in vars(configs[0]):
+        if field.replace("_", "").startswith(start):
+            values = [getattr(config, field, None) for config in configs]
+            value = values[0] if all(v == values[0] for v in values) else values[:SHOWN]
+            if isinstance(value, int | float | list):
+                found[field] = value
     return found
 
 
-def is_short(values: list[Any]) -> bool:
-    """Whether a list has a few numbers and nothing else."""
-    return 0 < len(values) <= SHOWN and all(isinstance(v, bool | int | float) for v in values)
+def numbers_of(processor: Any) -> dict[str, Any]:
+    """The numbers among the attributes of a processor."""
+    return {
+        name: value
+        for name, value in getattr(processor, "__dict__", {}).items()
+        if isinstance(value, int | float) and not name.startswith("_")
+        if not TECHNICAL.fullmatch(name)
+    }
 
 
 def share_and_left(scores: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:

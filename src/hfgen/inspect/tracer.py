@@ -63,7 +63,7 @@ class Tracer:
         self.watched, self.top = watched, top
         self.prompt_length = run.ids.shape[1]
         self.prompt_ids = run.ids
-        self.stages = (Stage("logits"), *self.before(strategy), *watched.stages())
+        self.stages = (Stage("logits"), *self.before(strategy), *watched.stages(run.configs))
         self.positions: list[Position] = []
         #: ``(rows,)`` of each position: which rows have a token there, or ``None`` for all.
         self.is_token: list[list[bool] | None] = []

@@ -57,7 +57,7 @@ function showTimes() {
   const y = (seconds) => height - 4 - ((height - 16) * Math.min(seconds, most)) / most;
   const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Times of ${steps.length} steps` });
   chart.append(svg("text", { x: 0, y: y(most) + 8 }, (1000 * most).toFixed(most < 0.01 ? 1 : 0)), svg("text", { x: 0, y: height - 4 }, "0"));
-  const now = svg("rect", { class: "now", y: 0, height, width: slot });
+  const now = svg("rect", { class: "current", y: 0, height, width: slot });
   chart.append(now);
   steps.forEach((step, n) => {
     let from = 0;
@@ -71,6 +71,7 @@ function showTimes() {
     if (step.seconds > most) chart.append(svg("text", { x: left + n * slot, y: 9 }, `↑ ${time(step.seconds)}`));
     chart.append(svg("rect", { class: "hit", x: left + n * slot, y: 0, width: slot, height }, svg("title", {}, `step ${n + 1}: ${time(step.seconds)}, forward ${time(step.forward_seconds)}, ${plural(step.n_tokens, "token")}`)));
   });
+  byId("drafting").hidden = !steps.some((step) => step.draft_seconds > 0);
   parent.replaceChildren(chart);
   cursors[1] = () => now.setAttribute("x", left + (sequence().tokens[state.token]?.step ?? 0) * slot);
 }
@@ -129,7 +130,7 @@ function showTree() {
 
 function said(step, node) {
   const fates = { returned: "on a sequence that is returned", open: "goes on", finished: "ended, but is not returned", died: "died: later beams were better" };
-  return `Step ${step + 1}: ${visible(node.token_id)}, score ${score(node.score)}, ${fates[node.fate]}`;
+  return `Step ${step + 1}: “${visible(node.token_id)}”, score ${score(node.score)}, ${fates[node.fate]}`;
 }
 
 function selectBeam(step, n, scrolls = true) {

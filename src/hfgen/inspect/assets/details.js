@@ -47,7 +47,8 @@ const rows = (token) => {
 
 function candidatesTable(token) {
   const head = ["token", "", "model", isProcessed ? "after" : null, "logit"].filter((name) => name !== null);
-  const width = (p) => ({ width: `${(100 * (p ?? 0)).toFixed(2)}%` });
+  const most = Math.max(...rows(token).flatMap((each) => [each.probability ?? 0, isProcessed ? each.final_probability ?? 0 : 0]));
+  const width = (p) => ({ width: `${((100 * (p ?? 0)) / most).toFixed(2)}%` });
   const body = rows(token).map((each) => {
     const cut = cutAt(each.scores);
     const classes = [each.token_id === token.token_id && "chosen", cut >= 0 && "out"].filter(Boolean).join(" ");

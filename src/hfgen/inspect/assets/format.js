@@ -46,7 +46,7 @@ function stageName(stage) {
   const values = Object.entries(stage.settings).filter(([, value]) => typeof value !== "boolean");
   if (!values.length) return stage.name;
   const one = values.length === 1;
-  return `${stage.name} ${values.map(([name, v]) => (one ? "" : `${name} `) + written(v)).join(", ")}`;
+  return `${stage.name} ${values.map(([name, v]) => (one ? "" : `${name} `) + short(written(v), 24)).join(", ")}`;
 }
 const written = (v) => (Array.isArray(v) ? `[${v.map(written).join(", ")}]` : String(v));
 
