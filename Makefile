@@ -78,11 +78,11 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.scheduler
 	@$(BIN)/python -m benchmarks.engine
 	@$(BIN)/python -m benchmarks.execution
+	@$(BIN)/python -m benchmarks.sampling
 	@$(BIN)/python scripts/update_readme_tables.py
 
 tables: $(VENV)/installed ## Write the tables of README and docs/ from benchmarks/results.
 	@$(BIN)/python scripts/update_readme_tables.py
-	@$(BIN)/python -m benchmarks.sampling
 
 clean: ## Remove the environments and all caches.
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
