@@ -20,6 +20,7 @@ from hfgen.cli import app, loading
 from hfgen.inspect import Trace
 from hfgen.inspect.stages import spelled
 from tests import tiny
+from tests.simulated_accelerator import Accelerator, on_device, to_device
 from tests.test_architecture import TREES, imported
 
 LENGTH = {"max_new_tokens": 8}
@@ -449,3 +450,21 @@ def test_a_page_that_cannot_be_written_is_said_first(
     (tmp_path / "folder.html").mkdir()
     code, said = run("a", "-o", str(tmp_path / path))
     assert (code, message in " ".join(said.split())) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["penalty", "sampling", "beams", "assistant, penalty"])
+def test_on_an_accelerator(name: str) -> None:
+    model, arguments = case(name)
+    torch.manual_seed(5)
+    expected = hfgen.trace(model, **arguments)
+    arguments = {n: on_device(v) if n == "assistant_model" else v for n, v in arguments.items()}
+    torch.manual_seed(5)
+    with Accelerator():
+        found = hfgen.trace(on_device(model), **to_device(arguments))
+    assert [s.token_ids for s in found.sequences] == [s.token_ids for s in expected.sequences]
+    pairs = zip(found.sequences, expected.sequences, strict=True)
+    for here, there in (pair for s, t in pairs for pair in zip(s.tokens, t.tokens, strict=True)):
+        assert here.probability == pytest.approx(there.probability, rel=1e-4)
+        assert (here.rank, here.left, here.is_drafted) == (there.rank, there.left, there.is_drafted)
+    fates = [[[[b.fate for b in n] for n in p] for p in t.beams] for t in (found, expected)]
+    assert fates[0] == fates[1]

@@ -60,7 +60,7 @@ function candidatesTable(token) {
       el("td", {}, visible(each.token_id)),
       bars,
       el("td", {}, percent(each.probability)),
-      isProcessed ? el("td", {}, cut >= 0 ? "cut" : percent(each.final_probability)) : null,
+      isProcessed ? el("td", {}, cut >= 0 ? `cut: ${short(trace.stages[cut].name, 12)}` : percent(each.final_probability)) : null,
       el("td", {}, score(each.scores[0])),
     );
   });
