@@ -235,6 +235,15 @@ def test_encoder_decoders_show_what_the_encoder_reads() -> None:
             assert sequence.token_ids == row[1 : 1 + len(sequence.tokens)]
 
 
+def test_settings_are_those_that_were_asked_for() -> None:
+    config = hfgen.GenerationConfig(max_new_tokens=3, do_sample=True, top_k=7)
+    trace = hfgen.trace(tiny.llama(), tiny.prompt(1), generation_config=config)
+    own = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    asked = {"max_new_tokens": 3, "do_sample": True, "top_k": 7}
+    assert {name: trace.settings[name] for name in (own | asked)} == own | asked
+    assert len(trace.settings) < 12
+
+
 def test_dola_and_beams_show_what_comes_before_processors() -> None:
     for name, stage in ("dola", "contrast of layers"), ("beams", "log-probability"):
         model, arguments = case(name)

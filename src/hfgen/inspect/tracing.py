@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from torch.nn.utils.rnn import pad_sequence
 from .. import loop, validate
 from ..call import Call, Run
 from ..call import Request as GenerateRequest
+from ..fields import FIELDS
 from ..mixin import GenerationMixin, driven, mixed_view
 from ..prepare import prepare
+from ..results import Results
 from ..strategies import Beam as Search
 from ..strategies import GroupBeam, Sample
 from ..strategies.assisted import Assisted
 from ..strategies.minimum_bayes_risk import MinimumBayesRisk
-from ..text import Pieces, decode
-from .records import Prompt, Sequence, Token, Trace
+from .records import Prompt, Sequence, Trace
+from .spelling import Speller, all_ids
 from .stages import Watched
 from .tracer import Tracer
 
@@ -75,7 +78,7 @@ def trace(
         raise ValueError("`streamer` is not told of a call that is traced: leave it out.")
     if tokenizer is not None:
         kwargs["tokenizer"] = tokenizer
-    kwargs |= model_inputs(prompt, tokenizer, model) | {"return_dict_in_generate": True}
+    kwargs |= model_inputs(prompt, tokenizer, model)
     return _trace(model, driven(model, GenerateRequest.of(**kwargs)), tokenizer, top)
 
 
@@ -89,6 +92,8 @@ def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Tr
         tracer = Tracer(run, strategy, watched, top)
         prepare_seconds = tracer.since - call.started
         prompts = list(prompts_of(run, call))
+        if not any(isinstance(observer, Results) for observer in run.observers):
+            run.observers.append(Results(run))  # why rows ended
         run.observers.append(tracer)
         with validate.explaining_misfit(model, call.cache):
             with closing(loop.drive(run, strategy)) as steps:
@@ -101,24 +106,18 @@ def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Tr
         if tracer.tree is not None:
             paths = tracer.result["beam_indices"]
             beams = tracer.tree.result(paths, tracer.result["sequences"])
-        ids = {token for prompt in prompts for token in prompt}
-        ids |= {
-            token for sequence in sequences for each in sequence.tokens for token in all_ids(each)
-        }
-        ids |= {beam.token_id for steps in beams for nodes in steps for beam in nodes}
-        ids |= {t for step in tracer.steps for draft in step.drafts for t in draft.token_ids}
         return Trace(
             mode=call.who,
             model=type(model).__name__,
-            settings=settings_of(call),
+            settings=settings_of(call, model),
             stages=tracer.stages,
-            prompts=tuple(Prompt(tuple(ids), speller.text(ids)) for ids in prompts),
+            prompts=tuple(Prompt(tuple(prompt), speller.text(prompt)) for prompt in prompts),
             sequences=sequences,
             steps=tuple(tracer.steps),
             beams=beams,
             prepare_seconds=prepare_seconds,
             vocabulary_size=int(model.config.get_text_config(decoder=True).vocab_size),
-            spelling=speller.spelling(ids),
+            spelling=speller.spelling(all_ids(prompts, sequences, beams, tracer.steps)),
         )
     finally:
         call.release()
@@ -205,43 +204,18 @@ def sequences_of(run: Run, tracer: Tracer, n_prompts: int, speller: Speller) -> 
         yield Sequence(prompt, tuple(tokens), text, str(reason), stop, score=scores[index])
 
 
-def settings_of(call: Call) -> dict[str, Any]:
-    """The fields of the call's config that differ from an empty one's."""
-    default = vars(type(call.config)())
-    return {
-        name: value if isinstance(value, bool | int | float | str | list) else repr(value)
-        for name, value in vars(call.config).items()
-        if not name.startswith("_")
-        and name not in ("transformers_version", "return_dict_in_generate")
-        and value is not None
-        and value != default.get(name)
-    }
-
-
-def all_ids(token: Token) -> set[int]:
-    """The ids that a token's record mentions."""
-    return {token.token_id, *(candidate.token_id for candidate in token.candidates)}
-
-
-class Speller:
-    """How ids are shown: by a tokenizer, or not at all."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
-
-    def text(self, ids: list[int]) -> str | None:
-        return None if self.tokenizer is None else decode(self.tokenizer, ids)
-
-    def spelling(self, ids: set[int]) -> dict[int, str]:
-        """Each id's text; bytes that are no characters by themselves as ``<0xE2>``."""
-        if self.tokenizer is None:
-            return {}
-        pieces = Pieces(self.tokenizer)
-        return {token: spelled(pieces[token]) for token in sorted(ids)}
-
-
-def spelled(piece: bytes) -> str:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return "".join(f"<0x{byte:02X}>" for byte in piece)
+def settings_of(call: Call, model: Any) -> dict[str, Any]:
+    """The fields of the config that the call, or the model's own config, has set."""
+    request = call.request
+    sources = (
+        request.kwargs,
+        vars(request.generation_config or SimpleNamespace()),
+        vars(model.generation_config),
+    )
+    names = [n for source in sources for n, v in source.items() if n in FIELDS and v is not None]
+    settings = {}
+    for name in dict.fromkeys(n for n in names if n != "transformers_version"):
+        values = [getattr(config, name, None) for config in call.configs]
+        value = values[0] if all(v == values[0] for v in values) else values
+        settings[name] = value if isinstance(value, int | float | str | list) else repr(value)
+    return settings
