@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import (
@@ -228,6 +229,99 @@ def on_device(model: nn.Module) -> nn.Module:
     return model
 
 
+# ---------------------------------------------------------------- graphs
+
+
+class Operation:
+    """One operation on the device, to be repeated on the same addresses.
+
+    Numbers stay what they were. Tensors that operations of the graph have made are kept by it; all
+    others, as weights and inputs, it only knows by their addresses.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.func = func
+        assert Recorder.active is not None
+        own = Recorder.active.own
+        self.given = tree_map(lambda leaf: _address(leaf, own), (args, kwargs))
+        storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if _is_on_host(leaf)}
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        own.update({_storage(leaf): leaf for leaf in made if _storage(leaf) not in storages})
+        self.result = tree_map(lambda leaf: _address(leaf, own), made)
+
+    def repeat(self) -> None:
+        args, kwargs = tree_map(_opened, self.given)
+        results = (x for x in tree_leaves(self.func(*args, **kwargs)) if isinstance(x, Tensor))
+        for made, address in zip(results, self.result, strict=True):
+            kept = _opened(address)
+            if made.data_ptr() != kept.data_ptr():  # neither a view nor in place
+                kept.copy_(made)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Memory of a tensor that a graph does not keep."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    place: tuple[Any, ...]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _address(leaf: Any, own: dict[int, Tensor]) -> Any:
+    if not isinstance(leaf, Tensor) or _storage(leaf) in own:
+        return leaf
+    place = (leaf.storage_offset(), leaf.shape, leaf.stride())
+    return Address(StorageWeakRef(leaf.untyped_storage()), leaf.dtype, place)
+
+
+def _opened(leaf: Any) -> Any:
+    if not isinstance(leaf, Address):
+        return leaf
+    if leaf.storage.expired():
+        raise RuntimeError("a graph was replayed that uses memory which is free")
+    storage = torch.UntypedStorage._new_with_weak_ptr(leaf.storage.cdata)
+    return torch.empty(0, dtype=leaf.dtype).set_(storage, *leaf.place)
+
+
+class Recorder:
+    """Records the operations of a function on the device, and repeats them: as a CUDA graph does.
+
+    While it records, a read and a copy from the host raise.
+    """
+
+    active: Recorder | None = None
+    #: How many have recorded something.
+    count = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.operations: list[Operation] = []
+        #: Tensors that operations have made, by storage.
+        self.own: dict[int, Tensor] = {}
+
+    def record(self, function: Any, reset: Any) -> Any:
+        reset()
+        function()  # to warm up
+        reset()
+        Recorder.active = self
+        try:
+            result = function()
+        finally:
+            Recorder.active = None
+        Recorder.count += 1
+        return result
+
+    def replay(self) -> None:
+        if (accelerator := Accelerator.active) is not None:
+            accelerator.forwards.append(len(accelerator.events))
+        _note("kernel", "replay")
+        for operation in self.operations:
+            operation.repeat()
+
+
 # ---------------------------------------------------------------- one operation
 
 
@@ -266,7 +360,10 @@ def _execute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     }
     if name == "histc":  # of integers: the CPU has none
         args = [to_host(args[0]).float(), *args[1:]]
-    result = func(*to_host(args), **to_host(kwargs))
+    args, kwargs = to_host(args), to_host(kwargs)
+    result = func(*args, **kwargs)
+    if result_is_on_device and Recorder.active is not None:
+        Recorder.active.operations.append(Operation(func, args, kwargs, result))
     return tree_map(wrap, result) if result_is_on_device else result
 
 
@@ -304,6 +401,8 @@ def _refuse_two_devices(func: Any, leaves: Sequence[Any]) -> None:
 
 
 def _note(kind: Kind, name: str, leaves: Sequence[Any] = (), args: Sequence[Any] = ()) -> None:
+    if kind != "kernel" and Recorder.active is not None:
+        raise RuntimeError(f"{name} is not permitted while a graph is recorded")
     if (accelerator := Accelerator.active) is None:
         return
     arguments: tuple[Any, ...] = ()

@@ -29,8 +29,9 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 import hfgen
+from hfgen import fingerprint
 from hfgen.caches.dynamic import GrowingCache
-from hfgen.prefix import files, fingerprint, padding
+from hfgen.prefix import files, padding
 from hfgen.prefix.cache import PrefixStats
 from hfgen.prefix.radix import Forest, KeyValues, size
 from hfgen.prefix.session import PrefixSession

@@ -255,6 +255,7 @@ PER_CALL: dict[str, Field] = {
     # Compilation
     "compile_config": Field(ANY),
     "disable_compile": Field(FLAG),
+    "use_cuda_graph": Field(FLAG, is_own=True, default=False),
     # Modes that upstream has moved to repositories
     "low_memory": Field(FLAG),
     "penalty_alpha": Field(NUMBER),

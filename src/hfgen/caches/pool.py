@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -73,6 +74,9 @@ class CacheBuffers:
         #: counter of tokens that graphs update.
         self.reached = 0
         self.count: Tensor | None = None
+        #: On accelerators, the layers' counters of tokens; and what was recorded of steps on all these.
+        self.counters: dict[Place, Tensor] = {}
+        self.graphs: dict[Hashable, Any] = {}
 
     @property
     def n_bytes(self) -> int:
@@ -92,6 +96,7 @@ class CacheBuffers:
             buffer = None
         if buffer is None:
             self.written.pop(place, None)
+            self.graphs.clear()  # they hold the address of the one before
             shape = (max(rows, self.size.rows), heads, max(length, capacity), size)
             try:
                 self.tensors[place] = buffer = states.new_zeros(shape)
@@ -102,6 +107,14 @@ class CacheBuffers:
         self._clear(place)
         self.written[place] = (rows, length)
         return buffer[:rows, :, :length]
+
+    def counter(self, place: Place, layer: Any) -> Tensor:
+        """A layer's counter of tokens, on its device, at an address that stays from cache to cache."""
+        kept = self.counters.get(place)
+        if kept is not None and kept.device == layer.device and _may_be_written(kept):
+            return kept.copy_(layer.cumulative_length)
+        self.counters[place] = layer.cumulative_length.to(layer.device, copy=True)
+        return self.counters[place]
 
     def with_rows(self, place: Place, rows: int, like: Tensor) -> Tensor | None:
         """The first ``rows`` rows of a buffer, as long as ``like``, a part of it; ``None`` if it has fewer."""
@@ -141,8 +154,12 @@ def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
         and length <= buffer.shape[2]
         and (heads, size) == (buffer.shape[1], buffer.shape[3])
         and (states.dtype, states.device) == (buffer.dtype, buffer.device)
-        and (not buffer.is_inference() or torch.is_inference_mode_enabled())
+        and _may_be_written(buffer)
     )
+
+
+def _may_be_written(tensor: Tensor) -> bool:
+    return not tensor.is_inference() or torch.is_inference_mode_enabled()
 
 
 class Lease:

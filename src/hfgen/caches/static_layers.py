@@ -33,6 +33,8 @@ class VisibleLength:
         self.total = 0
         #: Whether the forward pass to come sees ``shown`` tokens: read by compiled graphs.
         self.is_open = False
+        #: Whether a graph of the forward is being recorded, which may not depend on the length.
+        self.is_recording = False
         self.layers: list[ref[SlicedStaticLayer]] = []
 
     def show(self, start: int, total: int, capacity: int) -> int:
@@ -79,7 +81,8 @@ class Pooled:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not key_states.is_cpu:
+            self.cumulative_length = self._lease.buffers.counter(self._place("count"), self)
         buffers, length, capacity = self._lease.buffers, self.max_cache_len, self._capacity()
         for name, states in (("keys", key_states), ("values", value_states)):
             setattr(self, name, buffers.take(self._place(name), states, length, capacity))
@@ -232,6 +235,8 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         """What attention may see of all tokens so far, with the new ones."""
         if torch.compiler.is_compiling():
             return self._update_in_graph(key_states, value_states)
+        if self._visible.is_recording:
+            return self._update_by_count(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, added = self._length(), key_states.shape[-2]
@@ -279,6 +284,14 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         count.add_(key_states.shape[-2])
         keys.index_copy_(2, positions, key_states)
         values.index_copy_(2, positions, value_states)
+        return keys, values
+
+    def _update_by_count(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of one token, without a look at the length."""
+        (keys, values), count = self._seen, self.cumulative_length
+        keys.index_copy_(2, count.view(1), key_states)
+        values.index_copy_(2, count.view(1), value_states)
+        count.add_(1)
         return keys, values
 
     def _filled(self) -> int:

@@ -13,7 +13,8 @@ from transformers.utils import ModelOutput
 from ..call import ModelKwargs, Run
 from ..validate import parameters
 from . import shared_prompt
-from .compiled import fastest_forward
+from .compiled import Compiled, fastest_forward
+from .graphs import Recorded, recorded_forward
 from .prefill import uncached_length
 from .step_inputs import resized
 
@@ -24,7 +25,12 @@ class Executor:
     def __init__(self, run: Run, may_compile: bool = False) -> None:
         self.call: Callable[..., ModelOutput] = run.model.__call__
         if may_compile:
-            self.call = fastest_forward(run.model, run.config, run.model_kwargs)
+            is_recorded = getattr(run.config, "use_cuda_graph", False)
+            self.call = (recorded_forward(run) if is_recorded else None) or fastest_forward(
+                run.model, run.config, run.model_kwargs
+            )
+        #: Whether the host has asked for a forward long before the device has computed it.
+        self.is_quick_to_launch = isinstance(self.call, Recorded | Compiled)
 
     def prefill(self, run: Run, is_first_iteration: bool = True) -> ModelOutput:
         """Forward the prompt of each row, once where rows have the same one."""

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import fingerprint
 from ..fields import FieldError
-from . import files, fingerprint
+from . import files
 from .radix import Forest, KeyValues, Match, bytes_per_token
 
 

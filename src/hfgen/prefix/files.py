@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .. import fingerprint
 from ..caches.dynamic import GrowingCache
-from . import fingerprint
 from .padding import Offset
 from .radix import Forest, Node
 from .windows import attention_layers

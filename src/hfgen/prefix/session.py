@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import execution
+from .. import execution, fingerprint
 from ..caches.dynamic import GrowingCache
 from ..call import ModelKwargs, Prompt, Run, SharedPrompt, Step
-from . import fingerprint, windows
+from . import windows
 from .cache import PrefixCache
 from .padding import Layout, best_end, lagging
 from .radix import KeyValues, Match, bytes_per_token, size

@@ -1,4 +1,4 @@
-"""Which model computed some keys and values, and how: what they are stored under.
+"""What a model computes with, to be compared: what stored prefixes and recorded steps are kept under.
 
 ``identity`` is for one process, and cheap. ``content`` is for any, and reads all weights.
 """
@@ -51,6 +51,11 @@ def identity(model: Any) -> Identity:
     state = (*state, tuple(settings(model).items()), _samples(tensors))
     with _lock:
         return _identities.setdefault(state, Identity(state))
+
+
+def state(model: Any) -> Hashable:
+    """All of ``identity`` but the values of weights, so that nothing is read off the device."""
+    return *_look(model)[1], *settings(model).items()
 
 
 def is_unchanged(model: Any, known: Identity) -> bool:
