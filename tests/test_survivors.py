@@ -23,12 +23,12 @@ import hfgen
 from benchmarks.side_by_side import unmixed
 from hfgen import draws, seeds, survivors
 from hfgen.processors import LogitsProcessorList, fused
-from hfgen.processors.per_row import TopPPerRow
+from hfgen.processors.per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow
 from hfgen.strategies.base import InvalidScores, InvalidScoresError
 from tests import tiny
 
 NO = -math.inf
-LARGE = 9001  # of no whole number of blocks
+LARGE = 16_401  # of no whole number of blocks
 
 
 @pytest.fixture
@@ -36,6 +36,7 @@ def small() -> Iterator[None]:
     """Vocabularies of a few tokens count as large, and blocks are as small."""
     with (
         mock.patch.object(survivors, "LARGE", 0),
+        mock.patch.object(survivors, "MANY", 0),
         mock.patch.object(survivors, "BLOCKS", ((30, 4), (0, 1))),
         mock.patch.object(survivors, "FEW", 1),
         mock.patch.object(fused, "FIRST", 2),
@@ -101,7 +102,7 @@ def chain(choose: random.Random) -> list[Any]:
     """Upstream's samplers in a random order, with random values."""
     keep = choose.choice([1, 1, 1, 2, 3])
     makers = [
-        lambda: TemperatureLogitsWarper(choose.choice([0.01, 0.3, 0.7, 1.3, 1e4, 1e-30])),
+        lambda: TemperatureLogitsWarper(choose.choice([0.01, 0.3, 0.7, 1.3, 1e4, 1e-30, 1e-44])),
         lambda: TopKLogitsWarper(choose.choice([1, 2, 5, 50, 20_000]), min_tokens_to_keep=keep),
         lambda: TopPLogitsWarper(
             choose.choice([0.0, 0.1, 0.5, 0.9, 0.99, 0.99999, 1.0]), min_tokens_to_keep=keep
@@ -169,17 +170,49 @@ def test_sums_at_the_bound_are_decided_by_upstream() -> None:
         check_chain([MinPLogitsWarper((p[1, n] / p[1].max()).item())], scores)
 
 
-@pytest.mark.parametrize("kind", ["normal", "bfloat16", "two values", "equal", "NaN"])
-@pytest.mark.parametrize("first", [[], [TemperatureLogitsWarper(0.6), TopKLogitsWarper(20)]])
-def test_a_mass_for_each_row(kind: str, first: list[Any]) -> None:
-    masses = [0.9, 1.0, 0.3, 0.0]
-    for seed in range(5):
+#: Values of four prompts; 0, or a mass of 1, is off.
+COLUMNS: dict[str, list[float]] = {
+    "temperature": [0.6, 1.0, 1.7, 0.2],
+    "top_k": [20, 7, 1, 50],
+    "top_p": [0.9, 1.0, 0.3, 0.0],
+    "min_p": [0.1, 0.0, 0.3, 1.0],
+}
+
+
+def of_columns(names: list[str], values: dict[str, list[float]]) -> list[Any]:
+    columns = {name: torch.tensor(values[name])[:, None] for name in names}
+    makers = {
+        "temperature": lambda: TemperaturePerRow(columns["temperature"]),
+        "top_k": lambda: TopKPerRow(columns["top_k"].long()),
+        "top_p": lambda: TopPPerRow(values["top_p"], "cpu"),
+        "min_p": lambda: MinPPerRow(columns["min_p"]),
+    }
+    return [makers[name]() for name in names]
+
+
+def of_prompt(names: list[str], values: dict[str, list[float]], prompt: int) -> list[Any]:
+    kinds = {
+        "temperature": TemperatureLogitsWarper,
+        "top_k": TopKLogitsWarper,
+        "top_p": TopPLogitsWarper,
+        "min_p": MinPLogitsWarper,
+    }
+    own = [(name, values[name][prompt]) for name in names]
+    return [kinds[n](v) for n, v in own if v not in ((0,) if n != "top_p" else (1,))]
+
+
+@pytest.mark.parametrize("kind", ["normal", "bfloat16", "two values", "equal", "masked", "NaN"])
+@pytest.mark.parametrize("is_off", [False, True], ids=["on", "off"])
+def test_a_value_for_each_prompt(kind: str, is_off: bool) -> None:
+    choose = random.Random(kind)
+    values = {**COLUMNS, "top_k": [20, 0, 1, 50]} if is_off else COLUMNS
+    for seed in range(12):
+        names = choose.sample(list(COLUMNS), choose.randint(1, 4))
         scores = SCORES[kind](8, LARGE, seed)
-        ours = LogitsProcessorList([*first, TopPPerRow(masses, "cpu")])(None, scores)
+        ours = LogitsProcessorList(of_columns(names, values))(None, scores)
         for row in range(8):
-            mass = masses[row // 2]
-            upstream = [*first, *([TopPLogitsWarper(mass)] if mass < 1 else [])]
-            same(ours[row : row + 1], plain(upstream, scores[row : row + 1]))
+            own = scores[row : row + 1]
+            same(ours[row : row + 1], plain(of_prompt(names, values, row // 2), own))
 
 
 def test_processors_between_samplers_see_what_is_left() -> None:

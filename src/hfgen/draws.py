@@ -35,8 +35,7 @@ def draw(scores: Tensor, n: int) -> Tensor | None:
     state = torch.get_rng_state()
     drawn = torch.empty(left.vocab, dtype=torch.float64)  # row by row it stays in the cache
     uniform = torch.stack([drawn.uniform_()[tokens] for tokens in left.tokens])
-    p = (left.values - left.values[:, :1]).double().exp()
-    ratios = p / -torch.log1p(-uniform)
+    ratios = left.weights() / -torch.log1p(-uniform)
     best, places = pad(ratios, (0, 1)).topk(n + 1)
     is_clear = (best[:, 1:] < best[:, :-1] * (1 - MARGIN)).all(dim=1) & (best[:, n - 1] > TINY)
     if not is_clear.all():

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Below this vocabulary size, a pass over all of it takes no longer than looking for a part.
-LARGE = 8192
+#: In fewer scores, or in a smaller vocabulary, a few passes over all take no longer than looking for a part.
+MANY, LARGE = 2**14, 2**12
 
 #: Few tokens are at most one in so many.
 FEW = 4
@@ -40,6 +40,10 @@ class Survivors:
         full = values.new_full((len(values), self.vocab), -math.inf)
         return full.scatter_(1, self.tokens[rows], values)
 
+    def weights(self) -> Tensor:
+        """Probabilities by that of the best, ``(rows, n)`` in float64."""
+        return (self.values - self.values[:, :1]).double().exp()
+
     def without(self, drops: Tensor) -> Survivors:
         """Those that are not in ``drops (rows, n)``, the last of each row."""
         values = self.values.masked_fill(drops, -math.inf)
@@ -50,10 +54,11 @@ class Survivors:
 class Blocks:
     """Maxima ``(rows, n_blocks)`` of blocks of columns, of ``scores (rows, vocab) / divisor``.
 
+    The divisor is a number, or a column ``(rows, 1)``.
     What is above some bound is in few blocks, and only these are looked into.
     """
 
-    def __init__(self, scores: Tensor, divisor: float | None = None) -> None:
+    def __init__(self, scores: Tensor, divisor: float | Tensor | None = None) -> None:
         self.scores, self.divisor = scores, divisor
         self.vocab = scores.shape[1]
         self.size = next(size for vocab, size in BLOCKS if self.vocab >= vocab)
@@ -111,6 +116,7 @@ def is_large(scores: Tensor) -> bool:
         and scores.dtype == torch.float32
         and scores.ndim == 2
         and scores.shape[1] >= LARGE
+        and scores.numel() >= MANY
     )
 
 

@@ -37,3 +37,10 @@ def expand(column: Number, n_rows: int) -> Number:
     if not isinstance(column, torch.Tensor) or len(column) == n_rows:
         return column
     return column.repeat_interleave(n_rows // len(column), dim=0)
+
+
+def quotient(scores: torch.Tensor, by: float | torch.Tensor) -> torch.Tensor:
+    """``scores / by``, the same for a number and for a column ``(rows, 1)`` of it."""
+    if scores.is_cpu or not isinstance(by, torch.Tensor):
+        return scores / by
+    return scores * by.reciprocal()  # what CUDA does for a number

@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation import logits_process as upstream
 
-from .columns import expand
+from .columns import expand, quotient
 
 if TYPE_CHECKING:
     from .context import Context
+
+
+class TemperaturePerRow(upstream.TemperatureLogitsWarper):
+    """Divides the scores of each row by its own temperature ``(prompts, 1)``."""
+
+    def __init__(self, temperature: torch.Tensor) -> None:
+        self.temperature = temperature
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return quotient(scores, expand(self.temperature, len(scores)))
 
 
 class _PerRow:
@@ -97,14 +107,15 @@ class TopPPerRow(upstream.TopPLogitsWarper):
         return expand(self.column, n_rows)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self.cut(scores, self.rest(len(scores)))
+        return cut_to_mass(scores, self.rest(len(scores)), self.min_tokens_to_keep)
 
-    def cut(self, scores: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-        """Scores ``(rows, vocab)`` without the least likely, which sum to at most ``rest (rows, 1)``."""
-        values, tokens = scores.sort(dim=-1)
-        drop = values.softmax(dim=-1).cumsum(dim=-1) <= rest
-        drop[:, -self.min_tokens_to_keep :] = False
-        return scores.masked_fill(drop.scatter(1, tokens, drop), self.filter_value)
+
+def cut_to_mass(scores: torch.Tensor, rest: torch.Tensor, keep: int) -> torch.Tensor:
+    """``scores (rows, vocab)`` without the least likely, which sum to at most ``rest (rows, 1)``, as upstream sums."""
+    values, tokens = scores.sort(dim=-1)
+    drop = values.softmax(dim=-1).cumsum(dim=-1) <= rest
+    drop[:, -keep:] = False
+    return scores.masked_fill(drop.scatter(1, tokens, drop), -math.inf)
 
 
 def top_p(mass: Any, context: Context) -> upstream.TopPLogitsWarper:

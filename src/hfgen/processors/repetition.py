@@ -11,7 +11,7 @@ from transformers import EncoderRepetitionPenaltyLogitsProcessor, LogitsProcesso
 from transformers.generation import logits_process as upstream
 
 from .. import families
-from .columns import expand
+from .columns import expand, quotient
 from .context import Context
 from .history import Counted, Counts, Distinct
 
@@ -72,13 +72,6 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
     def reorder(self, index: torch.Tensor) -> None:
         """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
         self.history.reorder(index)
-
-
-def quotient(scores: torch.Tensor, by: float | torch.Tensor) -> torch.Tensor:
-    """``scores / by``, the same for a number and for a column ``(rows, 1)`` of it."""
-    if scores.is_cpu or not isinstance(by, torch.Tensor):
-        return scores / by
-    return scores * by.reciprocal()  # what CUDA does for a number
 
 
 class OccurrencePenalty(Counts, LogitsProcessor):

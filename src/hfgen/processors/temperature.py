@@ -7,11 +7,10 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import LogitsProcessor, TemperatureLogitsWarper
-from transformers.generation import logits_process as upstream
 
-from .columns import expand
+from .columns import expand, quotient
 from .context import Context
-from .repetition import quotient
+from .per_row import TemperaturePerRow
 
 #: A number, or a column of them: one per prompt, ``(prompts, 1)``.
 Scale: TypeAlias = float | torch.Tensor
@@ -19,16 +18,6 @@ Scale: TypeAlias = float | torch.Tensor
 
 #: A dynamic temperature below it is 0: scores would grow beyond float32.
 LEAST = 1e-6
-
-
-class TemperaturePerRow(upstream.TemperatureLogitsWarper):
-    """Divides the scores of each row by its own temperature ``(prompts, 1)``."""
-
-    def __init__(self, temperature: torch.Tensor) -> None:
-        self.temperature = temperature
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return quotient(scores, expand(self.temperature, len(scores)))
 
 
 class DynamicTemperature(LogitsProcessor):
