@@ -88,14 +88,13 @@ def attempted(call: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def sharded(**overrides: Any) -> Any:
-    """A Llama of which each process has a part of each layer (FSDP 2)."""
+def sharded(has_whole_rest: bool = False, **overrides: Any) -> Any:
+    """A Llama of which each process has a part of each layer, and of the rest (FSDP 2)."""
     model = hfgen.mix_into(tiny.llama(**overrides))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
+    return model if has_whole_rest else fully_shard(model, mesh=mesh)
 
 
 # ---------------------------------------------------------------- FSDP
@@ -108,6 +107,8 @@ def fsdp(rank: int) -> dict[str, Any]:
     for mode in MODES:
         ids = prompt(0) if mode == "chunks" else prompt(rank)
         results[mode] = attempted(lambda m=mode, i=ids: generated(model, i, ENDS[rank], m))
+    layers = sharded(has_whole_rest=True)
+    results["layers alone"] = generated(layers, prompt(rank), ENDS[rank], "greedy")
     # Whole models that only count each other's steps, as with DDP.
     whole = hfgen.mix_into(tiny.llama())
     results["replicas"] = generated(whole, prompt(rank), ENDS[rank], "greedy", synced_gpus=True)

@@ -32,9 +32,10 @@ def test_sharded_models_give_the_tokens_of_whole_ones(sharded: Any, alone: Any, 
         assert results[mode] == generated(alone, ids, ENDS[rank], mode)
 
 
-def test_replicas_keep_each_other_company(sharded: Any, alone: Any) -> None:
+@pytest.mark.parametrize("case", ["replicas", "layers alone"])
+def test_all_that_goes_in_step_keeps_company(sharded: Any, alone: Any, case: str) -> None:
     for rank, results in enumerate(sharded):
-        assert results["replicas"] == generated(alone, prompt(rank), ENDS[rank], "greedy")
+        assert results[case] == generated(alone, prompt(rank), ENDS[rank], "greedy")
 
 
 @pytest.fixture(scope="module")

@@ -22,22 +22,11 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 def is_sharded(model: Any) -> bool:
     """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP).
 
-    transformers marks what it has sharded itself. What torch's ``fully_shard`` has, by a caller or by
-    accelerate, is of its class; FSDP 1 leaves the model alone and wraps it or parts of it.
+    transformers asks the model alone; its layers may be sharded, and the model around them whole.
     """
     if world_size() == 1:
         return False
-    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
-        return True
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # not for one process
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            return True
-        if isinstance(module, FullyShardedDataParallel):
-            # Within summon_full_params, one rank may generate by itself.
-            return bool(module.training_state.name != "SUMMON_FULL_PARAMS")
-    return False
+    return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, model.modules()))
 
 
 def tensor_parallel_group(model: Any) -> Any:

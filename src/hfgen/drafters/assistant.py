@@ -44,7 +44,12 @@ class Assistant(Drafter):
         first = min(context.known)
         if first >= context.end:
             return None
-        ids = context.ids[:, : context.end].to(self.model.device, copy=True)
+        device = self.model.device
+        if (
+            device.type == "meta"
+        ):  # its weights are loaded per forward, which takes ids from anywhere
+            device = context.ids.device
+        ids = context.ids[:, : context.end].to(device, copy=True)
         if self.run is None:
             self.run, self.length = self.prepare(ids[:, :first]), first
         self.forget(first - 1)
