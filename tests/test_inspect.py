@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -304,6 +306,8 @@ def test_what_cannot_be_shown_is_named() -> None:
         hfgen.trace(model, "text")
     with pytest.raises(TypeError, match="`prompt` has to be text"):
         hfgen.trace(model, 7)
+    with pytest.raises(TypeError, match=r"`\(batch, length\)`, or .* but is \[\[1, 2\], \[3\]\]"):
+        hfgen.trace(model, [[1, 2], [3]])
     with pytest.raises(ValueError, match="`top` has to be at least 1, but is 0"):
         hfgen.trace(model, ids, top=0)
     with pytest.raises(TypeError, match="`top` has to be an integer"):
@@ -312,6 +316,26 @@ def test_what_cannot_be_shown_is_named() -> None:
         hfgen.trace("model", ids)
     with pytest.raises(ValueError, match="`streamer`"):
         hfgen.trace(model, ids, streamer=transformers.TextStreamer(tiny.ascii_tokenizer()))
+
+
+@pytest.mark.parametrize("name", ["greedy", "beams", "lookup"])
+def test_nothing_of_the_call_stays_in_memory(name: str) -> None:
+    model, arguments = case(name)
+    caches = []
+
+    class Cache(transformers.DynamicCache):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            caches.append(weakref.ref(self))
+
+    gc.collect()
+    gc.disable()
+    try:
+        trace = hfgen.trace(model, **arguments, past_key_values=Cache(config=model.config))
+        assert trace.steps
+        assert [cache() for cache in caches] == [None]
+    finally:
+        gc.enable()
 
 
 def test_nothing_else_imports_it() -> None:

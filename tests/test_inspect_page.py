@@ -202,6 +202,18 @@ def test_beams_and_drafts(chromium: Any, pages: Any) -> None:
     assert not window.all("#beams")[0].is_displayed()
 
 
+def test_a_notebook_shows_it_in_a_frame(chromium: Any, pages: Any, tmp_path: Path) -> None:
+    trace, _ = pages["sampled"]
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<!doctype html><meta charset=utf-8>{trace._repr_html_()}", "utf-8")
+    window = Window(chromium, notebook)
+    chromium.switch_to.frame(0)
+    assert len(window.all(".token")) == 12
+    window.all("#t4")[0].click()
+    assert "5 of 12" in window.text("#details")
+    assert window.errors == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["sampled", "beams", "drafted"])
 def test_text_can_be_read_on_a_phone_in_light_and_dark(

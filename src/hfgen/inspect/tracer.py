@@ -62,7 +62,6 @@ class Tracer:
     def __init__(self, run: Run, strategy: Any, watched: Watched, top: int) -> None:
         self.watched, self.top = watched, top
         self.prompt_length = run.ids.shape[1]
-        self.prompt_ids = run.ids
         self.stages = (Stage("logits"), *self.before(strategy), *watched.stages(run.configs))
         self.positions: list[Position] = []
         #: ``(rows,)`` of each position: which rows have a token there, or ``None`` for all.
@@ -71,15 +70,22 @@ class Tracer:
         self.search = strategy if isinstance(strategy, Search) else None
         self.tree = None if self.search is None else Tree(self.search)
         self.forward, self.draft = Clock(run.ids.device), Clock(run.ids.device)
-        parts = (strategy, "prefill"), (strategy.executor, "forward"), (strategy.executor, "verify")
-        for owner, name in parts:
-            setattr(owner, name, self.forward.around(getattr(owner, name)))
         #: ``(rows, n)``: what was drafted in the newest round, -1 where nothing was.
         self.guesses: list[list[int]] = []
+        #: Methods that are watched, by their objects and names.
+        self.replaced: list[tuple[Any, str]] = []
+        parts = (strategy, "prefill"), (strategy.executor, "forward"), (strategy.executor, "verify")
+        for owner, name in parts:
+            self.replace(owner, name, self.forward.around(getattr(owner, name)))
         if isinstance(strategy, Assisted):
             self.watch_drafts(strategy)
         self.since = self.forward.now()
         self.result: dict[str, Any] = {}
+
+    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Let ``function`` stand for a method of one object, until ``finish``."""
+        setattr(owner, name, function)
+        self.replaced.append((owner, name))
 
     def before(self, strategy: Any) -> list[Stage]:
         """What the strategy makes of the logits before the processors get them."""
@@ -132,7 +138,7 @@ class Tracer:
             make(run, start)
             self.guesses = strategy.rows.guesses.tolist()
 
-        strategy.make_draft = make_draft  # type: ignore[method-assign]
+        self.replace(strategy, "make_draft", make_draft)
 
     def drafts(self, strategy: Assisted, start: int) -> Iterator[Draft]:
         """What was drafted in a round that began behind ``start`` tokens, by row."""
@@ -149,5 +155,7 @@ class Tracer:
         self.guesses = []
 
     def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
-        """Keep the result; ``tracing.trace`` makes the trace of it."""
+        """Keep the result, of which ``tracing.trace`` makes the trace."""
         self.result = result
+        for owner, name in self.replaced:  # what refers to itself would keep the cache in memory
+            delattr(owner, name)

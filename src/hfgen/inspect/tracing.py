@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,11 +151,12 @@ def model_inputs(prompt: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
     if isinstance(prompt, Mapping):
         return {n: v.to(model.device) if isinstance(v, Tensor) else v for n, v in prompt.items()}
     if isinstance(prompt, list | tuple):
-        prompt = torch.tensor(prompt, dtype=torch.long)
+        with suppress(TypeError, ValueError):  # rows of several lengths, or no ids
+            prompt = torch.tensor(prompt, dtype=torch.long)
     if not isinstance(prompt, Tensor):
         raise TypeError(
-            "`prompt` has to be text, a list of texts, token ids, or a mapping of model inputs, but is "
-            f"{type(prompt).__name__}."
+            "`prompt` has to be text, a list of texts, token ids `(length,)` or `(batch, length)`, or a "
+            f"mapping of model inputs, but is {prompt!r:.80}."
         )
     return {"inputs": torch.atleast_2d(prompt).to(model.device)}
 

@@ -68,8 +68,10 @@ function showTimes() {
       if (to > from) chart.append(svg("rect", bar));
       from = to;
     }
-    if (step.seconds > most) chart.append(svg("text", { x: left + n * slot, y: 9 }, `↑ ${time(step.seconds)}`));
-    chart.append(svg("rect", { class: "hit", x: left + n * slot, y: 0, width: slot, height }, svg("title", {}, `step ${n + 1}: ${time(step.seconds)}, forward ${time(step.forward_seconds)}, ${plural(step.n_tokens, "token")}`)));
+    if (step.seconds > most && n === 0) chart.append(svg("text", { x: left, y: 9 }, `↑ ${time(step.seconds)}`));
+    else if (step.seconds > most && n * slot > 64) chart.append(svg("text", { x: left + (n + 0.2) * slot, y: 9 }, "↑"));
+    const choose = () => select(Math.max(0, sequence().tokens.findIndex((token) => token.step === n)), true);
+    chart.append(svg("rect", { class: "hit", x: left + n * slot, y: 0, width: slot, height, onclick: choose }, svg("title", {}, `step ${n + 1}: ${time(step.seconds)}, forward ${time(step.forward_seconds)}, ${plural(step.n_tokens, "token")}`)));
   });
   byId("drafting").hidden = !steps.some((step) => step.draft_seconds > 0);
   parent.replaceChildren(chart);
