@@ -5,13 +5,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 COUNT ?= 2000
-OLDEST := 5.21.0
+OLDEST := 5.18.0
 
-.PHONY: help demo test oldest clients check format parity bench tables clean
+.PHONY: help demo test oldest versions clients check format parity bench tables docs release-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 16
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@echo "Making the environment in $(VENV): a minute or two, once."
@@ -38,6 +38,9 @@ $(VENV)-oldest/installed: pyproject.toml constraints.txt
 	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint $(VENV)-oldest/constraints.txt --editable '.[dev]'
 	@touch $@
+
+versions: $(VENV)/installed ## Run the core of the tests with each Python, transformers and torch that can be had.
+	@$(BIN)/python scripts/check_versions.py
 
 clients: $(VENV)-clients/installed ## Run client libraries (PEFT, TRL, lm_eval, …) with and without hfgen.
 	@$(VENV)-clients/bin/python -m pytest -W default tests/clients  # their warnings are theirs
@@ -83,6 +86,12 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 
 tables: $(VENV)/installed ## Write the tables of README and docs/ from benchmarks/results.
 	@$(BIN)/python scripts/update_readme_tables.py
+
+docs: $(VENV)/installed ## Build the site of docs/ in build/site; a wrong link is an error.
+	@$(BIN)/python -m mkdocs build --strict
+
+release-check: $(VENV)/installed ## Build the wheel, install it in an empty environment, run the demo from it.
+	@$(BIN)/python scripts/check_release.py
 
 clean: ## Remove the environments and all caches.
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -7,17 +7,21 @@ import json
 import re
 import shutil
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import transformers
 from packaging.specifiers import SpecifierSet
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen import contract
+from hfgen import contract, versions
 from hfgen.cli import app, doctor
+from tests import tiny
 
 UPSTREAM = Path(transformers.__file__).parent
 SOURCE = Path(hfgen.__file__).parent
@@ -155,8 +159,67 @@ def test_what_is_missing_is_said_with_the_line_that_gets_it(
     assert [each.state for each in doctor.devices()] == ["broken"]
 
 
-def test_the_tested_versions_are_those_of_the_package() -> None:
+def test_the_package_takes_the_tested_versions_and_newer_ones() -> None:
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     asked = re.search(r'"transformers([<>=].*)",', text)
     assert asked is not None
-    assert SpecifierSet(asked[1]) == SpecifierSet(str(doctor.TESTED))
+    assert [asked[1]] == [str(each) for each in doctor.TESTED if each.operator == ">="]
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers says that it is newer than those of the tests."""
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "99.1.0")
+    versions.warn_if_untested.cache_clear()
+    yield
+    versions.warn_if_untested.cache_clear()
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_newer_transformers_works_and_is_told_once() -> None:
+    with pytest.warns(versions.UntestedVersionWarning, match=r"hfgen is not tested .* 99\.1\.0"):
+        hfgen.patch()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+
+            class Mine(LlamaForCausalLM, hfgen.GenerationMixin):
+                """Not the first use."""
+
+            model = tiny.llama()
+            model.__class__ = Mine
+            assert model.generate(tiny.prompt(), max_new_tokens=2).shape == (2, 9)
+    finally:
+        hfgen.unpatch()
+
+
+@pytest.mark.usefixtures("newer")
+def test_the_warning_of_a_newer_transformers_can_be_an_error_or_off() -> None:
+    upstreams = transformers.GenerationMixin.generate
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", versions.UntestedVersionWarning)
+        with pytest.raises(versions.UntestedVersionWarning):
+            hfgen.patch()
+        with pytest.raises(versions.UntestedVersionWarning):
+
+            class First(LlamaForCausalLM, hfgen.GenerationMixin):
+                """The first use."""
+
+    assert transformers.GenerationMixin.generate is upstreams
+    assert not hfgen.is_active(tiny.llama())
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "hfgen is not tested")
+
+        class Second(LlamaForCausalLM, hfgen.GenerationMixin):
+            """The first use, too."""
+
+    assert shown == []
+
+
+def test_the_doctor_shows_a_newer_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor.metadata.version
+    newer = {"transformers": "99.1.0"}
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: newer.get(name) or found(name))
+    finding = next(each for each in doctor.versions() if each.name == "transformers")
+    assert (finding.state, finding.value.startswith("99.1.0, not tested")) == ("note", True)

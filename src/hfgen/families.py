@@ -6,10 +6,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import transformers
 from packaging import version
 from torch import nn
 from transformers import cache_utils
+from transformers.distributed import tensor_parallel
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.utils import _get_torch_distributed_world_size as world_size
 from transformers.generation.utils import ALL_CACHE_NAMES
@@ -35,6 +37,27 @@ def tensor_parallel_group(model: Any) -> Any:
     if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
         return None
     return mesh.get_group() if mesh.ndim == 1 else mesh["tp"].get_group()
+
+
+def key_value_heads_per_device(model: Any, heads: int | list[int], devices: int) -> Any:
+    """How many of a layer's ``heads`` each of several devices has; a list has one value per layer.
+
+    ``None`` where the first update of a cache has to tell: heads that devices cannot share evenly, and
+    transformers before 5.20, which does not say.
+    """
+    shared = getattr(tensor_parallel, "get_kv_heads_per_rank", None)
+    return None if shared is None else shared(model.tp_plan, heads, devices)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """``value`` with all tensors in it on ``device``. transformers has this since 5.20."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)((name, moved(item, device)) for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device) for item in value)
+    return value
 
 
 @functools.cache

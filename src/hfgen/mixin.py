@@ -42,6 +42,7 @@ from .modes import HOOKS
 from .outputs import GenerateOutput
 from .prepare import prepare
 from .streaming import AsyncStream, Stream
+from .versions import warn_if_untested
 
 T = TypeVar("T")
 
@@ -134,6 +135,7 @@ class GenerationMixin(transformers.GenerationMixin):
                 f"{cls.__name__} has hfgen.GenerationMixin before {name}, whose own methods would not be "
                 f"called: write class {cls.__name__}({name}, hfgen.GenerationMixin)."
             )
+        warn_if_untested()
 
     @torch.no_grad()
     def generate(

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GenerationMixin as UpstreamMixin
 
 from .mixin import GenerationMixin, mixed_class
+from .versions import warn_if_untested
 
 T = TypeVar("T")
 
@@ -116,6 +117,7 @@ def patch() -> None:
         if _patches > 1:
             return
         try:
+            warn_if_untested()
             for name, attribute in vars(GenerationMixin).items():
                 if not name.startswith("__"):
                     _originals[name] = vars(UpstreamMixin).get(name)

@@ -14,7 +14,6 @@ import torch
 from transformers import EncoderDecoderCache, GenerationConfig, MaxLengthCriteria, StaticCache
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import get_head_shapes
-from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 from transformers.generation.configuration_utils import GenerationMode
 
 from .. import families
@@ -198,7 +197,7 @@ def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[
         return None
     devices = getattr(self, "_tp_size", None) or 1
     if devices > 1:
-        heads = get_kv_heads_per_rank(self.tp_plan, heads, devices)
+        heads = families.key_value_heads_per_device(self, heads, devices)
     return None if heads is None else (heads, head_size)
 
 

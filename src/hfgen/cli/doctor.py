@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from packaging.specifiers import SpecifierSet
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,9 +21,7 @@ from hfgen.cli.demo import MODES, SEED
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.options import DebugOption, generation_config
 from hfgen.cli.report import duration, out, print_json
-
-#: The versions of transformers that the tests run with.
-TESTED = SpecifierSet(">=5.21,<5.24", prereleases=True)
+from hfgen.versions import TESTED
 
 #: Part → the modules that it needs, and how to get them.
 OPTIONAL: dict[str, tuple[tuple[str, ...], str]] = {

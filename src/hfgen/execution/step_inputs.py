@@ -9,10 +9,9 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.generation.utils import ALL_CACHE_NAMES, MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.masking_utils import create_masks_for_generate
-from transformers.pytorch_utils import move_to_device
 from transformers.utils import ModelOutput
 
-from .. import buffers
+from .. import buffers, families
 from ..call import ModelKwargs, Run
 from ..logs import logger
 from ..validate import parameters
@@ -137,7 +136,7 @@ def prepare_inputs_for_generation(
     # Ids may live on the CPU while the model is elsewhere; what is forwarded follows the model.
     fed = inputs.get("inputs_embeds", inputs[ids_name])
     if fed is not None and fed.device != (device := self.device) and device.type != "meta":
-        inputs = move_to_device(inputs, device)
+        inputs = families.moved(inputs, device)
     return inputs
 
 
