@@ -1,0 +1,87 @@
+"""The site of docs/ (``make docs``): its navigation, and the pages that lie elsewhere in the repository.
+
+README is the first page; the pages and plots of benchmarks/results are there under the same path. Links that
+lead out of docs/ or into it, as they have to on GitHub, are led to them. A page that is in no section of
+``SECTIONS`` is put under the last one.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+
+SECTIONS = {
+    "Start": ["index.md", "with-your-library.md"],
+    "Use": [
+        "controls.md",
+        "streaming.md",
+        "logprobs.md",
+        "samplers.md",
+        "grammars.md",
+        "caches.md",
+        "speculation.md",
+        "optimize.md",
+        "inspect.md",
+    ],
+    "Serve, run, evaluate": ["engine.md", "serving.md", "batch-jobs.md", "scale.md", "evaluate.md"],
+    "Extend": ["architecture.md", "write-a-strategy.md"],
+    "Rely on it": [
+        "differences.md",
+        "versions.md",
+        "releasing.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+    ],
+    "More": [],
+}
+
+#: Page of the site → file of the repository, of those that are not in docs/.
+ELSEWHERE = {"index.md": "README.md"} | {
+    name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+}
+
+
+def results() -> list[str]:
+    """Paths of the pages and plots of benchmarks, in the repository as on the site."""
+    files = sorted((ROOT / "benchmarks" / "results").iterdir())
+    return [path.relative_to(ROOT).as_posix() for path in files if path.suffix in (".md", ".png")]
+
+
+def navigation(pages: list[str]) -> list[dict[str, list[str]]]:
+    """The sections with those of ``pages`` that there are; the last one has what is in no other."""
+    listed = {page for section in SECTIONS.values() for page in section}
+    sections = {name: [p for p in section if p in pages] for name, section in SECTIONS.items()}
+    sections["More"] += sorted(set(pages) - listed)
+    return [{name: section} for name, section in sections.items() if section]
+
+
+def linked(text: str, page: str) -> str:
+    """The Markdown of ``page`` with links that hold on the site."""
+    if page in ELSEWHERE:
+        return re.sub(r"\]\(docs/", "](", text)
+    if page.startswith("benchmarks/"):
+        return text
+    return re.sub(r"\]\(\.\./", "](", text).replace("](README.md", "](index.md")
+
+
+def on_config(config: Any) -> Any:
+    pages = [path.name for path in Path(config.docs_dir).glob("*.md")]
+    measured = [path for path in results() if path.endswith(".md")]
+    config.nav = [*navigation([*pages, *ELSEWHERE]), {"Measured": measured}]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for page, path in (ELSEWHERE | {path: path for path in results()}).items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    return linked(markdown, page.file.src_uri)
