@@ -39,14 +39,18 @@ def tensor_parallel_group(model: Any) -> Any:
     return mesh.get_group() if mesh.ndim == 1 else mesh["tp"].get_group()
 
 
-def key_value_heads_per_device(model: Any, heads: int | list[int], devices: int) -> Any:
-    """How many of a layer's ``heads`` each of several devices has; a list has one value per layer.
+def heads_per_rank(plan: dict[str, str], heads: int | list[int], ranks: int) -> Any:
+    """How many of a layer's ``heads`` each rank of tensor parallelism has; a list has one value per layer.
 
-    ``None`` where the first update of a cache has to tell: heads that devices cannot share evenly, and
-    transformers before 5.20, which does not say.
+    ``None`` if they cannot be divided. transformers before 5.20 divides them whatever its ``plan`` says.
     """
-    shared = getattr(tensor_parallel, "get_kv_heads_per_rank", None)
-    return None if shared is None else shared(model.tp_plan, heads, devices)
+    divided = getattr(tensor_parallel, "get_kv_heads_per_rank", None)
+    if divided is not None:
+        return divided(plan, heads, ranks)
+    layers = [heads] if isinstance(heads, int) else heads
+    if any(count % ranks for count in layers):
+        return None
+    return heads // ranks if isinstance(heads, int) else [count // ranks for count in layers]
 
 
 def moved(value: Any, device: torch.device) -> Any:

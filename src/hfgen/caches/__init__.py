@@ -197,7 +197,7 @@ def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[
         return None
     devices = getattr(self, "_tp_size", None) or 1
     if devices > 1:
-        heads = families.key_value_heads_per_device(self, heads, devices)
+        heads = families.heads_per_rank(self.tp_plan, heads, devices)
     return None if heads is None else (heads, head_size)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
-
 from .. import families
 from ..call import Call
 
@@ -56,7 +54,7 @@ def _check_heads(model: Any, n_ranks: int) -> None:
         "num_attention_heads": n_heads,
     }
     for name, count in counts.items():
-        if count is not None and get_kv_heads_per_rank(plan, count, n_ranks) is None:
+        if count is not None and families.heads_per_rank(plan, count, n_ranks) is None:
             raise ValueError(
                 f"{type(model).__name__} has `{name}`={count}, which {n_ranks} ranks of tensor parallelism "
                 "cannot divide among them. Take a number of ranks that divides it, or a plan that leaves "
