@@ -67,7 +67,7 @@ def call(*command: str | Path, path: Sequence[Path] = ()) -> tuple[bool, str]:
     return done.returncode == 0, lines[-1] if lines else ""
 
 
-def test(name: str, python: str | Path, path: Sequence[Path] = ()) -> Outcome:
+def run_core(name: str, python: str | Path, path: Sequence[Path] = ()) -> Outcome:
     """The core with ``python``, packages of ``path`` first; warnings are not errors there."""
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *CORE]
     return Outcome(name, *call(*command, path=path))
@@ -86,7 +86,7 @@ def with_python(version: str) -> Outcome:
         if not installed:
             return Outcome(name, None, f"cannot be installed: {said}")
         (folder / "installed").touch()
-    return test(name, python)
+    return run_core(name, python)
 
 
 def with_package(package: str, version: str, with_its_own: bool) -> Outcome:
@@ -103,7 +103,7 @@ def with_package(package: str, version: str, with_its_own: bool) -> Outcome:
     _, imported = call(
         sys.executable, "-c", f"import {package} as p; print(p.__version__)", path=[folder]
     )
-    return test(f"{name} ({imported})", sys.executable, [folder])
+    return run_core(f"{name} ({imported})", sys.executable, [folder])
 
 
 def outcomes(what: str) -> Iterator[Outcome]:
