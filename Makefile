@@ -7,7 +7,7 @@ SEED ?= 0
 COUNT ?= 2000
 OLDEST := 5.18.0
 
-.PHONY: help demo test oldest versions clients check format parity bench tables docs release-check clean
+.PHONY: help demo test oldest versions clients check format parity bench gpu tables docs release-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -92,6 +92,9 @@ docs: $(VENV)/installed ## Build the site of docs/ in build/site; a wrong link i
 
 release-check: $(VENV)/installed ## Build the wheel, install it in an empty environment, run the demo from it.
 	@$(BIN)/python scripts/check_release.py
+
+gpu: $(VENV)/installed ## On a machine with a GPU: its tests, and the benchmarks beside upstream.
+	@$(BIN)/python -m benchmarks.gpu
 
 clean: ## Remove the environments and all caches.
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -103,7 +103,7 @@ def padded(model: Any, asked: Asked, is_sorted: bool) -> list[list[int]]:
     places = list(order)
     for start in range(0, len(places), PADDED_ROWS):
         part = places[start : start + PADDED_ROWS]
-        rows = [torch.tensor(asked[i][0]) for i in part]
+        rows = [torch.tensor(asked[i][0], device=model.device) for i in part]
         ids = pad_sequence(rows, batch_first=True, padding_side="left")
         mask = pad_sequence(
             [torch.ones_like(r) for r in rows], batch_first=True, padding_side="left"
@@ -118,7 +118,9 @@ def padded(model: Any, asked: Asked, is_sorted: bool) -> list[list[int]]:
 
 def one_by_one(model: Any, asked: Asked) -> list[list[int]]:
     return [
-        model.generate(torch.tensor([prompt]), max_new_tokens=n)[0, len(prompt) :].tolist()
+        model.generate(torch.tensor([prompt], device=model.device), max_new_tokens=n)[
+            0, len(prompt) :
+        ].tolist()
         for prompt, n in asked
     ]
 

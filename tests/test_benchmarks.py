@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import hfgen
 from benchmarks import (
@@ -16,6 +17,7 @@ from benchmarks import (
     caches,
     controls,
     execution,
+    gpu,
     grammar,
     logprobs,
     overhead,
@@ -500,3 +502,41 @@ def test_lines_on_each_other_are_drawn_once() -> None:
     lines = {"a": [1.0, 10.0], "b": [2.0, 10.0], "c": [1.02, 9.9], "d": [1.0, 12.0]}
     assert apart(lines, nearest=0.05) == {"a, c": lines["a"], "b": lines["b"], "d": lines["d"]}
     assert apart(lines, nearest=0.0) == lines
+
+
+def test_the_benchmark_for_gpus_runs_dry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        gpu, "on_the_cpu", lambda make, size: f"{make().title} in {size.n_rounds} round"
+    )
+    gpu.main(dry_run=True, out=tmp_path)
+    page = capsys.readouterr().out
+    assert page.startswith("# On a GPU: a dry run on the CPU")
+    assert "Target 12, decoding on this machine's CPU: Tiny Llama in 1 round" in page
+    for way in gpu.WAYS:
+        (one, two) = (line for line in page.splitlines() if line.startswith(f"| {way} |"))
+        assert one.count("|") == two.count("|") == 8
+        assert ("100%" in one) == ("sampled" not in way)
+    assert "| engine |" in page
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_way_that_fails_on_a_gpu_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, subject: Subject
+) -> None:
+    ways = {"upstream": gpu.WAYS["upstream"], "bad": gpu.Way("hfgen", {"num_beams": -1})}
+    monkeypatch.setattr(gpu, "WAYS", ways)
+    good, bad = gpu.decode(subject, gpu.Size(4, 2, 0.0, (1,)))
+    assert (len(good.per_token), good.error) == (2, None)
+    assert "num_beams" in str(bad.error)
+    assert gpu._gain([good, bad], "upstream", "bad") == "not measured"
+    assert gpu.surely(lambda: 1 / 0) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_ends_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        gpu.main(out=tmp_path)
+    assert ended.value.exit_code == gpu.NO_GPU
+    assert "finds no CUDA device" in capsys.readouterr().err
