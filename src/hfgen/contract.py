@@ -18,6 +18,7 @@ OWN = frozenset(
 
 #: Private attribute → the file of transformers that has it, and what hfgen reads it for.
 PRIVATE: dict[str, tuple[str, str]] = {
+    "_active_collector": ("utils/output_capturing.py", "compiled decoder layers"),
     "_attn_implementation": ("configuration_utils.py", "fingerprints of stored prefixes"),
     "_bos_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
     "_cached_continuous_batching_manager": (

@@ -117,6 +117,15 @@ class GrowingLayer(MapsRows, DynamicLayer):
         spare = self._growth.spare
         return self._keys.append(key_states, spare), self._values.append(value_states, spare)
 
+    def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
+        """Room for ``n`` more tokens: keys and values with it, and where in them it begins.
+
+        The caller writes what ``update`` would have written. The layer holds tokens already.
+        """
+        start = self._keys.view.shape[-2]
+        spare = self._growth.spare
+        return self._keys.reserve(n, spare), self._values.reserve(n, spare), start
+
     def share_prompt(self) -> None:
         """Take all tokens so far to be alike in all rows of a prompt."""
         for states in (self._keys, self._values):

@@ -92,6 +92,15 @@ class GrowableTensor:
         self.view = buffer.as_strided((*shape[:-2], length, size), self.stride, start)
         return self.view
 
+    def reserve(self, n: int, spare: Spare) -> Tensor:
+        """The tensor with ``n`` tokens behind it that the caller writes; never contiguous, for graphs."""
+        shape = self.view.shape
+        longer = self.append(self.view.new_empty((*shape[:-2], n + 1, shape[-1])), spare)
+        self.view = longer[..., :-1, :]
+        if self.buffer is not None:
+            self.end = self.written = self.end - 1
+        return self.view
+
     def keep_last(self, length: int, spare: int) -> None:
         """Forget all but the last ``length`` tokens; give memory back if less than half is needed."""
         forgotten = self.view.shape[-2] - length

@@ -239,35 +239,40 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             return self._update_by_count(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, added = self._length(), key_states.shape[-2]
-        end, shape = start + added, self.keys.shape
-        if end > shape[2] or key_states.shape[:2] != shape[:2]:
-            self._refuse(key_states, end)
-        visible = self._visible
+        added, shape = key_states.shape[-2], self.keys.shape
+        if key_states.shape[:2] != shape[:2]:
+            raise RuntimeError(
+                f"The static cache holds {shape[0]} rows of {shape[1]} heads, but gets "
+                f"{key_states.shape[0]} of {key_states.shape[1]}."
+            )
+        keys, values, start = self.reserve(added)
+        keys.narrow(2, start, added).copy_(key_states)
+        values.narrow(2, start, added).copy_(value_states)
+        return keys, values
+
+    def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
+        """Room for ``n`` more tokens: what attention may see with it, and where in that it begins.
+
+        The caller writes what ``update`` would have written. The layer is initialised. Raises
+        ``IndexError`` if it has no room.
+        """
+        start = self._length()
+        end, visible = start + n, self._visible
+        if end > self.keys.shape[2]:
+            raise IndexError(f"The static cache holds {self.keys.shape[2]} tokens, but gets {end}.")
         visible.is_open = False
         if visible.total == end:
             self.open()
             keys, values = self._seen
         else:  # get_mask_sizes was not called: the mask is for the whole cache
             keys, values = self.keys, self.values
-        keys.narrow(2, start, added).copy_(key_states)
-        values.narrow(2, start, added).copy_(value_states)
         count = self.cumulative_length
-        count.add_(added)
+        count.add_(n)
         if not count.is_cpu:
             self._note(end)
         if self._lease is not None:
             self._lease.buffers.reach(end)
-        return keys, values
-
-    def _refuse(self, key_states: Tensor, end: int) -> None:
-        shape = self.keys.shape
-        if end > shape[2]:
-            raise IndexError(f"The static cache holds {shape[2]} tokens, but gets {end}.")
-        raise RuntimeError(
-            f"The static cache holds {shape[0]} rows of {shape[1]} heads, but gets "
-            f"{key_states.shape[0]} of {key_states.shape[1]}."
-        )
+        return keys, values, start
 
     def _update_in_graph(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """The same in a compiled graph, which must not depend on the length."""

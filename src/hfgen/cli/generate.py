@@ -39,6 +39,9 @@ def generate(
     optimize: Annotated[
         bool, typer.Option("--optimize", help="Use the kernels that are fastest on this CPU.")
     ] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="With --optimize: compile decoder layers, too.")
+    ] = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -53,11 +56,13 @@ def generate(
     fields: dict[str, Any] = context.obj
     if stream and as_json:
         raise CliError("--stream and --json exclude each other: leave one out")
+    if compile and not optimize:
+        raise CliError("--compile is a part of --optimize: give both")
     given = options.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         if optimize:
-            optimize_model(loaded)
+            optimize_model(loaded, compile)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         config.return_dict_in_generate = True
         options.note_idle(fields, config, loaded.model)
@@ -85,13 +90,13 @@ def generate(
             say(f"[dim]{summary(result)}[/]")
 
 
-def optimize_model(loaded: Loaded) -> None:
+def optimize_model(loaded: Loaded, compile: bool) -> None:
     """``hfgen.optimize`` of the model and of the one that drafts for it; raises ``CliError``."""
     import hfgen
 
     for each in filter(None, (loaded, loaded.assistant)):
         try:
-            hfgen.optimize(each.model)
+            hfgen.optimize(each.model, compile=compile)
         except ValueError as error:
             raise CliError(f"--optimize: {error}") from error
         if err.is_terminal:

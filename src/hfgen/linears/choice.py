@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..execution.compiled_layers import CompiledLayer, LayerGraph, find_layers
 from . import known, whole
 from .forward import ROWS, PackedForward, misfit, own_forward
 from .kernels import ROUNDED_FP16, WEIGHTS, candidates, named, overflow
@@ -21,11 +22,15 @@ T = TypeVar("T", bound=nn.Module)
 
 #: Where a module keeps its forward: itself, and behind a hook of accelerate.
 PLACES = ("forward", "_old_forward")
+#: What ``optimize`` sets there.
+SET_HERE = (PackedForward, CompiledLayer)
 #: Layers of one shape: out, in, type of the weight, whether there is a bias.
 Shape = tuple[int, int, torch.dtype, bool]
 
 
-def optimize(model: T, *, weights: str | None = None, calibrate: bool = True) -> T:
+def optimize(
+    model: T, *, weights: str | None = None, compile: bool = False, calibrate: bool = True
+) -> T:
     """Compute the linear layers of ``model`` with the kernels that are fastest here; return the model.
 
     Kernels are measured on the model's own layers, by shape and number of rows (1, 2, 4, 8, 16, and
@@ -41,6 +46,8 @@ def optimize(model: T, *, weights: str | None = None, calibrate: bool = True) ->
             libraries, and those of classes of their own, are left alone.
         weights: None keeps the values of all weights, so that logits change by rounding only.
             ``"fp16"``, ``"bf16"``, ``"int8"`` and ``"int4"`` also allow kernels that round weights so.
+        compile: True also lets ``torch.compile`` make one graph of a decoder layer, which all layers use
+            from the first call on. It takes some seconds then. Logits change by rounding.
         calibrate: False measures nothing: what the file does not know stays unchanged.
 
     Raises:
@@ -50,7 +57,7 @@ def optimize(model: T, *, weights: str | None = None, calibrate: bool = True) ->
             ``weights="int4"`` and no layer's shape fits.
     """
     start = time.perf_counter()
-    _check_arguments(model, weights, calibrate)
+    _check_arguments(model, weights, compile=compile, calibrate=calibrate)
     _check_model(model)
     groups, left_alone = _layers(model)
     _check_weights(groups, weights)
@@ -67,14 +74,20 @@ def optimize(model: T, *, weights: str | None = None, calibrate: bool = True) ->
     if found:
         known.write(found)
     whole.apply(changes)
+    graph, layers = LayerGraph(), find_layers(model) if compile else {}
+    for name, index in layers.items():
+        layer = model.get_submodule(name)
+        vars(layer)["forward"] = CompiledLayer(layer, index, graph)
     report = Report(
         weights=weights,
         choices=tuple(choices),
         left_alone=left_alone,
-        tokens=_promise(choices),
+        tokens=_promise(choices, compiles=bool(layers)),
         steps=steps,
         extra_bytes=sum(choice.extra_bytes for choice in choices),
         seconds=time.perf_counter() - start,
+        graph=graph if compile else None,
+        compiled_layers=tuple(layers),
     )
     vars(model)["optimization"] = report
     return model
@@ -93,7 +106,7 @@ def restore(model: T) -> T:
         state = vars(module)
         state.pop("optimization", None)
         for place in PLACES:
-            if not isinstance(state.get(place), PackedForward):
+            if not isinstance(state.get(place), SET_HERE):
                 continue
             if place == "forward":
                 del state[place]
@@ -103,9 +116,11 @@ def restore(model: T) -> T:
 
 
 @contextmanager
-def optimized(model: T, *, weights: str | None = None, calibrate: bool = True) -> Iterator[T]:
+def optimized(
+    model: T, *, weights: str | None = None, compile: bool = False, calibrate: bool = True
+) -> Iterator[T]:
     """``optimize`` within, ``restore`` after it; the same arguments and errors."""
-    optimize(model, weights=weights, calibrate=calibrate)
+    optimize(model, weights=weights, compile=compile, calibrate=calibrate)
     try:
         yield model
     finally:
@@ -117,19 +132,20 @@ def is_optimized(model: nn.Module) -> bool:
     """Whether a module of ``model`` has been through ``optimize``."""
     return any(
         isinstance(vars(module).get("optimization"), Report)
-        or any(isinstance(vars(module).get(place), PackedForward) for place in PLACES)
+        or any(isinstance(vars(module).get(place), SET_HERE) for place in PLACES)
         for module in model.modules()
     )
 
 
-def _check_arguments(model: Any, weights: Any, calibrate: Any) -> None:
+def _check_arguments(model: Any, weights: Any, **switches: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize() takes a model, but got {type(model).__name__}.")
     if weights is not None and weights not in WEIGHTS:
         allowed = ", ".join(map(repr, WEIGHTS))
         raise ValueError(f"weights must be None or one of {allowed}, got {weights!r}.")
-    if not isinstance(calibrate, bool):
-        raise TypeError(f"calibrate must be True or False, got {calibrate!r}.")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -274,9 +290,9 @@ def _without(
     return kept, [change for change in changes if change[1].rows]
 
 
-def _promise(choices: list[Choice]) -> str:
+def _promise(choices: list[Choice], *, compiles: bool) -> str:
     used = [named(choice.kernel) for choice in choices if choice.kernel]
     if not used:
-        return SAME
+        return ROUNDED if compiles else SAME
     rounding = sorted({kernel.name for kernel in used if not kernel.is_exact})
     return f"can change: weights are rounded ({'; '.join(rounding)})" if rounding else ROUNDED

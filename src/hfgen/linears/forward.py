@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kernels import DTYPES, Product, named
@@ -44,10 +46,10 @@ class PackedForward:
     """Set as ``forward`` of an ``nn.Linear``, which stays as it is in everything else.
 
     The layer's own forward runs for numbers of rows for which it is faster, in training mode, where
-    gradients are recorded, under autocast and within ``torch.compile``; and wherever weight or
-    activations are not dense tensors of one type on the CPU. A weight shows its changes by object,
-    address, version and a few values, since an edit through ``.data`` leaves the version as it is.
-    It is then packed again. Copies and pickles pack at their first call.
+    gradients are recorded and under autocast; and wherever weight or activations are not dense tensors
+    of one type on the CPU. A weight shows its changes by object, address, version and a few values,
+    since an edit through ``.data`` leaves the version as it is. It is then packed again. Copies and
+    pickles pack at their first call. A compiled graph has an operator that comes back here.
     """
 
     def __init__(self, module: nn.Linear, kernel: str, rows: frozenset[int]) -> None:
@@ -55,6 +57,7 @@ class PackedForward:
         self.kernel = named(kernel)
         self.rows = rows
         self._packed: Packed | None = None
+        _ALL.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedForward, (self.module, self.kernel.name, self.rows)
@@ -65,14 +68,19 @@ class PackedForward:
         return PackedForward(module, self.kernel.name, self.rows)
 
     def __call__(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            n = input.numel() // max(self.module.in_features, 1)
-            size = _BUCKETS[n] if n < len(_BUCKETS) else ROWS[-1]
-            if size in self.rows and not (torch.is_grad_enabled() or self.module.training):
-                found = self.compute(input)
-                if found is not None:
-                    return found
+        if not (torch.is_grad_enabled() or self.module.training):
+            if torch.compiler.is_compiling():
+                module = self.module
+                return torch.ops.hfgen.linear(input, module.weight, module.bias)
+            if (found := self.of_rows(input)) is not None:
+                return found
         return own_forward(self.module)(input)
+
+    def of_rows(self, x: Tensor) -> Tensor | None:
+        """``compute`` where it is faster than the layer's own forward, else None."""
+        n = x.numel() // max(self.module.in_features, 1)
+        size = _BUCKETS[n] if n < len(_BUCKETS) else ROWS[-1]
+        return self.compute(x) if size in self.rows else None
 
     def compute(self, x: Tensor) -> Tensor | None:
         """The layer by its kernel: ``(..., in)`` to ``(..., out)``; None if it cannot be used."""
@@ -99,6 +107,38 @@ class PackedForward:
         with torch.no_grad():
             fits = self.kernel.misfit(weight) is None
             return Packed(*seen, self.kernel.prepare(weight) if fits else None)
+
+
+# A graph has tensors alone for arguments, so its operator finds what is packed by the weight.
+_ALL: WeakSet[PackedForward] = WeakSet()
+_BY_WEIGHT: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
+
+
+def _forward_of(weight: Tensor) -> PackedForward | None:
+    """The forward whose layer has this weight now."""
+    found = _BY_WEIGHT.get(id(weight))
+    if found is None or found.module._parameters.get("weight") is not weight:
+        for forward in list(_ALL):  # a new model, or another weight in a layer
+            _BY_WEIGHT[id(forward.module._parameters.get("weight"))] = forward
+        found = _BY_WEIGHT.get(id(weight))
+    return found
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The operator in compiled graphs: as ``PackedForward`` does it."""
+    forward = _forward_of(weight)
+    found = None if forward is None else forward.of_rows(x)
+    return F.linear(x, weight, bias) if found is None else found
+
+
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_LIBRARY = torch.library.Library("hfgen", "DEF")
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.impl("linear", _linear, "CPU")
+torch.library.register_fake("hfgen::linear", _linear_shape, lib=_LIBRARY)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:

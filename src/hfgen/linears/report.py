@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..execution.compiled_layers import LayerGraph
 from .forward import ROWS
 from .measure import CHANGED, OWN, Times
 
@@ -46,6 +47,8 @@ class Report:
 
     ``extra_bytes``: packed copies of weights, beside the weights. ``seconds``: of ``optimize``.
     ``tokens``: whether generated tokens can be others than before. ``str()`` is a text of some lines.
+    ``graph``: what decoder layers share with ``compile=True``; its ``failure`` says why they run as they
+    are after all, if they do.
     """
 
     weights: str | None
@@ -55,11 +58,13 @@ class Report:
     extra_bytes: int
     seconds: float
     steps: Times = field(default_factory=dict)  # of the whole model, as ``whole.measure_steps``
+    graph: LayerGraph | None = None
+    compiled_layers: tuple[str, ...] = ()
 
     @property
     def has_changed(self) -> bool:
-        """Whether a layer is computed by another kernel."""
-        return any(choice.kernel for choice in self.choices)
+        """Whether a layer is computed by another kernel, or compiled."""
+        return bool(self.compiled_layers) or any(choice.kernel for choice in self.choices)
 
     def __str__(self) -> str:
         lines = [str(choice) for choice in self.choices]
@@ -71,9 +76,20 @@ class Report:
             own, changed = self.steps[OWN], self.steps[CHANGED]
             gains = ", ".join(f"{_rows(n)} {own[n] / changed[n]:.2f}" for n in changed)
             lines.append(f"a whole step, times as fast at rows: {gains}")
+        if self.graph is not None:
+            lines.append(self._of_graph(self.graph))
         lines.append(f"tokens: {self.tokens}")
         lines.append(f"{self.extra_bytes / 2**20:,.1f} MiB more, {self.seconds:.1f} s")
         return "\n".join(lines)
+
+    def _of_graph(self, graph: LayerGraph) -> str:
+        if not self.compiled_layers:
+            return "no decoder layer can be compiled"
+        n = len(self.compiled_layers)
+        if graph.failure is not None:
+            return f"{graph.n_layers} of {n} decoder layers compiled: {graph.failure}"
+        when = "" if graph.n_layers else " from the first call on"
+        return f"{graph.n_layers or n} decoder layers compiled{when}"
 
 
 def _rows(n: int) -> str:

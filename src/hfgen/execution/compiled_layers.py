@@ -1,0 +1,325 @@
+"""Compiled decoder layers: one graph for all layers of a model, any number of rows, and any length.
+
+``hfgen.optimize(model, compile=True)`` sets a ``CompiledLayer`` as ``forward`` of each decoder layer. A layer
+gets room in its cache before it runs; the graph writes to it, and sees the cache of one layer only. Weights
+are arguments of the graph, so that the next layer runs through the same one.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
+
+from ..caches.dynamic import GrowingLayer
+from ..caches.static_layers import SlicedStaticLayer
+from ..logs import logger
+
+#: What ``torch.compile`` compiles with.
+BACKEND = "inductor"
+#: New tokens per row up to which a layer runs compiled: decoding, and drafts that are verified.
+MOST_NEW = 32
+#: Layers of caches that give room before they know what is written into it.
+ROOMY = (GrowingLayer, SlicedStaticLayer)
+#: Of stand-ins, by which graphs are made: rows, new tokens, tokens seen, and room for tokens.
+ROWS, NEW, SEEN, ROOM = 2, 3, 37, 53
+#: Graphs of one model: by one or more rows, one or more new tokens, kind of mask, and kind of layer.
+MOST_GRAPHS = 32
+#: The number of a layer, which graphs do not depend on: it only says where in the cache a layer writes.
+NUMBERS = r"L\['hfgen_layer'\].*\.layer_idx"
+#: Where a module keeps its hooks.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+_names = itertools.count()
+
+
+class OneLayerCache(Cache):
+    """What a layer finds as its cache: keys and values ``(rows, heads, seen, size)``, of which
+    ``positions (new,)`` are to be written. It is asked for no other layer's."""
+
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        self.keys, self.values, self.positions = keys, values, positions
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.positions, key_states)
+        self.values.index_copy_(2, self.positions, value_states)
+        return self.keys, self.values
+
+
+def _forward(
+    hfgen_layer: nn.Module,
+    hidden: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    kwargs: dict[str, Any],
+) -> Any:
+    cache = OneLayerCache(keys, values, positions)
+    return type(hfgen_layer).forward(hfgen_layer, hidden, past_key_values=cache, **kwargs)
+
+
+class LayerGraph:
+    """What the layers of one model share: the compiled function, and whether it can be used."""
+
+    def __init__(self) -> None:
+        #: Why nothing more is compiled; None while all could be.
+        self.failure: str | None = None
+        #: How many layers run compiled in some calls; those of which no call decoded yet do not.
+        self.n_layers = 0
+        self.is_broken = False
+        self._function: Any = None
+        self._positions: tuple[int, int, Tensor] | None = None
+        self._mask: tuple[Any, Any] = (None, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayerGraph, ()
+
+    def __call__(self, layer: nn.Module, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> Any:
+        n_new = hidden.shape[1]
+        keys, values, start = place.reserve(n_new)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            kwargs["attention_mask"] = self._own_memory(mask)
+        arguments = layer, hidden, keys, values, self._at(start, n_new, hidden.device), kwargs
+        try:
+            return self._function(*arguments)
+        except Exception as error:  # of the compiler: an error of the layer comes again
+            result = _forward(*arguments)
+            self.is_broken = True
+            self.fail(error)
+            return result
+
+    def prepare(
+        self, layer: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, kwargs: dict[str, Any]
+    ) -> bool:
+        """Compile what ``layer`` needs for arguments like these, if no other layer has; whether it works.
+
+        Stand-ins are forwarded, whose sizes are the same in every process, so that the compiler's own
+        cache knows the graph. A single row, and a single token, have graphs of their own.
+        """
+        if self._function is None:
+            self._function = _compiled()
+        rows, n_new = hidden.shape[:2]
+        new, of_rows = 1 if n_new == 1 else NEW, 1 if rows == 1 else ROWS
+        mask = kwargs.get("attention_mask")
+        n_seen = SEEN if mask is None else mask.shape[-1]
+        stands_for = {0: (rows, of_rows), 1: (n_new, new), 2: (n_new, new), 3: (n_seen, SEEN)}
+        try:
+            with _compiling(), torch.no_grad():
+                positions = torch.arange(new, device=hidden.device)
+                if new > 1:
+                    torch._dynamo.maybe_mark_dynamic(positions, 0)
+                self._function(
+                    _without_hooks(layer),
+                    _stand_in(hidden, stands_for),
+                    _room_like(keys, of_rows),
+                    _room_like(values, of_rows),
+                    positions,
+                    {name: _stand_ins(value, stands_for) for name, value in kwargs.items()},
+                )
+        except Exception as error:
+            self.fail(error)
+        return self.failure is None
+
+    def fail(self, error: Exception) -> None:
+        """Note that layers run as they are where there is no graph yet, and say so once."""
+        cause = getattr(error, "inner_exception", error)
+        first = " ".join(str(cause).split("\n\n")[0].split())
+        self.failure = f"{type(cause).__name__}: {first}"[:300]
+        logger.warning(f"Decoder layers run uncompiled: {self.failure}")
+        self.n_layers *= not self.is_broken
+
+    def _at(self, start: int, n: int, device: torch.device) -> Tensor:
+        """Numbers from ``start`` on; all layers of a forward need the same."""
+        known = self._positions
+        if known is None or known[:2] != (start, n) or known[2].device != device:
+            numbers = torch.arange(start, start + n, device=device)
+            self._positions = known = start, n, numbers
+        return known[2]
+
+    def _own_memory(self, mask: Tensor) -> Tensor:
+        """A mask whose rows share no memory, as they do if none is padded; that of all layers is one."""
+        if mask.is_contiguous():
+            return mask
+        given, found = self._mask
+        if given is not mask:
+            self._mask = mask, (found := mask.contiguous())
+        return found
+
+
+class CompiledLayer:
+    """Set as ``forward`` of a decoder layer, which stays as it is in everything else.
+
+    The layer's own forward runs for prompts, in training mode, where gradients are recorded, within
+    another ``torch.compile``, with caches that are not known to give room, and where a part of the layer
+    has a hook. (Transformers leaves some, which do nothing unless outputs are collected.)
+    """
+
+    def __init__(self, module: nn.Module, index: int, graph: LayerGraph) -> None:
+        self.module, self.index, self.graph = module, index, graph
+        #: For which kinds of arguments a graph is there.
+        self._ready: set[tuple[Any, ...]] = set()
+        #: The hooks of the layer's parts.
+        self._hooks: list[dict[int, Any]] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledLayer, (self.module, self.index, self.graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayer:
+        # A module that is being copied is in the memo; a copy of this object alone stays with it.
+        module = memo.get(id(self.module), self.module)
+        graph = memo.setdefault(id(self.graph), LayerGraph())
+        return CompiledLayer(module, self.index, graph)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.compiler.is_compiling() or self.graph.is_broken):
+            place = self._place(args, kwargs)
+            if place is not None and self._is_ready(args[0], place, kwargs):
+                del kwargs["past_key_values"]
+                return self.graph(self.module, args[0], place, kwargs)
+            self._hooks = None  # a prompt: parts may have been replaced
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer of the cache, if the call is one that may run compiled."""
+        cache = kwargs.get("past_key_values")
+        if len(args) != 1 or cache is None or torch.is_grad_enabled() or self.module.training:
+            return None
+        hidden, layers = args[0], getattr(cache, "layers", ())
+        if type(hidden) is not Tensor or hidden.dim() != 3 or self.index >= len(layers):
+            return None
+        place = layers[self.index]
+        if type(place) not in ROOMY:
+            kind = type(place).__name__
+            logger.warning_once(f"Decoder layers with a {kind} in the cache run uncompiled.")
+            return None
+        if not place.is_initialized or hidden.shape[1] > MOST_NEW:
+            return None
+        return place if len(place.keys) == len(hidden) and not self._is_watched() else None
+
+    def _is_watched(self) -> bool:
+        """Whether a hook of a part of the layer has something to do."""
+        if self._hooks is None:
+            parts = [part for part in self.module.modules() if part is not self.module]
+            self._hooks = [vars(part)[name] for part in parts for name in HOOKS]
+        if not any(self._hooks):
+            return False
+        hooks = (hook for held in self._hooks for hook in held.values())
+        return bool(output_capturing._active_collector.get()) or any(
+            getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks
+        )
+
+    def _is_ready(self, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether there is a graph for arguments like these; compiles it if it can."""
+        mask = kwargs.get("attention_mask")
+        mask_kind = None if mask is None else mask.dtype
+        is_inference = torch.is_inference_mode_enabled()
+        rows, n_new = hidden.shape[:2]
+        key = (rows == 1, n_new == 1, hidden.dtype, mask_kind, is_inference)
+        if key in self._ready:
+            return True
+        given = {name: value for name, value in kwargs.items() if name != "past_key_values"}
+        if self.graph.failure is not None or not all(map(_is_plain, given.values())):
+            return False
+        if not self.graph.prepare(self.module, hidden, place.keys, place.values, given):
+            return False
+        self.graph.n_layers += not self._ready
+        self._ready.add(key)
+        return True
+
+
+def find_layers(model: nn.Module) -> dict[str, int]:
+    """The decoder layers of a model that may be compiled, by name, and their places in the cache."""
+    found: dict[str, int] = {}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return found  # they have two caches
+    for name, module in model.named_modules():
+        if not isinstance(module, GradientCheckpointingLayer) or "forward" in vars(module):
+            continue
+        numbers = {vars(part).get("layer_idx") for part in module.modules()} - {None}
+        if len(numbers) == 1 and type(number := numbers.pop()) is int:
+            found[name] = number
+    return found
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """A view of a module that shares all it has, but whose parts have no hooks."""
+    view = copy.copy(module)
+    state = vars(view)
+    state |= {name: {} for name in HOOKS}
+    state["_modules"] = {
+        name: part if part is None else _without_hooks(part)
+        for name, part in module._modules.items()
+    }
+    return view
+
+
+def _compiled() -> Any:
+    """The function, compiled, with a count of graphs and a name of its own for each model."""
+    name = f"layer_{next(_names)}"
+    code = _forward.__code__.replace(co_name=name)
+    function = types.FunctionType(code, _forward.__globals__, name)
+    return torch.compile(function, fullgraph=True, backend=BACKEND)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Which sizes and numbers may differ between layers and calls is said here, and not guessed."""
+    dynamo: Any = torch._dynamo.config
+    compiler: Any = torch.compiler.config
+    with (
+        compiler.patch(dynamic_sources=NUMBERS),
+        dynamo.patch(automatic_dynamic_shapes=False, recompile_limit=MOST_GRAPHS),
+    ):
+        yield
+
+
+def _room_like(states: Tensor, rows: int) -> Tensor:
+    """Keys or values of the stand-ins; their strides are no products of sizes."""
+    _, heads, _, size = states.shape
+    room = states.new_zeros((rows, heads, ROOM, size))[:, :, :SEEN]
+    for dim in (0, 2):
+        torch._dynamo.maybe_mark_dynamic(room, dim)
+    return room
+
+
+def _stand_in(tensor: Tensor, stands_for: dict[int, tuple[int, int]]) -> Tensor:
+    """Zeros with a size of the stand-ins where ``tensor`` has that of the call."""
+    shape = list(tensor.shape)
+    dims = {4: (0, 2, 3), 3: (0, 1), 2: (0, 1), 1: (1,)}.get(len(shape), ())
+    changed = []
+    for dim in dims:
+        at = 0 if len(shape) == 1 else dim
+        had, stand_in = stands_for[dim]
+        if shape[at] == had:
+            shape[at] = stand_in
+            changed += [at] if stand_in > 1 else []
+    found = tensor.new_zeros(shape)
+    for dim in changed:
+        torch._dynamo.maybe_mark_dynamic(found, dim)
+    return found
+
+
+def _stand_ins(value: Any, stands_for: dict[int, tuple[int, int]]) -> Any:
+    if isinstance(value, Tensor):
+        return _stand_in(value, stands_for)
+    if isinstance(value, tuple):
+        return tuple(_stand_ins(part, stands_for) for part in value)
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument is one for which there are stand-ins."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (Tensor, bool, str)

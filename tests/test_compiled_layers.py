@@ -1,0 +1,306 @@
+"""`hfgen.optimize(model, compile=True)`: the same tokens in every mode, by few graphs, and undone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import hfgen
+from hfgen.execution import compiled_layers
+from hfgen.execution.compiled_layers import CompiledLayer, LayerGraph, find_layers
+from hfgen.linears import choice, measure
+from hfgen.linears.forward import ROWS
+from tests import tiny
+from tests.test_length_classes import check, solo
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Linear layers are as they are, unless a test says otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(choice, "measure", lambda modules, fitting: _times(fitting, None))
+        yield
+
+
+def _times(fitting: Any, best: str | None) -> dict[str, dict[int, float]]:
+    found = {name: dict.fromkeys(ROWS, 5.0 if name == best else 20.0) for name in fitting}
+    return {measure.OWN: dict.fromkeys(ROWS, 10.0), **found}
+
+
+def llama() -> Any:
+    return hfgen.mix_into(tiny.llama(num_hidden_layers=4)).eval()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Any]:
+    """Graphs are made by the compiler's front end, and run operator by operator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_layers, "BACKEND", "eager")
+        yield hfgen.optimize(llama(), compile=True)
+
+
+@pytest.fixture
+def graphs() -> Any:
+    """How many graphs have been made since the test began."""
+    before = counters["stats"]["unique_graphs"]
+    return lambda: counters["stats"]["unique_graphs"] - before
+
+
+def padded(*lengths: int) -> dict[str, Tensor]:
+    width = max(lengths)
+    ids = tiny.prompt(len(lengths), width)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def generate(model: Any, inputs: Any, **options: Any) -> Tensor:
+    given = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
+    torch.manual_seed(0)
+    return model.generate(**given, **({"max_new_tokens": 12, "eos_token_id": None} | options))
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "seed": {"do_sample": True, "seed": 5},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "lookup": {"prompt_lookup_num_tokens": 4},
+    "early exit": {"assistant_early_exit": 2},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "chunks": {"prefill_chunk_size": 3},
+    "quantised cache": {"cache_implementation": "quantized"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_same_tokens(plain, compiled, mode):
+    for inputs in (tiny.prompt(1, 9), padded(9, 4, 7)):
+        if mode in ("contrastive", "early exit") and isinstance(inputs, dict):
+            continue
+        expected = generate(plain, inputs, **MODES[mode])
+        assert torch.equal(generate(compiled, inputs, **MODES[mode]), expected)
+    assert compiled.optimization.graph.failure is None
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams", "lookup"])
+def test_static_caches_as_well(plain, compiled, mode):
+    for inputs in (tiny.prompt(1, 9), padded(9, 4, 7)):
+        expected = generate(plain, inputs, **MODES[mode])
+        for _ in range(2):  # the second one in the memory of the first
+            assert torch.equal(generate(compiled, inputs, **MODES[mode], **STATIC), expected)
+    assert compiled.optimization.graph.failure is None
+
+
+def test_layers_run_compiled(compiled, monkeypatch):
+    forwarded = []
+    own = LayerGraph.__call__
+
+    def noting(self: Any, layer: Any, hidden: Tensor, *args: Any) -> Any:
+        forwarded.append(hidden.shape[1])
+        return own(self, layer, hidden, *args)
+
+    monkeypatch.setattr(LayerGraph, "__call__", noting)
+    generate(compiled, tiny.prompt(1, 9), max_new_tokens=5)
+    assert forwarded == [1] * 4 * 4  # four layers, and four steps behind the prompt
+    forwarded.clear()
+    generate(compiled, tiny.prompt(1, 4).repeat(1, 4), prompt_lookup_num_tokens=3)
+    assert max(forwarded) > 1
+
+
+@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
+def test_no_other_graph_for_other_rows_and_lengths(compiled, graphs, options):
+    generate(compiled, tiny.prompt(2, 9), **options)
+    generate(compiled, padded(9, 4), **options)
+    before = graphs()
+    for rows, length, n in ((1, 3, 40), (5, 30, 9), (2, 100, 70), (1, 90, 3), (7, 2, 30)):
+        generate(compiled, tiny.prompt(rows, length), max_new_tokens=n, **options)
+        generate(compiled, padded(*range(2, 2 + rows)), max_new_tokens=n, **options)
+    assert graphs() == before
+
+
+def test_one_graph_is_for_all_layers(graphs, monkeypatch):
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    model = hfgen.optimize(llama(), compile=True)
+    generate(model, tiny.prompt(1, 9))
+    assert graphs() == 1
+    generate(model, tiny.prompt(3, 5))
+    generate(model, tiny.prompt(2, 15))
+    assert graphs() == 2  # a single row has one of its own
+
+
+def test_drafts_of_any_length_are_verified_by_one_graph(compiled, graphs):
+    ids = tiny.prompt(2, 4).repeat(1, 5)
+    generate(compiled, ids, prompt_lookup_num_tokens=3)
+    generate(compiled, ids[:1], prompt_lookup_num_tokens=3)
+    before = graphs()
+    for n in (2, 5, 9):
+        generate(compiled, ids, prompt_lookup_num_tokens=n, max_new_tokens=20)
+        generate(compiled, ids[:1], prompt_lookup_num_tokens=n, max_new_tokens=20)
+    assert graphs() == before
+
+
+def test_an_assistant_is_compiled_by_itself(plain, compiled):
+    draft = hfgen.optimize(hfgen.mix_into(tiny.llama(num_hidden_layers=1)).eval(), compile=True)
+    expected = generate(plain, padded(9, 5))
+    found = generate(compiled, padded(9, 5), assistant_model=draft)
+    assert torch.equal(found, expected)
+    assert draft.optimization.graph.failure is None
+
+
+def test_a_prefix_cache(plain, compiled):
+    prefixes = hfgen.PrefixCache()
+    ids = tiny.prompt(1, 40)
+    for inputs in (ids, torch.cat([ids, tiny.prompt(1, 3, seed=4)], dim=1)):
+        expected = generate(plain, inputs)
+        assert torch.equal(generate(compiled, inputs, prefix_cache=prefixes), expected)
+    assert prefixes.stats.tokens_saved > 30
+    assert compiled.optimization.graph.failure is None
+
+
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_the_engine(plain, compiled, fixed_shapes):
+    prompts = [tiny.prompt(1, length, seed=length) for length in (3, 9, 5, 17, 4)]
+    engine = hfgen.Engine(compiled, fixed_shapes=fixed_shapes)
+    requests = [engine.add(ids, max_new_tokens=12, eos_token_id=None) for ids in prompts]
+    for _ in engine.events():
+        pass
+    for request, ids in zip(requests, prompts, strict=True):
+        check(request.result(), solo(plain, ids, {"max_new_tokens": 12, "eos_token_id": None}))
+    assert compiled.optimization.graph.failure is None
+
+
+def test_the_compilers_own_code_gives_the_same_tokens(plain):
+    with hfgen.optimized(llama(), compile=True) as model:
+        for inputs in (tiny.prompt(1, 9), padded(9, 4, 7)):
+            assert torch.equal(generate(model, inputs), generate(plain, inputs))
+        assert model.optimization.graph.failure is None
+        assert "4 decoder layers compiled\n" in str(model.optimization)
+
+
+def test_packed_weights_stay_packed(plain, monkeypatch):
+    monkeypatch.setattr(choice, "measure", lambda modules, fitting: _times(fitting, "onednn"))
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    from hfgen.linears.forward import PackedForward
+
+    rows = []
+    own = PackedForward.of_rows
+    monkeypatch.setattr(
+        PackedForward, "of_rows", lambda self, x: rows.append(x.shape[1]) or own(self, x)
+    )
+    model = hfgen.optimize(llama(), compile=True, weights="bf16")
+    if not any(c.kernel for c in model.optimization.choices):
+        pytest.skip(reason="this machine has no packed kernel")
+    rows.clear()
+    found = generate(model, tiny.prompt(1, 9), max_new_tokens=4)
+    assert torch.equal(found, generate(plain, tiny.prompt(1, 9), max_new_tokens=4))
+    assert rows.count(1) >= 3 * 7 * 4
+    assert model.optimization.graph.failure is None
+
+
+def test_a_changed_weight_is_seen(plain, monkeypatch):
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    model, other = hfgen.optimize(llama(), compile=True), llama()
+    generate(model, tiny.prompt(1, 9))
+    for each in (model, other):
+        with torch.no_grad():
+            each.model.layers[2].mlp.down_proj.weight.neg_()
+            each.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(
+                -each.model.layers[1].mlp.up_proj.weight
+            )
+    assert torch.equal(generate(model, tiny.prompt(1, 9)), generate(other, tiny.prompt(1, 9)))
+    assert not torch.equal(generate(model, tiny.prompt(1, 9)), generate(plain, tiny.prompt(1, 9)))
+    hooked = model.model.layers[3].mlp.register_forward_hook(lambda m, args, out: -out)
+    other.model.layers[3].mlp.register_forward_hook(lambda m, args, out: -out)
+    assert torch.equal(generate(model, tiny.prompt(1, 9)), generate(other, tiny.prompt(1, 9)))
+    hooked.remove()
+
+
+def test_restore_leaves_no_trace(plain):
+    model = hfgen.optimize(llama(), compile=True)
+    assert all(isinstance(layer.forward, CompiledLayer) for layer in model.model.layers)
+    assert find_layers(model) == {}
+    hfgen.restore(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not hasattr(model, "optimization")
+    assert len(find_layers(model)) == 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_compiled_by_themselves(plain, monkeypatch, copied):
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    model = hfgen.optimize(llama(), compile=True)
+    twin = copied(model)
+    forwards = [layer.forward for layer in twin.model.layers]
+    assert [f.module for f in forwards] == list(twin.model.layers)
+    assert len({id(f.graph) for f in forwards}) == 1
+    assert forwards[0].graph is not model.optimization.graph
+    assert torch.equal(generate(twin, tiny.prompt(1, 9)), generate(plain, tiny.prompt(1, 9)))
+
+
+def test_training_and_gradients_run_the_layers_own_forward(compiled, graphs):
+    ids = tiny.prompt(1, 9)
+    compiled(ids, labels=ids).loss.backward()
+    assert compiled.model.layers[0].mlp.up_proj.weight.grad is not None
+    compiled.zero_grad()
+    assert graphs() == 0
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(plain, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(compiled_layers.logger, "warning", said.append)
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(compiled_layers, "BACKEND", broken)
+    model = hfgen.optimize(llama(), compile=True)
+    for _ in range(2):
+        for ids in (tiny.prompt(1, 9), tiny.prompt(3, 5)):
+            assert torch.equal(generate(model, ids), generate(plain, ids))
+    assert len(said) == 1
+    assert "No working C++ compiler" in said[0]
+    assert "C++ compiler" in str(model.optimization)
+
+
+def test_a_failure_behind_the_first_call_costs_no_token(plain, monkeypatch):
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_layers.logger, "warning", lambda text: None)
+    model = hfgen.optimize(llama(), compile=True)
+    generate(model, tiny.prompt(1, 9))
+    function, left = model.optimization.graph._function, [6]
+
+    def failing(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("out of luck")
+        return function(*args)
+
+    model.optimization.graph._function = failing
+    assert torch.equal(generate(model, tiny.prompt(2, 9)), generate(plain, tiny.prompt(2, 9)))
+    assert "0 of 4 decoder layers compiled: RuntimeError: out of luck" in str(model.optimization)
+
+
+def test_a_model_without_such_layers():
+    for other in (torch.nn.Sequential(torch.nn.Linear(4, 4)), tiny.t5()):
+        report = hfgen.optimize(other, compile=True).optimization
+        assert "no decoder layer can be compiled" in str(report)
+
+
+def test_errors_by_name(plain):
+    with pytest.raises(TypeError, match="compile must be True or False, got 'yes'"):
+        hfgen.optimize(plain, compile="yes")
