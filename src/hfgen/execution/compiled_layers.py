@@ -161,8 +161,9 @@ class CompiledLayer:
     """Set as ``forward`` of a decoder layer, which stays as it is in everything else.
 
     The layer's own forward runs for prompts, in training mode, where gradients are recorded, within
-    another ``torch.compile``, with caches that are not known to give room, and where a part of the layer
-    has a hook. (Transformers leaves some, which do nothing unless outputs are collected.)
+    another ``torch.compile``, while a graph of the whole step is recorded, with caches that are not known
+    to give room, and where a part of the layer has a hook. (Transformers leaves some, which do nothing
+    unless outputs are collected.)
     """
 
     def __init__(self, module: nn.Module, index: int, graph: LayerGraph) -> None:
@@ -204,6 +205,8 @@ class CompiledLayer:
             logger.warning_once(f"Decoder layers with a {kind} in the cache run uncompiled.")
             return None
         if not place.is_initialized or hidden.shape[1] > MOST_NEW:
+            return None
+        if isinstance(place, SlicedStaticLayer) and place._visible.is_recording:
             return None
         return place if len(place.keys) == len(hidden) and not self._is_watched() else None
 
