@@ -1,9 +1,13 @@
-"""Tests of what the oldest supported transformers does otherwise."""
+"""Tests of what older versions of transformers do otherwise."""
 
 import pytest
 import transformers
 from packaging import version
 
-IS_5_23 = version.parse(transformers.__version__) >= version.parse("5.23.0")
+INSTALLED = version.parse(transformers.__version__)
+IS_5_23 = version.parse("5.23.0") <= INSTALLED
 
 since_5_23 = pytest.mark.skipif(not IS_5_23, reason="transformers before 5.23 does this otherwise")
+since_5_19 = pytest.mark.skipif(
+    version.parse("5.19.0") > INSTALLED, reason="transformers before 5.19 does this otherwise"
+)
