@@ -377,7 +377,7 @@ class Page(HTMLParser):
             self.scripts[-1].append(data)
 
 
-NASTY = "</script><script>alert(1)</script><!-- <b>&amp; \u2028 \\u003c {{script}} {{data}} 'é\""
+NASTY = "</script><script>alert(1)</script><!-- <u>&amp; \u2028 \\u003c {{script}} {{data}} 'é\""
 
 
 def nasty_trace() -> Trace:
@@ -393,7 +393,7 @@ def test_text_does_not_break_the_page() -> None:
     assert json.loads(data)["prompts"][0]["text"] == NASTY
     assert "alert(1)" not in code
     assert page.tags.count("script") == 2
-    assert "b" not in page.tags
+    assert "u" not in page.tags
 
 
 def test_the_page_loads_nothing() -> None:

@@ -26,7 +26,10 @@ def inspect(
     ],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(help="Texts to complete, a tab each; - or a pipe: standard input."),
+        typer.Argument(
+            metavar="[PROMPT]...",
+            help="Texts to complete, a tab each; - or a pipe: standard input.",
+        ),
     ] = None,
     model: options.ModelOption = "builtin",
     assistant: options.AssistantOption = None,
@@ -40,9 +43,9 @@ def inspect(
 ) -> None:
     """Complete prompts, and write a page that shows what happened at each token.
 
-    Probabilities, alternatives with their scores before and after each processor, entropy, the tree of
-    beams, drafts, grammars, times. The page is one file and needs no network. Every field of
-    GenerationConfig is an option, as in --temperature 0.8 --top-p 0.9 --num-beams 4.
+    It shows probabilities, alternatives with their scores after each processor, entropy, beams, drafts and times,
+    and is one file that needs no network. Every field of GenerationConfig is an option, as in
+    --temperature 0.8 --top-p 0.9 --num-beams 4.
     """
     fields: dict[str, Any] = context.obj
     check_output(output)
