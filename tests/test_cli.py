@@ -982,7 +982,7 @@ def test_generate_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_model_that_cannot_be_optimised_is_an_error(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(model: object) -> None:
+    def refuse(model: object, compile: bool) -> None:
         raise ValueError("no such model")
 
     monkeypatch.setattr(hfgen, "optimize", refuse)

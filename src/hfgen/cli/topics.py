@@ -153,7 +153,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "drop_finished": "forward rows until they end, and no longer",
         "compile_config": "JSON of a CompileConfig",
         "disable_compile": "compile nothing",
-        "use_cuda_graph": "record decoding steps on a static cache as CUDA graphs, and replay them",
+        "use_cuda_graph": "replay steps on a static cache as CUDA graphs",
     },
     "Special tokens": {
         "pad_token_id": "what fills shorter rows",
