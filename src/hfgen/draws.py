@@ -44,6 +44,12 @@ def draw(scores: Tensor, n: int) -> Tensor | None:
     return left.tokens.gather(1, places[:, :n])
 
 
+def multinomial(scores: Tensor) -> Tensor:
+    """One index ``(rows, 1)`` for each row, drawn by the softmax of ``scores (rows, vocab)``."""
+    drawn = draw(scores, 1)
+    return torch.multinomial(scores.softmax(dim=-1), 1) if drawn is None else drawn
+
+
 @cache
 def draws_by_uniforms() -> bool:
     """Whether this torch draws as described above: tried out once, with a generator of its own."""

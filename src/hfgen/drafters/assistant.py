@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import ModelOutput
 
-from .. import execution, families
+from .. import draws, execution, families
 from ..caches.layers import record_past, roll_back
 from ..call import ModelKwargs, Request, Run
 from ..loop import commit
@@ -78,7 +78,7 @@ class Assistant(Drafter):
             if (choice := self.setup.run.row_choice) is not None:  # the target's own noise
                 chosen, _ = choice.choose(scores, position)
             elif run.config.do_sample:
-                chosen = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+                chosen = draws.multinomial(scores).squeeze(1)
             is_known = position < known
             ids[:, position] = chosen = torch.where(is_known, ids[:, position], chosen)
             column = position - context.start
