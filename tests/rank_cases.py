@@ -48,6 +48,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+#: How the parts of a sharded model beside its layers are kept.
+RESTS = ("whole", "a head of its own", "gathered per forward")
+
+
 class EndsAfter:
     """A stopping criterion: all rows end at a length."""
 
@@ -88,13 +92,17 @@ def attempted(call: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def sharded(has_whole_rest: bool = False, **overrides: Any) -> Any:
+def sharded(rest: str = "gathered once", **overrides: Any) -> Any:
     """A Llama of which each process has a part of each layer, and of the rest (FSDP 2)."""
     model = hfgen.mix_into(tiny.llama(**overrides))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    return model if has_whole_rest else fully_shard(model, mesh=mesh)
+    if rest == "whole":
+        return model
+    if rest == "a head of its own":
+        fully_shard(model.lm_head, mesh=mesh)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=rest == "gathered per forward")
 
 
 # ---------------------------------------------------------------- FSDP
@@ -107,8 +115,15 @@ def fsdp(rank: int) -> dict[str, Any]:
     for mode in MODES:
         ids = prompt(0) if mode == "chunks" else prompt(rank)
         results[mode] = attempted(lambda m=mode, i=ids: generated(model, i, ENDS[rank], m))
-    layers = sharded(has_whole_rest=True)
-    results["layers alone"] = generated(layers, prompt(rank), ENDS[rank], "greedy")
+    # Drafts come with the prompt, unless a row of it is all padding, as here on rank 0.
+    ids, mask = prompt(0), torch.ones_like(prompt(0))
+    mask[0] = rank
+    lookup = {"attention_mask": mask, "prompt_lookup_num_tokens": 3}
+    results["a masked row"] = attempted(lambda: generated(model, ids, 9, "greedy", **lookup))
+    for rest in RESTS:
+        of_parts = sharded(rest)
+        for mode in ("greedy", "dola"):
+            results[f"{mode}, {rest}"] = generated(of_parts, prompt(rank), ENDS[rank], mode)
     # Whole models that only count each other's steps, as with DDP.
     whole = hfgen.mix_into(tiny.llama())
     results["replicas"] = generated(whole, prompt(rank), ENDS[rank], "greedy", synced_gpus=True)
@@ -162,6 +177,11 @@ def fsdp_errors(rank: int) -> dict[str, Any]:
     torch.manual_seed(3)
     results["greedy"] = generated(model, ids, ENDS[rank], "greedy", prefix_cache=prefixes)
     results["why no prefix"] = list(prefixes.stats.bypassed)
+    if rank == 1:
+        model.model.layers[1].register_forward_pre_hook(no_memory)
+    attempt("within a forward")
+    if rank == 1:
+        dist.destroy_process_group()  # as it is when its process ends
     return results
 
 
@@ -235,9 +255,7 @@ def tensor_parallel(rank: int, folder: str, undivided: str) -> dict[str, Any]:
     model = divided(undivided)
     attempt("heads")
     model = divided(folder)
-    if rank == 1:
-        model.model.layers[1].register_forward_pre_hook(no_memory)
-    attempt("within a forward")
+    attempt("a processor", logits_processor=[failing])
     if rank == 1:
         dist.destroy_process_group()  # as it is when its process ends
     return results

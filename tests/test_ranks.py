@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import hfgen
 from tests import processes, rank_cases, tiny
@@ -32,10 +33,29 @@ def test_sharded_models_give_the_tokens_of_whole_ones(sharded: Any, alone: Any, 
         assert results[mode] == generated(alone, ids, ENDS[rank], mode)
 
 
-@pytest.mark.parametrize("case", ["replicas", "layers alone"])
-def test_all_that_goes_in_step_keeps_company(sharded: Any, alone: Any, case: str) -> None:
+def test_replicas_keep_each_other_company(sharded: Any, alone: Any) -> None:
     for rank, results in enumerate(sharded):
-        assert results[case] == generated(alone, prompt(rank), ENDS[rank], "greedy")
+        assert results["replicas"] == generated(alone, prompt(rank), ENDS[rank], "greedy")
+
+
+def test_prompts_are_forwarded_before_drafts_on_all_ranks(sharded: Any, alone: Any) -> None:
+    """Where one rank's prompt may not be forwarded with a draft, and the other's may."""
+    for rank, results in enumerate(sharded):
+        mask = torch.ones_like(prompt(0))
+        mask[0] = rank
+        expected = generated(alone, prompt(0), 9, "greedy", attention_mask=mask)
+        assert results["a masked row"] == expected
+
+
+@pytest.mark.parametrize("rest", rank_cases.RESTS)
+@pytest.mark.parametrize("mode", ["greedy", "dola"])
+def test_what_is_beside_the_layers_may_be_kept_in_any_way(
+    sharded: Any, alone: Any, mode: str, rest: str
+) -> None:
+    """Dola reads the head between forwards."""
+    for rank, results in enumerate(sharded):
+        expected = generated(alone, prompt(rank), ENDS[rank], mode)
+        assert results[f"{mode}, {rest}"] == expected
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +71,7 @@ OF_ONE = {
     "a processor, contrastive": "KeyError: 'step three'",
     "a streamer": "OSError: nobody listens",
     "an argument": "ValueError: `temperature` has to be",
+    "within a forward": "MemoryError: no room",  # once the connections of its process are closed
     "a field": "ValueError: FSDPLlamaForCausalLM.generate() does not know `no_such_field`",
 }
 
@@ -169,12 +190,12 @@ def test_what_divided_models_cannot_do_is_named(divided: Any, case: str) -> None
     {
         "an argument": "ValueError: `temperature` has to be",
         "a processor, in step": "KeyError: 'step three'",
-        "within a forward": "MemoryError: no room",
+        "a processor": "KeyError: 'step three'",
     }.items(),
     ids=str,
 )
 def test_an_error_of_one_rank_is_told_by_the_others(divided: Any, case: str, error: str) -> None:
-    """One within a forward, once the connections of the failed process are closed."""
+    """Without ``synced_gpus``, once the connections of the failed process are closed."""
     assert divided[1][case].startswith(error)
     assert divided[0][case].startswith("RankError: ")
     assert f"rank 1: {error}" in divided[0][case]

@@ -58,7 +58,9 @@ class Dola(Sample):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.layers = candidate_layers(run.model, run.config.dola_layers)
-        self.head = run.model.get_output_embeddings()
+        self.model, self.head = run.model, run.model.get_output_embeddings()
+        #: Whether the head's weight may be in parts outside of the model's forward (FSDP 2).
+        self.gathers = hasattr(self.model, "unshard") and not hasattr(self.head, "unshard")
         run.model_kwargs["output_hidden_states"] = True
 
     def forward(self, run: Run) -> ModelOutput:
@@ -69,6 +71,8 @@ class Dola(Sample):
 
     def adjust(self, logits: torch.Tensor, model_outputs: ModelOutput) -> torch.Tensor:
         """The contrast ``(rows, vocab)`` of the last layer's logits with an earlier layer's."""
+        if self.gathers:
+            self.model.unshard()
         early = torch.stack([self.read(model_outputs, layer) for layer in self.layers])
         log_early = early.to(logits.device).float().log_softmax(dim=-1)  # (layers, rows, vocab)
         log_final = logits.log_softmax(dim=-1)  # (rows, vocab)
