@@ -79,6 +79,7 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.logprobs
 	@$(BIN)/python -m benchmarks.stopping
 	@$(BIN)/python -m benchmarks.scheduler
+	@$(BIN)/python -m benchmarks.scale
 	@$(BIN)/python -m benchmarks.engine
 	@$(BIN)/python -m benchmarks.execution
 	@$(BIN)/python -m benchmarks.sampling

@@ -364,6 +364,22 @@ def execution_block(raw: Raw) -> str:
 
 
 #: Name of a block → the file of results, and what writes the block from it.
+def scale_block(raw: Raw) -> str:
+    """Efficiency of the two jobs by numbers of workers."""
+    points: dict[int, list[Raw]] = {}
+    for point in raw["workers"]:
+        points.setdefault(point["workers"], []).append(point)
+    jobs = [point["name"] for point in points[max(points)]]
+    useful = {
+        n: [
+            f"{point['rows'] * raw['job']['row'] / n / point['seconds']:.0%}"
+            for point in points[n]
+        ]
+        for n in sorted(points)
+    }
+    return table(["workers", *jobs], ([f"{n:,}", *shares] for n, shares in useful.items()))
+
+
 BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "overhead": ("overhead", overhead_block),
     "speculation": ("speculation", speculation_block),
@@ -374,6 +390,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "quantized-quality": ("quantized_cache", quality_block),
     "quantized-costs": ("quantized_cache", quantized_block),
     "execution": ("execution", execution_block),
+    "scale": ("scale", scale_block),
 }
 
 
