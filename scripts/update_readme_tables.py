@@ -372,8 +372,7 @@ def scale_block(raw: Raw) -> str:
     jobs = [point["name"] for point in points[max(points)]]
     useful = {
         n: [
-            f"{point['rows'] * raw['job']['row'] / n / point['seconds']:.0%}"
-            for point in points[n]
+            f"{point['rows'] * raw['job']['row'] / n / point['seconds']:.0%}" for point in points[n]
         ]
         for n in sorted(points)
     }
