@@ -12,6 +12,7 @@ import typer
 
 import hfgen
 from benchmarks import (
+    bookkeeping,
     cache_cases,
     cache_report,
     caches,
@@ -71,6 +72,12 @@ def test_all_modes_are_measured(subject: Subject) -> None:
     assert result.per_token("hfgen") == pytest.approx(
         result.comparisons[1].milliseconds("hfgen") / 8
     )
+
+
+def test_a_step_without_computing(subject: Subject) -> None:
+    found = bookkeeping.measure(subject, 1)
+    assert found.keys() == bookkeeping.CALLS.keys()
+    assert "forward" not in vars(subject.model)
 
 
 def test_what_is_written(subject: Subject, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from hfgen.cli import (
 )
 from hfgen.cli.report import CliError
 from hfgen.cli.short_forms import SHORT_FORMS
+from hfgen.execution import compiled_layers
 from hfgen.fields import FIELDS
 from hfgen.stopping import FinishReason
 from tests.tiny import byte_tokenizer as tokenizer
@@ -977,6 +978,19 @@ def test_generate_optimised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert optimised["tokens"] == plain["tokens"]
     assert any(line.startswith("tokens: ") for line in optimised["optimization"])
     assert "optimization" not in plain
+
+
+def test_generate_compiled(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    arguments = ("generate", "7", "--model", folder, "--json", "--max-new-tokens", "8")
+    plain = json.loads(run(*arguments).out)
+    compiled = json.loads(run(*arguments, "--optimize", "--compile").out)
+    assert compiled["tokens"] == plain["tokens"]
+    assert any("decoder layers compiled" in line for line in compiled["optimization"])
+    result = run(*arguments, "--compile")
+    assert result.code == 2
+    assert "--compile is a part of --optimize" in result.err
 
 
 def test_a_model_that_cannot_be_optimised_is_an_error(
