@@ -263,7 +263,7 @@ def test_a_cpu_has_no_graphs(model: nn.Module, warned: Any) -> None:
 
 
 def test_models_with_windows_and_encoders_are_run_eagerly(warned: Any) -> None:
-    for name in ("mistral", "t5"):
+    for name in ("mistral", "t5", "flaubert"):
         model = ours(name) if name != "t5" else hfgen.mix_into(tiny.t5())
         with quiet():
             both(model, on_device(model), max_new_tokens=4)

@@ -91,6 +91,36 @@ def test_random_calls_of_all_families(late: Counter[str], monkeypatch: pytest.Mo
     assert len([mode for mode, n in modes.items() if n]) >= 4, modes
 
 
+@pytest.mark.parametrize(
+    "case",
+    [  # the other part of its cache grows as well; what lies behind the length of a static cache
+        Case(
+            "blt", "greedy_search", 2, seed=725, options={"mask": "absent", "outputs": ["scores"]}
+        ),
+        Case(
+            "llama",
+            "greedy_search",
+            3,
+            seed=123,
+            options={
+                "cache_implementation": "static",
+                "outputs": [],
+                "no_repeat_ngram_size": 1,
+                "forced_eos_token_id": [7, 9],
+                "suppress_tokens": [10, 11, 12],
+            },
+        ),
+    ],
+    ids=lambda case: case.family,
+)
+def test_returned_caches_are_equal_to_the_last_value(case: Case, late: Counter[str]) -> None:
+    case = replace(case, options={**case.options, "eos_token_id": MANY_EOS})
+    checked_late = run(ours(case.family), case)
+    ahead.ALWAYS = False
+    assert not compare(run(ours(case.family), case), checked_late, 0.0)
+    assert bool(late["undone"]) == (case.family == "llama")
+
+
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "top_k": 20},
@@ -289,6 +319,32 @@ def test_invalid_scores_raise_and_undo(late: Counter[str]) -> None:
 
 
 # ---------------------------------------------------------------- what it is for
+
+
+def test_flags_are_copied_before_the_forward_and_waited_for_behind_it(
+    model: nn.Module, late: Counter[str], eos: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that copies while it computes, of which this event is a stand-in."""
+    seen: list[str] = []
+
+    class Event:
+        def __init__(self, device: Any) -> None:
+            assert torch.device(device) == torch.device("cpu")
+
+        def record(self) -> None:
+            seen.append("copy")
+
+        def synchronize(self) -> None:
+            seen.append("wait")
+
+    forward = Sample.forward
+    monkeypatch.setattr(Sample, "forward", lambda *a: seen.append("forward") or forward(*a))
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(ahead, "ASYNCHRONOUS", ("cpu",))
+    monkeypatch.setattr(ahead, "_generators", lambda device: [torch.get_rng_state()])
+    tokens = model.generate(prompt(1), eos_token_id=eos, max_new_tokens=9)
+    assert tokens.shape[1] == 7 + 4
+    assert seen == 4 * ["copy", "forward", "wait"]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ Whether a call is over is known on the device as soon as the newest tokens are. 
 once waits until the device has caught up, and then the device waits for the host. Here the flags are on
 their way to the host while the next forward computes. If the call turns out to be over, that forward is
 undone: its token leaves the cache. Nothing else has been done by then, so that draws of torch's generator,
-scores, callbacks and outputs are those of immediate checks. Transformers' ``DeferredStopCheck`` (5.23, on
+scores, callbacks and outputs are those of immediate checks; only what the model's own code logs in that
+forward is there. Transformers' ``DeferredStopCheck`` (5.23, on
 MPS) reads one whole step late, and undoes that step; its generator has drawn once more.
 """
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from .. import families
@@ -38,6 +39,8 @@ class Ahead:
     def __init__(self) -> None:
         #: Flags on their way, who gets them, and the event behind the copy of them.
         self.asked: tuple[Tensor, Callable[[list[int]], None], Any] | None = None
+        #: Whether a forward may be undone; known when the first step has taken the prefill's cache.
+        self.can_undo: bool | None = None
 
     def ask(self, flags: Tensor, settle: Callable[[list[int]], None]) -> None:
         """Begin to copy ``flags (n,)`` to the host; ``settle`` gets their values behind the forward."""
@@ -67,8 +70,7 @@ def decided(run: Run, strategy: Any) -> Iterator[None]:
     before = _generators(run.ids.device)
     yield
     draws = not all(map(torch.equal, before, _generators(run.ids.device)))  # dropout, noise
-    if not draws and (not _cache_is_seen(run) or _loses_one(run)):
-        run.ahead = Ahead()
+    run.ahead = None if draws else Ahead()
 
 
 @contextmanager
@@ -79,8 +81,11 @@ def forward_ahead(run: Run, strategy: Any) -> Iterator[ModelOutput | None]:
     """
     ahead, limit = run.ahead, getattr(run.criteria, "max_length", None)
     assert ahead is not None
+    if ahead.can_undo is None:
+        ahead.can_undo = not _cache_is_seen(run) or _loses_one(run)
+        run.ahead = ahead if ahead.can_undo else None
     is_last = limit is not None and run.ids.shape[1] >= limit  # the host knows it
-    outputs = None if is_last else strategy.forward(run)
+    outputs = None if is_last or not ahead.can_undo else strategy.forward(run)
     try:
         ahead.read()
         if run.finished and outputs is not None:
@@ -134,14 +139,22 @@ def _loses_one(run: Run) -> bool:
     cache = families.given_cache(run.model_kwargs)
     if not isinstance(cache, Cache):
         return run.model_kwargs.get("use_cache") is False
+    if isinstance(cache, EncoderDecoderCache) and not run.is_encoder_decoder:
+        return False  # BLT's other part grows as well
     own = layers.layers_of(cache)
     return layers.keeps_all_tokens(cache) or all(type(each) is SlicedStaticLayer for each in own)
 
 
 def _undo(run: Run) -> None:
     cache = families.given_cache(run.model_kwargs)
-    if cache is not None and _cache_is_seen(run):
-        layers.roll_back(cache, 1)
+    if cache is None or not _cache_is_seen(run):
+        return
+    for layer in layers.layers_of(cache):
+        if type(layer) is SlicedStaticLayer:  # zeros again, as behind every length
+            newest = layer._length() - 1
+            layer.keys[:, :, newest] = 0.0
+            layer.values[:, :, newest] = 0.0
+    layers.roll_back(cache, 1)
 
 
 def _generators(device: torch.device) -> list[Tensor]:

@@ -107,17 +107,19 @@ class Recorded:
         #: The graphs of this call, by visible length, with the form of their inputs.
         self.graphs: dict[int, tuple[Hashable, Graph]] = {}
 
-    def __call__(self, *, past_key_values: Any, **inputs: Any) -> ModelOutput:
-        if (graph := self.graph(inputs, past_key_values)) is None:
-            return self.model(past_key_values=past_key_values, **inputs)
-        outputs = graph.replay(_tensors(inputs), past_key_values)
+    def __call__(self, **inputs: Any) -> ModelOutput:
+        cache = inputs.get("past_key_values")
+        others = {name: value for name, value in inputs.items() if value is not cache}
+        if (graph := self.graph(others, cache)) is None:
+            return self.model(**inputs)
+        outputs = graph.replay(_tensors(others), cache)
         self.visible.close()
         return outputs
 
     def graph(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
         """The graph of a step with inputs of such a form; ``None`` if none can be recorded."""
         is_token = inputs.get("input_ids") is not None and inputs["input_ids"].shape[1] == 1
-        if self.refusal is not None or not (is_token and self.visible.is_open):
+        if cache is None or self.refusal is not None or not (is_token and self.visible.is_open):
             return None
         shown, form = int(self.visible.shown or 0), _form(inputs)
         if (known := self.graphs.get(shown)) is not None:
