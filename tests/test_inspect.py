@@ -126,6 +126,17 @@ def test_numbers_are_those_of_logits_and_scores(name: str) -> None:
             assert set(scores.topk(3).indices.tolist()) <= {c.token_id for c in token.candidates}
 
 
+def test_samplers_of_a_large_vocabulary_draw_the_same() -> None:
+    """There, generate() applies those that follow each other in one pass."""
+    model, ids = hfgen.mix_into(tiny.llama(vocab_size=30_000)), tiny.prompt(2)
+    torch.manual_seed(5)
+    expected = model.generate(ids, **LENGTH, **SAMPLED)[:, ids.shape[1] :]
+    torch.manual_seed(5)
+    trace = hfgen.trace(model, ids, **LENGTH, **SAMPLED)
+    assert [sequence.token_ids for sequence in trace.sequences] == expected.tolist()
+    assert {token.left[2] for sequence in trace.sequences for token in sequence.tokens} == {20}
+
+
 def test_a_stage_for_each_processor() -> None:
     model, arguments = case("sampling")
     trace = hfgen.trace(model, **arguments, top=5)
