@@ -22,7 +22,7 @@ KEPT = ROOT / "build" / "versions"
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 #: The oldest that is supported, and the last one of each minor version from there on.
-TRANSFORMERS = ("5.18.0", "5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0")
+TRANSFORMERS = ("5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0")
 TORCH = ("2.6.0", "")  # the oldest, and the newest that there is
 
 CORE = [
@@ -43,15 +43,6 @@ class Outcome:
     said: str
 
 
-def find_python(version: str) -> str | None:
-    """An interpreter of this minor version: on the PATH, or of pyenv."""
-    if (found := shutil.which(f"python{version}")) is not None:
-        return found
-    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    here = sorted(root.glob(f"{version}.*/bin/python{version}")) if root.is_dir() else []
-    return str(here[-1]) if here else None
-
-
 def call(*command: str | Path, path: Sequence[Path] = ()) -> tuple[bool, str]:
     """Run in the checkout; whether it succeeded, and the last line of what it said."""
     places = os.pathsep.join([*map(str, path), str(ROOT / "src"), str(ROOT)])
@@ -65,6 +56,16 @@ def call(*command: str | Path, path: Sequence[Path] = ()) -> tuple[bool, str]:
     )
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     return done.returncode == 0, lines[-1] if lines else ""
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of this minor version that runs: on the PATH, or of pyenv."""
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    ours = sorted(map(str, root.glob(f"{version}.*/bin/python{version}")), reverse=True)
+    for found in (shutil.which(f"python{version}"), *ours):
+        if found and call(found, "-c", "import ensurepip, venv")[0]:  # pyenv's shims may not run
+            return found
+    return None
 
 
 def run_core(name: str, python: str | Path, path: Sequence[Path] = ()) -> Outcome:

@@ -42,7 +42,7 @@ from tests.parity import speculation
 from tests.parity.harness import FAMILIES, Case, ours, run, sequences, upstream
 from tests.parity.options import GREEDY, SAMPLE
 from tests.parity.options import tokenizer as letters
-from tests.versions import since_5_23
+from tests.versions import since_5_21, since_5_23
 
 IDS = torch.tensor(
     [[11, 12, 13, 11, 12, 13, 11, 12], [0, 0, 5, 6, 7, 5, 6, 7], [9, 9, 8, 9, 9, 8, 9, 9]]
@@ -106,6 +106,7 @@ def swept(**kwargs: Any) -> tuple[Counter[str], Counter[str]]:
     return checked, left_out
 
 
+@since_5_21
 def test_speculation_is_plain_decoding_row_for_row() -> None:
     """All drafters on random families, batches and options; more with ``tests.parity.speculation``."""
     checked, left_out = swept(seed=11, count=160)
@@ -200,6 +201,7 @@ def test_tokens_behind_change_what_minimax_says_of_a_padded_prompt(padded: bool)
     assert reason == ("several tokens at once are answered otherwise" if padded else None)
 
 
+@since_5_21
 def test_a_seed_fixes_samples_of_all_families() -> None:
     checked, left_out = swept(seed=5, count=70, mode=SAMPLE)
     assert min(checked[name] for name in speculation.DRAFTERS) >= 4
@@ -692,6 +694,7 @@ def test_statistics(model: Any) -> None:
     assert model.generate(IDS[:1], config, prompt_lookup_num_tokens=2).speculation.forwards > 0
 
 
+@since_5_21
 def test_other_devices_are_kept_company(model: Any) -> None:
     """With ``synced_gpus``, a device that is done forwards on until all are."""
     left = [3]

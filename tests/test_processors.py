@@ -24,7 +24,7 @@ from hfgen.processors.guidance import EncoderDecoderGuidance
 from hfgen.processors.lists import public_type
 from hfgen.processors.repetition import RepetitionPenaltyLogitsProcessor
 from tests import tiny
-from tests.versions import since_5_19, since_5_23
+from tests.versions import since_5_23
 
 NO = -math.inf
 LN2 = math.log(2)
@@ -201,7 +201,6 @@ def test_no_repeat_ngram() -> None:
     check(processor, [[1]], [[1.0] * 4], [[1.0] * 4])
 
 
-@since_5_19  # the penalty was not repeated for beams
 def test_encoder_repetition_penalty_favours_the_input() -> None:
     processor = build(
         {"encoder_repetition_penalty": 2.0}, encoder_input_ids=torch.tensor([[0, 1], [2, 2]])
