@@ -81,7 +81,9 @@ class Pooled:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads = key_states.shape[:2]
         self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
-        if not key_states.is_cpu:
+        if self.device.type == "cpu":
+            self.cumulative_length = self.cumulative_length.to(self.device)
+        else:
             self.cumulative_length = self._lease.buffers.counter(self._place("count"), self)
         buffers, length, capacity = self._lease.buffers, self.max_cache_len, self._capacity()
         for name, states in (("keys", key_states), ("values", value_states)):
