@@ -26,10 +26,12 @@ from transformers import (
 
 import hfgen
 from hfgen.drafters import Acceptance, Draft, DraftContext
+from hfgen.drafters.costs import Costs, costs_of, relative_cost
 from hfgen.drafters.early_exit import first_layers
 from hfgen.drafters.lookup import PromptLookup
-from hfgen.drafters.schedule import Adaptive, Heuristic, relative_cost
+from hfgen.drafters.schedule import Adaptive, Constant, Heuristic
 from hfgen.execution import Executor
+from hfgen.linears import Choice, Report
 from hfgen.strategies.verification import (
     DraftColumn,
     GreedyMatch,
@@ -592,33 +594,79 @@ def test_heuristic_schedule_and_what_it_keeps(model: Any) -> None:
     assert assistant.generation_config.num_assistant_tokens > 4  # it is always right
 
 
-@pytest.mark.parametrize(
-    ("accepts", "cost", "expected"),
-    [
-        (1.0, 0.1, range(8, 9)),
-        (0.0, 0.1, range(1)),
-        (0.8, 0.1, range(2, 8)),
-        (0.9, 1.0, range(1)),
-    ],
-)
-def test_adaptive_schedule(accepts: float, cost: float, expected: range) -> None:
-    """Long drafts where they are accepted and cheap, none where they do not pay; probes now and then."""
+def played(schedule: Adaptive, accepts: float, n_rounds: int) -> tuple[list[int], float]:
+    """Lengths of the drafts, and tokens in the time of a plain forward, by the schedule's own costs."""
     generator = torch.Generator().manual_seed(0)
-    schedule = Adaptive(8, cost=cost)
-    chosen = []
-    for _ in range(200):
-        n = schedule.n_tokens
+    costs, lengths, tokens, spent = schedule.costs, [], 0, 0.0
+    for _ in range(n_rounds):
+        n = schedule.width([schedule.n_tokens]) if schedule.n_tokens else 0
         accepted = 0
         while accepted < n and torch.rand((), generator=generator) < accepts:
             accepted += 1
-        chosen.append(n)
+        lengths.append(n)
+        tokens, spent = tokens + accepted + 1, spent + costs.forward(n) + costs.drafter * n
         schedule.observe(Acceptance((n,), (accepted,), 0), accepted + 1, n)
-    settled = chosen[30:]
+    return lengths, tokens / spent
+
+
+@pytest.mark.parametrize(
+    ("accepts", "cost", "rows", "expected"),
+    [
+        (1.0, 0.1, 1, range(8, 9)),
+        (1.0, 0.0, 8, range(8, 9)),
+        (0.8, 0.1, 1, range(2, 8)),
+        (0.0, 0.1, 1, range(1)),
+        (0.9, 1.0, 1, range(1)),
+        (0.2, 0.0, 8, range(1)),
+    ],
+)
+def test_adaptive_schedule(accepts: float, cost: float, rows: int, expected: range) -> None:
+    """Long drafts where they are accepted and cheap, none where they do not pay but for rare trials."""
+    lengths, speed = played(Adaptive(8, Costs(rows, cost)), accepts, 300)
+    settled = lengths[30:]
     assert sum(n in expected for n in settled) > 0.8 * len(settled)
-    assert chosen[: schedule.WARM_UP] == [schedule.START] * schedule.WARM_UP
-    if 0 in expected:
-        assert any(settled)  # it tries again, more and more rarely
-        assert sum(n > 0 for n in settled) < 20
+    if expected.stop > 1:
+        assert speed > 1.1
+    else:
+        assert speed > 0.97
+        assert 0 < sum(n > 0 for n in lengths) < 20
+
+
+def test_what_a_call_may_lose_is_bounded() -> None:
+    """Whatever is accepted at first: an account pays for drafts, and holds no more than ``MOST``."""
+    schedule = Adaptive(20, Costs(rows=8))
+    _, speed = played(schedule, 1.0, 100)
+    assert speed > 2
+    n_rounds = 500
+    _, speed = played(schedule, 0.0, n_rounds)
+    assert n_rounds / speed <= n_rounds * (1 + Adaptive.SHARE) + Adaptive.MOST
+
+
+def test_columns_that_a_row_cannot_fill_are_not_fed() -> None:
+    assert Constant(8).width([8, 3, 5]) == 3
+    schedule = Adaptive(8)
+    assert schedule.width([8, 0, 5]) == 0
+    assert 0 < schedule.width([8, 3, 5]) <= 3
+
+
+def test_costs_are_measured_ones_where_the_model_was_prepared() -> None:
+    """They decide on lengths of drafts, and never of those that draws of torch's generator depend on."""
+    model, _ = hfgen.builtin_model()
+    model.optimization = Report(
+        weights=None,
+        choices=(
+            Choice((8, 8), "float32", 10, times={"own": {1: 100.0, 2: 100.0, 4: 200.0, 8: 400.0}}),
+        ),
+        left_alone={}, tokens="", extra_bytes=0, seconds=0.0,
+    )  # fmt: skip
+    fixed, measured = (costs_of(model, 1, 0.3, may_be_measured=may) for may in (False, True))
+    assert fixed == Costs(1, 0.3)
+    assert measured.products == ((1, 1000.0), (2, 1000.0), (4, 2000.0), (8, 4000.0))
+    assert measured.forward(0) == 1.0
+    costs = [measured.forward(n) for n in range(20)]
+    assert costs == sorted(costs)
+    steep = [measured.forward(n + 1) - measured.forward(n) for n in (1, 3, 7, 15)]
+    assert steep == pytest.approx([steep[0]] * 4)  # beyond what was measured, too
 
 
 def test_cost_of_a_draft_is_the_measured_one() -> None:

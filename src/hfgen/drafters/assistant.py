@@ -17,7 +17,7 @@ from ..loop import commit
 from ..processors import for_drafts, is_row_wise
 from ..validate import accepted_names
 from .base import Draft, DraftContext, Drafter, Setup
-from .schedule import relative_cost
+from .costs import relative_cost
 
 
 class Assistant(Drafter):

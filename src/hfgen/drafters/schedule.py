@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .base import Acceptance
+from .costs import Costs
 
 #: Tokens of a draft where neither the call nor an assistant's config says; upstream's default.
 DEFAULT_TOKENS = 20
@@ -17,6 +18,13 @@ class Schedule:
     #: Tokens to draft in the next round; 0 to decode without a draft.
     n_tokens: int
 
+    def width(self, filled: Sequence[int]) -> int:
+        """How many drafted columns to feed, of those that each row knows or has a draft for.
+
+        Rows stay in step, so that columns which a row cannot fill do not bring them further.
+        """
+        return min(filled)
+
     def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
         """Learn from a round that fed ``n_fed`` drafts a row, and brought all rows on by ``n_advanced``."""
 
@@ -27,7 +35,7 @@ class Schedule:
 class Constant(Schedule):
     """Always the same. Upstream's "constant"."""
 
-    def __init__(self, n_tokens: int, rows: int = 1, cost: float = 0.0) -> None:
+    def __init__(self, n_tokens: int, costs: Costs | None = None) -> None:
         self.n_tokens = n_tokens
 
 
@@ -48,99 +56,121 @@ class Heuristic(Constant):
         self.n_tokens = self.n_tokens + 2 if verdict.is_all_accepted else max(1, self.n_tokens - 1)
 
 
-class Rate:
-    """How often something goes on for one token more, by the lengths seen, newer ones the more."""
+class Depths:
+    """How likely something goes on for one token more, by how many went before; newer rounds count more.
+
+    Later tokens of a draft are accepted more often than its first: neighbours share a rate, and a rate
+    that was hardly seen is close to that of the tokens before.
+    """
+
+    #: Tokens, from 1 on, at which another rate begins.
+    BORDERS = (1, 2, 4, 8, 16)
+    #: How much a round weighs one round later; the rate before anything was seen.
+    DECAY, FIRST_GUESS = 0.98, 0.5
 
     def __init__(self) -> None:
-        self.went_on, self.stopped = 0.5, 0.5
+        self.went_on, self.stopped = [0.0] * len(self.BORDERS), [0.0] * len(self.BORDERS)
 
-    def observe(self, length: int, limit: int, decay: float) -> None:
+    def observe(self, length: int, limit: int) -> None:
         """It went on for ``length`` tokens, where ``limit`` would have been possible."""
-        self.went_on = decay * self.went_on + length
-        self.stopped = decay * self.stopped + (length < limit)
+        for index, first in enumerate(self.BORDERS):
+            end = self.BORDERS[index + 1] if index + 1 < len(self.BORDERS) else limit + 1
+            went_on = max(min(length + 1, end) - first, 0)
+            has_stopped = first <= length + 1 < end and length < limit
+            self.went_on[index] = self.DECAY * self.went_on[index] + went_on
+            self.stopped[index] = self.DECAY * self.stopped[index] + has_stopped
 
-    def expected(self, limit: int) -> float:
-        """The mean length, if it may go on for ``limit`` tokens."""
-        rate = min(self.went_on / (self.went_on + self.stopped), 0.999)
-        return rate * (1 - rate**limit) / (1 - rate)
-
-
-#: The time of a forward of several tokens, in forwards of one: 1 + FIRST + NEXT * rows * tokens after
-#: the first. Fitted to 1 to 16 tokens of 1 and 8 rows ("Floors" in benchmarks/results/speculation.md).
-FIRST, NEXT = 0.4, 0.013
-
-#: The parameters that take as long as what a layer does besides: fitted to the cost ratios of the
-#: built-in draft (0.38) and of 1 to 15 layers of a 135M model (0.20 to 0.56), same page.
-LAYER = 2e6
-
-
-def relative_cost(draft: Any, target: Any) -> float:
-    """The time of a forward of the model ``draft``, in forwards of ``target``."""
-
-    def size(model: Any) -> float:
-        config = model.config.get_text_config(decoder=True)
-        return float(model.num_parameters() + LAYER * getattr(config, "num_hidden_layers", 0))
-
-    return size(draft) / size(target)
+    def rates(self, limit: int) -> list[float]:
+        """Of the first ``limit`` tokens."""
+        found: list[float] = []
+        rate = self.FIRST_GUESS
+        for index, first in enumerate(self.BORDERS):
+            seen = self.went_on[index] + self.stopped[index]
+            rate = (self.went_on[index] + rate) / (seen + 1)
+            is_last = index + 1 == len(self.BORDERS)
+            n = limit + 1 - first if is_last else self.BORDERS[index + 1] - first
+            found += [min(rate, 0.99)] * max(min(n, limit + 1 - first), 0)
+        return found
 
 
 class Adaptive(Constant):
     """The length that should make tokens fastest, by what was accepted so far: hfgen's default.
 
     A round gains the accepted tokens and one more (Leviathan et al. 2023, equation 1). Its cost
-    follows from the tokens drafted and from constants, not from a clock. Where nothing gains
-    ``MARGIN`` over decoding without a draft, none is made, and at longer and longer intervals one is
-    tried again. With several rows, tokens count that all rows advance by.
+    follows from the tokens drafted and from constants or what was measured before the call, not from a
+    clock. Nothing is drafted where nothing gains ``MARGIN`` over decoding without a draft, but for
+    trials. An account pays for what drafts cost: it starts with ``START`` forwards, gets what rounds gain
+    and ``SHARE`` per round, and holds at most ``MOST``. So a call loses no more than ``START`` and
+    ``SHARE`` of its time. With several rows, tokens count that all rows advance by.
     """
 
-    #: Rounds to learn from before anything is adapted, and the length of their drafts.
-    WARM_UP, START = 3, 4
-    #: How much a round weighs one round later.
-    DECAY = 0.95
     #: By how much faster drafting has to be expected to be.
     MARGIN = 1.05
-    #: Rounds without a draft before one is tried again: at first, and at most.
-    FIRST_PAUSE, LONGEST_PAUSE = 8, 128
-    #: The draft tried after a pause.
-    PROBE = 3
+    #: In forwards of the target: see above.
+    START, SHARE, MOST = 2.0, 0.01, 8.0
+    #: The draft of a trial.
+    TRIAL = 3
+    #: Longer drafts are not made.
+    LONGEST = 64
 
-    def __init__(self, n_tokens: int, rows: int = 1, cost: float = 0.0) -> None:
-        super().__init__(min(n_tokens, self.START))
-        self.max_tokens, self.rows, self.cost = n_tokens, rows, cost
-        self.pause, self.paused, self.rounds = self.FIRST_PAUSE, 0, 0
-        self.accepted, self.drafted = Rate(), Rate()
+    def __init__(self, n_tokens: int, costs: Costs | None = None) -> None:
+        self.max_tokens, self.costs = min(n_tokens, self.LONGEST), costs or Costs()
+        self.filled, self.accepted = Depths(), Depths()
+        #: Columns that the longest draft of the round fills.
+        self.n_drafted = 0
+        self.account = self.START
+        super().__init__(self._length())
+
+    def width(self, filled: Sequence[int]) -> int:
+        self.n_drafted = max(filled)
+        limit = min(min(filled), self.n_tokens)
+        self.filled.observe(limit, self.n_tokens)
+        best, speed = self._best(limit, is_drafted=True)
+        return best if speed > self.MARGIN else self._trial(limit)
 
     def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
-        self.rounds += 1
-        if self.n_tokens:
-            self.accepted.observe(n_advanced - 1, self.n_tokens, self.DECAY)
-            self.drafted.observe(n_fed, self.n_tokens, self.DECAY)
-        if self.rounds >= self.WARM_UP:
-            self._choose()
+        spent = self.costs.forward(n_fed) + self.costs.drafter * self.n_drafted
+        self.account = min(self.account + self.SHARE + n_advanced - spent, self.MOST)
+        self.n_drafted = 0
+        if n_fed:
+            self.accepted.observe(n_advanced - 1, n_fed)
+        self.n_tokens = self._length()
 
-    def _choose(self) -> None:
-        best, speed = 0, 0.0
-        for n in range(1, self.max_tokens + 1):  # as long as one more makes it faster
-            if self._speed(n) <= speed:
-                break
-            best, speed = n, self._speed(n)
+    def _length(self) -> int:
+        """How many tokens to ask for. Of drafts that cost nothing, ``width`` takes as many as pay."""
+        is_free = not self.costs.drafter
+        best, speed = self._best(self.max_tokens, is_drafted=is_free)
         if speed > self.MARGIN:
-            self.n_tokens, self.paused, self.pause = best, 0, self.FIRST_PAUSE
-            return
-        self.paused, self.n_tokens = self.paused + 1, 0
-        if self.paused >= self.pause:
-            self.n_tokens = min(self.PROBE, self.max_tokens)
-            self.paused, self.pause = 0, min(2 * self.pause, self.LONGEST_PAUSE)
+            return self.max_tokens if is_free else best
+        return self._trial(self.max_tokens, self.costs.drafter)
 
-    def _speed(self, n: int) -> float:
-        """Tokens in the time of a plain forward, with drafts of ``n``."""
-        width = self.drafted.expected(n)
-        forward = 1 + FIRST * min(width, 1.0) + NEXT * self.rows * max(width - 1.0, 0.0)
-        return (1 + self.accepted.expected(n)) / (forward + self.cost * width)
+    def _trial(self, limit: int, drafter: float = 0.0) -> int:
+        """The length of a trial, 0 if there is nothing left to pay for it."""
+        n = min(self.TRIAL, limit)
+        return n if self.costs.forward(n) - 1 + drafter * n <= self.account else 0
+
+    def _best(self, limit: int, is_drafted: bool) -> tuple[int, float]:
+        """The best of up to ``limit`` tokens, and how many times faster it should be.
+
+        ``is_drafted``: they are there already; else they cost, and drafts may end before.
+        """
+        tokens, width, reached, drafted = 1.0, 0.0, 1.0, 1.0
+        best, speed = 0, 1.0
+        fills = [1.0] * limit if is_drafted else self.filled.rates(limit)
+        for n, (rate, fill) in enumerate(zip(self.accepted.rates(limit), fills, strict=True), 1):
+            drafted *= fill
+            reached *= rate * fill
+            width, tokens = width + drafted, tokens + reached
+            cost = self.costs.forward(width) + (0.0 if is_drafted else self.costs.drafter * width)
+            if cost - 1 > self.account:
+                break
+            if tokens / cost > speed:
+                best, speed = n, tokens / cost
+        return best, speed
 
 
-#: By ``num_assistant_tokens_schedule``; made from the numbers of tokens and rows, and the drafter's cost.
-SCHEDULES: dict[str, Callable[[int, int, float], Schedule]] = {
+#: By ``num_assistant_tokens_schedule``; made from a number of tokens, and what they cost.
+SCHEDULES: dict[str, Callable[[int, Costs], Schedule]] = {
     "adaptive": Adaptive,
     "constant": Constant,
     "heuristic": Heuristic,
@@ -148,7 +178,7 @@ SCHEDULES: dict[str, Callable[[int, int, float], Schedule]] = {
 }
 
 
-def schedule_named(name: str | None, default: str) -> Callable[[int, int, float], Schedule]:
+def schedule_named(name: str | None, default: str) -> Callable[[int, Costs], Schedule]:
     """Raises ``ValueError`` for a name that there is none of."""
     if name is not None and name not in SCHEDULES:
         raise ValueError(

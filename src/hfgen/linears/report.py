@@ -31,6 +31,14 @@ class Choice:
     n_left: int = 0
     extra_bytes: int = 0
 
+    def microseconds(self, rows: int) -> float:
+        """Of all layers of the shape, at one of the numbers of rows that were measured."""
+        own = self.times[OWN][rows]
+        if self.kernel is None or rows not in self.rows:
+            return self.n_modules * own
+        n_changed = self.n_modules - self.n_left
+        return n_changed * self.times[self.kernel][rows] + self.n_left * own
+
     def __str__(self) -> str:
         layers = f"{self.n_modules} x {self.shape[0]} x {self.shape[1]} {self.dtype}"
         if self.kernel is None:
@@ -60,6 +68,16 @@ class Report:
     steps: Times = field(default_factory=dict)  # of the whole model, as ``whole.measure_steps``
     graph: LayerGraph | None = None
     compiled_layers: tuple[str, ...] = ()
+
+    def products(self) -> dict[int, float]:
+        """Microseconds of all linear layers together by the number of rows; empty if any is not known.
+
+        Of those that were looked at: layers left alone are not among them.
+        """
+        if not self.choices or not all(choice.times for choice in self.choices):
+            return {}
+        numbers = self.choices[0].times[OWN]
+        return {n: sum(choice.microseconds(n) for choice in self.choices) for n in numbers}
 
     @property
     def has_changed(self) -> bool:

@@ -130,8 +130,8 @@ class Assisted:
         elif (n := self.room(start)) > 0:
             tokens, filled = self.ask(start, n)
             each = zip(rows.known, filled, rows.has_ended, strict=True)
-            ahead = (max(known - start, length) for known, length, ended in each if not ended)
-            self.n_new = min(max(ahead), n)
+            ahead = [max(known - start, length) for known, length, ended in each if not ended]
+            self.n_new = min(self.schedule.width(ahead), n)
         rows.place(tokens, start, self.n_new)
         if self.position_pad is not None and (n := self.n_unshifted(start)) < self.n_new:
             self.n_new = n

@@ -48,6 +48,9 @@ class DraftedRows:
         """Write drafted ``tokens (rows, n)`` into ``width`` columns from ``start`` on: padding where a
         row has ended, and nothing where it knows better. Sets ``guesses``.
         """
+        if width == 0:
+            self.guesses = self.tokens[:, :0]
+            return
         self.reserve(start + width)
         window = self.tokens[:, start : start + width]
         if len(self.known) == 1 and window.is_cpu:  # it knows none of them, and none is -1
@@ -107,17 +110,34 @@ class DraftedRows:
         self.check(invalid)
 
     def learn(
-        self, row: int, tokens: torch.Tensor, host_tokens: torch.Tensor, has_ended: bool
+        self,
+        start: int,
+        tokens: torch.Tensor,
+        host_tokens: torch.Tensor,
+        known: list[int],
+        has_ended: list[bool],
     ) -> None:
-        """Let ``row`` know ``tokens (n,)`` too, of which the host knows as well, and maybe end there."""
-        known, length = self.known[row], self.known[row] + len(tokens)
-        self.tokens[row, known:length] = tokens
-        if self.host_tokens is not None:
-            self.host_tokens[row, known:length] = host_tokens
-        self.known[row], self.has_ended[row] = length, has_ended
-        self.device_known[row].fill_(length)  # a number needs no copy to the device
-        if has_ended:
-            self.device_ended[row].fill_(True)
+        """Let rows be ``known`` so far, and end: with ``tokens (rows, width)``, of columns from ``start`` on.
+
+        The host knows of the tokens as well.
+        """
+        if len(known) == 1:
+            (begin,), (end,) = self.known, known
+            new = slice(begin - start, end - start)
+            self.tokens[0, begin:end] = tokens[0, new]
+            if self.host_tokens is not None:
+                self.host_tokens[0, begin:end] = host_tokens[0, new]
+            self.device_known.fill_(end)  # a number needs no copy to the device
+            if has_ended[0]:
+                self.device_ended.fill_(True)
+        else:  # on the CPU
+            window = self.tokens[:, start : start + tokens.shape[1]]
+            positions = torch.arange(start, start + tokens.shape[1])
+            device_known, self.device_ended = torch.tensor(known), torch.tensor(has_ended)
+            is_new = (positions >= self.device_known[:, None]) & (positions < device_known[:, None])
+            window.copy_(torch.where(is_new, tokens, window))
+            self.device_known = device_known
+        self.known, self.has_ended = known, has_ended
 
     def check(self, invalid_at: list[int]) -> None:
         """Raise ``InvalidScoresError`` for scores that are NaN: at these lengths, -1 where none are."""

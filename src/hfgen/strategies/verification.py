@@ -244,19 +244,20 @@ class PlainMatch:
         width = choice.shape[1]
         found = torch.cat([choice, is_nan, rows.guesses], dim=1).cpu()
         rows.drafted, invalid_at = [], []
+        known, ended = [*rows.known], [*rows.has_ended]
         for row, facts in enumerate(found.tolist()):
             tokens, invalid, guesses = facts[:width], facts[width : 2 * width], facts[2 * width :]
             rows.drafted.append(sum(guess >= 0 for guess in guesses))
-            has_ended, goes_on = rows.has_ended[row], not rows.has_ended[row]
-            first = end = rows.known[row] - start
+            first = end = known[row] - start
+            goes_on = not ended[row]
             while goes_on and end < width:
-                has_ended = tokens[end] in self.host_eos or start + end + 1 >= self.max_length
-                goes_on = not has_ended and guesses[end : end + 1] == tokens[end : end + 1]
+                ended[row] = tokens[end] in self.host_eos or start + end + 1 >= self.max_length
+                goes_on = not ended[row] and guesses[end : end + 1] == tokens[end : end + 1]
                 end += 1
-            if end > first:
-                rows.learn(row, choice[row, first:end], found[row, first:end], has_ended)
+            known[row] = start + end
             new = range(first, end)
             invalid_at.append(next((start + index for index in new if invalid[index]), -1))
+        rows.learn(start, choice, found[:, :width], known, ended)
         if any(rows.has_ended):
             rows.write_padding(start, width)
         rows.check(invalid_at)
