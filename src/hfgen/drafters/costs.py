@@ -6,14 +6,17 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-#: The time of a forward of ``n`` tokens more than one in each of ``rows``, in forwards of one: 1 + FIRST + NEXT *
-#: rows * (n - 1) / (1 + ROW * (rows - 1)). Fitted to 1 to 21 tokens of 1 and 8 rows of the built-in
-#: model on a CPU ("Floors" in benchmarks/results/speculation.md).
-FIRST, NEXT, ROW = 0.35, 0.037, 0.12
+#: The time of a forward of ``n`` tokens more than one in each row, in forwards of one: 1 + FIRST for the first of them,
+#: and FIRST_ROW for each further row; NEXT for each after it in all rows, by the time of a forward of
+#: one, which grows by ROW a row. Fitted to 1 to 21 tokens of 1 and 8 rows of the built-in model on a CPU
+#: ("Floors" in benchmarks/results/speculation.md).
+FIRST, FIRST_ROW, NEXT, ROW = 0.35, 0.03, 0.037, 0.12
+#: Rows beyond which the first token costs no more.
+MANY_ROWS = 8
 
-#: Microseconds that a layer takes besides its products: for one row, for each further row, for tokens
-#: after the first at all, and for each of them. The built-in model, optimised, on the same page.
-LAYER_TIME, ROW_TIME, FIRST_TIME, TOKEN_TIME = 550.0, 45.0, 110.0, 6.0
+#: Microseconds that a layer takes besides its products: for one row, for each further row; for the
+#: first token after one in each row, for which keys and values are repeated; for each such token.
+LAYER_TIME, ROW_TIME, FIRST_TIME, TOKEN_TIME = 550.0, 45.0, 60.0, 6.0
 
 #: The parameters that take as long as what a layer does besides: fitted to the cost ratios of the
 #: built-in draft (0.38) and of 1 to 15 layers of a 135M model (0.20 to 0.56), same page.
@@ -40,13 +43,14 @@ class Costs:
             return 1.0
         if self.products:
             return self._time(n) / self._time(0)
+        first = FIRST + FIRST_ROW * (min(self.rows, MANY_ROWS) - 1)
         more = NEXT * self.rows * max(n - 1, 0.0) / (1 + ROW * (self.rows - 1))
-        return 1 + FIRST * min(n, 1.0) + more
+        return 1 + first * min(n, 1.0) + more
 
     def _time(self, n: float) -> float:
         """Microseconds of the same, as far as they are known."""
         others = LAYER_TIME + ROW_TIME * (self.rows - 1)
-        others += FIRST_TIME * min(n, 1.0) + TOKEN_TIME * self.rows * n
+        others += self.rows * (FIRST_TIME * min(n, 1.0) + TOKEN_TIME * n)
         return self._products(self.rows * (1 + n)) + self.layers * others
 
     def _products(self, n_tokens: float) -> float:

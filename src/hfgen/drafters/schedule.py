@@ -117,6 +117,7 @@ class Adaptive(Constant):
         #: Columns that the longest draft of the round fills.
         self.n_drafted = 0
         self.account = self.START
+        self.ahead = self._ahead()
         super().__init__(self._length())
 
     def width(self, filled: Sequence[int]) -> int:
@@ -132,15 +133,19 @@ class Adaptive(Constant):
         self.n_drafted = 0
         if n_fed:
             self.accepted.observe(n_advanced - 1, n_fed)
+            self.ahead = self._ahead()
         self.n_tokens = self._length()
 
-    def _length(self) -> int:
-        """How many tokens to ask for. Of drafts that cost nothing, ``width`` takes as many as pay."""
+    def _ahead(self) -> int:
+        """How many tokens should pay, 0 if none. Of drafts that cost nothing, ``width`` takes as many as pay."""
         is_free = not self.costs.drafter
         best, speed = self._best(self.max_tokens, is_drafted=is_free)
-        if speed > self.MARGIN:
-            return self.max_tokens if is_free else best
-        return self._trial(self.max_tokens, self.costs.drafter)
+        if speed <= self.MARGIN:
+            return 0
+        return self.max_tokens if is_free else best
+
+    def _length(self) -> int:
+        return self.ahead or self._trial(self.max_tokens, self.costs.drafter)
 
     def _trial(self, limit: int, drafter: float = 0.0) -> int:
         """The length of a trial: as far as the account can pay for it."""
