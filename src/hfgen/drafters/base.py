@@ -27,6 +27,7 @@ class DraftContext:
     All rows are known up to ``start``, some further. ``n_tokens``: how many positions after
     ``start`` may be filled. ``is_done[r]``: row ``r`` has ended and counts as known up to ``end``.
     ``host_ids``, ``device_known (rows,)``: ``ids`` on the CPU, ``known`` on the device, or ``None``.
+    ``needs_all``: whether drafts are of no use unless each row that knows no more than ``start`` has one.
     """
 
     ids: torch.Tensor
@@ -36,6 +37,7 @@ class DraftContext:
     n_tokens: int
     host_ids: torch.Tensor | None = None
     device_known: torch.Tensor | None = None
+    needs_all: bool = False
 
     @property
     def end(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class UnderGrammar(Drafter):
             needs_own = needs_own or (n > 0 and not forced[-1])
         self.has_asked, draft = needs_own, None
         if needs_own:
-            draft = check(name_of(self.own), self.own.draft(context), context)
+            asked = replace(context, needs_all=False)  # what is forced will do
+            draft = check(name_of(self.own), self.own.draft(asked), asked)
         drafted = [[]] * len(rows) if draft is None else drafted_tokens(draft, context)
         tokens = []
         for row, given, other in zip(rows, forced, drafted, strict=True):

@@ -38,6 +38,8 @@ class PromptLookup(Drafter):
         for row, length in enumerate(known):
             n = max(context.end - length, 0)
             found.append(self._found(host_ids[row, :length], ids[row, :length], n))
+            if context.needs_all and length == context.start and not found[-1][1]:
+                return None
         if known == (context.start,):  # one row, which knows nothing of what is drafted
             ((begin, n),) = found
             return Draft(ids[:, begin : begin + n], lengths=(n,))

@@ -17,6 +17,8 @@ class Schedule:
 
     #: Tokens to draft in the next round; 0 to decode without a draft.
     n_tokens: int
+    #: Whether ``width`` is 0 where a row can fill no column.
+    needs_all = False
 
     def width(self, filled: Sequence[int]) -> int:
         """How many columns to feed, of those that each row can fill: with known tokens, then drafted ones."""
@@ -102,10 +104,13 @@ class Adaptive(Constant):
     them cannot fill bring none further, and are not fed.
     """
 
+    needs_all = True
     #: By how much faster drafting has to be expected to be.
     MARGIN = 1.05
     #: In forwards of the target: see above.
     START, SHARE, MOST = 2.0, 0.01, 8.0
+    #: What it costs to ask for a draft, in the same: a search on the host, in a batch of small models.
+    ASKED = 0.02
     #: The draft of a trial.
     TRIAL = 3
     #: Longer drafts are not made.
@@ -129,6 +134,7 @@ class Adaptive(Constant):
 
     def observe(self, verdict: Acceptance, n_advanced: int, n_fed: int) -> None:
         spent = self.costs.forward(n_fed) + self.costs.drafter * self.n_drafted
+        spent += self.ASKED * (self.n_tokens > 0)
         self.account = min(self.account + self.SHARE + n_advanced - spent, self.MOST)
         self.n_drafted = 0
         if n_fed:
@@ -145,6 +151,8 @@ class Adaptive(Constant):
         return self.max_tokens if is_free else best
 
     def _length(self) -> int:
+        if self.account < self.ASKED:
+            return 0
         return self.ahead or self._trial(self.max_tokens, self.costs.drafter)
 
     def _trial(self, limit: int, drafter: float = 0.0) -> int:

@@ -161,7 +161,10 @@ class Assisted:
         if any(rows.has_ended):
             device_known = device_known.masked_fill(rows.device_ended, start + n)
         has_ended, host = tuple(rows.has_ended), rows.host_tokens
-        context = DraftContext(rows.tokens, known, has_ended, start, n, host, device_known)
+        needs_all = self.schedule.needs_all
+        context = DraftContext(
+            rows.tokens, known, has_ended, start, n, host, device_known, needs_all
+        )
         name = name_of(self.drafter)
         self.draft = check(name, self.drafter.draft(context), context)
         if self.draft is None:
