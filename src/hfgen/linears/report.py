@@ -104,10 +104,8 @@ class Report:
         if not self.compiled_layers:
             return "no decoder layer can be compiled"
         n = len(self.compiled_layers)
-        if graph.failure is not None:
-            return f"{graph.n_layers} of {n} decoder layers compiled: {graph.failure}"
-        when = "" if graph.n_layers else " from the first call on"
-        return f"{graph.n_layers or n} decoder layers compiled{when}"
+        why = f": {graph.failure}" if graph.failure else ""
+        return f"{graph.n_layers} of {n} decoder layers compiled so far{why}"
 
 
 def _rows(n: int) -> str:
