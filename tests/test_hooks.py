@@ -187,7 +187,7 @@ def test_trace_of_each_mode(family: str, mode: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "bart_seq2seq"])
 def test_trace_with_an_assistant(family: str) -> None:
     """The target's hooks are called as upstream calls them; the assistant is prepared only once."""
-    given = prompt(family)
+    given = prompt(family) | {"num_assistant_tokens_schedule": "constant"}
     theirs = trace(upstream(family), upstream(family), **given)
     mine = trace(ours(family), ours(family), **given)
     assert targets(mine) == targets(theirs)

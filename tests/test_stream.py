@@ -131,6 +131,7 @@ def test_a_batch_with_padding(llama: Any) -> None:
 def test_an_assistant(llama: Any) -> None:
     model = hfgen.mix_into(tiny.llama(num_hidden_layers=1))
     options = {"num_assistant_tokens": 5, "assistant_confidence_threshold": 0.0}
+    options["num_assistant_tokens_schedule"] = "constant"
     events = check(llama, tiny.prompt(3), assistant_model=llama, max_new_tokens=20, **options)
     assert max(len(event.token_ids) for event in events) > 3
     check(llama, tiny.prompt(3), assistant_model=model, max_new_tokens=20, eos_token_id=EOS)

@@ -62,7 +62,7 @@ class Assistant(Drafter):
         is_open = known < context.end
         lengths = [context.n_tokens] * len(ids)  # as far as nothing ends a draft
         # A look at the device makes an accelerator wait, and makes draws depend on where drafts end.
-        may_look = self.setup.is_exact or (ids.device.type == "cpu" and not run.config.do_sample)
+        may_look = self.setup.is_exact or (ids.device.type == "cpu" and not self.setup.is_drawn)
         n_known = first - context.start
         tokens = ids[:, context.start :].clone()
         tokens[:, n_known:] = -1

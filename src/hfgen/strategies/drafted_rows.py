@@ -53,11 +53,17 @@ class DraftedRows:
             return
         self.reserve(start + width)
         window = self.tokens[:, start : start + width]
-        if len(self.known) == 1 and window.is_cpu:  # it knows none of them, and none is -1
-            self.guesses = window.copy_(tokens[:, :width])
+        tokens = tokens[:, :width]
+        if (
+            len(self.known) == 1
+            and window.is_cpu
+            and tokens.shape[1] == width
+            and tokens.min() >= 0
+        ):
+            self.guesses = window.copy_(tokens)  # it knows none of them
             return
         positions = torch.arange(start, start + width, device=window.device)
-        tokens = pad(tokens[:, :width], (0, max(width - tokens.shape[1], 0)), value=-1)
+        tokens = pad(tokens, (0, width - tokens.shape[1]), value=-1)
         is_new = (positions >= self.device_known[:, None]) & ~self.device_ended[:, None]
         is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0  # behind the end of a draft
         self.guesses = tokens.masked_fill(~is_new | is_over, -1)
