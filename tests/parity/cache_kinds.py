@@ -421,6 +421,8 @@ def check_reused(cached: Cached) -> list[str] | None:
             return None
         # What is returned is let go: who keeps a cache keeps its memory from later calls.
         mine = comparable(run(ours(case.family), case, static))
+        if mine.error == "InvalidScoresError" and _has_nan(case):
+            continue  # documented difference: upstream goes on with NaN scores
         tolerance = tolerance_of(case) if is_expanded(case) else TOLERANCE
         found += [f"call {turn}: {line}" for line in unlike(theirs, mine, tolerance)]
     return found

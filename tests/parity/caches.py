@@ -224,8 +224,9 @@ def check(cached: Cached) -> list[str] | None:
     is_contrastive = cached.settings.get("contrastive", False)
     if any((case.mode == ASSISTED or is_contrastive) and takes_one(case) for case in cached.cases):
         return None
-    is_amplified = cached.case.family in UNSTEADY and cached.kind in ("static", "offloaded")
-    if cached.case.mode == ASSISTED and is_amplified:  # tokens are compared
+    is_drafted = cached.case.mode == ASSISTED and cached.kind in ("static", "offloaded")
+    if cached.case.family in UNSTEADY and (is_drafted or cached.kind == "prefix"):
+        # Rounding is amplified: tokens are compared.
         cached = replace(cached, cases=tuple(case.without("outputs") for case in cached.cases))
     found = KINDS[cached.kind].check(cached)
     if found and cached.case.mode == ASSISTED:  # rounding, by forwards as wide as drafts?

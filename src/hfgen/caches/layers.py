@@ -234,8 +234,13 @@ def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:
             continue
         if isinstance(layer, StaticLayer):
             _roll_back_static(layer, n_tokens)
-        elif not isinstance(layer, DynamicLayer) or layer.get_seq_length() == lengths[0]:
-            layer.crop(-n_tokens)  # other lengths: keys of an image, which does not grow
+            continue
+        # Nothing is in it, or keys of an image, which does not grow.
+        is_other = isinstance(layer, DynamicLayer) and not (
+            layer.is_initialized and layer.get_seq_length() == lengths[0]
+        )
+        if not is_other:
+            layer.crop(-n_tokens)
 
 
 def _roll_back_static(layer: StaticLayer, n_tokens: int) -> None:
