@@ -39,7 +39,7 @@ SUBJECTS = models.SUBJECTS | {"1b": models.random_1b}
 class Way:
     """A way to decode. ``options``: of ``hfgen.optimize``, which is not called without; ``call``: of ``generate``."""
 
-    library: str
+    side: str
     options: dict[str, Any] | None = None
     dtype: torch.dtype = torch.float32
     call: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ WAYS: dict[str, Way] = {
     "optimize, int8": Way("hfgen", {"weights": "int8"}),
     "optimize, int4": Way("hfgen", {"weights": "int4"}),
 }
-UPSTREAM = [name for name, way in WAYS.items() if way.library == "upstream"]
+UPSTREAM = [name for name, way in WAYS.items() if way.side == "upstream"]
 REFERENCE = "upstream, float32"
 
 #: By subject: rounds, numbers of rows, new tokens.
@@ -190,7 +190,7 @@ def _decode(way: Way, model: Any, subject: Subject, rows: int, new_tokens: int) 
     prompts = torch.cat([subject.prompt.roll(row, dims=1) for row in range(rows)])
     given = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), **way.call}
     length = {"max_new_tokens": new_tokens, "eos_token_id": None}
-    return call(way.library, model, {**given, **length, "do_sample": False}, seed=0)
+    return call(way.side, model, {**given, **length, "do_sample": False}, seed=0)
 
 
 def _megabytes(model: Any) -> float:

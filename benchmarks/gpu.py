@@ -45,7 +45,7 @@ NO_GPU = 2
 class Way:
     """A way to decode: the library, and arguments of ``generate``; stop flags read late where that pays."""
 
-    library: str
+    side: str
     call: dict[str, Any] = field(default_factory=dict)
     may_check_late: bool = True
 
@@ -131,11 +131,11 @@ def copies(subject: Subject) -> dict[str, Any]:
     made: dict[Any, Any] = {}
     shared = {id(weight): weight for weight in subject.model.parameters()}
     for way in WAYS.values():
-        kind = way.library, "use_cuda_graph" in way.call, bool(way.call)
+        kind = way.side, "use_cuda_graph" in way.call, bool(way.call)
         if kind not in made:
             made[kind] = copy.deepcopy(subject.model, dict(shared))
     return {
-        name: made[way.library, "use_cuda_graph" in way.call, bool(way.call)]
+        name: made[way.side, "use_cuda_graph" in way.call, bool(way.call)]
         for name, way in WAYS.items()
     }
 
@@ -181,7 +181,7 @@ def _decode(model: Any, subject: Subject, name: str, size: Size, times: Times) -
     with checking_late(way.may_check_late):
         synchronize(device)
         start = time.perf_counter()
-        done = call(way.library, model, given, seed=0)
+        done = call(way.side, model, given, seed=0)
         synchronize(device)
     tokens = done.tokens[:, PROMPT_LENGTH:]
     times.per_token.append(1e3 * (time.perf_counter() - start) / tokens.shape[1])

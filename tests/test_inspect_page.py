@@ -63,7 +63,7 @@ def chromium() -> Iterator[Any]:
     try:
         driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
     except WebDriverException as error:
-        pytest.skip(f"Chromium does not start here: {error.msg}")
+        pytest.skip(reason=f"Chromium does not start here: {error.msg}")
     yield driver
     driver.quit()
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'hfgen[docs]'"
-)
+NO_MKDOCS = find_spec("mkdocs") is None
+pytestmark = pytest.mark.skipif(NO_MKDOCS, reason="mkdocs is not installed: hfgen[docs]")
 
 ROOT = Path(__file__).parent.parent
 

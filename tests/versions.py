@@ -8,7 +8,5 @@ INSTALLED = version.parse(transformers.__version__)
 IS_5_23 = version.parse("5.23.0") <= INSTALLED
 
 since_5_23 = pytest.mark.skipif(not IS_5_23, reason="transformers before 5.23 does this otherwise")
-since_5_21 = pytest.mark.skipif(
-    version.parse("5.21.0") > INSTALLED,
-    reason="has families or ranks that 5.21 is the first to have",
-)
+IS_5_21 = version.parse("5.21.0") <= INSTALLED
+since_5_21 = pytest.mark.skipif(not IS_5_21, reason="families or ranks are new in 5.21")

@@ -59,7 +59,7 @@ FAMILIES: dict[str, Family] = {f.name: f for f in (*DECODER_FAMILIES, *ENCODER_F
 TOLERANCE = 1e-5
 #: The same in float64, where norms and scores are in float32 still. What differs by more than the one
 #: in float32, and by no more than the other in float64, is a rounding error.
-DOUBLE_TOLERANCE = 3e-6
+DOUBLE_TOLERANCE = 1e-6
 
 #: Families that amplify rounding, and how far a shared prefill may be from one of each row there.
 UNSTEADY = {"hrm_text": 1e-2, "glmasr": 1e-3, "moonshine": 1e-3, "moonshine_streaming": 1e-3}
