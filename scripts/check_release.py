@@ -70,8 +70,7 @@ def wrong_pages() -> Iterator[str]:
     if page != update_architecture_map.updated(page):
         yield "docs/architecture.md: run scripts/update_architecture_map.py"
     for path in update_readme_tables.pages():
-        text = path.read_text(encoding="utf-8")
-        if text != update_readme_tables.updated(text):
+        if path.read_text(encoding="utf-8") != update_readme_tables.updated_page(path):
             yield f"{path.relative_to(ROOT)}: run scripts/update_readme_tables.py"
 
 

@@ -1,8 +1,8 @@
 """Write what README.md and docs/ quote of benchmarks, from benchmarks/results/*.json.
 
-A page marks where: ``<!-- results: NAME -->`` to ``<!-- /results -->``, with a name of ``BLOCKS``, or of a benchmark
-that has no block there: its page's first table is quoted. Where nothing was measured, nothing is written between
-the marks. A test holds the pages and the results equal.
+A page marks each place by ``<!-- results: NAME -->`` and ``<!-- /results -->``. NAME is a key of ``BLOCKS``,
+``summary``, or the name of a benchmark; of a benchmark, the first table of its page is quoted. If there is no result,
+nothing is written between the marks. A test compares the pages with the results.
 """
 
 from __future__ import annotations
@@ -37,20 +37,29 @@ def pages() -> list[Path]:
     return [page for page in every if MARKED.search(page.read_text(encoding="utf-8"))]
 
 
-def updated(page: str, results: Path = RESULTS) -> str:
-    """The text of a page with its blocks as they have to be."""
-    return MARKED.sub(lambda found: marked(found[1], results), page)
+def updated(page: str, results: Path = RESULTS, folder: Path = ROOT) -> str:
+    """The text of a page in ``folder`` with its blocks as they have to be."""
+    return MARKED.sub(lambda found: marked(found[1], results, folder), page)
 
 
-def marked(name: str, results: Path) -> str:
-    """The block called ``name``, between its marks."""
+def updated_page(path: Path) -> str:
+    """The text of the page at ``path`` with its blocks as they have to be."""
+    return updated(path.read_text(encoding="utf-8"), folder=path.parent)
+
+
+def marked(name: str, results: Path, folder: Path) -> str:
+    """The block called ``name``, between its marks. Its links start at the page's folder."""
     stem, write = BLOCKS.get(name, (name, None))
     path = results / f"{stem}.json"
     text = ""
-    if path.exists() and write is not None:
+    if name == "summary":
+        text = summary_block(results)
+    elif path.exists() and write is not None:
         text = write(json.loads(path.read_text(encoding="utf-8")))
     elif path.exists():
         text = first_table(results / f"{stem}.md")
+    if folder != ROOT:
+        text = text.replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/")
     return (
         f"<!-- results: {name} -->\n"
         + (f"\n{text.strip()}\n\n" if text else "")
@@ -71,7 +80,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def measured_on(facts: Raw) -> str:
     cores, threads = facts["cores"], facts["threads"]
     return (
-        f"{facts['processor']}, {cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}, "
+        f"{facts['processor']}, {cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads not in (1, '1'))}, "
         f"torch {facts['torch'].partition('+')[0]}, transformers {facts['transformers']}"
     )
 
@@ -123,7 +132,7 @@ def overhead_block(raw: Raw) -> str:
         for name, of in compared.items()
     )
     text = (
-        f"Medians of {n_pairs}, with quartiles; prompts of {raw['prompt_tokens']} tokens, {raw['max_new_tokens']} new ones. "
+        f"Medians of {n_pairs}, with quartiles; prompts of {raw['prompt_tokens']} tokens, {raw['max_new_tokens']} new tokens. "
         f"{measured_on(raw['machine'])}."
     )
     for name, of in compared.items():
@@ -133,8 +142,8 @@ def overhead_block(raw: Raw) -> str:
         theirs, ours = (mode.milliseconds(each) / mode.new_tokens for each in ("upstream", "hfgen"))
         floor = 1e3 * facts["bytes_per_token"] / facts["read_bandwidth_bytes_per_second"]
         text += (
-            f" A token of the {model_name(name)} takes {theirs:.1f} ms with transformers and {ours:.1f} ms here; "
-            f"to read its weights from memory takes {floor:.1f} ms."
+            f" One token of the {model_name(name)} takes {theirs:.1f} ms with transformers and {ours:.1f} ms with hfgen. "
+            f"Reading the weights from memory takes {floor:.1f} ms."
         )
     return f"{table(head, rows)}\n\n{text}"
 
@@ -162,19 +171,19 @@ def speculation_block(raw: Raw) -> str:
                 ways.get(way, way),
                 f"**{ours[default]:.2f}**",
                 f"{ours[best]:.2f} ({best.partition(', ')[2]})",
-                f"{max(upstream):.2f}" if upstream else "takes no batch",
+                f"{max(upstream):.2f}" if upstream else "no batches",
                 f"{targets[task]:g}" if task in targets else "",
             ]
         )
-    head = ["", "drafted by", "gain, default", "gain, best length", "upstream, best", "target"]
+    head = ["task", "drafter", "gain, default", "gain, best length", "transformers, best", "target"]
     text = measured_on(raw["machine"]) + "."
     target = speculation.ASSISTANT_TARGET
     exits = [(e, gain(e["result"], e["greedy"])) for e in raw.get("early_exit", ())]
     if met := [(e, g) for e, g in exits if g >= target]:
         e, found = min(met, key=lambda each: (each[0]["agreement"], -each[0]["ratio"]))
         text += (
-            f" The draft agrees with the built-in model on {raw['agreement']:.0%} of its tokens. The random 135M model gains "
-            f"{found:.2f} from a draft that costs {e['ratio']:.2f} of a step and agrees on {e['agreement']:.0%}."
+            f" The draft model agrees with the built-in model on {raw['agreement']:.0%} of the tokens. The random 135M model "
+            f"gains {found:.2f} from a draft that costs {e['ratio']:.2f} of a step and agrees on {e['agreement']:.0%}."
         )
     return f"{table(head, rows)}\n\n{text}"
 
@@ -199,12 +208,10 @@ def engine_block(raw: Raw) -> str:
             )
         if prefix := of.get("prefix"):
             gained = prefix["without"] / prefix["with"]
-            row = "the engine with a `prefix_cache`, prompts that share 256 tokens, over itself without"
+            row = "the engine with a `prefix_cache` beside the engine without it, prompts that share 256 tokens"
             rows.append([row, "", f"**{gained:.2f}**", ""])
-        head = [model_name(name), "tokens per second", "the engine is faster by", "target"]
-        text = (
-            f"{measured_on(of['machine'])}. {of['padding']:.0%} of the engine's cells were padding."
-        )
+        head = [model_name(name), "tokens per second", "times faster with the engine", "target"]
+        text = f"{measured_on(of['machine'])}. {of['padding']:.0%} of the cells in the engine's batches were padding."
         if moves := of.get("moves"):
             spans = [
                 f"{min(m[what] for m in moves):.1f} to {max(m[what] for m in moves):.1f} ms"
@@ -220,26 +227,26 @@ def engine_block(raw: Raw) -> str:
 
 
 def drafting_block(raw: Raw) -> str:
-    """What prompt lookup takes, of the time without it."""
+    """The time with prompt lookup, relative to the time without it."""
     took = raw["small"]["drafting"]
     engines, batch = (took[f"{way}, prompt lookup"] / took[way] for way in ("engine", "batch"))
     return (
-        f"On eight different texts to edit, prompt lookup takes {engines:.2f} of the engine's time without drafts; in a batch, "
-        f"whose rows keep step, it takes {batch:.2f} of the batch's ([measured](../benchmarks/results/engine.md))."
+        f"On eight different editing tasks, the engine takes {engines:.2f} times as long with prompt lookup as without it. A batch, "
+        f"whose rows advance together, takes {batch:.2f} times as long ([measured](benchmarks/results/engine.md))."
     )
 
 
-#: What is said of a case, its name, its length in tokens (any: ``None``), and the part that is timed.
+#: Label, case, context length in tokens (``None``: any), and the part that is timed.
 CACHE_ROWS = (
-    ("greedy decoding behind 8,192 tokens", "decoding", 8192, "whole call"),
-    ("greedy decoding behind 16,384 tokens", "decoding", 16384, "whole call"),
+    ("greedy decoding after 8,192 tokens", "decoding", 8192, "whole call"),
+    ("greedy decoding after 16,384 tokens", "decoding", 16384, "whole call"),
     ("4 beams, prompt of 1,024: first token", "beams", 1024, "first token"),
     ("4 beams, prompt of 1,024: whole call of 32", "beams", 1024, "whole call"),
     ("8 samples of a prompt of 1,024: first token", "samples", 1024, "first token"),
     ("8 samples of a prompt of 1,024: whole call of 32", "samples", 1024, "whole call"),
     ("second turn of a chat, `prefix_cache`: first token", "chat", None, "first token"),
     (
-        "16 rows that end after 8 to 256 tokens, `drop_finished=True`",
+        "16 rows that finish after 8 to 256 tokens, `drop_finished=True`",
         "finished",
         None,
         "whole call",
@@ -276,15 +283,15 @@ def caches_block(raw: Raw) -> str:
         sizes = [
             f"{p['upstream'] / 1e6:.0f} · {p['hfgen'] / 1e6:.0f}" if p else "" for p in of_samples
         ]
-        rows.append(["peak memory of the 8 samples, MB: upstream · hfgen", *sizes, ""])
-    head = ["", *(f"{model_name(model)}: found (at the floor)" for model in models), "target"]
+        rows.append(["8 samples, peak memory in MB: transformers · hfgen", *sizes, ""])
+    head = ["", *(f"{model_name(model)}: speed-up (at the floor)" for model in models), "target"]
     text = measured_on(raw["machine"]) + "."
     if raw["memory"]:
         largest = max(raw["memory"], key=lambda each: each["peaks"]["upstream dynamic"])
         each_kind = ", ".join(f"{kind} {n / 1e6:,.1f}" for kind, n in largest["peaks"].items())
         text += (
-            f" One token more at {largest['context']:,} tokens of context of the {model_name(largest['model'])}, the most "
-            f"bytes in memory, in MB: {each_kind}."
+            f" Peak memory of one step of the {model_name(largest['model'])} after {largest['context']:,} tokens, in MB: "
+            f"{each_kind}."
         )
     return f"{table(head, rows)}\n\n{text}"
 
@@ -300,6 +307,20 @@ def cache_costs(raw: Raw) -> list[quantized_cache.Costs]:
         quantized_cache.Costs(**{**of, "costs": [quantized_cache.Cost(**c) for c in of["costs"]]})
         for of in raw["costs"]
     ]
+
+
+def cache_speed(raw: Raw, model: str, case: str, length: int | None, n_rows: int | None) -> float:
+    """The speed-up of a whole call of one case, or of the first token of a chat's second turn."""
+    results = [cache_result(each) for each in raw["results"]]
+    found = next(
+        r
+        for r in results
+        if (r.model, r.case) == (model, case)
+        and length in (None, r.length)
+        and n_rows in (None, r.rows)
+    )
+    comparison, _ = found.parts()["first token" if case == "chat" else "whole call"]
+    return cache_report.speed(comparison)
 
 
 def quality_block(raw: Raw) -> str:
@@ -330,16 +351,16 @@ def quantized_summary(raw: Raw) -> str:
         if costs.dtype != "float32":
             shares.append(cost.n_bytes / 2 / costs.numbers)
     return (
-        f"The int4 cache at {context:,} tokens: {max(shares):.3f} of a half-precision cache, {rise:+.2%} perplexity, and "
-        f"{min(speeds):.2f} to {max(speeds):.2f} of the speed of upstream's dynamic cache. {measured_on(raw['machine'])}."
+        f"The int4 cache at {context:,} tokens takes {max(shares):.3f} of the memory of a half-precision cache, changes "
+        f"perplexity by {rise:+.2%}, and reaches {min(speeds):.2f} to {max(speeds):.2f} of the speed of transformers' dynamic cache."
     )
 
 
 def execution_block(raw: Raw) -> str:
     parts = [
-        "### Faster steps on a CPU",
-        "`python -m benchmarks.execution`: greedy decoding, ms per token of a row, and how many times faster than upstream's best "
-        "way. [docs/optimize.md](docs/optimize.md)",
+        "### Measured",
+        "`python -m benchmarks.execution`: greedy decoding, ms per token of a row, and the speed-up over the fastest way to run "
+        "it with transformers.",
     ]
     for name, of in raw["subjects"].items():
         times = [execution.Times(**each) for each in of["times"]]
@@ -355,7 +376,7 @@ def execution_block(raw: Raw) -> str:
         ways = dict.fromkeys(each.way for each in times)
         rows = [[way, *(cell(way, count) for count in counts)] for way in ways]
         head = [model_name(name), *(f"{n} row{'s' * (n > 1)}" for n in counts)]
-        floor = f"To read the float32 weights once takes {of['floor']:.1f} ms."
+        floor = f"Reading the float32 weights once takes {of['floor']:.1f} ms."
         parts.append(f"{table(head, rows)}\n\n{floor}")
     parts.append(
         f"{measured_on(raw['machine'])}. All figures: [execution.md](benchmarks/results/execution.md)."
@@ -363,7 +384,6 @@ def execution_block(raw: Raw) -> str:
     return "\n\n".join(parts)
 
 
-#: Name of a block → the file of results, and what writes the block from it.
 def scale_block(raw: Raw) -> str:
     """Efficiency of the two jobs by numbers of workers."""
     points: dict[int, list[Raw]] = {}
@@ -379,6 +399,94 @@ def scale_block(raw: Raw) -> str:
     return table(["workers", *jobs], ([f"{n:,}", *shares] for n, shares in useful.items()))
 
 
+#: Label, and case, context length and rows of `cache_speed`.
+SUMMARISED_CACHES = (
+    ("greedy decoding after 8,192 tokens, batch of 4", "decoding", 8192, 4),
+    ("4 beams, prompt of 1,024 tokens, 32 new tokens", "beams", 1024, None),
+    ("8 samples of a prompt of 1,024 tokens, 32 new tokens", "samples", 1024, None),
+    ("second turn of a chat with a `PrefixCache`, time to first token", "chat", None, None),
+    ("16 rows that finish after 8 to 256 tokens, `drop_finished=True`", "finished", None, None),
+)
+
+
+def summary_block(results: Path) -> str:
+    """Speed-ups over transformers: a row per benchmark, a column per model. What was not measured is left out."""
+    raw = {
+        name: json.loads(path.read_text(encoding="utf-8"))
+        for name in ("overhead", "caches", "engine", "execution", "speculation")
+        if (path := results / f"{name}.json").exists()
+    }
+    rows: list[list[str]] = []
+
+    def add(what: str, find: Callable[[str], str], page: str) -> None:
+        cells = []
+        for model in MODELS:
+            try:
+                cells.append(find(model))
+            except (KeyError, StopIteration):
+                cells.append("")
+        if any(cells):
+            rows.append([what, *cells, f"[{page}](docs/{page})"])
+
+    def of_modes(model: str) -> str:
+        modes = raw["overhead"]["models"][model]["modes"].values()
+        speeds = [1 / Comparison(**mode).ratio.median for mode in modes]
+        return f"{min(speeds):.2f} to {max(speeds):.2f}"
+
+    def of_engine(model: str) -> str:
+        timed = raw["engine"][model]["timed"]
+        theirs = next(each for each in timed if each["name"] == "upstream's generate_batch")
+        ours = theirs.get("engine") or statistics.median(timed[0]["seconds"])
+        return f"{statistics.median(theirs['seconds']) / ours:.2f}"
+
+    def of_optimize(model: str, n_rows: int) -> str:
+        times = [execution.Times(**each) for each in raw["execution"]["subjects"][model]["times"]]
+        times = [each for each in times if each.rows == n_rows]
+        ours = next(each for each in times if each.way == "optimize")
+        return f"{execution.gain(ours, times).median:.2f}"
+
+    def of_drafting(model: str, task: str) -> str:
+        if model != "small":
+            raise KeyError(model)
+        greedy, default = list(raw["speculation"]["tasks"][task].values())[:2]
+        pairs = zip(greedy["wall"], default["wall"], strict=True)
+        return f"{Spread.of([plain / drafted for plain, drafted in pairs]).median:.2f}"
+
+    if "overhead" in raw:
+        n_modes = max(len(of["modes"]) for of in raw["overhead"]["models"].values())
+        add(f"short calls: the {n_modes} modes of the table below", of_modes, "architecture.md")
+    for label, case, length, n_rows in SUMMARISED_CACHES:
+        add(
+            label,
+            lambda model, of=(case, length, n_rows): (
+                f"{cache_speed(raw['caches'], model, *of):.2f}"
+            ),
+            "caches.md",
+        )
+    add("64 requests of different lengths: engine and `generate_batch`", of_engine, "engine.md")
+    for n_rows in (1, 8):
+        what = f"`hfgen.optimize`, {n_rows} row{'s' * (n_rows > 1)}, and the fastest way to run transformers"
+        add(what, lambda model, n=n_rows: of_optimize(model, n), "optimize.md")
+    for what, task in (
+        ("prompt lookup on an editing task, and greedy decoding with hfgen", "Editing, batch 1"),
+        (
+            "built-in draft model, and greedy decoding with hfgen",
+            "Completion with the draft, batch 1",
+        ),
+    ):
+        add(what, lambda model, task=task: of_drafting(model, task), "speculation.md")
+    if not rows:
+        return ""
+    machines = [
+        of["machine"] for of in (*raw.values(), *raw.get("engine", {}).values()) if "machine" in of
+    ]
+    threads = sorted({facts["threads"] for facts in machines})
+    facts = machines[0] | {"threads": " or ".join(map(str, threads))}
+    head = ["what is compared", *(model_name(model) for model in MODELS), "details"]
+    return f"{table(head, rows)}\n\n{measured_on(facts)}."
+
+
+#: Name of a block → the file of results, and the function that writes the block.
 BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "overhead": ("overhead", overhead_block),
     "speculation": ("speculation", speculation_block),
@@ -396,6 +504,6 @@ BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
 if __name__ == "__main__":
     for path in pages():
         before = path.read_text(encoding="utf-8")
-        if (after := updated(before)) != before:
+        if (after := updated_page(path)) != before:
             path.write_text(after, encoding="utf-8")
             print(f"updated: {path.relative_to(ROOT)}")

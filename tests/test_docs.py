@@ -76,17 +76,21 @@ def test_the_map_of_the_architecture_names_every_module() -> None:
 
 
 def test_the_tables_of_the_pages_are_those_of_the_results() -> None:
-    from scripts.update_readme_tables import pages, updated
+    from scripts.update_readme_tables import pages, updated_page
 
-    found = {page.name: page.read_text(encoding="utf-8") for page in pages()}
+    found = {page.name: page for page in pages()}
     assert {"README.md", "caches.md"} <= set(found)
-    stale = [name for name, text in found.items() if text != updated(text)]
+    stale = [
+        name
+        for name, page in found.items()
+        if page.read_text(encoding="utf-8") != updated_page(page)
+    ]
     assert not stale, "run: python scripts/update_readme_tables.py"
 
 
 def test_tables_take_what_was_measured(tmp_path: Path) -> None:
     """Of some models and modes only, of a benchmark without a block of its own, or of nothing."""
-    from scripts.update_readme_tables import updated
+    from scripts.update_readme_tables import ROOT, updated
 
     page = "a\n<!-- results: {} -->\nold\n<!-- /results -->\nz\n"
     nothing = "a\n<!-- results: {} -->\n<!-- /results -->\nz\n"
@@ -100,7 +104,7 @@ def test_tables_take_what_was_measured(tmp_path: Path) -> None:
     (tmp_path / "overhead.json").write_text(json.dumps(raw))
     text = updated(page.format("overhead"), tmp_path)
     assert "| greedy | **0.500** (0.500 to 0.500) |" in text
-    assert "2 pairs (tiny), with quartiles; prompts of 3 tokens, 4 new ones. P, 1 core, " in text
+    assert "2 pairs (tiny), with quartiles; prompts of 3 tokens, 4 new tokens. P, 1 core, " in text
     assert "2 threads, torch 2.13.0, transformers 5." in text
     assert updated(text, tmp_path) == text
 
@@ -110,3 +114,9 @@ def test_tables_take_what_was_measured(tmp_path: Path) -> None:
     assert "### New" in text
     assert "| x | 1 |\n\n<!-- /results -->" in text
     assert "old" not in text
+    assert "[new.md](benchmarks/results/new.md)" in text
+    text = updated(page.format("new"), tmp_path, ROOT / "docs")
+    assert "[new.md](../benchmarks/results/new.md)" in text
+
+    summary = updated(page.format("summary"), tmp_path)
+    assert "| short calls: the 1 modes" not in summary  # of neither model of the table
