@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: What computes a layer: activations ``(..., in)`` and a bias ``(out,)`` or None to ``(..., out)``.
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -155,7 +155,7 @@ def _bf16(weight: Tensor) -> Product:
 def _fp16(weight: Tensor) -> Product:
     """fbgemm: weights of fp16, activations and sums of float32 (``linear_dynamic_fp16``)."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float(), None)
-    return _in_float32(torch.ops.quantized.linear_dynamic_fp16.default, packed)
+    return _in_float32(_scripted(_Fp16(packed)))
 
 
 def _dynamic_int8(weight: Tensor) -> Product:
@@ -167,16 +167,42 @@ def _dynamic_int8(weight: Tensor) -> Product:
         warnings.simplefilter("ignore")
         quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
     packed = torch.ops.quantized.linear_prepack(quantised, None)
-    linear = torch.ops.quantized.linear_dynamic.default
-    # Half the range of activations: sums of pairs overflow 16 bits where there is no VNNI.
-    return _in_float32(lambda x, packed: linear(x, packed, True), packed)
+    return _in_float32(_scripted(_Int8(packed)))
 
 
-def _in_float32(linear: Callable[..., Tensor], packed: object) -> Product:
+class _Fp16(nn.Module):
+    def __init__(self, packed: object) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+
+
+class _Int8(_Fp16):
+    def forward(self, x: Tensor) -> Tensor:
+        # Half the range of activations: sums of pairs overflow 16 bits where there is no VNNI.
+        return torch.ops.quantized.linear_dynamic(x, self.packed, True)
+
+
+def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Its forward in TorchScript: from Python, an operator takes 8 µs to be given a packed weight."""
+    try:
+        with (
+            warnings.catch_warnings()
+        ):  # torch advises to compile, which these operators are not for
+            warnings.simplefilter("ignore")
+            forward: Callable[[Tensor], Tensor] = torch.jit.script(product).forward
+    except (RuntimeError, OSError):  # of torch without TorchScript, and of code without its source
+        return product.forward
+    return forward
+
+
+def _in_float32(linear: Callable[[Tensor], Tensor]) -> Product:
     def run(x: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float32:
-            return _plus(linear(x, packed), bias)
-        found = linear(x.float(), packed)
+            return _plus(linear(x), bias)
+        found = linear(x.float())
         return (found if bias is None else found + bias).to(x.dtype)
 
     return run

@@ -19,7 +19,7 @@ from .forward import ROWS
 from .measure import OWN, Times
 
 #: Of the file; another number there, and it is written anew.
-FORMAT = 1
+FORMAT = 2
 #: Bytes. Of a larger file the rest is not read, so that it is not well-formed.
 MAX_SIZE = 2**22
 #: What is said of a processor in /proc/cpuinfo that decides how fast it computes.
