@@ -70,7 +70,7 @@ def test_every_field_is_taken_or_refused_with_a_reason(name: str) -> None:
         assert {field: getattr(config, field) for field in becomes} == becomes
         assert all(field in FIELDS for field in becomes)
     else:
-        with pytest.raises(ValueError, match=f"`{name}`.* is not taken: ."):
+        with pytest.raises(ValueError, match=f"`{name}`.* is not supported: ."):
             SamplingParams(**{name: ["no default"]})
 
 

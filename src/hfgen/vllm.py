@@ -92,26 +92,32 @@ PARAMS: dict[str, Param] = {
     "min_tokens": Param(0, lambda value: {"min_new_tokens": value} if value else {}),
     "logprobs": Param(None, _named("logprobs")),
     "prompt_logprobs": Param(None, _named("prompt_logprobs")),
-    "prompt_logprob_token_ids": Param(None, reason="`prompt_logprobs` gives the best of each row"),
+    "prompt_logprob_token_ids": Param(
+        None, reason="`prompt_logprobs` returns the most likely tokens instead"
+    ),
     "prompt_logprob_start": Param(None, reason="`prompt_logprobs` starts with the first token"),
     "logprob_token_ids": Param(None, _named("logprob_token_ids")),
-    "flat_logprobs": Param(False, reason="`output.logprobs` is kept in flat tensors in any case"),
-    "detokenize": Param(True, reason="there are texts only if `generate` gets a `tokenizer`"),
+    "flat_logprobs": Param(False, reason="`output.logprobs` always uses flat tensors"),
+    "detokenize": Param(True, reason="texts are returned only if `generate` gets a `tokenizer`"),
     "skip_special_tokens": Param(True, _named("skip_special_tokens")),
     "spaces_between_special_tokens": Param(
-        True, reason="the tokenizer decides on spaces between special tokens"
+        True, reason="the tokenizer decides about spaces between special tokens"
     ),
     "include_stop_str_in_output": Param(False, _named("include_stop_str_in_output")),
-    "output_kind": Param(None, reason="`generate` returns the end, and `stream` what is new"),
+    "output_kind": Param(
+        None, reason="`generate` returns the final output, and `stream` returns new tokens"
+    ),
     "stream_interval": Param(None, reason="`stream` has an event for every step"),
     "skip_clone": Param(False, lambda value: {}),  # configs are copied where it matters
-    "output_text_buffer_length": Param(0, reason="`stream` holds back as much as it has to"),
+    "output_text_buffer_length": Param(0, reason="`stream` chooses the length of its buffer"),
     "structured_outputs": Param(None, _structured),
     "logit_bias": Param(None, _bias),
     "allowed_token_ids": Param(None, _named("allowed_token_ids")),
-    "extra_args": Param(None, reason="pass a `logits_processor` of your own to `generate`"),
+    "extra_args": Param(None, reason="pass your own `logits_processor` to `generate`"),
     "bad_words": Param(None, lambda value: {"bad_words": value} if value else {}),
-    "skip_reading_prefix_cache": Param(None, reason="pass `prefix_cache` only where it is wanted"),
+    "skip_reading_prefix_cache": Param(
+        None, reason="pass `prefix_cache` only to the calls that should use it"
+    ),
     "thinking_token_budget": Param(
         None, lambda value: {} if value in (None, -1) else {"thinking_token_budget": value}
     ),
@@ -119,7 +125,7 @@ PARAMS: dict[str, Param] = {
     "routed_experts_prompt_start": Param(0, reason="routed experts are not returned"),
     "trace_decode_token_ids": Param(None, reason="use `prefix_allowed_tokens_fn` to force tokens"),
     # Of earlier versions
-    "best_of": Param(None, reason="use `n`, and choose by `output.logprobs`, or `num_beams`"),
+    "best_of": Param(None, reason="use `n` and choose by `output.logprobs`, or use `num_beams`"),
     "logits_processors": Param(None, reason="pass `logits_processor` to `generate`"),
     "truncate_prompt_tokens": Param(None, reason="truncate with the tokenizer"),
     "guided_decoding": Param(None, _structured),
@@ -131,7 +137,7 @@ def translated(params: dict[str, Any]) -> dict[str, Any]:
     """The fields of a generation config that say what ``params``, by vLLM's names, say there.
 
     Greedy ones are without those of sampling, which transformers would warn of. Raises ``ValueError``
-    for a name that vLLM does not know, and for a field that is not taken.
+    for a name that vLLM does not know, and for an unsupported field.
     """
     if unknown := [name for name in params if name not in PARAMS]:
         raise ValueError(f"SamplingParams does not know {with_suggestions(unknown, PARAMS)}.")
@@ -139,7 +145,7 @@ def translated(params: dict[str, Any]) -> dict[str, Any]:
     for name, param in PARAMS.items():
         value = params.get(name, param.default)
         if param.reason is not None and value != param.default:
-            raise ValueError(f"`{name}` (={value!r}) is not taken: {param.reason}.")
+            raise ValueError(f"`{name}` (={value!r}) is not supported: {param.reason}.")
         fields |= param.becomes(value)
     if fields["do_sample"]:
         return fields

@@ -119,7 +119,7 @@ def generate_kwargs(
     chat that gives no limit has no ``max_new_tokens`` here. Other fields: those of vLLM's
     ``SamplingParams``, and hfgen's that hold per row.
 
-    Raises ``ValueError`` for a field that nobody knows, one that is not taken, and a wrong value.
+    Raises ``ValueError`` for an unknown field, an unsupported field, and a wrong value.
     """
     defaults = {} if defaults is None else defaults
     given = {name: value for name, value in body.items() if value is not None}
@@ -156,7 +156,7 @@ def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> d
     if name in REFUSED:
         neutral, reason = REFUSED[name]
         if value != neutral:
-            raise ValueError(f"`{name}` (={value!r}) is not taken: {reason}.")
+            raise ValueError(f"`{name}` (={value!r}) is not supported: {reason}.")
         return {}
     if name == "response_format":
         return _response_format(value)
@@ -173,7 +173,7 @@ def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> d
     if name in PARAMS:
         param = PARAMS[name]
         if param.reason is not None and value != param.default:
-            raise ValueError(f"`{name}` (={value!r}) is not taken: {param.reason}.")
+            raise ValueError(f"`{name}` (={value!r}) is not supported: {param.reason}.")
         return {} if value in ([], "") else param.becomes(_checked(name, value))
     if name in OWN:
         return {name: _checked(name, value)}

@@ -169,7 +169,9 @@ def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
     if type(body.get("priority", 0)) is not int:
         raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
     if fields.get("prompt_logprobs") is not None:
-        raise ValueError("`prompt_logprobs` is not taken: answers have those of their own tokens.")
+        raise ValueError(
+            "`prompt_logprobs` is not supported: responses only have log-probabilities of generated tokens."
+        )
 
 
 def default_length(model: Any, prompt_length: int) -> int:
@@ -191,7 +193,7 @@ class ChatHandler(EngineHandler, ChatCompletionHandler):
             raise ValueError("`tool_choice` has to be 'auto' or 'none': calls cannot be required.")
         for name, usual in OF_TEMPLATES.items():
             if body.get(name) not in (None, usual):
-                raise ValueError(f"`{name}` is not taken: give `chat_template_kwargs`.")
+                raise ValueError(f"`{name}` is not supported: use `chat_template_kwargs`.")
         return generate_kwargs(body, is_chat=True, defaults=self.defaults())
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
