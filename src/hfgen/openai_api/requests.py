@@ -22,21 +22,21 @@ OF_THE_SERVER = frozenset(
     "model stream stream_options user metadata store service_tier safety_identifier "
     "prompt_cache_key request_id".split()
 )
-#: Fields of OpenAI's that are not taken, and why; they may have the value that changes nothing.
+#: Unsupported fields of OpenAI, with their neutral value, which is accepted, and the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
-    "audio": (None, "answers are text"),
+    "audio": (None, "answers are text only"),
     "echo": (
         False,
-        "an answer is what follows the prompt; `prompt_logprobs` has those of the prompt",
+        "an answer never includes the prompt; `prompt_logprobs` scores the prompt",
     ),
-    "function_call": (None, "give `tools`"),
-    "functions": (None, "give `tools`"),
-    "modalities": (["text"], "answers are text"),
-    "prediction": (None, "drafts are chosen where the model is loaded"),
-    "reasoning_effort": (None, "give `chat_template_kwargs` or `thinking_token_budget`"),
-    "suffix": (None, "write the suffix into the prompt, as the model wants it"),
+    "function_call": (None, "use `tools`"),
+    "functions": (None, "use `tools`"),
+    "modalities": (["text"], "answers are text only"),
+    "prediction": (None, "the drafter is chosen when the model is loaded"),
+    "reasoning_effort": (None, "use `chat_template_kwargs` or `thinking_token_budget`"),
+    "suffix": (None, "write the suffix into the prompt, in the format of the model"),
     "verbosity": (None, "ask for it in the prompt"),
-    "web_search_options": (None, "nothing is searched"),
+    "web_search_options": (None, "web search is not available"),
 }
 #: Fields of vLLM's earlier versions: the kind of grammar that each holds.
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
