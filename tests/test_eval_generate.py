@@ -88,25 +88,26 @@ def test_broken_lines_are_counted_and_the_rest_goes_on(tmp_path: Path, tiny_mode
         {"prompt": 3, "reference": "x"},
         {"prompt": "abc", "reference": "x", "options": {"num_beams": -1}},
         {"prompt": "abc", "reference": "x"},
+        {"prompt": "abc", "reference": "x", "options": {"num_return_sequences": 2, "num_beams": 2}},
+        {"prompt": "half of a pair: \ud800", "reference": "x"},
+        "[" * 100_000,
     )
     done = tmp_path / "out.jsonl"
     result = run(source, "--max-new-tokens", 2, "--json", "-o", done)
     assert result.exit_code == 1
     report = json.loads(result.stdout)
-    assert (report["lines"], report["scored"]) == (8, 2)
-    assert [each["line"] for each in report["failed"]] == [2, 3, 4, 5, 6, 7]
+    assert (report["lines"], report["scored"]) == (11, 2)
+    assert [each["line"] for each in report["failed"]] == [2, 3, 4, 5, 6, 7, 9, 10, 11]
     errors = [each["error"] for each in report["failed"]]
-    for error, word in zip(
-        errors,
-        ["empty", "not JSON", "`reference`", "`reference`", "`prompt`", "num_beams"],
-        strict=True,
-    ):
+    words = ["empty", "not JSON", "`reference`", "`reference`", "`prompt`", "num_beams"]
+    words += ["`num_return_sequences`", "surrogates", "recursion"]
+    for error, word in zip(errors, words, strict=True):
         assert word in error
-    assert [json.loads(line)["line"] for line in done.read_text().splitlines()] == [*range(1, 9)]
+    assert [json.loads(line)["line"] for line in done.read_text().splitlines()] == [*range(1, 12)]
     table = run(source, "--max-new-tokens", 2)
-    assert "2 of 8 lines" in table.stdout
+    assert "2 of 11 lines" in table.stdout
     assert "line 2: the line is empty" in table.stderr
-    assert "1 more lines failed" in table.stderr
+    assert "4 more lines failed" in table.stderr
 
 
 def test_a_users_metric(
@@ -116,17 +117,22 @@ def test_a_users_metric(
     (tmp_path / "own_metric.py").write_text(
         "def count(prediction, references):\n    return len(references)\n"
         "def fails(prediction, references):\n    raise KeyError('it')\n"
+        "def nothing(prediction, references):\n    return float('nan')\n"
     )
+    (tmp_path / "broken_metric.py").write_text("def f(:")
     monkeypatch.syspath_prepend(tmp_path)
     names = ["--metric", "own_metric:count", "--metric", "own_metric:fails"]
+    names += ["--metric", "own_metric:nothing"]
     result = run(source, "--max-new-tokens", 2, "--json", *names)
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["metrics"]["own_metric:count"]["value"] == 2
     assert "KeyError" in report["failed_metrics"]["own_metric:fails"]
-    for name in ("own_metric:none", "no_such_module:f", "nonsense"):
+    assert "is nan" in report["failed_metrics"]["own_metric:nothing"]
+    for name in ("own_metric:none", "no_such_module:f", "broken_metric:f", ":f", "nonsense"):
         wrong = run(source, "--metric", name)
         assert wrong.exit_code == 2, name
+        assert repr(name) in wrong.stderr
 
 
 def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -135,6 +141,8 @@ def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "has no line that can be used: line 1" in run(write(tmp_path / "b", "{")).stderr
     assert "cannot write to" in run(source, "-o", tmp_path / "no" / "out").stderr
     assert "the file of prompts" in run(source, "-o", source).stderr
+    several = ["--num-return-sequences", 2, "--num-beams", 2]
+    assert "leave --num-return-sequences out" in run(source, *several).stderr
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     missing = run(source, "--metric", "rouge")
     assert missing.exit_code == 2

@@ -84,7 +84,7 @@ def test_files_and_their_total(tmp_path: Path):
     paths[3].write_bytes("é".encode("latin-1") * 9)
     result = run(*paths, "--window", 64, "--json")
     assert result.exit_code == 1
-    assert "'utf-8' codec" in result.stderr
+    assert "latin.py' is not UTF-8" in result.stderr
     report = json.loads(result.stdout)
     assert [each["file"] for each in report["failed"]] == [str(paths[2]), str(paths[3])]
     a, b = report["files"]
@@ -98,6 +98,20 @@ def test_files_and_their_total(tmp_path: Path):
     assert table.exit_code == 0
     assert "total" in table.stdout
     assert f"{total['perplexity']:.3f}" in table.stdout
+
+
+def test_bytes_are_those_of_the_file(tmp_path: Path, builtin: tuple[Any, Any]):
+    tokenizer = builtin[1]
+    texts = {"plain": "漢字 = 1\r\nx = 2\r\n", "marked": "\ufeff漢字 = 1\r\nx = 2\r\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode())
+    ids = tokenizer(texts["plain"]).input_ids
+    assert tokenizer.decode(ids[:1]) == "\ufffd"  # a part of a character
+    result = run(*(tmp_path / name for name in texts), tmp_path / "plain", "--json")
+    plain, marked = json.loads(result.stdout)["files"]  # one that is given twice counts once
+    assert plain["n_tokens"] == marked["n_tokens"] == len(ids) - 1
+    first = len(tokenizer.convert_ids_to_tokens(ids[0]))  # a character of a token is a byte
+    assert plain["n_bytes"] == marked["n_bytes"] == len(texts["plain"].encode()) - first
 
 
 @pytest.mark.parametrize(

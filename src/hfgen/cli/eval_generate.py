@@ -76,6 +76,10 @@ def generate(
             write(output, [])  # before the work, if it cannot be
         loaded = load(model, None, dtype, device, trust_remote_code)
         config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
+        if (config.num_return_sequences or 1) > 1:
+            raise CliError(
+                "one completion of each line is scored: leave --num-return-sequences out"
+            )
         options.note_idle(context.obj, config, loaded.model)
         outcomes = completions.complete(
             loaded.model,
@@ -133,7 +137,7 @@ def metrics_of(names: list[str] | None) -> list[Metric]:
     given = metrics.installed() if names is None else dict.fromkeys(names)
     try:
         return [metric for name in given for metric in metrics.metrics_of(name)]
-    except (AttributeError, ImportError, ValueError) as error:
+    except (ImportError, ValueError) as error:
         raise CliError(str(error)) from error
 
 
@@ -150,7 +154,7 @@ def scores_of(
         try:
             scores += score([metric], predictions, references, seed)
         except Exception as error:  # the others go on
-            wrong[metric.name] = f"{type(error).__name__}: {error}"
+            wrong[metric.name] = str(error) or type(error).__name__
     return scores, wrong
 
 

@@ -52,6 +52,7 @@ def perplexity(
         raise CliError(
             f"--stride has to be from 1 to {window - 1}, below --window, but is {stride}"
         )
+    files = list(dict.fromkeys(files))  # a text that is given twice counts once
     for file in files:
         if not file.is_file():
             raise CliError(f"no file at {str(file)!r}")
@@ -72,7 +73,7 @@ def perplexity(
                         loaded.model,
                         loaded.tokenizer,
                         str(file),
-                        file.read_text(encoding="utf-8"),
+                        read(file),
                         window=window,
                         stride=stride,
                         batch_size=batch_size,
@@ -96,6 +97,17 @@ def perplexity(
         out.print(perplexity_table(rows, total))
         out.print(f"[dim]windows of {window} tokens, each {stride}; 95% bootstrap interval[/]")
     raise typer.Exit(1 if failed else 0)
+
+
+def read(file: Path) -> str:
+    """The text of a file as it is, its line ends too, without a byte order mark. Raises ``OSError``.
+
+    Raises ``ValueError`` for what is not UTF-8.
+    """
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is not UTF-8: {error}") from error
 
 
 def perplexity_table(rows: dict[str, Any], total: Any) -> Table:

@@ -56,10 +56,13 @@ def parse(number: int, content: bytes) -> Line:
         raise ValueError("the line is empty")
     try:
         value = json.loads(content)
-    except ValueError as error:  # also what is not UTF-8
+        json.dumps(
+            value, ensure_ascii=False
+        ).encode()  # halves of surrogate pairs cannot be written
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
         raise ValueError(f"it is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"it has to be a JSON object, but is {value!r}")
+        raise ValueError(f"it has to be a JSON object, but is {value!r:.80}")
     prompt, references = value.get("prompt"), value.get("reference")
     if not (isinstance(prompt, str) or _is_list_of(prompt, dict)) or not prompt:
         raise ValueError(f"`prompt` has to be text or a list of messages, but is {prompt!r}")
@@ -69,6 +72,10 @@ def parse(number: int, content: bytes) -> Line:
     own = value.get("options", {})
     if not isinstance(own, dict):
         raise ValueError(f"`options` has to be a JSON object, but is {own!r}")
+    if (n := own.get("num_return_sequences", 1)) != 1:
+        raise ValueError(
+            f"one completion is scored: `num_return_sequences` has to be 1, but is {n!r}"
+        )
     return Line(number, prompt, references, own)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,8 +58,8 @@ def metrics_of(name: str) -> list[Metric]:
 
     A function gets a prediction and its list of references, and returns a number; its metric is the mean.
 
-    Raises ``ValueError`` for another name, ``MissingMetricError`` without its package, and
-    ``ImportError`` or ``AttributeError`` for a module or function that is not there.
+    Raises ``ValueError`` for another name, ``MissingMetricError`` without its package, and ``ImportError``
+    for a module that cannot be imported, or that has no such function.
     """
     if ":" in name:
         return [_mean(name, _users(name))]
@@ -139,12 +140,30 @@ def _of_sacrebleu(name: str) -> Metric:
     return Metric(name, parts, statistic)
 
 
-def _users(name: str) -> Callable[[str, list[str]], Any]:
-    """The function of ``module:function``; modules of the working directory are found, too."""
+def _users(name: str) -> Callable[[str, list[str]], float]:
+    """The function of ``module:function``; modules of the working directory are found, too.
+
+    It raises ``ValueError`` for what it cannot score, and for what it gives that is no finite number.
+    """
     module, _, function = name.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    found = getattr(import_module(module), function)
+    try:
+        found = getattr(import_module(module), function)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ImportError(f"The metric {name!r} cannot be loaded: {why}") from error
     if not callable(found):
         raise ValueError(f"A metric module:function has to be callable, but {name!r} is {found!r}.")
-    return found
+
+    def of_line(prediction: str, references: list[str]) -> float:
+        try:
+            value = float(found(prediction, references))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"the prediction {prediction!r:.80} has none: {why}") from error
+        if not math.isfinite(value):
+            raise ValueError(f"that of the prediction {prediction!r:.80} is {value}")
+        return value
+
+    return of_line

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..text import Pieces
 from .bootstrap import Interval, interval
 
 #: Tokens of a window where none are given and the model allows more.
@@ -141,9 +142,8 @@ def score(
     ids = tokenizer(text, verbose=False).input_ids
     if len(ids) < 2:
         raise ValueError(f"{name!r} has {len(ids)} tokens: there have to be at least 2.")
-    lead = tokenizer.decode(ids[:1])
-    own = len(lead.encode()) if ids[0] not in tokenizer.all_special_ids else 0
-    found = TextScore(name, len(text.encode()) - own)
+    lead = Pieces(tokenizer)[ids[0]] if ids[0] not in tokenizer.all_special_ids else b""
+    found = TextScore(name, len(text.encode()) - len(lead))
     tokens, rest = torch.tensor(ids), windows(len(ids), window, stride)
     while batch := list(islice(rest, batch_size)):
         logprobs = _logprobs(model, [tokens[w.start : w.end] for w in batch])
