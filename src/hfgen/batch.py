@@ -1,4 +1,4 @@
-"""The rows of a batch: which tensors have them, and how rows are taken, repeated, joined and let go."""
+"""The rows of a batch: the tensors that have rows, and how to select, repeat, join and remove rows."""
 
 from __future__ import annotations
 

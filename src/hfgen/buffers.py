@@ -1,4 +1,4 @@
-"""Tensors that grow by a column per token without being copied per token.
+"""Tensors that grow by one column per token without a copy per token.
 
 A grown tensor is a view of a buffer, whose spare columns hold their final values already. All views
 of a buffer stay valid. A view that was written to gets a new buffer when it grows.

@@ -1,4 +1,4 @@
-"""What travels through one ``generate()`` call: its arguments, what is prepared of them, its loop.
+"""The objects of one ``generate()`` call: its arguments, the prepared inputs, and the state of its loop.
 
 Shapes, everywhere in hfgen:
 

@@ -1,4 +1,4 @@
-"""Ending a call from elsewhere: another thread, a signal, a callback."""
+"""Ending a call from another thread, a signal handler or a callback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 1: which values hold for this call, which mode decodes, and how long it may get.
+"""Stage 1: the config values of the call, its decoding mode, and its maximum length.
 
 The only module, with ``rows``, that writes to a generation config, and only to private copies.
 """

@@ -1,4 +1,4 @@
-"""What generated text has to contain: the constraints of constrained beam search.
+"""Constraints of constrained beam search: words and phrases that the output must contain.
 
 ``force_words_ids`` takes phrases as token ids, or lists of phrases of which one suffices.
 ``constraints`` takes objects, of the classes here or of your own.

@@ -1,4 +1,4 @@
-"""What hfgen relies on in transformers beyond its documented interface, read off transformers' source."""
+"""What hfgen uses of transformers beyond its documented interface, checked against transformers' source."""
 
 from __future__ import annotations
 

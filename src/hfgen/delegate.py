@@ -1,4 +1,4 @@
-"""Calls that run elsewhere: a repository's own generate, and batching."""
+"""Calls that do not use hfgen's loop: a repository's own generate, and continuous batching."""
 
 from __future__ import annotations
 

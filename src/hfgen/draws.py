@@ -1,4 +1,4 @@
-"""The draws of ``torch.multinomial`` from the few tokens that samplers have left, for less work.
+"""The same draws as ``torch.multinomial``, computed from the few tokens that samplers have kept.
 
 With ``q`` exponential, torch draws what has the largest ``p / q``. On the CPU it makes each ``q`` of a uniform
 number in float64. So uniform numbers are drawn for all tokens, which leaves the generator as torch would leave

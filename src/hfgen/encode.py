@@ -1,4 +1,4 @@
-"""Stage 3: run what conditions the decoder once, before the loop."""
+"""Stage 3: run encoders once, before the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that is about one model family, or one version of transformers, with its reason."""
+"""All code that is specific to one model family or one version of transformers, with the reason."""
 
 from __future__ import annotations
 

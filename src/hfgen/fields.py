@@ -1,4 +1,4 @@
-"""The fields of a generation config, upstream's and hfgen's own: one row of ``FIELDS`` each."""
+"""``FIELDS``: one row for each field of a generation config, transformers' and hfgen's own."""
 
 from __future__ import annotations
 

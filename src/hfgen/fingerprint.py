@@ -1,4 +1,4 @@
-"""What a model computes with, to be compared: what stored prefixes and recorded steps are kept under.
+"""A fingerprint of a model: stored prefixes and recorded steps are valid only for the same fingerprint.
 
 ``identity`` is for one process, and cheap. ``content`` is for any, and reads all weights.
 """

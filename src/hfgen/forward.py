@@ -1,4 +1,4 @@
-"""What a strategy of one's own runs the model with; defined in ``hfgen.execution``."""
+"""Functions with which your own strategy runs the model; defined in ``hfgen.execution``."""
 
 from .execution import last_logits, next_token
 

@@ -1,4 +1,4 @@
-"""Token healing: the last token of a prompt is replaced by one that its text may go on with."""
+"""Token healing: the last token of a prompt is replaced by a token that continues the same text."""
 
 from __future__ import annotations
 

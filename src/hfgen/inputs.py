@@ -1,4 +1,4 @@
-"""Stage 2: from what the caller passed to the ids, mask and positions that the loop starts with."""
+"""Stage 2: compute the ids, mask and positions of the prompt from the caller's arguments."""
 
 from __future__ import annotations
 

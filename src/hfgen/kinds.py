@@ -1,4 +1,4 @@
-"""What values a field of a generation config can have: of which type, and in which range."""
+"""Types and ranges of the fields of a generation config."""
 
 from __future__ import annotations
 

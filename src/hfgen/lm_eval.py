@@ -1,4 +1,4 @@
-"""lm_eval's model type ``hfgen``: answers by the engine, likelihoods by log-probabilities of prompts.
+"""lm_eval's model type ``hfgen``: the engine generates, and prompt log-probabilities give likelihoods.
 
 Importing this registers it. ``python -m hfgen.lm_eval`` is lm_eval's command line with it.
 """

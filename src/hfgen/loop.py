@@ -1,4 +1,4 @@
-"""The decode loop. There is one; strategies say how tokens are chosen, observers what becomes of them."""
+"""The decode loop: a strategy chooses tokens, observers record and stream them."""
 
 from __future__ import annotations
 

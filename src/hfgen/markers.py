@@ -1,4 +1,4 @@
-"""Markers in token ids: sequences that begin and end a section, such as that of a model's thoughts."""
+"""Token sequences that begin and end a section, such as the thinking section of a model."""
 
 from __future__ import annotations
 

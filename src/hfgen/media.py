@@ -1,4 +1,4 @@
-"""Encoded images and videos: which belong to which rows, and to which part of a prompt."""
+"""Encoded images and videos: to which rows, and to which part of a prompt, they belong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoding modes: ``MODES`` says which hook and which strategy stand behind each.
+"""``MODES``: the decoding modes, each with its hook and its strategy.
 
 What a mode can do is declared by its strategy (``call.Strategy``) and read here.
 """

@@ -1,4 +1,4 @@
-"""What a call returns: the recording of each step, and the ``Generate*Output`` made of it."""
+"""The outputs of a call: recording each step, and building the ``Generate*Output``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets one model, one class, the auto classes, or every model generate with hfgen."""
+"""Switching one model, one class, the auto classes, or every model to hfgen."""
 
 from __future__ import annotations
 

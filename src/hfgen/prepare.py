@@ -1,4 +1,4 @@
-"""From the arguments of ``generate`` to a call that can be decoded: the stages, in order."""
+"""From the arguments of ``generate`` to a call that is ready to decode: the stages in order."""
 
 from __future__ import annotations
 

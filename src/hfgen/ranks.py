@@ -1,4 +1,4 @@
-"""Processes that forward one model together: what their calls have to agree on, and how an error of one ends all.
+"""Several processes with one model: comparing their calls, and reporting an error to all of them.
 
 A *rank* is one of these processes. Sharded parameters (FSDP, ZeRO-3) are gathered in each forward, so ranks
 have prompts of their own and have to forward as often. Ranks of tensor parallelism compute each layer

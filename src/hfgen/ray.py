@@ -1,4 +1,4 @@
-"""``hfgen.ray.Generate``: an engine for each actor of ``ray.data``'s ``map_batches``."""
+"""``hfgen.ray.Generate``: a class for ``ray.data``'s ``map_batches`` with one engine per actor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies to pass as ``custom_generate``: a user's own, and minimum Bayes risk decoding."""
+"""Strategies for ``custom_generate``: your own, and minimum Bayes risk decoding."""
 
 from __future__ import annotations
 

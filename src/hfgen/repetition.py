@@ -1,4 +1,4 @@
-"""What counts as a row that repeats itself, for ``repetition_detection``."""
+"""Detecting a row that repeats itself, for ``repetition_detection``."""
 
 from __future__ import annotations
 

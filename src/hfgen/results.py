@@ -1,4 +1,4 @@
-"""What hfgen adds to an output: why each row ended, its text, and the times of the call."""
+"""hfgen's additions to an output: finish reasons, texts, and the times of the call."""
 
 from __future__ import annotations
 

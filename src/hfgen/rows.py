@@ -1,4 +1,4 @@
-"""Parameters of each prompt of a batch, where they differ: lists of values, or one config per prompt."""
+"""Parameters per prompt of a batch: lists of values, or one config per prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m hfgen.run script.py …`` or ``-m module …``: a program whose models generate with hfgen."""
+"""``python -m hfgen.run script.py …`` or ``-m module …``: runs a program whose models generate with hfgen."""
 
 from __future__ import annotations
 

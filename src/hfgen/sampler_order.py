@@ -1,4 +1,4 @@
-"""The order of the samplers of a call: their names, and the orders that other libraries have."""
+"""The order of samplers: their names, and the orders of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise that a seed fixes: a function of the row's seed, the position in the text, and the token.
+"""Noise determined by a seed: a function of the row's seed, the position in the text, and the token.
 
 A token is chosen by the Gumbel-max trick: it has the highest sum of its score and of noise. No draw
 depends on another one, so a row's tokens do not depend on its neighbours, on drafts, or on the order

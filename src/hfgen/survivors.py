@@ -1,4 +1,4 @@
-"""The tokens that samplers leave of a large vocabulary, as short rows; found in one pass over the scores."""
+"""The tokens that samplers keep of a large vocabulary, as short rows, found in one pass over the scores."""
 
 from __future__ import annotations
 

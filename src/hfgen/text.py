@@ -1,4 +1,4 @@
-"""From token ids to text: piece by piece as a row grows, and the bytes of single tokens."""
+"""From token ids to text: incremental decoding of a row, and the bytes of single tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types that a strategy of one's own is written with; defined elsewhere."""
+"""Types for writing your own strategy; they are defined in other modules."""
 
 from .call import Observer, Run, Step, Strategy
 from .outputs import Speculation

@@ -1,4 +1,4 @@
-"""Which versions of transformers the tests run with, and the warning about newer ones."""
+"""The tested versions of transformers, and the warning about newer ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translation between the tokens of two tokenizers."""
+"""Translating tokens between two tokenizers."""
 
 from __future__ import annotations
 

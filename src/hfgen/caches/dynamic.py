@@ -1,4 +1,4 @@
-"""The dynamic cache. Like upstream's, except that layers grow in place.
+"""The dynamic cache: like transformers', but its layers grow in place.
 
 Upstream copies the whole cache to append a token. Here a layer writes the token into the spare
 capacity of a buffer and returns a view of the filled part.

@@ -1,4 +1,4 @@
-"""A tensor that grows in place, by tokens and by rows: what a layer's keys or values are kept in."""
+"""A tensor that grows in place, by tokens and by rows: the storage of a layer's keys or values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a cache join, leave, and lose columns that are padding in all of them: in place.
+"""In-place operations on a cache: rows join, rows leave, and columns that are padding in all rows are removed.
 
 A cache holds the rows of a batch at every moment: all end in the same column, and shorter ones have zeros
 before them, which attention masks have to hide. Its buffers have room, so that a row that joins writes

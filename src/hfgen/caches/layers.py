@@ -1,4 +1,4 @@
-"""Operations on the layers of a cache: one function per operation, for every kind of layer.
+"""Operations on the layers of a cache: one function per operation, for every class of layer.
 
 A cache is any ``Cache``; of an encoder-decoder's, the functions act on the decoder's part unless they
 say otherwise. What layers of no ``KNOWN`` kind do to rows and tokens is not guessed: see ``check_known``.

@@ -1,4 +1,4 @@
-"""Tensors in files of a folder, mapped into memory: as much of them is there as there is room for."""
+"""Memory-mapped tensors in files of a folder; the operating system keeps in memory what fits."""
 
 from __future__ import annotations
 

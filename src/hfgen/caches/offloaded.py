@@ -1,4 +1,4 @@
-"""The offloaded cache: keys and values are kept on the host, or in mapped files, instead of the device.
+"""The offloaded cache: keys and values are on the host or in mapped files, not on the device.
 
 Its layers are those of the dynamic cache with ``Offloaded`` tensors. Sliding windows stay on the device.
 """

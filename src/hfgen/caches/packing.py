@@ -1,4 +1,4 @@
-"""States in a few bits: groups of numbers that share a scale and a zero point, packed into bytes.
+"""Quantised storage: groups of numbers share a scale and a zero point and are packed into bytes.
 
 A group of ``bits`` bits holds ``x`` as ``code = round((x - zero) / scale)``, with ``zero`` its
 smallest number and ``scale`` its range over ``2**bits - 1``. Scales and zero points have the dtype of

@@ -1,4 +1,4 @@
-"""Keys and values in 8, 4 or 2 bits, in plain torch: the cache behind ``"quantized"``.
+"""The quantised cache: keys and values in 8, 4 or 2 bits, in plain torch.
 
 The method is KIVI (Liu et al. 2024). Some channels of keys are far larger than others in all tokens,
 so the tokens of a channel share a scale. Values have no such channels: the channels of a token share

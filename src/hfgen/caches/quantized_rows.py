@@ -1,4 +1,4 @@
-"""Rows of a quantised layer that join and leave: each is packed in groups of its own.
+"""Joining and removing rows of a quantised layer: each row is packed in its own groups.
 
 Groups of tokens begin with a row's first token, so that rows of different lengths would have to be padded
 by whole groups to share one tensor. Kept one by one, each row has the codes that it has alone, bit for bit.

@@ -1,4 +1,4 @@
-"""What ``cache_config`` may say about each kind of cache, and the checks of it."""
+"""The options of ``cache_config`` for each kind of cache, and their checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the rows of one layer join, leave and lose columns, by the kind of the layer.
+"""How the rows of one layer join, leave and lose columns, for each class of layer.
 
 Of a layer of transformers' kinds, ``STATES`` says what it keeps of a row. A layer of another class says
 it by its methods, those of ``Slots``.

@@ -1,4 +1,4 @@
-"""The static cache: kept between calls, and compiled once."""
+"""The static cache: kept between calls and compiled once."""
 
 from __future__ import annotations
 

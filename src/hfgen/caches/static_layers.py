@@ -1,4 +1,4 @@
-"""Layers of the static cache. A pool owns their memory; attention gets only the filled part of it.
+"""Layers of the static cache: a pool owns their memory, and attention gets only the filled part.
 
 ``keys`` and ``values`` have upstream's shapes and are parts of buffers of ``pool.py``. Before a forward
 pass, ``get_mask_sizes`` decides how many tokens attention gets: the filled ones, rounded up.

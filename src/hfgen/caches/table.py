@@ -1,4 +1,4 @@
-"""Which cache stands behind which ``cache_implementation``, and what each kind can do."""
+"""``CACHES``: the cache for each ``cache_implementation``, and what each kind of cache supports."""
 
 from __future__ import annotations
 

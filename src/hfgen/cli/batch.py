@@ -1,4 +1,4 @@
-"""``hfgen batch``: a file of OpenAI's batch lines, all decoded by one engine."""
+"""``hfgen batch``: decodes a file in OpenAI's batch format with one engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hfgen bench``: times and memory over lengths and batch sizes, beside plain transformers."""
+"""``hfgen bench``: times and memory for several lengths and batch sizes, compared with transformers."""
 
 from __future__ import annotations
 

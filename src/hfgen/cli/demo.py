@@ -1,4 +1,4 @@
-"""``hfgen demo``: the built-in model at work, and the same calls through transformers."""
+"""``hfgen demo``: shows the built-in model, and compares the same calls with transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hfgen doctor``: whether hfgen works here, and what could be added."""
+"""``hfgen doctor``: checks the installation and lists optional packages."""
 
 from __future__ import annotations
 

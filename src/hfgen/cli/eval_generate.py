@@ -1,4 +1,4 @@
-"""``hfgen eval generate``: completions of prompts with references, and metrics of them."""
+"""``hfgen eval generate``: completions of prompts with references, and their metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hfgen eval``: the perplexity of texts, and metrics of completions."""
+"""``hfgen eval``: perplexity of texts, and metrics of completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two files of a batch job: requests, a line each, and the output that a killed job goes on with."""
+"""Input and output file of a batch job: one request per line, and an output with which a killed job resumes."""
 
 from __future__ import annotations
 

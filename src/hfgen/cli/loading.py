@@ -1,4 +1,4 @@
-"""Models and tokenizers by name, and one model under both libraries."""
+"""Loading models and tokenizers by name, and running one model with both libraries."""
 
 from __future__ import annotations
 

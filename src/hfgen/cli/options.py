@@ -1,4 +1,4 @@
-"""Every field of ``GenerationConfig`` as a command line option."""
+"""Every field of ``GenerationConfig`` as a command-line option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in the terminal: a table of tokens, and text coloured by how likely it was."""
+"""Log-probabilities in the terminal: a table of tokens, and text coloured by probability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the terminal shows: messages, text without control codes, numbers with their units."""
+"""Terminal output: messages, text without control codes, numbers with units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that stand for a field without being called like it: ``--stop``, ``--json-schema``, …"""
+"""Options with names of their own that set a field: ``--stop``, ``--json-schema``, …"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of generation by topic, with a line of help each, as ``--help`` shows them."""
+"""The generation options grouped by topic, each with a line of help."""
 
 from __future__ import annotations
 

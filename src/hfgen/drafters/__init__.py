@@ -1,4 +1,4 @@
-"""Ways to guess the next tokens, for ``strategies/assisted.py`` to verify, one file per way.
+"""Drafters: they guess the next tokens, and ``strategies/assisted.py`` verifies them; one file per drafter.
 
 ``DRAFTERS`` says which call drafts how. To add one, write a subclass of ``Drafter`` and add a row.
 """

@@ -1,4 +1,4 @@
-"""What a drafter is: it guesses the next tokens, which the target model then verifies."""
+"""The interface of a drafter: it guesses the next tokens, which the target model then verifies."""
 
 from __future__ import annotations
 

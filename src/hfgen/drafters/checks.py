@@ -1,4 +1,4 @@
-"""The checks of assisted decoding: models, assistants, and what drafts."""
+"""The checks of assisted decoding: models, assistants, and drafters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forwards of several tokens cost: by constants or by `hfgen.optimize`'s report, never by a clock."""
+"""Costs of forward passes of several tokens: constants, or ``hfgen.optimize``'s report, but never a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts under a grammar: what it leaves no choice about, and of other drafts what it allows."""
+"""Drafts under a grammar: the tokens that it forces, and other drafts cut to what it allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens when they occurred before (Saxena 2023)."""
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the last tokens (Saxena 2023)."""
 
 from __future__ import annotations
 

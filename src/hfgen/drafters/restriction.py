@@ -1,4 +1,4 @@
-"""The scores of an assistant, restricted to the tokens that the target's vocabulary has too."""
+"""An assistant's scores, restricted to the tokens that the target's vocabulary also has."""
 
 from __future__ import annotations
 

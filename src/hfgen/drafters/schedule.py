@@ -1,4 +1,4 @@
-"""How many tokens to draft in a round: a function of what was accepted, so that a seed fixes a call."""
+"""The number of tokens to draft in a round: a function of accepted drafts, so that a seed fixes a call."""
 
 from __future__ import annotations
 

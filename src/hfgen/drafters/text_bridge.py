@@ -1,4 +1,4 @@
-"""From one tokenizer's ids to another's and back, through the text between them."""
+"""Converting ids between two tokenizers through text."""
 
 from __future__ import annotations
 

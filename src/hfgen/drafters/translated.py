@@ -1,4 +1,4 @@
-"""Drafts by an assistant that has another tokenizer.
+"""Drafts by an assistant with another tokenizer.
 
 Greedy: tokens are translated through their text, both ways ("universal assisted generation").
 Sampling: the assistant is restricted to the tokens that both vocabularies have, so that the

@@ -1,4 +1,4 @@
-"""Drafts by the generator objects of transformers itself, for the kinds that its models bring along.
+"""Drafts by transformers' own candidate generators, for the kinds that its models define.
 
 Those are: heads that predict several tokens (``use_mtp=True``); assistants that denoise a block of
 tokens (``speculation_type="dflash"``); Gemma's assistants, which attend to the target's keys; and any

@@ -1,4 +1,4 @@
-"""transformers' arguments of continuous batching, as arguments of the engine and of its requests."""
+"""Translates transformers' arguments of continuous batching to those of the engine and its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Length classes: rows of similar length decode in batches of their own, where padding costs more than a forward."""
+"""Length classes: rows of similar length get a batch of their own if padding costs more than a forward pass."""
 
 from __future__ import annotations
 

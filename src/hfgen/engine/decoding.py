@@ -1,4 +1,4 @@
-"""One request as a call of its own, prepared and stepped as ``generate`` does; its forwards may be shared."""
+"""One request as a call, prepared and stepped as in ``generate``; it may share forward passes."""
 
 from __future__ import annotations
 

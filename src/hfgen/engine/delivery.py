@@ -1,4 +1,4 @@
-"""Where results of continuous batching go: to whoever asks for one, or to a handler on an event loop."""
+"""Delivering results of continuous batching: to a caller that waits, or to a handler on an event loop."""
 
 from __future__ import annotations
 

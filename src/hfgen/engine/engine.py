@@ -1,4 +1,4 @@
-"""Continuous batching: requests enter and leave while others decode, each as its own ``generate`` would."""
+"""``Engine``: continuous batching of requests, each with the tokens of its own ``generate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The named errors of the engine: a full queue, a closed engine, a result taken twice, …"""
+"""The errors of the engine: a full queue, a closed engine, a result requested twice, …"""
 
 from __future__ import annotations
 

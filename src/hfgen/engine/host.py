@@ -1,4 +1,4 @@
-"""Optimistic admission: rows are taken out of the batch to the host when bytes run out, and put back later.
+"""Optimistic admission: when memory runs out, rows move to the host and join again later.
 
 Requests are admitted with a share of their growth reserved only, since most end before their longest.
 What was computed is kept: a request that comes back goes on with the next token.

@@ -1,4 +1,4 @@
-"""Index tensors on a device that are copied there once, for steps in which nobody joins or leaves."""
+"""Index tensors that are copied to a device once, for all steps with the same rows."""
 
 from __future__ import annotations
 

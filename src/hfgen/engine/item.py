@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it, and a piece of its prefill."""
+"""A request as the scheduler sees it, and a part of its prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of several requests in one batch: how a row enters, is forwarded, and leaves.
+"""Rows of several requests in one batch: how a row joins, is forwarded, and leaves.
 
 At every moment this is a batch padded on the left, as ``generate`` gets them: all rows end in the same
 column. A row that joins is put beside the others, the shorter side padded; when the longest row has

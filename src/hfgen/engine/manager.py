@@ -1,4 +1,4 @@
-"""transformers' manager of continuous batching, on hfgen's engine: one thread that steps it."""
+"""transformers' manager of continuous batching, on hfgen's engine, which one thread steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many prompts through one engine: ``generate_many``, in order or as they finish."""
+"""``generate_many``: many prompts through one engine, in order or as they finish."""
 
 from __future__ import annotations
 

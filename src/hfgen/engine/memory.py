@@ -1,4 +1,4 @@
-"""How much memory the rows of requests take, for admission."""
+"""Estimates of the memory of requests, for admission."""
 
 from __future__ import annotations
 

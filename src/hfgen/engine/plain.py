@@ -1,4 +1,4 @@
-"""Rows of many requests that choose their tokens at once, where nothing but the token is kept of a step.
+"""Choosing the tokens of many rows at once, for requests that record nothing else.
 
 Most requests are greedy or sampled, without log-probabilities. For these, a step of each strategy would
 be a dozen small operations a row, and a read of the device. Here all rows are read together; penalties

@@ -1,4 +1,4 @@
-"""The orders in which requests are served, each as one sort key with aging."""
+"""Scheduling policies: each is one sort key with aging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompts of several requests in one forward: those of similar length, padded on the left."""
+"""Prompts of several requests in one forward pass: similar lengths, padded on the left."""
 
 from __future__ import annotations
 

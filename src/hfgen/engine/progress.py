@@ -1,4 +1,4 @@
-"""The progress bar of a job: how many are done, tokens per second, time left."""
+"""The progress bar of a job: finished requests, tokens per second, remaining time."""
 
 from __future__ import annotations
 

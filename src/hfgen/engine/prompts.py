@@ -1,4 +1,4 @@
-"""What a request may have as its prompt, as inputs of ``generate``."""
+"""Converts the prompt of a request to inputs of ``generate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of the engine, the events of its rows, and what it ends with."""
+"""A request of the engine, its events, and its output."""
 
 from __future__ import annotations
 

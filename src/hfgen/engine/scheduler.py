@@ -1,4 +1,4 @@
-"""Which requests prefill and decode next: admission by rows and bytes, and prefill in chunks."""
+"""Decides which requests prefill and decode next: admission by rows and bytes, and chunked prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of the engine as transformers' continuous batching knows it: a state for each sequence."""
+"""A request of the engine as a state of transformers' continuous batching, one for each sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``engine.serving()``: the asyncio front of an engine, which a thread of its own steps."""
+"""``engine.serving()``: an asyncio front for an engine, which its own thread steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine counts."""
+"""The counters of an engine."""
 
 from __future__ import annotations
 

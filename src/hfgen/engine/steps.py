@@ -1,4 +1,4 @@
-"""The steps of an engine: requests leave, prompts are forwarded, rows join, and a token of each is decoded."""
+"""One step of the engine: finished rows leave, prompts are forwarded, rows join, and each row decodes a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' continuous batching on hfgen's engine: the methods of a model, by their names there."""
+"""transformers' methods for continuous batching, run by hfgen's engine."""
 
 from __future__ import annotations
 

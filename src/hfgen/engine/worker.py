@@ -1,4 +1,4 @@
-"""The thread of a manager: requests come in through queues, the engine steps, results go out."""
+"""The thread of a manager: takes requests from a queue, steps the engine, delivers results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Percentile bootstrap intervals of what is computed from sums over units (windows, documents, lines)."""
+"""Percentile bootstrap intervals of statistics that are sums over units (windows, documents, lines)."""
 
 from __future__ import annotations
 

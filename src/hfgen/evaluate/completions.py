@@ -1,4 +1,4 @@
-"""Prompts with references, a JSON object on each line, and the completions of a model for them."""
+"""Reading prompts with references from JSON lines, and completing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of tensors that are alive, counted operation by operation, on any device."""
+"""Counts the memory of live tensors, operation by operation, on any device."""
 
 from __future__ import annotations
 

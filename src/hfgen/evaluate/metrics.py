@@ -1,4 +1,4 @@
-"""Metrics of predictions beside references: BLEU, chrF, ROUGE, exact match, or a function of the user's."""
+"""Metrics of predictions: BLEU, chrF, ROUGE, exact match, or your own function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running the model. Nothing outside of this package calls it."""
+"""Running the model. No other package calls it."""
 
 from .executor import Executor, call, continued, last_logits, next_token, prefill
 from .padding import hides_padding

@@ -1,4 +1,4 @@
-"""Rows that have ended leave the batch while others go on: ``drop_finished=True``.
+"""``drop_finished=True``: finished rows leave the batch while others continue.
 
 Only the forwards get narrower. Ids, processors, criteria and draws are still those of all rows. It is
 not the default, since with fewer rows a kernel's logits can differ in the last digits.

@@ -1,4 +1,4 @@
-"""Late stop checks: the next forward is queued while the host reads whether there is a next one.
+"""Late stop checks: the next forward pass is launched before the host reads whether the call has ended.
 
 Whether a call is over is known on the device as soon as the newest tokens are. A host that reads it at
 once waits until the device has caught up, and then the device waits for the host. Here the flags are on

@@ -1,4 +1,4 @@
-"""A prompt in parts: some of its tokens are forwarded into the cache now, the rest later."""
+"""Chunked prefill: some tokens of a prompt are forwarded now, the rest later."""
 
 from __future__ import annotations
 

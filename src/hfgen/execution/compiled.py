@@ -1,4 +1,4 @@
-"""When forward is compiled, and which kernels decoding uses."""
+"""When the forward pass is compiled, and which kernels decoding uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Executor``: how a strategy runs the model."""
+"""``Executor``: the interface through which a strategy runs the model."""
 
 from __future__ import annotations
 

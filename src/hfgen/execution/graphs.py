@@ -1,4 +1,4 @@
-"""Decoding steps as graphs: a forward on the static cache is recorded once, then replayed: ``use_cuda_graph``.
+"""``use_cuda_graph``: a forward pass on the static cache is recorded once as a CUDA graph and replayed.
 
 At batch 1 a GPU waits for the host, which launches each kernel of a forward. A CUDA graph
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs) is launched at once. It runs the same

@@ -1,4 +1,4 @@
-"""Whether a model hides padding on the left: tried out, since a cache cannot know and configs do not say."""
+"""Tests whether a model hides left padding, by a forward pass, since no config tells it."""
 
 from __future__ import annotations
 

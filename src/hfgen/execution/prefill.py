@@ -1,4 +1,4 @@
-"""The forward of a prompt: whole or in chunks, or what the cache lacks of it."""
+"""The forward pass of a prompt: at once, in chunks, or only the part that is not in the cache."""
 
 from __future__ import annotations
 

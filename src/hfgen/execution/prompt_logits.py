@@ -1,4 +1,4 @@
-"""The logits of a prompt, some positions at a time: all of them would be larger than most models.
+"""The logits of a prompt, computed for some positions at a time to limit memory.
 
 A forward of the prompt keeps the hidden states that go into the model's head. Then the model's own
 forward runs again on some of them after another, with a stand-in for all that comes before the head.

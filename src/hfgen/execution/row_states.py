@@ -1,4 +1,4 @@
-"""What remembers rows besides the cache and the arguments of forward: modules, hooks, lists."""
+"""Per-row state outside the cache and the forward arguments: modules, hooks, lists."""
 
 from __future__ import annotations
 

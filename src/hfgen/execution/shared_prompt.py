@@ -1,4 +1,4 @@
-"""Prefill once, fan out: beams and samples of one prompt share its forward pass.
+"""One prefill for all beams and samples of a prompt.
 
 The hooks see one row per beam or returned sequence, as upstream's do. The prefill runs on the inputs
 as they were before that; its outputs and cache are expanded instead.

@@ -1,4 +1,4 @@
-"""The arguments of a forward, and how they grow from step to step."""
+"""The arguments of a forward pass, and how they change from step to step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of a model: modules that share all parameters with it, but for a few in other places."""
+"""Views of a model: modules that share its parameters, with some of them replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars: what the text of a row has to be. Made here, passed as ``generate(grammar=…)``."""
+"""Grammars: formats that the text of a row must match, passed as ``generate(grammar=…)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each row stands in its grammar: a function of the tokens that it has generated.
+"""The state of each row in its grammar: a function of the tokens generated so far.
 
 What was computed for the rows of the last call is gone on from: a row that got longer, that was
 taken back, or that is now the continuation of another one (beams, candidates).

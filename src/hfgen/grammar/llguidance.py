@@ -1,4 +1,4 @@
-"""The matchers of llguidance (https://github.com/guidance-ai/llguidance), compiled once per tokenizer."""
+"""Matchers of llguidance (https://github.com/guidance-ai/llguidance), compiled once per tokenizer."""
 
 from __future__ import annotations
 

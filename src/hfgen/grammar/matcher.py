@@ -1,4 +1,4 @@
-"""What a library of grammars has to do for hfgen: follow tokens, and say which may come next."""
+"""The interface of a grammar library: follow tokens, and compute which tokens may come next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars as a logits processor, and as a stopping criterion where there is no EOS token."""
+"""Grammars as a logits processor, and as a stopping criterion if there is no EOS token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the field ``grammar`` of a call to its processors and criterion, and the checks of both."""
+"""From the field ``grammar`` of a call to its processors and criterion, with checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the text of a grammar begins in a row that thinks first."""
+"""Where the grammar begins in a row with a thinking section."""
 
 from __future__ import annotations
 

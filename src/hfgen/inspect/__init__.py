@@ -1,4 +1,4 @@
-"""`hfgen.trace` and `hfgen inspect`: what happened in a call, token by token, as data and as a page."""
+"""``hfgen.trace`` and ``hfgen inspect``: what happened in a call at each token, as data and as a page."""
 
 from .records import Beam, Candidate, Draft, Prompt, Sequence, Stage, Step, Token, Trace
 from .tracing import trace

@@ -1,4 +1,4 @@
-"""The tree of a search with beams: the hypotheses after each step, and what became of them."""
+"""The tree of a beam search: the hypotheses after each step, and what became of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of one position that a trace keeps, in place of its scores."""
+"""The numbers that a trace keeps for one position, instead of all scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace as one HTML page: the data as JSON in it, and the styles and scripts that show it."""
+"""A trace as one HTML page: the data as JSON, with styles and scripts."""
 
 from __future__ import annotations
 

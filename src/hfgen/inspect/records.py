@@ -1,4 +1,4 @@
-"""What a trace holds: typed records, which are JSON, a page, and what a notebook shows."""
+"""The dataclasses of a trace, with JSON, page and notebook output."""
 
 from __future__ import annotations
 

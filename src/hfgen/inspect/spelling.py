@@ -1,4 +1,4 @@
-"""How the ids of a trace are written: by a tokenizer, or not at all."""
+"""The text of token ids in a trace, with or without a tokenizer."""
 
 from __future__ import annotations
 

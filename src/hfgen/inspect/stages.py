@@ -1,4 +1,4 @@
-"""What processors do to the scores: their names, and a list of them that notes the scores after each."""
+"""A list of processors that records the scores after each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What watches a call for a trace: an observer of the loop, and clocks around forwards and drafting."""
+"""The observer that records a call for a trace, and clocks around forward passes and drafting."""
 
 from __future__ import annotations
 

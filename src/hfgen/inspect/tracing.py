@@ -1,4 +1,4 @@
-"""`hfgen.trace`: a call of generate, with a record of what happened at each token."""
+"""``hfgen.trace``: a call of generate with a record of what happened at each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hfgen.optimize`: linear layers by the kernels that are fastest here, chosen by a measurement."""
+"""``hfgen.optimize``: runs linear layers with the fastest kernels for this CPU, chosen by measurement."""
 
 from .choice import optimize, optimized, restore
 from .report import Choice, Report

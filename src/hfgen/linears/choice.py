@@ -1,4 +1,4 @@
-"""`hfgen.optimize`, `hfgen.restore`, `hfgen.optimized`: a model decodes with the fastest kernels."""
+"""``hfgen.optimize``, ``hfgen.restore``, ``hfgen.optimized``: switching a model to the fastest kernels and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward of one linear layer by another kernel, for as long as its weight is what was packed."""
+"""The forward method of one linear layer with another kernel, used while its weight is unchanged."""
 
 from __future__ import annotations
 

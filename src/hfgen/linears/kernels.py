@@ -1,4 +1,4 @@
-"""The kernels that may compute a linear layer on a CPU, and which weights each of them takes."""
+"""The kernels for linear layers on a CPU, and which weights each of them supports."""
 
 from __future__ import annotations
 

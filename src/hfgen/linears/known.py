@@ -1,4 +1,4 @@
-"""Measured times in a small file of the user's, by processor, version of torch, threads and shape."""
+"""Measured times in a small file, by processor, version of torch, threads and shape."""
 
 from __future__ import annotations
 

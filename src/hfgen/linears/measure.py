@@ -1,4 +1,4 @@
-"""How long each kernel takes for the layers of one shape, and which of them is worth it."""
+"""Measures each kernel for the layers of one shape and selects the fastest."""
 
 from __future__ import annotations
 

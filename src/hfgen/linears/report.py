@@ -1,4 +1,4 @@
-"""What `hfgen.optimize` has done to a model, and why: `model.optimization`."""
+"""``model.optimization``: what ``hfgen.optimize`` has changed in a model, and why."""
 
 from __future__ import annotations
 

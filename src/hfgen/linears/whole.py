@@ -1,4 +1,4 @@
-"""A whole step of a model with other kernels, beside one without: what layers alone do not show."""
+"""Times a step of the whole model with and without the selected kernels."""
 
 from __future__ import annotations
 

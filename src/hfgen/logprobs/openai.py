@@ -1,4 +1,4 @@
-"""Tokens as OpenAI's chat completions write them: text, bytes, and log-probabilities."""
+"""Log-probabilities in the format of OpenAI's chat completions: text, bytes, log-probabilities."""
 
 from __future__ import annotations
 

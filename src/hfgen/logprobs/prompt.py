@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, each given those before it."""
+"""Log-probabilities of the tokens of a prompt, each given the tokens before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps what was asked for of the scores of each step: an observer of ``loop.drive``."""
+"""An observer of ``loop.drive`` that records the requested log-probabilities of each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is returned: tensors, and an object for each token where one is looked at."""
+"""The returned log-probabilities: tensors, and one object per token on access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call asks for: how many tokens, which tokens, and of which scores.
+"""The settings of a call: how many tokens, which tokens, and from which scores.
 
 Names and meanings are vLLM's (``SamplingParams`` and its engine's ``logprobs_mode``). One differs:
 ``logprobs`` and ``logprob_token_ids`` may be given together.

@@ -1,4 +1,4 @@
-"""From the body of a request to the token ids of its prompts."""
+"""From a request body to the token ids of its prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the body of a request to the arguments of ``generate``."""
+"""From a request body to the arguments of ``generate``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From outputs of the engine to the body of a response."""
+"""From outputs of the engine to a response body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common prefixes of prompts, computed once and kept across calls.
+"""The prefix cache: common beginnings of prompts, computed once and kept across calls.
 
 ``begin`` fills the call's own empty cache before decoding; the call then continues a cache.
 """

@@ -1,4 +1,4 @@
-"""Stored prefixes as a safetensors file, and back.
+"""Saving stored prefixes to a safetensors file, and loading them.
 
 One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata names the
 model (``fingerprint.content``), each node's parent, and checksums. ``load`` checks the structure, too.

@@ -1,4 +1,4 @@
-"""Where the tokens of a padded batch are, and which rows to forward from which column on.
+"""The positions of tokens in a padded batch, and which rows to forward from which column.
 
 Columns are positions in the padded batch. States of row ``i`` before column ``starts[i]`` are known.
 """

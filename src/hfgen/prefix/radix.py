@@ -1,4 +1,4 @@
-"""Radix trees of token sequences with their keys and values: what ``PrefixCache`` stores in.
+"""Radix trees of token sequences with their keys and values: the storage of ``PrefixCache``.
 
 A node holds a run of tokens with their keys and values in each layer. There is one tree per key. The
 tensors of a node are never written to, so they can be read without a lock, also after an eviction.

@@ -1,4 +1,4 @@
-"""One call with a ``PrefixCache``: it fills its own cache from the store, and adds to the store.
+"""One call with a ``PrefixCache``: fills the call's cache from the store, and adds to the store.
 
 The cache is filled up to the same column ``end`` in all rows, and the ordinary prefill goes on from
 there. Rows with a shorter stored prefix are forwarded up to ``end`` first: they catch up.

@@ -1,4 +1,4 @@
-"""Sliding windows that keep all tokens while a call runs, so that their states can be stored."""
+"""Sliding windows that keep all tokens during a call, so that their states can be stored."""
 
 from __future__ import annotations
 

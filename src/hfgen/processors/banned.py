@@ -1,4 +1,4 @@
-"""Processors that rule out a fixed set of token ids."""
+"""Processors that exclude a fixed set of token ids."""
 
 from __future__ import annotations
 

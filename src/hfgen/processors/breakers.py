@@ -1,4 +1,4 @@
-"""Sequence breakers: what a repeat does not reach over, such as the end of a line."""
+"""Sequence breakers of DRY: tokens that end a repetition, such as the end of a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processors and stopping criteria that hold for some prompts of a batch only."""
+"""Processors and stopping criteria that apply only to some prompts of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns: a number for each prompt of a batch, and the rows that belong to prompts."""
+"""Columns: one number for each prompt of a batch, and the rows that belong to each prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a builder of a logits processor may read, and how one is built of a field, for all rows or each."""
+"""What a builder of a logits processor may read, and how it builds one for all rows or for each row."""
 
 from __future__ import annotations
 

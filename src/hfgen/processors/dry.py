@@ -1,4 +1,4 @@
-"""DRY ("don't repeat yourself"): a penalty that grows with the length of what a token would repeat.
+"""DRY ("don't repeat yourself"): a penalty that grows with the length of the repetition.
 
 As llama.cpp's sampler of that name, after p-e-w (2024, github.com/oobabooga/text-generation-webui/pull/5677).
 """

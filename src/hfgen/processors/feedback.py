@@ -1,4 +1,4 @@
-"""Warpers that are steered by how likely the tokens were that have been drawn: mirostat, adaptive-p."""
+"""Warpers that depend on the probabilities of drawn tokens: mirostat, adaptive-p."""
 
 from __future__ import annotations
 

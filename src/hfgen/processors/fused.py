@@ -1,4 +1,4 @@
-"""Samplers that follow each other on a large vocabulary: one pass over the scores, then short rows.
+"""Consecutive samplers on a large vocabulary: one pass over the scores, then short rows.
 
 Which tokens are left is decided from sums that are rounded in another way than upstream's. Where a sum is so
 near to its bound that rounding might decide, or equal scores lie on both sides of it, upstream's class decides

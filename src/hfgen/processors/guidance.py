@@ -1,4 +1,4 @@
-"""Classifier-free guidance: scores are pushed away from those of an unconditional branch.
+"""Classifier-free guidance: scores are moved away from those of an unconditional branch.
 
 That branch has another prompt. Sanchez et al., "Stay on topic with Classifier-Free Guidance" (2023).
 """

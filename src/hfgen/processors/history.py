@@ -1,4 +1,4 @@
-"""What has occurred in each row so far: kept in step with the ids, at a cost per new token.
+"""What has occurred in each row so far, updated at a constant cost per new token.
 
 Functions of the ids alone would read all of them at each step.
 """

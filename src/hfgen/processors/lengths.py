@@ -1,4 +1,4 @@
-"""Processors that decide when a sequence may, or has to, begin and end."""
+"""Processors that forbid or force the beginning or the end of a sequence."""
 
 from __future__ import annotations
 

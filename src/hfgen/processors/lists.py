@@ -1,4 +1,4 @@
-"""The list of processors: how it is called, and how the caller's objects are merged into it."""
+"""The list of processors: how it is called, and how the caller's processors are added."""
 
 from __future__ import annotations
 

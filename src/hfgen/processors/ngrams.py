@@ -1,4 +1,4 @@
-"""Processors that rule out n-grams that have occurred, in the sequence itself or in the encoder's input."""
+"""Processors that exclude n-grams that have occurred in the sequence or in the encoder's input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Upstream's warpers with a value for each prompt. Each row's scores are those of upstream's, bit for bit."""
+"""transformers' warpers with one value per prompt; each row's scores are bit-identical to transformers'."""
 
 from __future__ import annotations
 

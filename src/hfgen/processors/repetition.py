@@ -1,4 +1,4 @@
-"""Penalties on tokens that have occurred: among those generated, in the prompt, in the encoder's input."""
+"""Penalties on tokens that have occurred in the output, in the prompt, or in the encoder's input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suffix automaton of a row: what has followed earlier occurrences of its last tokens."""
+"""The suffix automaton of a row: what followed earlier occurrences of its last tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warpers that make distributions flatter or sharper: temperature, dynamic temperature, smoothing."""
+"""Warpers that flatten or sharpen distributions: temperature, dynamic temperature, smoothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thinking budget: a model that has thought for long enough is made to close its thoughts."""
+"""The thinking budget: closes a model's thinking section after a number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warpers that leave the likelier tokens: all that are at least as likely as some bound."""
+"""Warpers that keep the tokens above a probability threshold."""
 
 from __future__ import annotations
 

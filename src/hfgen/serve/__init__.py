@@ -1,4 +1,4 @@
-"""``hfgen serve``: the web server of ``transformers serve``, with an engine of hfgen behind it."""
+"""``hfgen serve``: the web server of ``transformers serve`` on hfgen's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``transformers serve`` on an engine: its application, with what is replaced of it.
+"""The application of ``transformers serve``, with the parts that are replaced to use an engine.
 
 Of upstream's server, these stay: the application with its routes, the reading of messages and of media,
 chat templates, the parsing of thoughts and tool calls, and ``/v1/responses`` but for its parameters.

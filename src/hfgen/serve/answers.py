@@ -1,4 +1,4 @@
-"""What a client gets of a request as it comes: the choices of chunks, for chat and for completions."""
+"""What a client gets while a request decodes: the chunks of chats and completions."""
 
 from __future__ import annotations
 

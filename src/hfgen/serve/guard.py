@@ -1,4 +1,4 @@
-"""What stands before the application: the API key, the limit on the size of a request, hanging up."""
+"""Checks before the application: API key, request size, and disconnected clients."""
 
 from __future__ import annotations
 

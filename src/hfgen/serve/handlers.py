@@ -1,4 +1,4 @@
-"""The handlers of ``/v1/chat/completions`` and ``/v1/completions``, and what handlers share."""
+"""The handlers of ``/v1/chat/completions`` and ``/v1/completions``, and code that all handlers share."""
 
 from __future__ import annotations
 

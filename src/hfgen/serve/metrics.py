@@ -1,4 +1,4 @@
-"""What ``/metrics`` says of an engine, in the text format of Prometheus."""
+"""``/metrics``: the counters of an engine in the text format of Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The handler of ``/v1/responses``: upstream's answers, of requests of the engine."""
+"""The handler of ``/v1/responses``: transformers' response format, with the engine's requests."""
 
 from __future__ import annotations
 

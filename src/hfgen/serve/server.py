@@ -1,4 +1,4 @@
-"""Running the server: an engine, the application on it, what guards both, and uvicorn."""
+"""Running the server: an engine, the application, its guards, and uvicorn."""
 
 from __future__ import annotations
 

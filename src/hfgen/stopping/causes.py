@@ -1,4 +1,4 @@
-"""Why rows ended, found out when they have: asked of the criteria that know it from the ids."""
+"""Finds out why rows ended, by asking the criteria that can tell it from the ids."""
 
 from __future__ import annotations
 

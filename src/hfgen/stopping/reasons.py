@@ -1,4 +1,4 @@
-"""Why a row ended."""
+"""Finish reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criteria that read the text: rows end at a string, or where a regular expression matches."""
+"""Criteria that read the text: stop strings and regular expressions."""
 
 from __future__ import annotations
 

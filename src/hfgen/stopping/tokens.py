@@ -1,4 +1,4 @@
-"""Criteria that read token ids: rows end at a token, at a length, or when they repeat themselves."""
+"""Criteria that read token ids: stop tokens, lengths, repetitions."""
 
 from __future__ import annotations
 

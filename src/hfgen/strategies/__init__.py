@@ -1,4 +1,4 @@
-"""How the next tokens are chosen, one file per strategy.
+"""Strategies: how the next tokens are chosen, one file per strategy.
 
 ``modes.MODES`` names the class behind each mode. To add one, copy ``sample.py``.
 """

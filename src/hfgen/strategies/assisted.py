@@ -1,4 +1,4 @@
-"""Assisted (speculative) decoding: a drafter guesses, one forward of the model verifies.
+"""Assisted (speculative) decoding: a drafter guesses, one forward pass of the model verifies.
 
 A round feeds the tokens of the positions ``start - 1 … start + n - 1``, with ``start`` the length that
 all rows have reached; its logits tell the tokens of ``start … start + n``. Rows accept different

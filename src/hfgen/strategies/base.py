@@ -1,4 +1,4 @@
-"""What strategies that forward one token per step share."""
+"""The common base of strategies that forward one token per step."""
 
 from __future__ import annotations
 

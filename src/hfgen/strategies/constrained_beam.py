@@ -1,4 +1,4 @@
-"""Beam search under constraints: the result contains what it has to.
+"""Constrained beam search: the result contains all required words.
 
 Dynamic beam allocation (Post and Vilar 2018; Hu et al. 2019). Candidates are the likeliest
 continuations, and those that bring a constraint one token further. They are sorted into banks by how

@@ -1,4 +1,4 @@
-"""The rows of assisted decoding: what is known and drafted of each, and which have ended."""
+"""The rows of assisted decoding: known and drafted tokens of each row, and which rows have finished."""
 
 from __future__ import annotations
 

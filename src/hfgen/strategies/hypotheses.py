@@ -1,4 +1,4 @@
-"""Scored sequences: what searches with beams choose among."""
+"""Scored sequences, from which beam searches choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search that keeps a list of the best finished hypotheses, and closes it for good.
+"""Beam search that keeps a list of the best finished hypotheses.
 
 What diverse and constrained beam search share, by the rules of transformers 4.x for equal tokens.
 They differ from ``Beam``'s in three points. A list is closed by the best candidate of a step, ended

@@ -1,4 +1,4 @@
-"""Which of the drafted tokens the target model accepts, and what it says in place of the first other.
+"""Which drafted tokens the target model accepts, and its own token at the first rejection.
 
 Greedy: a draft is accepted as far as it is what the target would have chosen. Sampling (Leviathan et
 al. 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1): a token drafted

@@ -1,4 +1,4 @@
-"""``stream()`` and ``astream()``: a call as an iterator of what each row has gained."""
+"""``stream()`` and ``astream()``: a call as an iterator of events."""
 
 from .async_stream import AsyncStream
 from .events import StreamEvent

@@ -1,4 +1,4 @@
-"""A call as an asynchronous iterator, decoded in a thread of its own."""
+"""A call as an asynchronous iterator, decoded in its own thread."""
 
 from __future__ import annotations
 

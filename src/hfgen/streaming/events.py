@@ -1,4 +1,4 @@
-"""What the rows of a call have gained by a step, and where they end."""
+"""What each row gained in a step, and where rows end."""
 
 from __future__ import annotations
 

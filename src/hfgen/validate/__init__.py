@@ -1,4 +1,4 @@
-"""Every check of arguments, and the errors and warnings they end in. Nothing here changes anything.
+"""Checks of arguments, with errors and warnings. Nothing here changes an argument.
 
 Errors name the argument, what was given and what is allowed, and come before the first forward
 pass. Where upstream fails later and less clearly, the class of its exception is kept.

@@ -1,4 +1,4 @@
-"""The arguments of ``generate``: of the right kind, and known to the model."""
+"""Checks of the arguments of ``generate``: their types, and whether the model knows them."""
 
 from __future__ import annotations
 

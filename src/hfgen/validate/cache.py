@@ -1,4 +1,4 @@
-"""The checks of a cache that the caller passes as ``past_key_values``."""
+"""Checks of a cache that the caller passes as ``past_key_values``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields of the config: their values, what they need besides, and the lengths they add up to."""
+"""Checks of the config's fields: values, requirements, and the resulting lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompt: its shape, its ids, its length, and the cache that it continues."""
+"""Checks of the prompt: its shape, its ids, its length, and the cache that it continues."""
 
 from __future__ import annotations
 

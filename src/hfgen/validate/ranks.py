@@ -1,4 +1,4 @@
-"""What processes that forward one model together cannot do."""
+"""Features that are refused when several processes run one model together."""
 
 from __future__ import annotations
 
