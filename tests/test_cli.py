@@ -28,9 +28,11 @@ from typer.testing import CliRunner
 
 import hfgen
 from hfgen import StreamEvent, grammar
+from hfgen.caches import table
 from hfgen.cli import (
     app,
     chat,
+    checks,
     compare,
     demo,
     loading,
@@ -177,6 +179,48 @@ def test_a_parameter_of_sampling_switches_it_on(
     assert found | fields == found
 
 
+def test_caches_are_known_without_torch() -> None:
+    upstream = transformers.generation.configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    assert list(checks.CACHES) == table.names()
+    assert {*checks.CACHES, *checks.OLD_CACHES} == {*upstream, "paged"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_sampled"),
+    [
+        (["--num-return-sequences", "3"], True),
+        (["--num-return-sequences", "3", "--stream"], True),
+        (["--num-return-sequences", "3", "--num-beams", "3"], False),
+    ],
+    ids=["plain", "streamed", "beams"],
+)
+def test_several_answers_are_sampled_or_those_of_beams(
+    folder: str, arguments: list[str], is_sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    made = options.generation_config
+    monkeypatch.setattr(
+        options, "generation_config", lambda *given: seen.append(made(*given)) or seen[0]
+    )
+    result = run("generate", "x", "--model", folder, "--max-new-tokens", "3", *arguments)
+    assert result.code == 0, result.err
+    assert result.out.count(" of 3 ---") == 3
+    assert bool(seen[0].do_sample) == is_sampled
+
+
+def test_several_answers_are_those_of_the_beams_of_the_model(folder: str) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.generation_config.num_beams = 4
+    config = options.generation_config({"num_return_sequences": 2}, model, 3)
+    assert (config.num_beams, config.do_sample) == (4, False)
+
+
+def test_more_tokens_than_positions_are_noted(folder: str) -> None:
+    result = run("generate", "x", "--model", folder, "--max-new-tokens", "140", "--stop", "x")
+    assert "note: the model has 128 positions" in result.err
+    assert run("generate", "x", "--model", folder, "--max-new-tokens", "4").err == ""
+
+
 def test_an_option_per_field_of_the_table() -> None:
     """Except for objects, which cannot be written as text."""
     objects = {"constraints", "continuous_batching_config", "grammar", "transformers_version"}
@@ -213,7 +257,12 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", "x", "--json-object=1"], ["--json-object", "'1'"]),
         (["generate", "x", "--json-schema", "/no/such"], ["/no/such", "No such file"]),
         (["generate", "x", "--json-schema", __file__], ["--json-schema", "not JSON"]),
-        (["generate", "x", "--regex", "("], ["generate() failed", "grammar"]),
+        (["generate", "x", "--regex", "("], ["--regex", "unclosed group"]),
+        (["generate", "x", "--lark", __file__], ["--lark", "lexer error"]),
+        (["generate", "x", "--prompt", "y"], ["--prompt", "the nearest is --prompt-logprobs"]),
+        (["generate", "x", "--device", "cuda:99"], ["--device cuda:99", "cannot be used here"]),
+        (["generate", "x", "--device", "meta"], ["--device meta"]),
+        (["chat"], ["needs a model", "--model", "hfgen generate"]),
         (["generate", "x", "y"], ["y"]),
         (["generate", ""], ["prompt is empty"]),
         (["generate"], ["prompt is empty"]),
@@ -943,26 +992,42 @@ def test_help_does_not_import_torch() -> None:
     assert done.stdout.splitlines()[-1] == "False False"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate", "x", "--bogus"],
-        ["generate", "x", "--num-beams", "0"],
-        ["chat", "--dtype", "int3"],
-        ["compare", "x", "--device", "9"],
-        ["batch", "a", "-o", "b", "--model", "/no/such"],
-    ],
-    ids=" ".join,
-)
-def test_options_are_checked_before_torch_is_imported(arguments: list[str]) -> None:
+#: Commands that are wrong, whatever the model.
+WRONG = """
+generate x --bogus
+generate x --num-beams 0
+generate x --cache-implementation statc
+generate x --logprobs-mode raw
+generate x --bad-words-ids abc
+generate x --stop-regex (
+generate x --json-schema no-such-file
+generate x --regex (
+generate x --stream --num-return-sequences 3 --num-beams 2
+chat
+chat --dtype int3
+compare x --device 9
+inspect x -o no-such-folder/page.html
+batch a -o b --model /no/such
+batch a -o b --memory -1
+bench --plot a.bmp
+eval perplexity a --window 1
+serve --policy last
+serve --chat-template no-such-file
+""".strip().splitlines()
+
+
+def test_options_are_checked_before_torch_is_imported() -> None:
     code = (
-        f"import sys; sys.argv = ['hfgen', *{arguments!r}]\n"
-        "import hfgen.cli\n"
-        "try: hfgen.cli.main()\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+        "import sys, hfgen.cli\n"
+        f"for command in {WRONG!r}:\n"
+        "    sys.argv = ['hfgen', *command.split()]\n"
+        "    try: hfgen.cli.main()\n"
+        "    except SystemExit as end:\n"
+        "        print(end.code, command, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "2 False False\n"
+    assert done.stdout.splitlines() == [f"2 {command} False False" for command in WRONG]
+    assert len(done.stderr.splitlines()) == len(WRONG)
 
 
 def test_python_dash_m() -> None:

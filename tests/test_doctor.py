@@ -141,8 +141,9 @@ def test_other_tokens_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_machine_is_not_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECONDS", -1.0)
-    found = list(doctor.self_check(debug=False))
-    assert {finding.state for finding in found} == {"note"}
+    first, *others = doctor.self_check(debug=False)
+    assert first.state == "ok"  # one mode is checked on any machine
+    assert {finding.state for finding in others} == {"note"}
 
 
 def test_what_is_missing_is_said_with_the_line_that_gets_it(
@@ -150,7 +151,7 @@ def test_what_is_missing_is_said_with_the_line_that_gets_it(
 ) -> None:
     monkeypatch.setitem(doctor.OPTIONAL, "nothing", (("no_such_module",), "pip install it"))
     finding = next(each for each in doctor.parts() if each.name == "nothing")
-    assert (finding.state, finding.value) == ("note", "without no_such_module: pip install it")
+    assert (finding.state, finding.value) == ("note", "pip install it, for no_such_module")
     monkeypatch.setattr(doctor, "TESTED", SpecifierSet("<1"))
     finding = next(each for each in doctor.versions() if each.name == "transformers")
     assert finding.state == "note"

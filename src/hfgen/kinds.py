@@ -128,6 +128,8 @@ def _builds(make: Callable[[Any], Any]) -> Callable[[Any], bool]:
     """Whether upstream's class can be made of the value."""
 
     def accepts(value: Any) -> bool:
+        if isinstance(value, str | int | float):  # without an import of transformers
+            return False
         try:
             make(value)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
@@ -202,6 +204,9 @@ GRAMMAR = Kind(
     option=None,
     may_be_list=False,
 )
+
+#: Of which scores log-probabilities are: the model's, or as processors leave them; or these as they are.
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 SEED = Range("from 0 to 2**63 - 1", lambda seed: 0 <= seed < 2**63)
 

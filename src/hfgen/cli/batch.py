@@ -43,7 +43,9 @@ def batch(
     memory: Annotated[
         float,
         typer.Option(
-            "--memory", help="For the KV cache: up to 1 a share of what is free, else bytes."
+            "--memory",
+            help="For the KV cache: up to 1 a share of what is free, else bytes.",
+            callback=options.check_memory,
         ),
     ] = 0.8,
     prefill_tokens: Annotated[

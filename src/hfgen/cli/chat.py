@@ -14,6 +14,11 @@ from hfgen.cli.loading import Loaded, load, quiet
 from hfgen.cli.report import Answers, CliError, err, one_line, say, why
 
 NEW_TOKENS = 256
+NO_MODEL = (
+    "a chat needs a model that was trained for it: give --model, a folder or a hub id such as "
+    "HuggingFaceTB/SmolLM2-360M-Instruct, which is downloaded. The built-in model only completes Python: "
+    "hfgen generate 'def '"
+)
 HELP = "[dim]/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer[/]"
 
 
@@ -47,7 +52,9 @@ class Conversation:
 
 def chat(
     context: typer.Context,
-    model: options.ModelOption = "builtin",
+    model: Annotated[
+        str | None, options.model_option("A folder or a hub id of a model that can chat.")
+    ] = None,
     assistant: options.AssistantOption = None,
     system: Annotated[
         str | None, typer.Option("--system", help="What the model is told before everything else.")
@@ -59,11 +66,15 @@ def chat(
 ) -> None:
     """Talk with a model, turn by turn, in its chat template where its tokenizer has one.
 
+    It needs --model: the built-in model completes Python code, and cannot talk.
+
     Ctrl-C stops the answer and not the program; Ctrl-D or /exit leaves; /reset forgets; /help.
     An answer has at most 256 new tokens unless told otherwise.
     """
     if (context.obj.get("num_return_sequences") or 1) > 1:
         raise CliError("a chat goes on from one answer: leave --num-return-sequences out")
+    if model is None:
+        raise CliError(NO_MODEL)
     with quiet(debug):
         import hfgen
 

@@ -48,6 +48,9 @@ def perplexity(
     """
     if resample not in UNITS:
         raise CliError(f"--resample takes one of {', '.join(UNITS)}, but {resample!r} was given")
+    for option, value, least in (("--window", window, 2), ("--stride", stride, 1)):
+        if value is not None and value < least:
+            raise CliError(f"{option} has to be at least {least}, but is {value}")
     if window is not None and stride is not None and not 1 <= stride < window:
         raise CliError(
             f"--stride has to be from 1 to {window - 1}, below --window, but is {stride}"

@@ -67,6 +67,7 @@ def generate(
         config.return_dict_in_generate = True
         options.note_idle(fields, config, loaded.model)
         inputs = measure.encode(loaded, [given])
+        options.note_length(loaded.model, config, inputs["input_ids"].shape[1])
         if stream:
             own = loaded.model.generation_config
             answers = Answers(config.num_return_sequences or own.num_return_sequences or 1)

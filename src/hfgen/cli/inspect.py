@@ -11,7 +11,7 @@ import typer
 from hfgen.cli import options
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.measure import named_errors
-from hfgen.cli.report import CliError, say
+from hfgen.cli.report import CliError, one_line, say
 
 NEW_TOKENS = 48
 
@@ -65,9 +65,8 @@ def inspect(
         raise CliError(f"-o: cannot write {str(output)!r}: {error.strerror}") from error
     size = output.stat().st_size
     n_tokens = sum(len(sequence.tokens) for sequence in trace.sequences)
-    say(
-        f"{n_tokens} tokens of {len(trace.sequences)} sequences · {size / 1000:,.0f} kB in {output}"
-    )
+    answers = "1 answer" if len(trace.sequences) == 1 else f"{len(trace.sequences)} answers"
+    say(f"{n_tokens} tokens of {answers} · {size / 1000:,.0f} kB in {one_line(str(output))}")
 
 
 def check_output(path: Path) -> None:

@@ -59,9 +59,16 @@ def load(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.device("cpu" if device == "auto" else device)
+        found = torch.device("cpu" if device == "auto" else device)
     except RuntimeError as error:
         raise CliError(f"--device takes {DEVICES}, but {device!r} was given") from error
+    if found.type == "meta":
+        raise CliError("--device meta has no memory, so nothing can be generated on it")
+    try:
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError) as error:  # a build without it is the former
+        reason = first_line(error)
+        raise CliError(f"--device {device}: it cannot be used here ({reason})") from error
     drafts = None if assistant is None else load(assistant, None, dtype, device, trust_remote_code)
     try:
         if name in BUILTIN:

@@ -91,13 +91,13 @@ def generate(
     import torch
 
     own = loaded.model.generation_config
-    has_beams = (config.num_beams or own.num_beams or 1) > 1
+    is_streamed = (config.num_beams or own.num_beams or 1) == 1 and not config.force_words_ids
     kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
     if seed is not None:
         torch.manual_seed(seed)
     with named_errors():
         clock = Clock()
-        output = loaded.model.generate(**kwargs, **({} if has_beams else {"streamer": clock}))
+        output = loaded.model.generate(**kwargs, **({"streamer": clock} if is_streamed else {}))
     padded = new_tokens(loaded, inputs, output)
     seconds = time.perf_counter() - clock.started
     reasons = getattr(output, "finish_reasons", None) or [None] * len(padded)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from typer import Option
 from typer.core import TyperCommand
 
+from hfgen.cli.checks import check_fields
 from hfgen.cli.loading import check_device, check_dtype, check_source
 from hfgen.cli.report import CliError, out, say
 from hfgen.cli.short_forms import SHORT_FORMS, fields_of
@@ -31,15 +32,12 @@ def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None
     return callback
 
 
-ModelOption = Annotated[
-    str,
-    Option(
-        "--model",
-        metavar="ID_OR_PATH",
-        help="A folder, a hub id, builtin or builtin-draft.",
-        callback=checked(check_source),
-    ),
-]
+def model_option(help: str) -> Any:
+    """``--model``, with its line of help."""
+    return Option("--model", metavar="ID_OR_PATH", help=help, callback=checked(check_source))
+
+
+ModelOption = Annotated[str, model_option("A folder, a hub id, builtin or builtin-draft.")]
 AssistantOption = Annotated[
     str | None,
     Option(
@@ -77,10 +75,11 @@ class GenerationCommand(TyperCommand):
     """A command whose ``context.obj`` has the fields of ``GenerationConfig`` among its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {"--help"}.union(*(parameter.opts for parameter in self.params))
+        names = (name for parameter in self.params for name in parameter.opts)
+        own = {"--help", *(name for name in names if name.startswith("-"))}
         rest, fields = split_fields(args, own)
         ctx.obj = with_sampling(fields)
-        check_ranges(ctx.obj)
+        check_fields(ctx.obj)
         return super().parse_args(ctx, rest)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -152,21 +151,6 @@ def with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"do_sample": True}
 
 
-def check_ranges(fields: dict[str, Any]) -> None:
-    """Raise ``CliError`` for a value out of range, of a field that does something beside the others."""
-    from hfgen.fields import FIELDS, is_on
-
-    for name, value in fields.items():
-        row = FIELDS[name]
-        is_used = row.needs is None or is_on(row.needs, fields.get(row.needs))
-        if value is None or not is_used or row.range is None or not row.kind.accepts(value):
-            continue
-        try:
-            row.check(name, value)
-        except ValueError as error:
-            raise CliError(str(error)) from error
-
-
 def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
     """The field that ``option`` names, and whether it is the ``--no-…`` form of a flag."""
     name = option.removeprefix("--").replace("-", "_")
@@ -230,9 +214,14 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
 
     import hfgen
 
-    values = dict(fields)
+    values, own = dict(fields), model.generation_config
+    is_one_mode = "penalty_alpha" in values or "dola_layers" in values
+    if (values.get("num_return_sequences") or 1) > 1 and not is_one_mode:
+        # Several answers are those of the beams, where there are beams, and else samples.
+        has_beams = (values.setdefault("num_beams", own.num_beams) or 1) > 1
+        values.setdefault("do_sample", bool(own.do_sample) or not has_beams)
     limits = ("max_new_tokens", "max_length")
-    if all(values.get(n) is None and getattr(model.generation_config, n) is None for n in limits):
+    if all(values.get(n) is None and getattr(own, n) is None for n in limits):
         values["max_new_tokens"] = default_new_tokens
     try:
         if isinstance(values.get("compile_config"), dict):
@@ -240,6 +229,15 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
         return hfgen.GenerationConfig(**values)
     except (AttributeError, TypeError, ValueError) as error:
         raise CliError(str(error)) from error
+
+
+def check_memory(memory: float) -> float:
+    """The value of ``--memory``. Raises ``CliError`` for what is neither a share nor bytes."""
+    if not memory > 0:
+        raise CliError(
+            f"--memory takes bytes, or up to 1 a share of what is free, but is {memory:g}"
+        )
+    return memory
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:
@@ -262,6 +260,17 @@ def note_idle(fields: dict[str, Any], config: Any, model: Any) -> None:
         if name != "top_k" or not chosen("penalty_alpha"):  # contrastive search reads top_k
             idle, needed = option_name(name), option_name(needs)
             say(f"[yellow]note:[/] {idle} does nothing without {needed}")
+
+
+def note_length(model: Any, config: Any, prompt_tokens: int) -> None:
+    """Say that more tokens were asked for than the model has positions."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    n_tokens = prompt_tokens + (config.max_new_tokens or 0)
+    if isinstance(limit, int) and n_tokens > limit and not model.config.is_encoder_decoder:
+        say(
+            f"[yellow]note:[/] the model has {limit:,} positions, and prompt and answer may take {n_tokens:,}: "
+            "what comes after is worse, or an error"
+        )
 
 
 def note_own(fields: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from hfgen.cli.report import CliError, say
 
 MEBIBYTE = 2**20
 LOCAL = ("localhost", "127.0.0.1", "::1")
+POLICIES = ("fcfs", "srpt", "priority")
 LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -38,12 +39,17 @@ def serve(
         float, typer.Option("--max-request-mb", help="Size of a request in MiB; 413 beyond that.")
     ] = 16.0,
     memory: Annotated[
-        float, typer.Option("--memory", help="For the KV cache: bytes, or a share of what is free.")
+        float,
+        typer.Option(
+            "--memory",
+            help="For the KV cache: up to 1 a share of what is free, else bytes.",
+            callback=options.check_memory,
+        ),
     ] = 0.8,
     prefill_tokens: Annotated[
         int, typer.Option("--prefill-tokens", min=1, help="Tokens of prompts forwarded in a step.")
     ] = 2048,
-    policy: Annotated[str, typer.Option("--policy", help="fcfs, srpt or priority.")] = "fcfs",
+    policy: Annotated[str, typer.Option("--policy", help=f"{', '.join(POLICIES)}.")] = "fcfs",
     prefix_cache: Annotated[
         bool, typer.Option("--prefix-cache", help="Keep the states of prompts for other requests.")
     ] = False,
@@ -63,11 +69,14 @@ def serve(
     /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health and /metrics.
     Requests decode together, each with parameters of its own.
     """
-    from hfgen.serve import check_requirements
-
     if log_level not in LEVELS:
         raise CliError(f"--log-level takes one of {', '.join(LEVELS)}, but {log_level!r} was given")
+    if policy not in POLICIES:
+        raise CliError(f"--policy takes one of {', '.join(POLICIES)}, but {policy!r} was given")
+    template = None if chat_template is None else read_template(chat_template)
     try:
+        from hfgen.serve import check_requirements
+
         check_requirements()
     except ImportError as error:
         raise CliError(str(error)) from error
@@ -76,8 +85,8 @@ def serve(
         from hfgen.serve.server import Settings, serve
 
         loaded, processor = load_served(model, dtype, device, trust_remote_code)
-        if chat_template is not None:
-            processor.chat_template = read_template(chat_template)
+        if template is not None:
+            processor.chat_template = template
         try:
             engine = hfgen.Engine(
                 loaded,
@@ -123,5 +132,5 @@ def load_served(
 def read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CliError(f"--chat-template: cannot read {path}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:
+        raise CliError(f"--chat-template: cannot read {str(path)!r}: {error}") from error

@@ -11,6 +11,7 @@ from typing import Any
 from hfgen import grammar
 from hfgen.cli.report import CliError
 from hfgen.cli.topics import option_name
+from hfgen.grammar import source
 
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
@@ -46,13 +47,26 @@ def _schema(path: str) -> grammar.Grammar:
     return grammar.json(_content(path), whitespace=WHITESPACE)
 
 
+def _checked(make: Callable[..., grammar.Grammar]) -> Callable[..., grammar.Grammar]:
+    """``make``, and an error at once if the library of grammars does not read what it made."""
+
+    def read(value: Any) -> grammar.Grammar:
+        made = make(value)
+        source.check(made)
+        return made
+
+    return read
+
+
 SHORT_FORMS: dict[str, ShortForm] = {
     "--stop": ShortForm("stop_strings", "TEXT", lambda texts: list(map(unescaped, texts)), True),
-    "--json-schema": ShortForm("grammar", "FILE", _schema),
-    "--json-object": ShortForm("grammar", "", lambda _: grammar.json_object(whitespace=WHITESPACE)),
-    "--regex": ShortForm("grammar", "PATTERN", grammar.regex),
-    "--choice": ShortForm("grammar", "TEXT", grammar.choice, True),
-    "--lark": ShortForm("grammar", "FILE", lambda path: grammar.lark(_content(path))),
+    "--json-schema": ShortForm("grammar", "FILE", _checked(_schema)),
+    "--json-object": ShortForm(
+        "grammar", "", _checked(lambda _: grammar.json_object(whitespace=WHITESPACE))
+    ),
+    "--regex": ShortForm("grammar", "PATTERN", _checked(grammar.regex)),
+    "--choice": ShortForm("grammar", "TEXT", _checked(grammar.choice), True),
+    "--lark": ShortForm("grammar", "FILE", _checked(lambda path: grammar.lark(_content(path)))),
 }
 
 
@@ -71,7 +85,7 @@ def fields_of(given: dict[str, list[str]], fields: Collection[str]) -> dict[str,
             raise CliError(f"{option} was given {len(texts)} times: give it once")
         try:
             values[form.field] = form.read(texts if form.is_repeated else texts[0])
-        except (TypeError, ValueError) as error:
+        except (ImportError, TypeError, ValueError) as error:
             raise CliError(f"{option}: {error}") from error
         options[form.field] = option
     return values

@@ -12,6 +12,7 @@ import torch
 from ..logs import logger
 from . import Grammar
 from .matcher import Matcher
+from .source import source_of
 
 try:
     import llguidance
@@ -90,7 +91,7 @@ class LLGuidance:
         return LLExecutor()
 
     def _compiled(self, grammar: Grammar) -> Matcher:
-        matcher = LLMatcher(self.tokenizer, _source(grammar), log_level=0)
+        matcher = LLMatcher(self.tokenizer, source_of(grammar), log_level=0)
         if matcher.is_error():
             raise ValueError(f"`grammar` {grammar} is refused by llguidance: {matcher.get_error()}")
         for warning in matcher.get_grammar_warnings():
@@ -114,18 +115,6 @@ class LLGuidance:
             if matcher.is_error():
                 raise ValueError(f"The grammar of row {row} failed: {matcher.get_error()}")
             array[row, byte] &= 255 - (1 << bit)  # END
-
-
-def _source(grammar: Grammar) -> str:
-    """The grammar as llguidance writes it."""
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
-    if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.text)
-    options: Any = {"whitespace_flexible": bool(grammar.whitespace)}
-    if isinstance(grammar.whitespace, str):
-        options = {"whitespace_pattern": grammar.whitespace}
-    return LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
 
 
 _LIBRARIES: WeakKeyDictionary[Any, tuple[int, LLGuidance]] = WeakKeyDictionary()

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from ..call import Run
-
-#: Of which scores: those of the model, or as processors leave them; as log-probabilities or as they are.
-MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+from ..kinds import LOGPROBS_MODES as MODES
 
 #: Stands for all tokens of the vocabulary.
 ALL = -1

@@ -13,8 +13,7 @@ from .. import constraints, sampler_order
 from ..caches import table
 from ..call import Call
 from ..fields import FIELDS, is_on, with_suggestions
-from ..kinds import is_zero
-from ..logprobs import MODES as LOGPROBS_MODES
+from ..kinds import LOGPROBS_MODES, is_zero
 
 #: Own fields whose results are attributes of the output, which has to be one then. Upstream ignores
 #: its own such fields, with a warning; an error says what to do before time is spent.
