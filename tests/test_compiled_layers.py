@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from transformers import DynamicCache
 
 import hfgen
 from hfgen.execution import compiled_layers
 from hfgen.execution.compiled_layers import CompiledLayer, LayerGraph, find_layers
-from hfgen.linears import choice, measure, whole
-from hfgen.linears.forward import ROWS
+from hfgen.linears import choice, kernels, known, measure, whole
+from hfgen.linears.forward import ROWS, PackedForward
 from tests import tiny
 from tests.test_length_classes import check, solo
 
@@ -193,24 +194,141 @@ def test_the_compilers_own_code_gives_the_same_tokens(plain):
         assert "4 of 4 decoder layers compiled so far\n" in str(model.optimization)
 
 
-def test_packed_weights_stay_packed(plain, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda modules, fitting: _times(fitting, "onednn"))
-    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    from hfgen.linears.forward import PackedForward
-
-    rows = []
-    own = PackedForward.of_rows
+@pytest.fixture
+def guarded(compiled, monkeypatch) -> list[Any]:
+    """The layers that have been called with a look at the compiler's guards."""
+    generate(compiled, tiny.prompt(1, 9))
+    graph = compiled.optimization.graph
+    function, layers = graph._function, []
     monkeypatch.setattr(
-        PackedForward, "of_rows", lambda self, x: rows.append(x.shape[1]) or own(self, x)
+        graph,
+        "_function",
+        lambda layer, **kwargs: layers.append(layer) or function(layer, **kwargs),
     )
-    model = hfgen.optimize(llama(), compile=True, weights="bf16")
-    if not any(c.kernel for c in model.optimization.choices):
-        pytest.skip(reason="this machine has no packed kernel")
-    rows.clear()
+    return layers
+
+
+@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
+def test_guards_are_checked_once_per_call(plain, compiled, guarded, options):
+    for inputs in (tiny.prompt(1, 9), tiny.prompt(3, 5), padded(9, 4, 7)):
+        generate(compiled, inputs, max_new_tokens=3, **options)  # compiles
+        guarded.clear()
+        found = generate(compiled, inputs, max_new_tokens=90, **options)
+        assert len(guarded) == 4  # of four layers, at the first of 89 steps
+        assert torch.equal(found, generate(plain, inputs, max_new_tokens=90, **options))
+
+
+def test_guards_are_checked_again_for_other_kinds_of_steps(plain, compiled, guarded):
+    ids = tiny.prompt(3, 4).repeat(1, 4)
+    ends = generate(plain, ids, max_new_tokens=30)[:2, 16 + 9].tolist()  # two rows end, one goes on
+    for options in ({"prompt_lookup_num_tokens": 4}, {"eos_token_id": ends, "pad_token_id": 0}):
+        options |= {"max_new_tokens": 60}
+        generate(compiled, ids, **options)
+        guarded.clear()
+        assert torch.equal(generate(compiled, ids, **options), generate(plain, ids, **options))
+        assert 4 <= len(guarded) <= 4 * 4
+
+
+@pytest.mark.parametrize("change", ["weight", "module", "constant"])
+def test_a_change_between_calls_with_one_cache_is_seen(monkeypatch, change):
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    model, other = hfgen.optimize(llama(), compile=True), llama()
+    ids = tiny.prompt(1, 9)
+    texts = []
+    for each in (model, other):
+        cache = DynamicCache(config=each.config)
+        text = generate(each, ids, past_key_values=cache)
+        attention = each.model.layers[2].self_attn
+        if change == "weight":
+            attention.q_proj.weight = torch.nn.Parameter(-attention.q_proj.weight)
+        elif change == "module":
+            attention.o_proj = copy.deepcopy(each.model.layers[1].self_attn.o_proj)
+        else:
+            attention.scaling = -3.0
+        texts.append(generate(each, text, past_key_values=cache, max_new_tokens=20))
+    assert torch.equal(*texts)
+
+
+def packing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let a kernel be the fastest by far."""
+    monkeypatch.setattr(known, "read", dict)
+    monkeypatch.setattr(choice, "measure", lambda modules, fitting: _times(fitting, name))
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    if not kernels._works(name):
+        pytest.skip(reason="this machine has no such kernel")
+
+
+@pytest.fixture
+def used(monkeypatch) -> list[str]:
+    """The kernel of each product."""
+    names: list[str] = []
+    own = PackedForward.compute
+    monkeypatch.setattr(
+        PackedForward, "compute", lambda self, x: names.append(self.kernel.name) or own(self, x)
+    )
+    return names
+
+
+def test_packed_weights_stay_packed(plain, monkeypatch, used):
+    packing(monkeypatch, "onednn")
+    model = hfgen.optimize(llama(), compile=True)
     found = generate(model, tiny.prompt(1, 9), max_new_tokens=4)
+    used.clear()
+    assert torch.equal(generate(model, tiny.prompt(1, 9), max_new_tokens=4), found)
+    assert used == ["onednn"] * 4 * (4 * 7 + 1)
     assert torch.equal(found, generate(plain, tiny.prompt(1, 9), max_new_tokens=4))
-    assert rows.count(1) >= 3 * 7 * 4
     assert model.optimization.graph.failure is None
+
+
+def test_layers_with_packed_weights_share_graphs(plain, monkeypatch, graphs):
+    packing(monkeypatch, "onednn")
+    model = hfgen.optimize(llama(), compile=True)
+    generate(model, tiny.prompt(1, 9))
+    assert graphs() == 1
+    ids = tiny.prompt(2, 4).repeat(1, 5)
+    for inputs in (ids[:1], ids, padded(9), padded(9, 4, 7)):
+        for options in ({}, {"prompt_lookup_num_tokens": 4}):
+            expected = generate(plain, inputs, **options)
+            assert torch.equal(generate(model, inputs, **options), expected)
+    assert graphs() <= 6
+
+
+def test_models_that_share_weights_keep_their_kernels(monkeypatch, used):
+    model = llama()
+    shared = {id(weight): weight for weight in model.parameters()}
+    twins = {name: copy.deepcopy(model, dict(shared)) for name in ("onednn", "bf16")}
+    for name, twin in twins.items():
+        packing(monkeypatch, name)
+        hfgen.optimize(twin, compile=True, weights="bf16")
+    for _ in range(2):
+        for name, twin in twins.items():
+            used.clear()
+            generate(twin, tiny.prompt(1, 9))
+            assert set(used) == {name}
+
+
+def test_a_packed_weight_is_packed_again_where_a_graph_uses_it(monkeypatch, used):
+    packing(monkeypatch, "onednn")
+    model, other = hfgen.optimize(llama(), compile=True), llama()
+    before = generate(model, tiny.prompt(1, 9))
+    for each in (model, other):
+        projection = each.model.layers[2].mlp.down_proj
+        projection.weight = torch.nn.Parameter(-projection.weight)
+    found = generate(model, tiny.prompt(1, 9))
+    assert torch.equal(found, generate(other, tiny.prompt(1, 9)))
+    assert not torch.equal(found, before)
+
+
+def test_a_packed_layer_in_a_graph_of_the_users(monkeypatch, used):
+    packing(monkeypatch, "onednn")
+    model = hfgen.optimize(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 16)))
+    function = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    x = torch.randn(2, 3, 64)
+    with torch.no_grad():
+        expected = model(x)
+        used.clear()
+        assert torch.equal(function(x), expected)
+    assert used == ["onednn"] * 2
 
 
 def test_a_changed_weight_is_seen(plain, monkeypatch):
@@ -283,13 +401,13 @@ def test_a_failure_behind_the_first_call_costs_no_token(plain, monkeypatch):
     monkeypatch.setattr(compiled_layers.logger, "warning", lambda text: None)
     model = hfgen.optimize(llama(), compile=True)
     generate(model, tiny.prompt(1, 9))
-    function, left = model.optimization.graph._function, [6]
+    function, left = model.optimization.graph._function, [3]
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise RuntimeError("out of luck")
-        return function(*args)
+        return function(*args, **kwargs)
 
     model.optimization.graph._function = failing
     assert torch.equal(generate(model, tiny.prompt(2, 9)), generate(plain, tiny.prompt(2, 9)))

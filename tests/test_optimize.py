@@ -397,9 +397,9 @@ GARBAGE = [
     b"\xff\xfe",
     b"[]",
     b"{" * 5000,
-    b'{"format": 1}',
-    b'{"format": 1, "times": [1]}',
-    b'{"format": 1, "times": {"x": {"own": {"1": -1}}}}',
+    b'{"format": 2}',
+    b'{"format": 2, "times": [1]}',
+    b'{"format": 2, "times": {"x": {"own": {"1": -1}}}}',
 ]
 
 

@@ -7,11 +7,12 @@ are arguments of the graph, so that the next layer runs through the same one.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import types
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from transformers.utils import output_capturing
 from ..caches.dynamic import GrowingLayer
 from ..caches.static_layers import SlicedStaticLayer
 from ..logs import logger
+from .guards import Checked, Graph, Step, checked
+from .stand_ins import NEW, ROWS, SEEN, is_plain, room_like, stand_in, stand_ins
 
 #: What ``torch.compile`` compiles with.
 BACKEND = "inductor"
@@ -30,8 +33,6 @@ BACKEND = "inductor"
 MOST_NEW = 32
 #: Layers of caches that give room before they know what is written into it.
 ROOMY = (GrowingLayer, SlicedStaticLayer)
-#: Of stand-ins, by which graphs are made: rows, new tokens, tokens seen, and room for tokens.
-ROWS, NEW, SEEN, ROOM = 2, 3, 37, 53
 #: Graphs of one model: by one or more rows, one or more new tokens, kind of mask, and kind of layer.
 MOST_GRAPHS = 32
 #: The number of a layer, which graphs do not depend on: it only says where in the cache a layer writes.
@@ -81,20 +82,39 @@ class LayerGraph:
         self._function: Any = None
         self._positions: tuple[int, int, Tensor] | None = None
         self._mask: tuple[Any, Any] = (None, None)
+        self._step: Step | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerGraph, ()
 
-    def __call__(self, layer: nn.Module, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, layer: CompiledLayer, hidden: Tensor, place: Any, kwargs: dict[str, Any], kind: Any
+    ) -> Any:
         n_new = hidden.shape[1]
         keys, values, start = place.reserve(n_new)
         if (mask := kwargs.get("attention_mask")) is not None:
             kwargs["attention_mask"] = self._own_memory(mask)
-        arguments = layer, hidden, keys, values, self._at(start, n_new, hidden.device), kwargs
+        arguments = {
+            "hidden": hidden,
+            "keys": keys,
+            "values": values,
+            "positions": self._at(start, n_new, hidden.device),
+            "kwargs": kwargs,
+        }
         try:
-            return self._function(*arguments)
+            if (known := layer.checked.get(kind)) is not None:
+                step = self._step
+                if step is None or not step.is_of(known.graph, arguments):
+                    self._step = step = Step(known.graph, arguments)
+                if step.holds and step.kind == known.kind:
+                    return known(step, arguments)
+            view = view_of(layer.module)
+            result, known = checked(self._function, view, arguments)
+            if known is not None:
+                layer.checked[kind] = known
+            return result
         except Exception as error:  # of the compiler: an error of the layer comes again
-            result = _forward(*arguments)
+            result = _forward(layer.module, **arguments)
             self.is_broken = True
             self.fail(error)
             return result
@@ -120,12 +140,12 @@ class LayerGraph:
                 if new > 1:
                     torch._dynamo.maybe_mark_dynamic(positions, 0)
                 self._function(
-                    _without_hooks(layer),
-                    _stand_in(hidden, stands_for),
-                    _room_like(keys, of_rows),
-                    _room_like(values, of_rows),
-                    positions,
-                    {name: _stand_ins(value, stands_for) for name, value in kwargs.items()},
+                    view_of(layer),
+                    hidden=stand_in(hidden, stands_for),
+                    keys=room_like(keys, of_rows),
+                    values=room_like(values, of_rows),
+                    positions=positions,
+                    kwargs={name: stand_ins(value, stands_for) for name, value in kwargs.items()},
                 )
         except Exception as error:
             self.fail(error)
@@ -172,6 +192,10 @@ class CompiledLayer:
         self._ready: set[tuple[Any, ...]] = set()
         #: The hooks of the layer's parts.
         self._hooks: list[dict[int, Any]] | None = None
+        #: By kinds of arguments: graphs whose guards held in this call.
+        self.checked: dict[tuple[Any, ...], Checked] = {}
+        #: The cache of that call, and which of its calls it is.
+        self._call: tuple[weakref.ref[Any], int | None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledLayer, (self.module, self.index, self.graph)
@@ -185,10 +209,10 @@ class CompiledLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_compiling() or self.graph.is_broken):
             place = self._place(args, kwargs)
-            if place is not None and self._is_ready(args[0], place, kwargs):
+            if place is not None and (kind := self._kind(args[0], place, kwargs)):
                 del kwargs["past_key_values"]
-                return self.graph(self.module, args[0], place, kwargs)
-            self._hooks = None  # a prompt: parts may have been replaced
+                return self.graph(self, args[0], place, kwargs, kind)
+            self._forget()  # a prompt: parts may have been replaced
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,7 +232,16 @@ class CompiledLayer:
             return None
         if isinstance(place, SlicedStaticLayer) and place._visible.is_recording:
             return None
+        known, number = self._call, vars(cache).get("call_number")
+        if known is None or known[0]() is not cache or known[1] != number:
+            self._forget()
+            self._call = weakref.ref(cache), number
         return place if len(place.keys) == len(hidden) and not self._is_watched() else None
+
+    def _forget(self) -> None:
+        """Look at hooks and guards again."""
+        self._hooks = None
+        self.checked.clear()
 
     def _is_watched(self) -> bool:
         """Whether a hook of a part of the layer has something to do."""
@@ -222,23 +255,23 @@ class CompiledLayer:
             getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks
         )
 
-    def _is_ready(self, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether there is a graph for arguments like these; compiles it if it can."""
+    def _kind(self, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Which graph is for arguments like these, compiled if it can be; None if there is none."""
         mask = kwargs.get("attention_mask")
         mask_kind = None if mask is None else mask.dtype
         is_inference = torch.is_inference_mode_enabled()
         rows, n_new = hidden.shape[:2]
         key = (rows == 1, n_new == 1, hidden.dtype, mask_kind, is_inference)
         if key in self._ready:
-            return True
+            return key
         given = {name: value for name, value in kwargs.items() if name != "past_key_values"}
-        if self.graph.failure is not None or not all(map(_is_plain, given.values())):
-            return False
+        if self.graph.failure is not None or not all(map(is_plain, given.values())):
+            return None
         if not self.graph.prepare(self.module, hidden, place.keys, place.values, given):
-            return False
+            return None
         self.graph.n_layers += not self._ready
         self._ready.add(key)
-        return True
+        return key
 
 
 def find_layers(model: nn.Module) -> dict[str, int]:
@@ -255,14 +288,18 @@ def find_layers(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _without_hooks(module: nn.Module) -> nn.Module:
-    """A view of a module that shares all it has, but whose parts have no hooks."""
-    view = copy.copy(module)
+def view_of(module: nn.Module) -> nn.Module:
+    """What shares all that a module has, but whose parts have no hooks, and are alike in all layers."""
+    forward: Any = vars(module).get("forward")
+    if hasattr(forward, "view"):  # a kernel of its own computes it
+        return forward.view()
+    view: nn.Module = object.__new__(type(module))
     state = vars(view)
-    state |= {name: {} for name in HOOKS}
+    state.update(vars(module))
+    for name in HOOKS:
+        state[name] = {}
     state["_modules"] = {
-        name: part if part is None else _without_hooks(part)
-        for name, part in module._modules.items()
+        name: part if part is None else view_of(part) for name, part in module._modules.items()
     }
     return view
 
@@ -272,57 +309,23 @@ def _compiled() -> Any:
     name = f"layer_{next(_names)}"
     code = _forward.__code__.replace(co_name=name)
     function = types.FunctionType(code, _forward.__globals__, name)
-    return torch.compile(function, fullgraph=True, backend=BACKEND)
+    backend = torch._dynamo.lookup_backend(BACKEND)
+    return torch.compile(function, fullgraph=True, backend=partial(Graph, backend))
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Which sizes and numbers may differ between layers and calls is said here, and not guessed."""
+    """Which sizes and numbers may differ between layers and calls is said here, and not guessed.
+
+    Graphs do not check sizes a second time: guards have.
+    """
+    from torch._inductor import config as inductor
+
     dynamo: Any = torch._dynamo.config
     compiler: Any = torch.compiler.config
     with (
         compiler.patch(dynamic_sources=NUMBERS),
         dynamo.patch(automatic_dynamic_shapes=False, recompile_limit=MOST_GRAPHS),
+        inductor.patch(size_asserts=False),
     ):
         yield
-
-
-def _room_like(states: Tensor, rows: int) -> Tensor:
-    """Keys or values of the stand-ins; their strides are no products of sizes."""
-    _, heads, _, size = states.shape
-    room = states.new_zeros((rows, heads, ROOM, size))[:, :, :SEEN]
-    for dim in (0, 2):
-        torch._dynamo.maybe_mark_dynamic(room, dim)
-    return room
-
-
-def _stand_in(tensor: Tensor, stands_for: dict[int, tuple[int, int]]) -> Tensor:
-    """Zeros with a size of the stand-ins where ``tensor`` has that of the call."""
-    shape = list(tensor.shape)
-    dims = {4: (0, 2, 3), 3: (0, 1), 2: (0, 1), 1: (1,)}.get(len(shape), ())
-    changed = []
-    for dim in dims:
-        at = 0 if len(shape) == 1 else dim
-        had, stand_in = stands_for[dim]
-        if shape[at] == had:
-            shape[at] = stand_in
-            changed += [at] if stand_in > 1 else []
-    found = tensor.new_zeros(shape)
-    for dim in changed:
-        torch._dynamo.maybe_mark_dynamic(found, dim)
-    return found
-
-
-def _stand_ins(value: Any, stands_for: dict[int, tuple[int, int]]) -> Any:
-    if isinstance(value, Tensor):
-        return _stand_in(value, stands_for)
-    if isinstance(value, tuple):
-        return tuple(_stand_ins(part, stands_for) for part in value)
-    return value
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an argument is one for which there are stand-ins."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (Tensor, bool, str)

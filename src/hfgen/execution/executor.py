@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import Cache, GenerationConfig
 from transformers.utils import ModelOutput
 
 from ..call import ModelKwargs, Run
@@ -18,11 +19,16 @@ from .graphs import Recorded, recorded_forward
 from .prefill import uncached_length
 from .step_inputs import resized
 
+#: Compiled layers look at their guards again where one cache is in another call.
+_numbers = itertools.count()
+
 
 class Executor:
     """Runs the model of one call, through the hooks of its class; decoding steps may be compiled."""
 
     def __init__(self, run: Run, may_compile: bool = False) -> None:
+        if isinstance(cache := run.model_kwargs.get("past_key_values"), Cache):
+            cache.call_number = next(_numbers)
         self.call: Callable[..., ModelOutput] = run.model.__call__
         if may_compile:
             is_recorded = getattr(run.config, "use_cuda_graph", False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .kernels import DTYPES, Product, named
@@ -49,7 +49,8 @@ class PackedForward:
     gradients are recorded and under autocast; and wherever weight or activations are not dense tensors
     of one type on the CPU. A weight shows its changes by object, address, version and a few values,
     since an edit through ``.data`` leaves the version as it is. It is then packed again. Copies and
-    pickles pack at their first call. A compiled graph has an operator that comes back here.
+    pickles pack at their first call. A compiled graph has an operator that comes back here: it finds
+    this object by a ``number (1,)``, which is an argument of the graph, so that layers can share graphs.
     """
 
     def __init__(self, module: nn.Linear, kernel: str, rows: frozenset[int]) -> None:
@@ -57,7 +58,10 @@ class PackedForward:
         self.kernel = named(kernel)
         self.rows = rows
         self._packed: Packed | None = None
-        _ALL.add(self)
+        n = next(_numbers)
+        with torch.inference_mode(False):
+            self.number = torch.tensor([n])
+        _BY_TENSOR[id(self.number)] = _BY_NUMBER[n] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedForward, (self.module, self.kernel.name, self.rows)
@@ -70,11 +74,18 @@ class PackedForward:
     def __call__(self, input: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() or self.module.training):
             if torch.compiler.is_compiling():
-                module = self.module
-                return torch.ops.hfgen.linear(input, module.weight, module.bias)
+                return torch.ops.hfgen.linear(input, self.number, self.module.out_features)
             if (found := self.of_rows(input)) is not None:
                 return found
         return own_forward(self.module)(input)
+
+    def view(self) -> nn.Linear:
+        """The layer as a compiled graph takes it: alike for all layers of a shape."""
+        view = object.__new__(PackedLinear)
+        vars(view).update(vars(self.module))
+        del vars(view)["forward"]
+        vars(view)["_buffers"] = {"number": self.number}
+        return view
 
     def of_rows(self, x: Tensor) -> Tensor | None:
         """``compute`` where it is faster than the layer's own forward, else None."""
@@ -109,34 +120,34 @@ class PackedForward:
             return Packed(*seen, self.kernel.prepare(weight) if fits else None)
 
 
-# A graph has tensors alone for arguments, so its operator finds what is packed by the weight.
-_ALL: WeakSet[PackedForward] = WeakSet()
-_BY_WEIGHT: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
+class PackedLinear(nn.Linear):
+    """``PackedForward.view``."""
+
+    number: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.hfgen.linear(input, self.number, self.out_features)
 
 
-def _forward_of(weight: Tensor) -> PackedForward | None:
-    """The forward whose layer has this weight now."""
-    found = _BY_WEIGHT.get(id(weight))
-    if found is None or found.module._parameters.get("weight") is not weight:
-        for forward in list(_ALL):  # a new model, or another weight in a layer
-            _BY_WEIGHT[id(forward.module._parameters.get("weight"))] = forward
-        found = _BY_WEIGHT.get(id(weight))
-    return found
+_numbers = itertools.count()
+_BY_NUMBER: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
+# By id of the tensor with the number, which its owner keeps: it is quicker than to read it.
+_BY_TENSOR: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, number: Tensor, n_out: int) -> Tensor:
     """The operator in compiled graphs: as ``PackedForward`` does it."""
-    forward = _forward_of(weight)
-    found = None if forward is None else forward.of_rows(x)
-    return F.linear(x, weight, bias) if found is None else found
+    forward = _BY_TENSOR.get(id(number)) or _BY_NUMBER[int(number)]
+    found = forward.of_rows(x)
+    return own_forward(forward.module)(x) if found is None else found
 
 
-def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _linear_shape(x: Tensor, number: Tensor, n_out: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n_out))
 
 
 _LIBRARY = torch.library.Library("hfgen", "DEF")
-_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define("linear(Tensor x, Tensor number, SymInt n_out) -> Tensor")
 _LIBRARY.impl("linear", _linear, "CPU")
 torch.library.register_fake("hfgen::linear", _linear_shape, lib=_LIBRARY)
 
