@@ -1,4 +1,4 @@
-"""What is wrong with the fields of a command line, found before torch is imported."""
+"""Checks of the fields on a command line, made before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A grammar as llguidance writes it, and whether it can be read, without a tokenizer and without torch."""
+"""Grammars in the format of llguidance, and a check of their syntax without a tokenizer and without torch."""
 
 from __future__ import annotations
 
