@@ -297,7 +297,7 @@ class Recorder:
     #: How many have recorded something.
     count = 0
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sibling: Any = None) -> None:
         self.operations: list[Operation] = []
         #: Tensors that operations have made, by storage.
         self.own: dict[int, Tensor] = {}

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import hfgen
-from hfgen.execution import ahead, graphs
+from hfgen.execution import ahead, graphs, recorders
+from hfgen.strategies.sample import Sample
 from tests import tiny
+from tests.drafting_models import whisper
 from tests.parity.harness import FAMILIES, ours, quiet
 from tests.simulated_accelerator import (
     DEVICE,
@@ -29,8 +31,8 @@ STATIC = {"cache_implementation": "static", "pad_token_id": 0, "eos_token_id": N
 
 
 @pytest.fixture(autouse=True)
-def recorders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(graphs.RECORDERS, DEVICE.type, Recorder)
+def _recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(recorders.RECORDERS, DEVICE.type, Recorder)
     monkeypatch.setattr(Recorder, "count", 0)
 
 
@@ -57,6 +59,15 @@ def device_model(model: nn.Module) -> nn.Module:
     return on_device(model)
 
 
+@pytest.fixture(scope="module")
+def drafting() -> tuple[nn.Module, nn.Module]:
+    """A model whose drafts are accepted often, and its first layer."""
+    model, assistant = (hfgen.mix_into(whisper(tiny.llama(), 0.3)) for _ in range(2))
+    assistant.model.layers = assistant.model.layers[:1]
+    assistant.config.num_hidden_layers = 1
+    return model, assistant
+
+
 def prompt(rows: int = 2, length: int = 7) -> Tensor:
     return tiny.prompt(rows, length, seed=2)
 
@@ -67,13 +78,20 @@ def both(
     """What happened on the device in a call with graphs, which gave the tokens of the CPU's eager call."""
     ids, kwargs = prompt() if ids is None else ids, STATIC | {"max_new_tokens": 12} | kwargs
     mask = kwargs.pop("attention_mask", torch.ones_like(ids))
+    on_its_device = {name: kwargs.pop(name) for name in ("assistant_model",) if name in kwargs}
+    assistant = {name: pair[0] for name, pair in on_its_device.items()}
     torch.manual_seed(0)
-    expected = model.generate(ids, attention_mask=mask, **kwargs)
+    expected = model.generate(ids, attention_mask=mask, **kwargs, **assistant)
     expected_state = torch.get_rng_state()
+    assistant = {name: pair[1] for name, pair in on_its_device.items()}
     torch.manual_seed(0)
     with Accelerator(device_model) as accelerator:
         tokens = device_model.generate(
-            to_device(ids), attention_mask=to_device(mask), use_cuda_graph=True, **kwargs
+            to_device(ids),
+            attention_mask=to_device(mask),
+            use_cuda_graph=True,
+            **kwargs,
+            **assistant,
         )
     assert to_host(tokens).equal(expected)
     assert torch.get_rng_state().equal(expected_state)
@@ -92,6 +110,20 @@ MODES: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "left padding": {"attention_mask": LEFT_PADDED},
     "chunks": {"prefill_chunk_size": 3},
+    "beams": {"num_beams": 3},
+    "beams, EOS": {"num_beams": 2, "eos_token_id": [4, 46], "length_penalty": 2.0},
+    "beam sampling": {"num_beams": 3, "do_sample": True},
+    "beams, seeds": {"num_beams": 2, "do_sample": True, "seed": [3, 4]},
+    "beams, left padding": {"num_beams": 2, "attention_mask": LEFT_PADDED},
+    "group beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "constrained beams": {"num_beams": 3, "force_words_ids": [[7, 8]]},
+    "contrastive": {"penalty_alpha": 0.5, "top_k": 4},
+    "contrastive, one by one": {"penalty_alpha": 0.5, "top_k": 4, "low_memory": True},
+    "minimum Bayes risk": {
+        "custom_generate": hfgen.minimum_bayes_risk(hfgen.token_f1, on_tokens=True),
+        "do_sample": True,
+        "num_return_sequences": 3,
+    },
 }
 
 
@@ -106,26 +138,96 @@ def test_tokens_are_those_of_eager_steps(
 ) -> None:
     monkeypatch.setattr(ahead, "ALWAYS", is_late)
     for _ in range(2):  # the second call replays what the first has recorded
-        both(model, device_model, **MODES[mode])
-    assert Recorder.count == 1
+        accelerator = both(model, device_model, **MODES[mode])
+        # Beams move in the cache by a graph of their own.
+        assert Recorder.count == 1 + ("beams" in mode or mode == "beam sampling")
+    assert [event.name for event in accelerator.events].count("replay") >= 11
 
 
-def test_a_step_is_one_launch_and_what_prepares_and_chooses(
-    model: nn.Module, device_model: nn.Module
+#: Modes whose steps ask nothing of the host, and the least share of an eager step's kernels that they save.
+#: Not of contrastive search, whose list of states grows now and then.
+ON_THE_DEVICE = {
+    **dict.fromkeys(("greedy", "sampled", "seeds", "several", "minimum Bayes risk"), 0.55),
+    **dict.fromkeys(("DoLa", "penalties", "beams", "beam sampling", "beams, seeds"), 0.4),
+    "group beams": 0.3,
+}
+
+
+@pytest.mark.parametrize("mode", ON_THE_DEVICE)
+def test_a_step_is_launches_and_what_prepares_and_chooses(
+    model: nn.Module, device_model: nn.Module, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No read, no copy, the same kernels every step; less than a third of what an eager step launches."""
-    both(model, device_model)
-    accelerator = both(model, device_model)
-    steps = accelerator.steps()[1:-1]
-    assert len(steps) == 10
-    names = [[event.name for event in step] for step in steps]
+    """No read, no copy, the same addresses and the same kernels at every step."""
+    both(model, device_model, **MODES[mode])
+    places = []
+    forward = graphs.Recorded.__call__
+
+    def noted(self: Any, **inputs: Any) -> Any:
+        outputs = forward(self, **inputs)
+        addresses = [value.data_ptr() for value in outputs.values() if isinstance(value, Tensor)]
+        places.append((addresses, [graphs._place(layer) for layer in self.layers]))
+        return outputs
+
+    monkeypatch.setattr(graphs.Recorded, "__call__", noted)
+    accelerator = both(model, device_model, **MODES[mode])
+    steps = in_steps(accelerator, len(places))
+    names = [[event.name for event in step] for step in steps[1:-1]]
+    assert len(names) >= 9
     assert all(each == names[0] for each in names)
-    assert names[0].count("replay") == 1
-    assert {event.kind for event in steps[0]} == {"kernel"}
+    assert names[0].count("replay") == 1 + ("beam" in mode)
+    assert {event.kind for step in steps[1:-1] for event in step} == {"kernel"}
+    assert all(place == places[0] for place in places)
     with Accelerator(device_model) as eager:
-        kwargs = STATIC | {"max_new_tokens": 12, "disable_compile": True}
+        kwargs = STATIC | {"max_new_tokens": 12, "disable_compile": True} | MODES[mode]
         device_model.generate(to_device(prompt()), **kwargs)
-    assert 3 * len(steps[0]) < len(eager.steps()[-2])
+    n_saved = 1 - len(names[0]) / len(eager.steps()[-2])
+    assert n_saved > ON_THE_DEVICE[mode]
+
+
+def in_steps(accelerator: Accelerator, n_steps: int) -> list[list[Any]]:
+    """What was asked for from the launch of each forward to that of the next one.
+
+    Beams launch twice: the forward of a step, and after it the reordering.
+    """
+    parts = accelerator.steps()
+    launches = [part for part in parts if part and part[0].name == "replay"]
+    each = len(launches) // n_steps
+    starts = range(0, each * n_steps, each)
+    return [[event for part in launches[i : i + each] for event in part] for i in starts]
+
+
+DRAFTED: dict[str, dict[str, Any]] = {
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "assistant": {"assistant_model": None},
+    "early exit": {"assistant_early_exit": 1},
+    "assistant, sampled": {"assistant_model": None, "do_sample": True, "temperature": 0.2},
+    "assistant, seeds": {"assistant_model": None, "do_sample": True, "seed": [3, 4]},
+}
+
+
+@pytest.mark.parametrize("mode", DRAFTED)
+def test_verification_and_drafts_are_recorded(
+    drafting: tuple[nn.Module, nn.Module], mode: str
+) -> None:
+    """A graph for each number of tokens. A round reads its verdict, and nothing is copied there."""
+    model, assistant = drafting
+    device_model, kwargs = on_device(model), dict(DRAFTED[mode])
+    ids = torch.tensor([[11, 12, 13, 11, 12, 13, 11], [21, 22, 21, 22, 21, 22, 21]])
+    if "assistant_model" in kwargs:
+        kwargs["assistant_model"] = assistant, on_device(assistant)
+    kwargs |= {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}
+    for _ in range(2):
+        before = Recorder.count
+        accelerator = both(model, device_model, ids, max_new_tokens=20, **kwargs)
+    # The view of the first layers is made for a call, and so is its cache.
+    assert Recorder.count - before == (mode == "early exit")
+    events = accelerator.events
+    verdicts = [i for i, event in enumerate(events) if "verification.py" in event.where]
+    behind = events[verdicts[0] :]  # the prompt, and the first round
+    assert len(verdicts) > 3
+    assert sum(event.name == "replay" for event in behind) >= len(verdicts) - 1
+    assert sum(event.kind == "read" for event in behind) == len(verdicts)
+    assert all(event.kind != "copy" for event in behind)
 
 
 def test_a_graph_for_each_number_of_rows_and_visible_length(
@@ -235,16 +337,72 @@ def test_a_forward_that_reads_the_device_is_run_eagerly(
     assert Recorder.active is None
 
 
+def test_a_forward_that_draws_is_run_eagerly(warned: Any) -> None:
+    model = hfgen.mix_into(tiny.llama(attention_dropout=0.5)).train()
+    both(model, on_device(model))
+    assert any("draws random numbers" in message for message in warned())
+
+
+def test_a_strategy_has_to_declare_that_it_can(
+    model: nn.Module, device_model: nn.Module, warned: Any
+) -> None:
+    """One of somebody's own may keep what a forward returned."""
+
+    class Own(Sample):
+        pass
+
+    class Declared(Own):
+        may_record = True
+
+    def alone(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+        return ids
+
+    both(model, device_model, custom_generate=hfgen.recipe(Own))
+    assert Recorder.count == 0
+    assert any("Own does not declare `may_record`" in message for message in warned())
+    both(model, device_model, custom_generate=alone)
+    assert any("method does not declare `may_record`" in message for message in warned())
+    both(model, device_model, custom_generate=hfgen.recipe(Declared))
+    assert Recorder.count == 1
+
+
+def test_the_engine_says_that_it_does_not(
+    model: nn.Module, device_model: nn.Module, warned: Any
+) -> None:
+    with Accelerator():
+        engine = hfgen.Engine(device_model, memory=1e9)
+        request = engine.add(to_device(prompt(1)), use_cuda_graph=True, max_new_tokens=3)
+        tokens = request.result().token_ids
+    expected = model.generate(prompt(1), max_new_tokens=3)[0, prompt(1).shape[1] :]
+    assert tokens == expected.tolist()
+    assert any("rows of an engine join and leave" in message for message in warned())
+
+
+@pytest.mark.parametrize("name", ["bloom", "openai-gpt", "mpt"])
+def test_no_family_is_left_out_in_silence(name: str, warned: Any) -> None:
+    model = ours(name)
+    with torch.no_grad():
+        inputs = FAMILIES[name].inputs(model, 2, False, 1)
+        both(model, on_device(model), inputs["input_ids"], max_new_tokens=3)
+    assert Recorder.count == 0
+    assert len({message for message in warned() if "use_cuda_graph" in message}) == 1
+
+
 @pytest.mark.parametrize(
     ("kwargs", "why"),
     [
         ({"cache_implementation": None}, "cache_implementation='static'"),
+        ({"cache_implementation": None, "num_beams": 2}, "cache_implementation='static'"),
+        (
+            {"cache_implementation": None, "prompt_lookup_num_tokens": 2},
+            "cache_implementation='static'",
+        ),
         (
             {"return_dict_in_generate": True, "output_hidden_states": True},
             "hidden states are returned",
         ),
     ],
-    ids=["dynamic", "outputs"],
+    ids=["dynamic", "beams", "drafts", "outputs"],
 )
 def test_what_stands_in_the_way_is_said(
     device_model: nn.Module, warned: Any, kwargs: dict[str, Any], why: str

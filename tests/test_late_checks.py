@@ -15,7 +15,7 @@ import hfgen
 from hfgen.execution import ahead
 from hfgen.strategies.sample import Sample
 from tests import tiny
-from tests.parity.harness import Case, compare, draw_case, ours, run
+from tests.parity.harness import Case, _differences, compare, draw_case, ours, run
 from tests.parity.invariants import MANY_EOS
 from tests.simulated_accelerator import Accelerator, on_device, to_device, to_host
 
@@ -121,28 +121,69 @@ def test_returned_caches_are_equal_to_the_last_value(case: Case, late: Counter[s
     assert bool(late["undone"]) == (case.family == "llama")
 
 
+class Streamer(list[Any]):
+    """What a streamer is given."""
+
+    def put(self, tokens: Tensor) -> None:
+        self.append(tokens.tolist())
+
+    def end(self) -> None:
+        self.append(None)
+
+
+def ends_on_the_host(ids: Tensor, scores: Any) -> Tensor:
+    """A criterion of the caller's, which looks at the tokens."""
+    return torch.tensor([sum(row[7:]) > 300 for row in ids.tolist()])
+
+
+BEAMS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "beams that stop early": {"num_beams": 3, "early_stopping": True},
+    "beam sampling": {"num_beams": 2, "do_sample": True},
+    "group beams": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "constrained beams": {"num_beams": 3, "force_words_ids": [[7, 8]]},
+}
+
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "top_k": 20},
     "seeds": {"do_sample": True, "seed": [3, 4]},
     "several": {"do_sample": True, "num_return_sequences": 2},
+    "minimum Bayes risk": {
+        "custom_generate": hfgen.minimum_bayes_risk(hfgen.token_f1, on_tokens=True),
+        "do_sample": True,
+        "num_return_sequences": 3,
+    },
     "a value per prompt": {"max_new_tokens": [5, 12], "temperature": [0.5, 1.5], "do_sample": True},
-    "beams": {"num_beams": 3},
-    "beam sampling": {"num_beams": 2, "do_sample": True},
+    **BEAMS,
     "DoLa": {"dola_layers": "high"},
     "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "mirostat": {"do_sample": True, "mirostat": 2},
     "repeats": {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}},
+    "stop strings": {"stop_strings": ["zz", "a"], "tokenizer": tiny.byte_tokenizer()},
+    "a time": {"max_time": 1000.0},
+    "a criterion of one's own": {"stopping_criteria": [ends_on_the_host]},
+    "guidance": {"guidance_scale": 1.5},
     "static": {"cache_implementation": "static"},
+    "quantized": {"cache_implementation": "quantized"},
     "no cache": {"use_cache": False},
 }
 
+#: Modes that read the device between choice and forward for another reason, or have nothing to queue.
+AT_ONCE: dict[str, dict[str, Any]] = {
+    "drop_finished": {"drop_finished": True},
+    "contrastive": {"penalty_alpha": 0.5, "top_k": 4},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "early exit": {"assistant_early_exit": 1},
+}
 
-@pytest.mark.parametrize("mode", MODES)
+
+@pytest.mark.parametrize("mode", [*MODES, *AT_ONCE])
 @pytest.mark.parametrize("n_rows", [1, 2])
-def test_everything_that_an_output_has(
+def test_everything_that_a_call_returns(
     model: nn.Module, late: Counter[str], eos: int, mode: str, n_rows: int
 ) -> None:
-    """Also the reasons, log-probabilities and cache, and a call that goes on from that cache."""
+    """All fields of the output, the cache, what a streamer gets, and a call that goes on from the cache."""
     kwargs: dict[str, Any] = {
         "max_new_tokens": 12,
         "eos_token_id": [eos, 5, 6, 7],
@@ -150,42 +191,39 @@ def test_everything_that_an_output_has(
         "output_scores": True,
         "output_logits": True,
         "output_hidden_states": True,
+        "output_attentions": True,
         "logprobs": 2,
-        **MODES[mode],
+        **(MODES | AT_ONCE)[mode],
     }
     if n_rows == 1:
-        kwargs = {
-            n: v[0] if isinstance(v, list) and n != "eos_token_id" else v for n, v in kwargs.items()
-        }
+        of_prompts = kwargs.keys() & {"seed", "max_new_tokens", "temperature"}
+        kwargs |= {n: kwargs[n][0] for n in of_prompts if isinstance(kwargs[n], list)}
+    # Beams stream what has become settled; those of lists and samples that are compared, nothing.
+    may_stream = n_rows == 1 and mode not in ("group beams", "constrained beams", "several")
     found = []
     for always in (False, True):
         ahead.ALWAYS = always
+        streamer = Streamer()
+        if may_stream and mode != "minimum Bayes risk":
+            kwargs["streamer"] = streamer
         torch.manual_seed(1)
         output = model.generate(prompt(n_rows), **kwargs)
-        found.append((output, torch.get_rng_state()))
-    (at_once, state), (checked_late, late_state) = found
-    assert checked_late.sequences.equal(at_once.sequences)
-    assert late_state.equal(state)
-    assert checked_late.finish_reasons == at_once.finish_reasons
-    assert list(checked_late.logprobs) == list(at_once.logprobs)
-    for name in ("scores", "logits"):
-        pairs = zip(getattr(checked_late, name), getattr(at_once, name), strict=True)
-        assert all(a.equal(b) for a, b in pairs)
-    assert len(checked_late.hidden_states) == len(at_once.hidden_states)
-    cache, other = checked_late.past_key_values, at_once.past_key_values
-    if cache is None:
-        assert mode == "no cache"
-    else:
-        assert int(cache.get_seq_length()) == int(other.get_seq_length())
-        if "beam" not in mode and mode not in ("static", "several"):  # full, of other rows
-            more = [
-                model.generate(
-                    each.sequences, past_key_values=each.past_key_values, max_new_tokens=3
-                )
-                for each in (checked_late, at_once)
-            ]
-            assert more[0].equal(more[1])
-    assert late["ahead"]
+        facts = {"output": output, "state": torch.get_rng_state(), "streamed": streamer}
+        found.append(facts)
+    at_once, checked_late = found
+    assert at_once["output"].finish_reasons is not None
+    assert not _differences(mode, at_once, checked_late, 0.0)
+    assert bool(late["ahead"]) == (mode in MODES)
+    caches = [each["output"].past_key_values for each in found]
+    if caches[0] is not None and mode not in (*BEAMS, "static", "several", "minimum Bayes risk"):
+        # Those are full, or of other rows.
+        more = [
+            model.generate(
+                each["output"].sequences, past_key_values=cache, max_new_tokens=3, pad_token_id=0
+            )
+            for each, cache in zip(found, caches, strict=True)
+        ]
+        assert more[0].equal(more[1])
 
 
 def test_an_end_is_undone(model: nn.Module, late: Counter[str], eos: int) -> None:
@@ -341,7 +379,7 @@ def test_flags_are_copied_before_the_forward_and_waited_for_behind_it(
     monkeypatch.setattr(Sample, "forward", lambda *a: seen.append("forward") or forward(*a))
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(ahead, "ASYNCHRONOUS", ("cpu",))
-    monkeypatch.setattr(ahead, "_generators", lambda device: [torch.get_rng_state()])
+    monkeypatch.setattr(ahead, "generator_states", lambda device: [torch.get_rng_state()])
     tokens = model.generate(prompt(1), eos_token_id=eos, max_new_tokens=9)
     assert tokens.shape[1] == 7 + 4
     assert seen == 4 * ["copy", "forward", "wait"]

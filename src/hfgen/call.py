@@ -304,14 +304,14 @@ class Strategy(Protocol):
 
     * ``checks_late = True``: its ``stop`` reads flags by ``check``, maybe behind the next ``forward``.
     * ``continues_cache = True``: its prefill forwards only what the cache lacks (``PrefixCache``).
+    * ``may_record = True``: it reads what a forward returns before the next one (``use_cuda_graph``).
     * ``joins = True``: its rows may be forwarded with those of other calls (``hfgen.Engine``).
     * ``drops_rows = True``: rows that have finished may leave the batch (``drop_finished``).
     * ``rolls_back = True``: it takes tokens out of the cache, which has to be of a kind that can.
     * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.
     * ``tokens_ahead = n``: a cache of fixed length gets room for ``n`` more tokens. Default: 0.
     * ``streams = False``: no token is final before the end, so a streamer is refused.
-    * ``takes_rows = True``: prompts may have parameters of their own (``hfgen.rows``), except for the
-      fields in ``fields_of_call``.
+    * ``takes_rows = True``: prompts may differ (``hfgen.rows``), but for the fields in ``fields_of_call``.
     * ``row_ends(run)``: see ``streaming.events.Rows``; without it, rows end at an EOS.
 
     Observers ask two more methods, if it has them, about the newest step, behind ``stop``:

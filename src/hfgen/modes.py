@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from .caches import cache_kind
 from .call import Call, Run, Strategy
 from .drafters import Setup, checks
+from .execution import graphs
 from .kinds import is_zero
 from .logprobs import asks_for_any
 from .loop import finish
@@ -141,6 +142,8 @@ def check_call(call: Call) -> None:
             "`logprobs`, `logprob_token_ids` and `prompt_logprobs` are collected where hfgen decodes, "
             f"but {getattr(call.method, '__qualname__', call.method)} does here. Leave them out."
         )
+    if getattr(config, "use_cuda_graph", False) and not getattr(call.strategy, "may_record", False):
+        graphs.warn(f"{call.who} does not declare `may_record`")
     if not getattr(config, "drop_finished", False):
         return
     if not getattr(call.strategy, "drops_rows", False):

@@ -163,6 +163,9 @@ def prepare_cache_for_generation(
             )
         return
     expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
+    is_contrastive = generation_mode is GenerationMode.CONTRASTIVE_SEARCH
+    if is_contrastive and not generation_config.low_memory:  # a row for each candidate
+        expand_size *= int(generation_config.top_k)
     request = CacheRequest(
         self, generation_config, model_kwargs, batch_size * expand_size, max_cache_length
     )

@@ -33,6 +33,8 @@ class VisibleLength:
         self.total = 0
         #: Whether the forward pass to come sees ``shown`` tokens: read by compiled graphs.
         self.is_open = False
+        #: Whether forwards are recorded. Then lengths are numbers, which masks are made of without a read.
+        self.is_recorded = False
         #: Whether a graph of the forward is being recorded, which may not depend on the length.
         self.is_recording = False
         self.layers: list[ref[SlicedStaticLayer]] = []
@@ -183,6 +185,13 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         visible.layers.append(ref(layer))
         return layer
 
+    def get_seq_length(self) -> Any:
+        """Tokens held: a tensor, or a number; see ``VisibleLength.is_recorded``."""
+        visible = self._visible
+        if visible.is_recorded and self.is_initialized and not visible.is_recording:
+            return self._length()
+        return super().get_seq_length()
+
     def _length(self) -> int:
         """Tokens held. Reads the device only if ``cumulative_length`` was changed from outside."""
         count = self.cumulative_length
@@ -294,11 +303,12 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return keys, values
 
     def _update_by_count(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of one token, without a look at the length."""
-        (keys, values), count = self._seen, self.cumulative_length
-        keys.index_copy_(2, count.view(1), key_states)
-        values.index_copy_(2, count.view(1), value_states)
-        count.add_(1)
+        """The same without a look at the length."""
+        (keys, values), count, n = self._seen, self.cumulative_length, key_states.shape[2]
+        places = count.view(1) if n == 1 else count + torch.arange(n, device=count.device)
+        keys.index_copy_(2, places, key_states)
+        values.index_copy_(2, places, value_states)
+        count.add_(n)
         return keys, values
 
     def _filled(self) -> int:

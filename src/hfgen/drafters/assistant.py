@@ -120,7 +120,7 @@ class Assistant(Drafter):
     def forward(self, run: Run) -> ModelOutput:
         if self.cached == 0:
             return execution.prefill(run.model, run.ids, run.config, run.model_kwargs, False)
-        return execution.continued(run, run.ids.shape[1] - self.cached)
+        return self.executor.continued(run, run.ids.shape[1] - self.cached)
 
     def forget(self, n_valid: int) -> None:
         """Keep the first ``n_valid`` positions of the cache: what follows was not accepted."""
@@ -155,6 +155,7 @@ class Assistant(Drafter):
                 "drafts cannot be taken back."
             )
         record_past(cache)
+        self.executor = execution.Executor(run, may_record=True)
         return run
 
     def shared_processors(self, target: Run) -> list[Any]:

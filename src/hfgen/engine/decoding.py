@@ -11,7 +11,7 @@ from .. import families, loop, prefix, seeds
 from ..batch import Batch
 from ..caches import joining
 from ..call import Call
-from ..execution import chunks
+from ..execution import chunks, graphs
 from ..kinds import is_zero
 from ..prefix import eligibility
 from ..prepare import prepare
@@ -48,6 +48,8 @@ class Decoding:
         self.prompt_length = self.run.ids.shape[1]
         self.prompt_ids: list[int] = self.run.ids[0].tolist()
         self.joins = bool(getattr(self.strategy, "joins", False))
+        if self.joins and getattr(self.run.config, "use_cuda_graph", False):
+            graphs.warn("the rows of an engine join and leave a cache that grows")
         #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.
         self.places: list[int] = []
         self.steps: Iterator[Any] | None = None

@@ -24,13 +24,11 @@ from .. import families
 from ..caches import layers
 from ..caches.static_layers import SlicedStaticLayer
 from ..call import Run
+from .recorders import ASYNCHRONOUS, generator_states
 from .row_states import has_own_hooks
 
 #: Whether every call checks late that can, on any device: for tests.
 ALWAYS = False
-
-#: Devices that copy to the host while they compute.
-ASYNCHRONOUS = ("cuda", "mps", "xpu")
 
 
 class Ahead:
@@ -67,9 +65,9 @@ def decided(run: Run, strategy: Any) -> Iterator[None]:
     if not (_is_wanted(run, strategy) and _may_be(run, strategy)):
         yield
         return
-    before = _generators(run.ids.device)
+    before = generator_states(run.ids.device)
     yield
-    draws = not all(map(torch.equal, before, _generators(run.ids.device)))  # dropout, noise
+    draws = not all(map(torch.equal, before, generator_states(run.ids.device)))  # dropout, noise
     run.ahead = None if draws else Ahead()
 
 
@@ -155,13 +153,3 @@ def _undo(run: Run) -> None:
             layer.keys[:, :, newest] = 0.0
             layer.values[:, :, newest] = 0.0
     layers.roll_back(cache, 1)
-
-
-def _generators(device: torch.device) -> list[Tensor]:
-    """The states of torch's generators that a forward may draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "mps":
-        states.append(torch.mps.get_rng_state())
-    elif device.type in ASYNCHRONOUS:
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states

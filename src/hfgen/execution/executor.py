@@ -24,19 +24,24 @@ _numbers = itertools.count()
 
 
 class Executor:
-    """Runs the model of one call, through the hooks of its class; decoding steps may be compiled."""
+    """Runs the model of one call, through the hooks of its class.
 
-    def __init__(self, run: Run, may_compile: bool = False) -> None:
+    Decoding steps may be compiled, or recorded: then each forward overwrites what the last one returned.
+    """
+
+    def __init__(self, run: Run, may_compile: bool = False, may_record: bool = False) -> None:
         if isinstance(cache := run.model_kwargs.get("past_key_values"), Cache):
             cache.call_number = next(_numbers)
         self.call: Callable[..., ModelOutput] = run.model.__call__
-        if may_compile:
-            is_recorded = getattr(run.config, "use_cuda_graph", False)
-            self.call = (recorded_forward(run) if is_recorded else None) or fastest_forward(
-                run.model, run.config, run.model_kwargs
-            )
+        is_recorded = may_record and getattr(run.config, "use_cuda_graph", False)
+        if is_recorded and (recorded := recorded_forward(run)) is not None:
+            self.call = recorded
+        elif may_compile:
+            self.call = fastest_forward(run.model, run.config, run.model_kwargs)
         #: Whether the host has asked for a forward long before the device has computed it.
         self.is_quick_to_launch = isinstance(self.call, Recorded | Compiled)
+        #: Whether a forward writes to what the last one returned.
+        self.overwrites = isinstance(self.call, Recorded)
 
     def prefill(self, run: Run, is_first_iteration: bool = True) -> ModelOutput:
         """Forward the prompt of each row, once where rows have the same one."""
@@ -65,7 +70,19 @@ class Executor:
         )
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = n_new + 1
-        return run.model(**model_inputs | overrides)
+        execute = run.model if is_first else self.call
+        return execute(**model_inputs | overrides)
+
+    def continued(self, run: Run, n_new: int) -> ModelOutput:
+        """Forward the last ``n_new`` tokens of ``run.ids``, which are all that the cache lacks."""
+        model_inputs = run.model.prepare_inputs_for_generation(
+            run.ids, next_sequence_length=n_new, **run.model_kwargs
+        )
+        return self.call(**model_inputs, return_dict=True)
+
+    def reorder(self, rows: torch.Tensor) -> bool:
+        """Let each row of the cache go on as that of ``rows (rows,)``, if that is recorded; whether it is."""
+        return isinstance(self.call, Recorded) and self.call.reorder(rows)
 
 
 def next_token(run: Run, execute: Callable, ids: torch.Tensor | None = None) -> ModelOutput:
@@ -87,14 +104,6 @@ def prefill(
 ) -> ModelOutput:
     """Forward ``ids (rows, length)`` by the model's hook, as far as the cache does not hold them."""
     return model._prefill(ids, config, model_kwargs, is_first_iteration=is_first_iteration)
-
-
-def continued(run: Run, n_new: int) -> ModelOutput:
-    """Forward the last ``n_new`` tokens of ``run.ids``, which are all that the cache lacks."""
-    model_inputs = run.model.prepare_inputs_for_generation(
-        run.ids, next_sequence_length=n_new, **run.model_kwargs
-    )
-    return run.model(**model_inputs, return_dict=True)
 
 
 def call(model: Any, **inputs: Any) -> ModelOutput:

@@ -57,7 +57,7 @@ from .verification import (
 class Assisted:
     """Verify what the drafter of a call guesses, as many tokens a round as its schedule says."""
 
-    continues_cache = rolls_back = takes_rows = True
+    continues_cache = may_record = rolls_back = takes_rows = True
     shares_prefill = False  # the prompt may be forwarded with a draft
 
     def __init__(self, setup: Setup) -> None:
@@ -74,7 +74,7 @@ class Assisted:
         self.plain = PlainMatch(run) if is_plain(run, self.verification) else None
         #: Arguments of the model's forward that the drafter asks for.
         self.overrides = self.drafter.forward_arguments
-        self.executor = Executor(run)
+        self.executor = Executor(run, may_record=True)
         self.cache: Any = run.model_kwargs.get("past_key_values")
         _check_cache(run, self.cache)
         self.max_length = setup.max_length

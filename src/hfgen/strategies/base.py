@@ -29,18 +29,18 @@ class NextToken:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """What a class does in its own way is not assumed to do what this one does, unless it is declared."""
         super().__init_subclass__(**kwargs)
-        for name in ("joins", "checks_late"):
+        for name in ("joins", "checks_late", "may_record"):
             if name not in vars(cls):
                 setattr(cls, name, False)
         for name in ("continues_cache", "shares_prefill") if "prefill" in vars(cls) else ():
             if name not in vars(cls):
                 setattr(cls, name, False)
 
-    #: Whether its steps may be compiled.
-    may_compile = False
+    #: Whether its steps may be compiled, or recorded.
+    may_compile = may_record = False
 
     def __init__(self, run: Run) -> None:
-        self.executor = Executor(run, self.may_compile)
+        self.executor = Executor(run, self.may_compile, self.may_record)
         self.active = ActiveRows(run)
         self.invalid = InvalidScores()
         self.stops_by_length_only = getattr(run.criteria, "length_only", False)

@@ -30,7 +30,7 @@ class Beam(NextToken):
     are drawn without replacement. They are enough to go on with even if the best all end in an EOS.
     """
 
-    drops_rows = joins = takes_rows = checks_late = True
+    drops_rows = joins = may_record = takes_rows = checks_late = True
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:
@@ -208,6 +208,8 @@ class Beam(NextToken):
         elif hasattr(cache, "reorder_cache"):
             # Looking is free where no device has to be waited for; copying the cache is not.
             if rows.is_cpu and rows.tolist() == list(range(len(rows))):
+                return
+            if self.executor.reorder(rows):
                 return
             if run.shares_prompts:
                 layers.reorder_beams(cache, rows, run.is_encoder_decoder)

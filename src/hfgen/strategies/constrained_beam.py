@@ -118,7 +118,7 @@ class Candidate:
 class ConstrainedBeam(NBestBeam):
     """A hypothesis ends, and is returned before others, only if it meets the constraints."""
 
-    joins = True
+    joins = checks_late = may_record = True
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:

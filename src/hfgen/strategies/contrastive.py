@@ -33,6 +33,7 @@ class Contrastive(Sample):
     """
 
     continues_cache = drops_rows = False
+    may_record = True
     fields_of_call = ("top_k",)
     shares_prefill = rolls_back = True
     tokens_ahead = 1  # candidates for the last token are forwarded too
@@ -160,7 +161,8 @@ class Contrastive(Sample):
         cache, hidden = run.model_kwargs[self.cache_name], []
         for candidate in tokens.split(1, dim=1):
             outputs = self.executor.forward(run, torch.cat([run.ids, candidate], dim=1))
-            hidden.append(_last_hidden(run, outputs)[:, -1])
+            newest = _last_hidden(run, outputs)[:, -1]
+            hidden.append(newest.clone() if self.executor.overwrites else newest)
             roll_back(cache, 1)
         best = self.best(probabilities, torch.stack(hidden, dim=1))
         chosen = tokens.gather(1, best[:, None])

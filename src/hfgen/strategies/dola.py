@@ -28,7 +28,7 @@ class Dola(Sample):
     from its own by Jensen-Shannon divergence.
     """
 
-    checks_late = True
+    checks_late = may_record = True
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:

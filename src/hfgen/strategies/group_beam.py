@@ -21,7 +21,7 @@ from .nbest import NBestBeam
 class GroupBeam(NBestBeam):
     """A search per group; the best of all groups are returned."""
 
-    joins = True
+    joins = checks_late = may_record = True
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:

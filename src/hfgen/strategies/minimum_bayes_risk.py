@@ -44,6 +44,7 @@ class MinimumBayesRisk(Sample):
     """Draw ``num_return_sequences`` samples per prompt, return the ``n_best`` likest to the others."""
 
     streams = False
+    checks_late = may_record = True
 
     def __init__(
         self, run: Run, utility: Utility, n_best: int = 1, on_tokens: bool = False

@@ -35,6 +35,7 @@ class NBestBeam(Beam):
     """Search until each list holds ``beams`` hypotheses that nothing can beat."""
 
     drops_rows = streams = False
+    checks_late = may_record = True
     # Lists close by the call's EOS tokens and greatest length.
     fields_of_call = ("eos_token_id", "max_length", "max_new_tokens", "forced_eos_token_id")
 
@@ -109,8 +110,12 @@ class NBestBeam(Beam):
     def stop(self, run: Run) -> None:
         if self.stops_by_length_only and not run.ids.is_cpu:  # nothing to wait for
             run.finished = run.ids.shape[1] >= run.criteria.max_length
-        else:
-            run.finished = bool(self.invalid.read(self.is_closed.all())[0])
+            return
+
+        def settle(values: list[int]) -> None:
+            run.finished = bool(values[0])
+
+        self.check(run, settle, self.is_closed.all())
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         scores = self.finished.scores

@@ -20,7 +20,7 @@ from .base import NextToken, padding
 class Sample(NextToken):
     """The likeliest token, or one drawn with the probability that the scores give it."""
 
-    drops_rows = joins = may_compile = takes_rows = checks_late = True
+    drops_rows = joins = may_compile = may_record = takes_rows = checks_late = True
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

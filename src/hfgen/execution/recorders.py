@@ -1,0 +1,153 @@
+"""Recorders: they record the kernels that a function launches, and launch them again together (CUDA graphs).
+
+https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: Runs of a function before it is recorded: libraries choose kernels and allocate workspaces in the first.
+WARM_UPS = 3
+
+#: Torch allows one capture at a time in a process.
+_CAPTURING = threading.Lock()
+
+
+class Recorder(Protocol):
+    """Records what a function asks of a device, and asks it again."""
+
+    def record(self, function: Callable[[], Any], reset: Callable[[], None]) -> Any:
+        """Warm up, then record ``function``; returns what it returns, tensors that replays write to.
+
+        ``reset`` undoes what a run of it has done to its inputs. It is called before each, and not recorded.
+        Raises what ``function`` raises, and ``RuntimeError`` if it reads the device.
+        """
+
+    def replay(self) -> None:
+        """Run the same kernels on the same addresses."""
+
+
+class CudaRecorder:
+    """A ``torch.cuda.CUDAGraph``. Torch registers the device's generator with it.
+
+    ``sibling``: the recorder of another graph that is freed together with this one and never runs beside it.
+    They share memory and streams. No others do: what cuBLAS has allocated for a stream goes with the first
+    graph that was captured on it (pytorch/pytorch#193402).
+    """
+
+    def __init__(self, device: torch.device, sibling: CudaRecorder | None = None) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.graph = torch.cuda.CUDAGraph()
+            # Of this device: torch's own stream for captures is of the first one that captured.
+            self.streams = torch.cuda.Stream(), torch.cuda.Stream()
+            self.pool = torch.cuda.graph_pool_handle()
+        if sibling is not None:
+            self.streams, self.pool = sibling.streams, sibling.pool
+
+    def record(self, function: Callable[[], Any], reset: Callable[[], None]) -> Any:
+        with _CAPTURING, torch.cuda.device(self.device):
+            current, (side, own) = torch.cuda.current_stream(), self.streams
+            side.wait_stream(current)
+            # Also where a capture fails to end: torch does not go back to the stream before it then.
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS - 1):
+                    reset()
+                    function()
+                reset()
+                # A capture that fails can leave torch's allocator and generator in the state of one.
+                with NoReads(self.device.type):
+                    function()
+                reset()
+                own.wait_stream(side)
+                # Other threads may go on allocating.
+                with torch.cuda.graph(self.graph, self.pool, own, "thread_local"):
+                    result = function()
+            current.wait_stream(side)
+            current.wait_stream(own)
+            return result
+
+    def replay(self) -> None:
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+
+
+#: What records the functions of a device, by its type: called with the device and a sibling.
+RECORDERS: dict[str, Callable[[torch.device, Any], Recorder]] = {"cuda": CudaRecorder}
+
+#: Operations whose result, or its shape, the host has to know.
+READS = frozenset(
+    "_local_scalar_dense _unique _unique2 bincount equal is_nonzero masked_select nonzero "
+    "unique_consecutive unique_dim".split()
+)
+
+
+class NoReads(TorchDispatchMode):
+    """Within, in this thread, ``RuntimeError`` is raised where the host would wait for a device of ``kind``.
+
+    Copies between devices count as well: a graph would copy from, or to, memory that the host has freed.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if self._is_read(name, args, kwargs):
+            raise RuntimeError(f"{name} waits for the device, or copies between it and the host")
+        return func(*args, **kwargs)
+
+    def _is_read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        if not any(self._is_there(leaf) for leaf in tree_leaves((args, kwargs))):
+            return False
+        if name == "_to_copy":
+            target = kwargs.get("device")
+            return target is not None and torch.device(target).type != args[0].device.type
+        if name == "copy_":
+            return bool(args[0].device.type != args[1].device.type)
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+            masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+            is_fill = name != "index" and args[2].numel() == 1  # torch then fills by the mask
+            return bool(masks) and not is_fill
+        return name in READS
+
+    def _is_there(self, leaf: Any) -> bool:
+        device = leaf.device if isinstance(leaf, Tensor) else leaf
+        return isinstance(device, torch.device) and device.type == self.kind
+
+
+#: Devices that have generators of their own, and copy to the host while they compute.
+ASYNCHRONOUS = ("cuda", "mps", "xpu")
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's generators that a forward on ``device`` may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "mps":
+        states.append(torch.mps.get_rng_state())
+    elif device.type in ASYNCHRONOUS:
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def set_generator_states(device: torch.device, states: list[Tensor]) -> None:
+    """The reverse."""
+    torch.set_rng_state(states[0])
+    if device.type == "mps":
+        torch.mps.set_rng_state(states[1])
+    elif device.type in ASYNCHRONOUS:
+        torch.get_device_module(device).set_rng_state(states[1], device)

@@ -1,0 +1,53 @@
+"""Recorded steps on a CPU: operations are noted one by one, and repeated on the same addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfgen.execution import recorders
+from tests.simulated_accelerator import Operation, Recorder
+
+
+class HostRecorder(Recorder):
+    """A ``Recorder`` of what a function asks of the CPU; a read of a tensor's values raises."""
+
+    def record(self, function: Any, reset: Any) -> Any:
+        reset()
+        with recorders.NoReads("cpu"):
+            function()
+        reset()
+        with _Noting(self):
+            return super().record(function, reset)
+
+
+class _Noting(TorchDispatchMode):
+    """While its recorder is the active one, operations are appended to it."""
+
+    def __init__(self, recorder: HostRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if Recorder.active is self.recorder:
+            self.recorder.operations.append(Operation(func, args, kwargs, result))
+        return result
+
+
+@contextmanager
+def recording_on_the_cpu() -> Iterator[None]:
+    """Within, calls with ``use_cuda_graph=True`` record their steps on a CPU, too."""
+    before = dict(recorders.RECORDERS)
+    recorders.RECORDERS["cpu"] = HostRecorder
+    try:
+        yield
+    finally:
+        recorders.RECORDERS.clear()
+        recorders.RECORDERS.update(before)
