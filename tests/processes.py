@@ -21,16 +21,23 @@ import torch
 import torch.distributed as dist
 
 #: Seconds until a process is taken to hang.
-LIMIT = 60.0
+LIMIT = 120.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.rank_cases"])
+_context.set_forkserver_preload(["tests.rank_cases", "tests.rank_groups"])
 
 
-def run(function: Callable[..., Any], *arguments: Any, n: int = 2, limit: float = LIMIT) -> list:
+def run(
+    function: Callable[..., Any],
+    *arguments: Any,
+    n: int = 2,
+    limit: float = LIMIT,
+    killed: int | None = None,
+) -> list:
     """What ``function(rank, *arguments)`` returns in each of ``n`` processes, by rank.
 
-    Raises ``AssertionError`` with the traceback of the process if one fails, and if one hangs.
+    ``killed``: the rank that ends itself by a signal, whose result is ``None``. Raises ``AssertionError``
+    with the traceback of the process if another fails, and if one hangs.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -47,13 +54,15 @@ def run(function: Callable[..., Any], *arguments: Any, n: int = 2, limit: float 
             if process.is_alive():
                 process.kill()
                 process.join()
+        ranks = [rank for rank in range(n) if rank != killed]
         problems = [
             f"rank {rank}:\n{text}"
-            for rank in range(n)
+            for rank in ranks
             if (text := _read(folder / f"error {rank}")) or not (folder / f"result {rank}").exists()
         ]
         assert not problems, "\n".join(problems)
-        return [torch.load(folder / f"result {rank}", weights_only=False) for rank in range(n)]
+        loaded = {rank: torch.load(folder / f"result {rank}", weights_only=False) for rank in ranks}
+        return [loaded.get(rank) for rank in range(n)]
 
 
 def _read(path: Path) -> str:

@@ -45,6 +45,11 @@ MODES: dict[str, dict[str, Any]] = {
     "rows leave": {"drop_finished": True, "eos_token_id": [7, 8, 9, 10, 11, 12, 13, 14, 15]},
     "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "no cache": {"use_cache": False},
+    "early exit": {"assistant_early_exit": 1},
+    "sampled with an early exit": {"assistant_early_exit": 1, "do_sample": True, "seed": 3},
+    "guidance": {"guidance_scale": 1.5},
+    "guided beams": {"guidance_scale": 1.5, "num_beams": 2},
+    "guided lookup": {"guidance_scale": 1.5, "prompt_lookup_num_tokens": 3},
 }
 
 
@@ -168,9 +173,10 @@ def fsdp_errors(rank: int) -> dict[str, Any]:
     attempt("room", max_new_tokens=4 + 8 * rank, cache_implementation="static")
     with unittest.mock.patch.object(ranks, "__version__", f"0.{rank}"):
         attempt("versions")
-    attempt("guidance", guidance_scale=2.0)
-    attempt("early exit", assistant_early_exit=1)
-    attempt("a sharded assistant", assistant_model=sharded(num_hidden_layers=1))
+    attempt("guided contrastive search", guidance_scale=2.0, penalty_alpha=0.5, top_k=3)
+    attempt("guided drafts", guidance_scale=2.0, assistant_early_exit=1)
+    attempt("a processor, guided", logits_processor=[failing], guidance_scale=2.0)
+    attempt("a processor, early exit", logits_processor=[failing], assistant_early_exit=1)
     results["an engine"] = attempted(lambda: hfgen.Engine(model))
     results["a stream that is left"] = attempted(lambda: left_after(model, ids, 2 if rank else 99))
     prefixes = hfgen.PrefixCache()
@@ -216,10 +222,6 @@ def tensor_parallel(rank: int, folder: str, undivided: str) -> dict[str, Any]:
     }
     for mode in MODES:
         results[mode] = attempted(lambda m=mode: generated(model, ids, 9, m))
-    results["early exit"] = attempted(
-        lambda: generated(model, ids, 9, "greedy", assistant_early_exit=1)
-    )
-    results["guidance"] = attempted(lambda: generated(model, ids, 9, "greedy", guidance_scale=1.5))
     prefixes = hfgen.PrefixCache()
     for _ in range(2):
         results["prefix cache"] = generated(model, ids, 9, "greedy", prefix_cache=prefixes)

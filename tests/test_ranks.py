@@ -69,6 +69,8 @@ OF_ONE = {
     "a processor, beams": "KeyError: 'step three'",
     "a processor, drafts": "KeyError: 'step three'",
     "a processor, contrastive": "KeyError: 'step three'",
+    "a processor, guided": "KeyError: 'step three'",
+    "a processor, early exit": "KeyError: 'step three'",
     "a streamer": "OSError: nobody listens",
     "an argument": "ValueError: `temperature` has to be",
     "within a forward": "MemoryError: no room",  # once the connections of its process are closed
@@ -94,9 +96,8 @@ OF_ALL = {
     "chunks": "RankError: .* differ in the number of parts of the prompt. rank 0: 1; rank 1: 2",
     "room": "RankError: A rank may generate 12 tokens, .* but rank 0 has cache or positions for 4",
     "versions": "RankError: .* differ in the versions. rank 0: hfgen 0.0, .*; rank 1: hfgen 0.1,",
-    "guidance": "ValueError: .*`guidance_scale`",
-    "early exit": "ValueError: .*`assistant_early_exit`",
-    "a sharded assistant": "ValueError: .*`assistant_model`",
+    "guided contrastive search": "ValueError: .*`guidance_scale` is refused, since contrastive",
+    "guided drafts": "ValueError: .*`guidance_scale` is refused, since drafts",
     "an engine": "ValueError: An engine takes no model whose parameters are sharded",
 }
 
@@ -136,23 +137,9 @@ def test_divided_models_give_the_tokens_of_whole_ones(divided: Any, alone: Any, 
     assert [results[mode] for results in divided] == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    ("case", "arguments"),
-    {
-        "early exit": {"assistant_early_exit": 1},
-        "guidance": {"guidance_scale": 1.5},
-        "prefix cache": {},
-    }.items(),
-    ids=str,
-)
-def test_divided_models_draft_guide_and_store(
-    divided: Any, alone: Any, case: str, arguments: dict[str, Any]
-) -> None:
-    expected = generated(alone, prompt(0), 9, "greedy", **arguments)
-    assert [results[case] for results in divided] == [expected] * 2
-
-
-def test_layers_are_divided_and_prefixes_found(divided: Any) -> None:
+def test_layers_are_divided_and_prefixes_found(divided: Any, alone: Any) -> None:
+    expected = generated(alone, prompt(0), 9, "greedy")
+    assert [results["prefix cache"] for results in divided] == [expected] * 2
     assert [results["parts"] for results in divided] == [32, 32]  # of 64
     assert all(results["prefix hits"] > 0 for results in divided)
 

@@ -31,6 +31,12 @@ def is_sharded(model: Any) -> bool:
     return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, model.modules()))
 
 
+def whole_shape(weight: torch.Tensor) -> Sequence[int]:
+    """The shape of a parameter, of which there may be a part here; ZeRO-3 leaves it empty between forwards."""
+    shape: Sequence[int] = getattr(weight, "ds_shape", weight.shape)
+    return shape
+
+
 def tensor_parallel_group(model: Any) -> Any:
     """The processes that compute each layer together; ``None`` without tensor parallelism."""
     mesh = getattr(model, "_device_mesh", None)
@@ -183,8 +189,9 @@ def token_embedding(model: Any) -> nn.Embedding | None:
 
 
 def position_table(model: Any) -> nn.Embedding | None:
-    """The table of learned positions, if the model has one."""
-    for name, module in model.named_modules():
+    """The table of learned positions, if the decoder has one; that of an image's patches is another."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for name, module in (decoder or model).named_modules():
         if isinstance(module, nn.Embedding) and ("pos" in name or name.endswith("wpe")):
             return module
     return None

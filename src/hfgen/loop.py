@@ -7,7 +7,6 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from . import logprobs, ranks
 from .execution import ahead
@@ -116,6 +115,7 @@ class Streaming:
 
 def unfinished(run: Run) -> bool:
     """Whether any sequence, on any device, is still being decoded."""
+    ranks.wait(run)
     has_unfinished = run.model._has_unfinished_sequences
     return bool(has_unfinished(run.finished, run.synced_gpus, device=run.ids.device))
 
@@ -133,12 +133,7 @@ def commit(run: Run, outputs: ModelOutput, **num_new_tokens: int) -> None:
 def has_unfinished_sequences(
     self: Any, this_peer_finished: bool, synced_gpus: bool, device: torch.device
 ) -> bool:
-    """The hook behind ``unfinished``: ``False`` once this device, or with sync every one, is done."""
+    """The hook behind ``unfinished``: with sync it asks all devices (``ranks.any_unfinished``)."""
     if not synced_gpus:
         return not this_peer_finished
-    still_decoding = torch.tensor(0.0 if this_peer_finished else 1.0, device=device)
-    dist.all_reduce(still_decoding, op=dist.ReduceOp.SUM)
-    n_decoding = still_decoding.item()
-    if n_decoding >= ranks.FAILED:
-        ranks.raise_of_others()
-    return n_decoding > 0
+    return ranks.any_unfinished(self, this_peer_finished, device)

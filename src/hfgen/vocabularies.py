@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from . import families
+
 #: What an incomplete character is decoded to.
 INCOMPLETE = "\ufffd"
 
@@ -15,7 +17,9 @@ def n_scores(model: Any) -> int:
     """The width of the model's logits."""
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
+    if weight is None:
+        return int(model.config.get_text_config().vocab_size)
+    return int(families.whole_shape(weight)[0])
 
 
 @dataclass(frozen=True, slots=True)

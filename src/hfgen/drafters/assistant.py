@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import ModelOutput
 
-from .. import draws, execution, families
+from .. import draws, execution, families, ranks
 from ..caches.layers import record_past, roll_back
 from ..call import ModelKwargs, Request, Run
 from ..loop import commit
@@ -35,6 +35,11 @@ class Assistant(Drafter):
         self.model = setup.run.model._mixed_view(model)
         self.threshold = setup.threshold
         self.cost = relative_cost(self.model, setup.run.model)
+        #: Other processes that take part in each forward, if parameters are sharded.
+        self.company = ranks.of_config(setup.run.config)
+        is_own = setup.assistant_model is None
+        if self.company is not None and not self.company.forwards_beside(self.model, is_own):
+            self.company = None
         #: Made with the first draft, when the prompt is known.
         self.run: Run | None = None
         #: Positions that the assistant's cache holds, and ids that its masks are made for.
@@ -118,6 +123,8 @@ class Assistant(Drafter):
         return execution.last_logits(outputs, run.ids.device)
 
     def forward(self, run: Run) -> ModelOutput:
+        if self.company is not None:
+            ranks.announce(self.company)
         if self.cached == 0:
             return execution.prefill(run.model, run.ids, run.config, run.model_kwargs, False)
         return self.executor.continued(run, run.ids.shape[1] - self.cached)
@@ -180,7 +187,8 @@ class Assistant(Drafter):
             "top_n_sigma top_a p_less xtc_probability mirostat adaptive_target sampler_order"
         ).split():
             setattr(config, name, None)
-        if self.model.config.is_encoder_decoder:  # chunks of a decoder's prompt are not worth it
+        # Chunks of a decoder's prompt are not worth it, and others would forward one of them.
+        if self.model.config.is_encoder_decoder or self.company is not None:
             config.prefill_chunk_size = None
         config.num_return_sequences = 1  # the rows are expanded already
         if isinstance(starts := config.decoder_start_token_id, list):

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
+from ..call import ModelKwargs
 from ..execution.views import view_of
 from ..types import Run
 from .assistant import Assistant
@@ -27,6 +29,12 @@ class EarlyExit(Assistant):
     def prepare(self, ids: torch.Tensor) -> Run:
         with self.explained():
             return super().prepare(ids)
+
+    def encoded(
+        self, kwargs: ModelKwargs, config: GenerationConfig, ids: torch.Tensor
+    ) -> ModelKwargs:
+        """``kwargs`` with what the encoder has made of its input: it is the model's own."""
+        return kwargs | {"encoder_outputs": self.setup.run.model_kwargs["encoder_outputs"]}
 
     def forward(self, run: Run) -> ModelOutput:
         with self.explained():

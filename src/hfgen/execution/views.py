@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
@@ -16,10 +15,11 @@ COMPILED = ("_compiled_call", "_last_compile_config", "_compiled_call_impl")
 
 def view_of(module: Any) -> Any:
     """A copy of ``module`` that shares all that it holds, but its table of children."""
-    view = copy.copy(module)
+    view = object.__new__(type(module))  # FSDP's classes construct their modules anew when copied
+    view.__dict__.update(vars(module))
     for key, value in vars(module).items():
         if key in COMPILED:
-            view.__dict__.pop(key, None)  # copies of a compiled module lack it already
+            del view.__dict__[key]
         elif isinstance(value, MethodType) and value.__self__ is module:
             view.__dict__[key] = MethodType(value.__func__, view)
         elif isinstance(value, partial) and module in value.args:  # accelerate's forward

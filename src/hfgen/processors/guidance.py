@@ -11,7 +11,7 @@ import torch
 from transformers.generation import logits_process as upstream
 from transformers.modeling_outputs import BaseModelOutput
 
-from .. import execution
+from .. import execution, ranks
 from .context import Context
 
 
@@ -20,6 +20,9 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
 ):
     """Guidance for decoder-only models; one negative prompt serves all beams of a row."""
 
+    #: Other processes that take part in each forward, if parameters are sharded.
+    company: ranks.Ranks | None = None
+
     def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``(rows, length, vocab)`` of the unconditional branch for ``input_ids (rows, length)``."""
         context = self.unconditional_context
@@ -27,6 +30,8 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
             for name in ("input_ids", "attention_mask"):
                 if context[name] is not None:
                     context[name] = _expand(context[name], len(input_ids))
+        if self.company is not None:
+            ranks.announce(self.company)
         return super().get_unconditional_logits(input_ids)
 
 
@@ -115,7 +120,11 @@ def guidance(scale: float, context: Context) -> UnbatchedClassifierFreeGuidanceL
         "use_cache": context.config.use_cache,
     }
     if not context.is_encoder_decoder:
-        return UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, context.model, **branch)
+        own = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, context.model, **branch)
+        company = ranks.of_config(context.config)
+        if company is not None and company.forwards_beside(context.model, is_own=True):
+            own.company = company
+        return own
     return EncoderDecoderGuidance(
         scale,
         context.model,

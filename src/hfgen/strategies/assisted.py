@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from .. import families, outputs
+from .. import families, outputs, ranks
 from ..caches import layers
 from ..caches.layers import roll_back
 from ..call import Run, Step
@@ -115,6 +115,7 @@ class Assisted:
     def forward(self, run: Run) -> ModelOutput:
         start = run.ids.shape[1]
         self.make_draft(run, start)
+        ranks.wait(run)
         ids, is_first = self.rows.tokens[:, : start + self.n_new], self.is_first
         self.is_first = False
         self.stats.forwards += 1

@@ -147,7 +147,7 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if weight is None:
         return
-    size, idle = weight.shape[0], set()
+    size, idle = families.whole_shape(weight)[0], set()
     is_encoder_decoder = model.config.is_encoder_decoder
     first = given.get("decoder_input_ids") if is_encoder_decoder else prompt.main_input
     if first is not None and first.shape[1] != 1:  # without ids: the start token

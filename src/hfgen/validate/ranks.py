@@ -22,27 +22,42 @@ def check_ranks(model: Any, call: Call) -> None:
         _check_forwards(model, call)
     if ranks.tensor_group is not None:
         _check_heads(model, int(model._tp_size))
-        if not ranks.is_synced:
-            _check_clocks(call)
+        _check_clocks(call, families.is_sharded(model))
 
 
 def _check_forwards(model: Any, call: Call) -> None:
     config, assistant = call.config, call.request.assistant_model
+    is_assistant_sharded = hasattr(assistant, "modules") and families.is_sharded(assistant)
+    drafts_beside = config.assistant_early_exit is not None or is_assistant_sharded
     if any(each.guidance_scale not in (None, 1) for each in call.configs):
+        if model.config.is_encoder_decoder:
+            reason = f"the second branch of {type(model).__name__} runs its encoder as well"
+        elif config.penalty_alpha is not None:
+            reason = "contrastive search forwards its candidates within a step"
+        elif drafts_beside:
+            reason = "drafts of sharded parameters are forwarded besides the loop, too"
+        else:
+            reason = ""
+        if reason:
+            raise ValueError(
+                f"{IN_STEP}: `guidance_scale` is refused, since {reason}. Leave it out."
+            )
+    if getattr(config, "use_mtp", False):
         raise ValueError(
-            f"{IN_STEP}, but `guidance_scale` forwards a second branch until this rank's rows have ended. "
-            "Leave it out."
+            f"{IN_STEP}: `use_mtp` is refused, since its layers read the embeddings and the head of the "
+            "model outside of its forward, where they are not gathered. Draft with "
+            "`prompt_lookup_num_tokens` or `assistant_early_exit`."
         )
-    if config.assistant_early_exit is not None or getattr(config, "use_mtp", False):
-        name = "use_mtp" if config.assistant_early_exit is None else "assistant_early_exit"
+    if config.assistant_early_exit is not None and not families.takes_only_text(model):
         raise ValueError(
-            f"{IN_STEP}, but `{name}` forwards parts of the model for as many drafts as are accepted. "
-            "Draft with `prompt_lookup_num_tokens`, or with an assistant that each rank has whole."
+            f"{IN_STEP}: `assistant_early_exit` is refused, since {type(model).__name__} would encode its "
+            "images or sounds for a draft, on some ranks and not on others. Draft with "
+            "`prompt_lookup_num_tokens`."
         )
-    if hasattr(assistant, "modules") and families.is_sharded(assistant):
+    if is_assistant_sharded and assistant.config.is_encoder_decoder:
         raise ValueError(
-            f"{IN_STEP}, but the parameters of `assistant_model` are sharded too, and how often it drafts "
-            "depends on what is accepted. Give each rank the whole assistant."
+            f"{IN_STEP}: a sharded `assistant_model` that has an encoder is refused, since the encoder runs "
+            "when a rank drafts for the first time. Give each rank the whole assistant."
         )
 
 
@@ -62,13 +77,19 @@ def _check_heads(model: Any, n_ranks: int) -> None:
             )
 
 
-def _check_clocks(call: Call) -> None:
+def _check_clocks(call: Call, is_sharded: bool) -> None:
     given = {
         "max_time": any(each.max_time is not None for each in call.configs),
         "cancel": call.request.kwargs.get("cancel") is not None,
     }
-    if (name := next((name for name, is_given in given.items() if is_given), None)) is not None:
-        raise ValueError(
-            f"`{name}` may end one rank a token before another, which then waits for ever. Pass "
-            "`synced_gpus=True` with it, by which ranks that end keep the others company."
-        )
+    if (name := next((name for name, is_given in given.items() if is_given), None)) is None:
+        return
+    if not call.ranks.is_synced:
+        advice = "Pass `synced_gpus=True` with it: all ranks then end with the first"
+    elif is_sharded:
+        advice = "Leave it out: ranks that compute other rows go on"
+    elif len(call.configs) > 1:
+        advice = "Pass it for all prompts alike, which then end together on all ranks"
+    else:
+        return
+    raise ValueError(f"`{name}` may end one rank a token before another. {advice}.")

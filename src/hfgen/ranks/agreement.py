@@ -1,14 +1,4 @@
-"""Several processes with one model: comparing their calls, and reporting an error to all of them.
-
-A *rank* is one of these processes. Sharded parameters (FSDP, ZeRO-3) are gathered in each forward, so ranks
-have prompts of their own and have to forward as often. Ranks of tensor parallelism compute each layer
-together, so they have to choose the same tokens. Either way, a rank that stops leaves the others waiting.
-
-``Ranks.agree`` compares the calls before the first forward, in one collective of a few numbers. An error
-before the loop, and one between two forwards of a loop with ``synced_gpus``, travel with the collective
-that comes next, and every rank raises. What fails within a forward leaves a note in the store of
-``torch.distributed``, which the others find once their own forward has failed.
-"""
+"""What the calls of several ranks have to agree on before the first forward."""
 
 from __future__ import annotations
 
@@ -22,22 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from . import __version__, families
-from .caches import layers
+from .. import __version__, families
+from ..caches import layers
+from .errors import RankError, error_of, error_of_connection, exchange, leave_note, text_of
 
 if TYPE_CHECKING:
-    from .call import Call, Request, Run
+    from ..call import Call, Request
 
-#: What a failed rank adds to the count of ranks that still decode. Above it are sums of whole numbers.
-FAILED = 2.0**20
+#: The hook that runs encoders.
+ENCODES = "_maybe_prepare_encoder_kwargs_for_generation"
+
+#: Inputs that parts of a model read which text does not pass through.
+MEDIA = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL} - {"mm_encoder_outputs"}
 
 #: Fields whose values are compared where all has to be the same; others may be any object.
 PLAIN = (bool, int, float, str, type(None))
-
-
-class RankError(RuntimeError):
-    """Another rank of the call has failed, or the ranks' calls do not go together."""
 
 
 @dataclass(slots=True)
@@ -53,6 +45,8 @@ class Ranks:
     number: int = field(default_factory=lambda: _count())
     #: Whether the next collective of the others is one of ``agree``, and none of a forward.
     may_tell: bool = True
+    #: The sharded model that ranks forward besides the loop, as often as each has to (``in_step``).
+    beside: Any = None
 
     @classmethod
     def of_request(cls, model: Any, request: Request) -> Ranks | None:
@@ -97,14 +91,30 @@ class Ranks:
 
     @contextmanager
     def encoding(self, model: Any, call: Call, prompt: Any) -> Iterator[None]:
-        """An encoder, if there is one, runs within: all ranks have to have come that far."""
+        """An encoder, if there is one, runs within: all ranks have to have come that far.
+
+        It runs outside of the model's forward. FSDP gathers what is sharded around the layers for it as well.
+        """
         if families.takes_only_text(model) and not model.config.is_encoder_decoder:
             yield
             return
         self.agree(model, call, prompt)
         self.may_tell = False
-        yield
+        register_fsdp_forward_method(model, ENCODES)  # does nothing for other models
+        try:
+            yield
+        finally:
+            vars(model).pop(ENCODES, None)
         self.may_tell = True
+
+    def forwards_beside(self, model: Any, is_own: bool) -> bool:
+        """Whether others take part in forwards of ``model`` besides the loop, which are announced then.
+
+        ``is_own``: it is the model that is decoded with, or a part of it; else it is another one.
+        """
+        if self.is_synced and (is_own or families.is_sharded(model)):
+            self.beside = model
+        return self.beside is model
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, where they wait in ``agree``, that this one will not come."""
@@ -115,7 +125,7 @@ class Ranks:
             return
         with suppress(Exception):  # what is raised is ``error``
             self._gather([1])
-            self._error_of_others(_text(error))
+            self._error_of_others(text_of(error))
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         """``numbers`` of every rank; shorter lists, of ranks that have failed, are filled up."""
@@ -123,12 +133,15 @@ class Ranks:
         row[: len(numbers)] = torch.tensor(numbers)
         row = row.to(self.device)
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(rows, row, group=self.group)
+        try:
+            dist.all_gather(rows, row, group=self.group)
+        except RuntimeError as error:
+            raise error_of_connection(error) from error
         table: list[list[int]] = torch.stack(rows).tolist()
         return table
 
     def _difference(self, name: str, value: Any) -> RankError:
-        values: list[Any] = _exchange(value, self.group)
+        values: list[Any] = exchange(value, self.group)
         if isinstance(value, frozenset):
             shared = frozenset.intersection(*values)
             values = [", ".join(sorted(each - shared)) or "nothing of its own" for each in values]
@@ -138,7 +151,7 @@ class Ranks:
         )
 
     def _error_of_others(self, own: str = "") -> RankError:
-        return error_of(_exchange(own, self.group))
+        return error_of(exchange(own, self.group))
 
 
 #: Numbers that a rank sends: whether it has failed, its part, its room, its need, and digests of facts.
@@ -176,8 +189,30 @@ def _of_every_rank(call: Call, prompt: Any) -> dict[str, Any]:
     return {
         "the versions": versions,
         "the mode": call.who + tried,
+        "what is forwarded besides": _besides(call),
+        "the kinds of input": ", ".join(_media(prompt)) or "text",
         "the number of parts of the prompt": 1 if size is None else math.ceil(length / size),
     }
+
+
+def _besides(call: Call) -> str:
+    """What a call forwards besides the loop, where that is a matter of its arguments."""
+    assistant, n_layers = call.request.assistant_model, call.config.assistant_early_exit
+    parts = [] if n_layers is None else [f"the first {n_layers} layers"]
+    if hasattr(assistant, "modules") and families.is_sharded(assistant):
+        parts.append(f"a sharded {type(assistant).__name__}")
+    if any(each.guidance_scale not in (None, 1) for each in call.configs):
+        parts.append("the second branch of guidance")
+    return ", ".join(parts) or "nothing"
+
+
+def _media(prompt: Any) -> list[str]:
+    """Names of the images, videos and sounds of a prompt, which encoders of the model read."""
+    given = {name for name, value in prompt.model_kwargs.items() if value is not None}
+    encoded = {
+        name for name, value in (prompt.model_kwargs.get("mm_encoder_outputs") or {}).items()
+    }
+    return sorted((given & MEDIA) | encoded)
 
 
 def _of_tensor_ranks(call: Call, prompt: Any) -> dict[str, Any]:
@@ -234,81 +269,3 @@ def _room(model: Any, call: Call, prompt: Any) -> tuple[int, int]:
         held = min(held, families.n_positions(table) + 1)
     room = min(held - prompt.ids.shape[1], NO_LIMIT)
     return int(room), int(call.config.max_length - call.prompt_length)
-
-
-# ---------------------------------------------------------------- errors
-
-
-def end_with(run: Run, strategy: Any, error: BaseException) -> None:
-    """Let the other ranks of a run end with ``error``, which came after a forward and before the next.
-
-    With ``synced_gpus`` they go on to ``loop.unfinished``, where it is told. A strategy that forwards
-    within its steps has ``make_up(run)``: it forwards what the others do in this step, or cannot.
-    """
-    company = None if run.call is None else run.call.ranks
-    if company is None or not company.is_synced or isinstance(error, RankError):
-        return
-    make_up = getattr(strategy, "make_up", None)
-    if make_up is not None and not make_up(run):
-        return
-    with suppress(Exception):  # what is raised is ``error``
-        failed = torch.tensor(FAILED, device=run.ids.device)
-        dist.all_reduce(failed, op=dist.ReduceOp.SUM)
-        _exchange(_text(error), None)
-
-
-def explain(run: Run, error: BaseException) -> None:
-    """Raise the ``RankError`` that says why a forward has failed here, or leave a note of ``error``."""
-    company = None if run.call is None else run.call.ranks
-    if company is None or isinstance(error, RankError):
-        return
-    if isinstance(error, RuntimeError) and (note := find_note(company.number)) is not None:
-        raise note from error
-    leave_note(error, company.number)
-
-
-def raise_of_others() -> None:
-    """Raise what other ranks have told."""
-    raise error_of(_exchange("", None))
-
-
-def error_of(messages: list[str]) -> RankError:
-    """The error of those that have not failed themselves; ``messages`` of each rank, or nothing."""
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text)
-    return RankError(f"The call ended on all ranks, since one has failed. {told}")
-
-
-def _exchange(message: Any, group: Any) -> list[Any]:
-    messages: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(messages, message, group=group)
-    return messages
-
-
-def _text(error: BaseException) -> str:
-    while isinstance(error, GeneratorExit):  # the consumer of the steps ended; it may have failed
-        if error.__context__ is None:
-            return "nobody asks for its tokens any more"
-        error = error.__context__
-    return f"{type(error).__name__}: {error}"[:2000]
-
-
-def leave_note(error: BaseException, number: int) -> None:
-    """Write ``error`` where ranks look whose forward has failed: the others may be within one."""
-    with suppress(Exception):
-        _store().set(f"hfgen/{number}/{dist.get_rank()}", _text(error))
-
-
-def find_note(number: int) -> RankError | None:
-    """What another rank has left; ``None`` if there is nothing, or no store any more."""
-    messages: list[str] = []
-    with suppress(Exception):  # there may be no group any more
-        messages = [""] * dist.get_world_size()
-        for rank in range(len(messages)):
-            key = f"hfgen/{number}/{rank}"
-            if rank != dist.get_rank() and _store().check([key]):
-                messages[rank] = _store().get(key).decode()
-    return error_of(messages) if any(messages) else None
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
