@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ..call import ModelKwargs
+from ..ranks import RankError
 from ..execution.views import view_of
 from ..types import Run
 from .assistant import Assistant
@@ -45,6 +46,8 @@ class EarlyExit(Assistant):
         """Within, an error says that the first layers alone may be its cause."""
         try:
             yield
+        except RankError:
+            raise
         except (AttributeError, IndexError, KeyError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"{type(self.model).__name__} cannot decode with its first {self.n_layers} layers "

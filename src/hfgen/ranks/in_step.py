@@ -1,4 +1,4 @@
-"""Ranks that forward as often: the collective before each forward, and what it tells.
+"""The collective before each forward of several processes, which also reports that one has failed.
 
 Each rank forwards once a step, and goes on while others decode. Drafts of a sharded model and the second
 branch of guidance are forwarded besides, as often as a rank's own tokens ask for it. A rank announces each
