@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from ..call import ModelKwargs
-from ..ranks import RankError
 from ..execution.views import view_of
+from ..ranks import RankError
 from ..types import Run
 from .assistant import Assistant
 from .base import Setup
