@@ -31,11 +31,10 @@ def zero(rank: int, target: str, draft: str) -> dict[str, Any]:
     from transformers.integrations import HfDeepSpeedConfig
 
     # Shared memory between processes, which takes a compiler.
-    with mock.patch.object(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None):
+    with mock.patch.object(sys.modules["deepspeed.comm.torch"], "build_shm_op", return_value=None):
         deepspeed.init_distributed("gloo")
-    settings = HfDeepSpeedConfig(
-        SETTINGS
-    )  # models are sharded as they are loaded, while it is there
+    # Models are sharded as they are loaded, while it is there.
+    settings = HfDeepSpeedConfig(SETTINGS)
     whole = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target, draft))
     model, small = (deepspeed.initialize(model=m, config=SETTINGS)[0].module.eval() for m in whole)
     results: dict[str, Any] = {"size": model.lm_head.weight.numel()}
