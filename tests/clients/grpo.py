@@ -1,4 +1,4 @@
-"""What the processes of ``test_trl_ranks.py`` run: TRL's GRPO with FSDP 2."""
+"""TRL's GRPO on a tiny model, in one process, or with FSDP 2 in several."""
 
 from __future__ import annotations
 
@@ -20,6 +20,42 @@ from tests.clients.conftest import model
 
 PROMPTS = ["one", "another prompt", "def f(", "x"]
 
+FSDP = {
+    "fsdp_version": 2,
+    "reshard_after_forward": True,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "cpu_ram_efficient_loading": False,
+}
+
+
+def trained(folder: str, **settings: Any) -> tuple[list[str], Any]:
+    """The completions of two steps of training, and the trainer."""
+    written: list[str] = []
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        written.extend(completions)
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    config = GRPOConfig(
+        folder,
+        max_steps=2,
+        num_generations=2,
+        learning_rate=1e-2,
+        seed=0,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **settings,
+    )
+    prompts = Dataset.from_dict({"prompt": PROMPTS})
+    tokenizer = tiny.byte_tokenizer()
+    trainer = GRPOTrainer(model(), reward, config, prompts, processing_class=tokenizer)
+    trainer.train()
+    return written, trainer
+
 
 class State(AcceleratorState):
     """accelerate's, which honours FSDP on accelerators alone: here it does on a CPU as well."""
@@ -32,10 +68,9 @@ class State(AcceleratorState):
             self.fsdp_plugin = named["fsdp_plugin"]
 
 
-def train(rank: int, folder: str, is_ours: bool) -> dict[str, Any]:
-    """Two steps of training: completions of this rank, forwards that kept company, and weights."""
+def train_sharded(rank: int, folder: str, is_ours: bool) -> dict[str, Any]:
+    """Completions of this rank, how many forwards kept company, and all weights."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}  # asked for, not used
-    written: list[str] = []
     company = 0
     original = loop.commit
 
@@ -44,54 +79,26 @@ def train(rank: int, folder: str, is_ours: bool) -> dict[str, Any]:
         company += run.finished
         original(run, outputs, **counts)
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        written.extend(completions)
-        return [float(sum(map(ord, text)) % 7) for text in completions]
-
-    settings = GRPOConfig(
-        folder,
-        max_steps=2,
-        num_generations=2,
-        per_device_train_batch_size=1,
-        max_completion_length=64,
-        generation_kwargs={"eos_token_id": [0, *range(2, 18)]},  # rows end at steps of their own
-        learning_rate=1e-2,
-        seed=0,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        fsdp=True,
-        fsdp_config=CONFIG,
-    )
     state = mock.patch("accelerate.accelerator.AcceleratorState", State)
     watched = mock.patch.object(loop, "commit", commit)
     with state, watched, hfgen.patched() if is_ours else nullcontext():
-        trainer = GRPOTrainer(
-            model(),
-            reward,
-            settings,
-            Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=tiny.byte_tokenizer(),
+        texts, trainer = trained(
+            folder,
+            per_device_train_batch_size=1,
+            max_completion_length=64,
+            generation_kwargs={
+                "eos_token_id": [0, *range(2, 18)]
+            },  # rows end at steps of their own
+            fsdp=True,
+            fsdp_config=FSDP,
         )
-        trainer.train()
     weights = {
         name: weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         for name, weight in trainer.model.state_dict().items()
     }
     return {
-        "texts": written,
+        "texts": texts,
         "company": company,
         "is sharded": any(isinstance(part, FSDPModule) for part in trainer.model.modules()),
         "weights": weights,
     }
-
-
-CONFIG = {
-    "fsdp_version": 2,
-    "reshard_after_forward": True,
-    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-    "cpu_ram_efficient_loading": False,
-}
