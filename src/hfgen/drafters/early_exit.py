@@ -34,8 +34,12 @@ class EarlyExit(Assistant):
     def encoded(
         self, kwargs: ModelKwargs, config: GenerationConfig, ids: torch.Tensor
     ) -> ModelKwargs:
-        """``kwargs`` with what the encoder has made of its input: it is the model's own."""
-        return kwargs | {"encoder_outputs": self.setup.run.model_kwargs["encoder_outputs"]}
+        """``kwargs`` with what the encoder makes of its input, or has made: ranks run it once, together."""
+        if self.company is None:
+            return super().encoded(kwargs, config, ids)
+        # Some decoders write to what they are given: Moonshine's.
+        outputs = copy.deepcopy(self.setup.run.model_kwargs["encoder_outputs"])
+        return kwargs | {"encoder_outputs": outputs}
 
     def forward(self, run: Run) -> ModelOutput:
         with self.explained():

@@ -7,6 +7,7 @@ such forward. Ranks that have none to do wait before their next step, and forwar
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def _forward_one_token(run: Run, model: Any) -> None:
     inputs: dict[str, Any] = {"input_ids": run.ids.new_zeros(1, 1)}
     if model.config.is_encoder_decoder:
         names = ("encoder_outputs", "attention_mask")
-        inputs = {name: run.model_kwargs.get(name) for name in names}
+        inputs = {name: copy.deepcopy(run.model_kwargs.get(name)) for name in names}
         inputs["decoder_input_ids"] = run.ids[:, :1]
     execution.call(model, **inputs, use_cache=False)
 
