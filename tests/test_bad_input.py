@@ -258,6 +258,10 @@ ARGUMENTS = [
     ({"prefix_allowed_tokens_fn": [1, 2]}, "`prefix_allowed_tokens_fn` has to be callable"),
     ({"custom_generate": 3}, "`custom_generate` has to be a callable or"),
     ({"attention_mask": [[1, 1]]}, "`attention_mask` has to be a tensor, but is list"),
+    (
+        {"tokenizer": "gpt2"},
+        "`tokenizer` has to be a tokenizer, as AutoTokenizer.from_pretrained()",
+    ),
 ]
 
 

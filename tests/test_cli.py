@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
 import unicodedata
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -308,6 +311,49 @@ def test_unloadable_folder(tmp_path: Path, files: dict[str, str], words: str) ->
     assert result.code == 2
     (line,) = result.err.splitlines()
     assert words in line
+
+
+def damaged(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def of_other_shapes(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"intermediate_size": 64}))
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("token*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (damaged, "weights are damaged or incomplete"),
+        (of_other_shapes, "weights do not fit its config.json"),
+        (without_tokenizer, "save one to the same folder"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named(
+    folder: str, tmp_path: Path, harm: Callable[[Path], None], words: str
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    harm(tmp_path)
+    result = run("generate", "x", "--model", str(tmp_path))
+    assert result.code == 2
+    assert words in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_weights_that_a_checkpoint_lacks_are_noted(tmp_path: Path) -> None:
+    llama().model.save_pretrained(tmp_path)  # without the output layer
+    tokenizer().save_pretrained(tmp_path)
+    result = run("generate", "x", "--model", str(tmp_path), "--max-new-tokens", "2")
+    assert result.code == 0
+    assert "lacks weights" in result.err
+    assert "lm_head.weight" in result.err
 
 
 def test_model_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1028,6 +1074,26 @@ def test_options_are_checked_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"2 {command} False False" for command in WRONG]
     assert len(done.stderr.splitlines()) == len(WRONG)
+
+
+def test_an_output_that_is_not_unicode(tmp_path: Path) -> None:
+    """As a console of Windows: what it cannot write is written by its code, and JSON stays JSON."""
+    code = (
+        "import sys, hfgen.cli\n"
+        "from hfgen.cli import generate, report\n"
+        "def show(*_, prompt, **__):\n"
+        "    print(prompt)\n"
+        "    report.out.print(prompt)\n"
+        "    report.print_json({'text': prompt})\n"
+        "hfgen.cli.app = lambda **_: show(prompt='é␣')\n"
+        "hfgen.cli.main()\n"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    *lines, last = done.stdout.splitlines()
+    assert lines == [r"\xe9\u2423"] * 2
+    assert json.loads(last) == {"text": "é␣"}
 
 
 def test_python_dash_m() -> None:

@@ -162,6 +162,11 @@ def test_nothing_comes_of_no_prompts():
     assert list(generate_many(MODEL, [])) == []
 
 
+def test_a_text_is_no_list_of_prompts():
+    with pytest.raises(TypeError, match=r"one str: write \[prompt\]"):
+        hfgen.generate_many(tiny.llama(), "hello")
+
+
 def test_wrong_options_are_named_at_once():
     with pytest.raises(ValueError, match="on_error"):
         generate_many(MODEL, PROMPTS, on_error="ignore")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ class Window:
     @property
     def errors(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+def test_what_has_no_picture_is_written_by_its_code(
+    chromium: Any, pages: Any, tmp_path: Path
+) -> None:
+    """Such as what turns round the direction of all text behind it."""
+    trace, path = pages["sampled"][0], tmp_path / "page.html"
+    first = trace.sequences[0].tokens[0].token_id
+    replace(trace, spelling={**trace.spelling, first: "\u202eé\x1b "}).save(path)
+    window = Window(chromium, path)
+    assert window.text("#t0").strip() == "U+202EéU+001B"
+    assert window.all("#t0")[0].get_attribute("aria-label").startswith("U+202EéU+001B␣, ")
 
 
 @pytest.mark.parametrize("name", ["sampled", "beams", "drafted", "ids", "nothing"])

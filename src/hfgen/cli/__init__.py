@@ -5,6 +5,7 @@ Commands import torch and transformers when they run, so that ``--help`` does no
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -101,4 +102,8 @@ app.add_typer(_eval, name="eval")
 
 def main() -> None:
     """Run the command line on ``sys.argv`` and exit with its status."""
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # what its encoding does not have is shown by its code
+        sys.stdout.reconfigure(errors="backslashreplace")
     app(prog_name="hfgen")

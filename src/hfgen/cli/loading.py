@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from hfgen.cli.report import CliError
+from hfgen.cli.report import CliError, one_line, say
 
 BUILTIN = {"builtin": False, "builtin-draft": True}  # name -> whether it is the draft model
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -103,9 +103,18 @@ def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[
     except Exception as error:
         if NO_TRUST in str(error):
             raise
-        advice = "save one to the same folder"
-        raise CliError(f"no tokenizer with {name!r}: {advice} ({first_line(error)})") from error
-    return auto.from_pretrained(source, dtype=dtype, device_map=device, **shared), tokenizer
+        reason = "" if first_line(error).endswith("one of") else f" ({first_line(error)})"
+        raise CliError(
+            f"no tokenizer with {name!r}: save one to the same folder{reason}"
+        ) from error
+    settings = {"dtype": dtype, "device_map": device, "output_loading_info": True}
+    model, found = auto.from_pretrained(source, **settings, **shared)
+    if missing := sorted(found["missing_keys"]):
+        say(
+            f"[yellow]note:[/] {one_line(name)} lacks weights, which are random now, so that answers mean "
+            f"nothing ({one_line(missing[0])}, …): is it a model that generates?"
+        )
+    return model, tokenizer
 
 
 def check_dtype(dtype: str) -> None:
@@ -157,6 +166,12 @@ def cause(error: BaseException, name: str) -> str:
         check_source(name) is None and name not in BUILTIN and offline()
     ):
         return "it has not been downloaded before, and the hub cannot be reached: no network"
+    if "SafetensorError" in kinds:
+        return f"its weights are damaged or incomplete, so save or download them again ({first_line(error)})"
+    if "ignore_mismatched_sizes" in str(
+        error
+    ):  # transformers logs the shapes, and --debug shows it
+        return "its weights do not fit its config.json: they have other shapes (--debug lists them)"
     advice = "Give a folder written by save_pretrained, a hub id, or builtin."
     return f"{first_line(error)}. {advice}"
 

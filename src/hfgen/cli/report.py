@@ -100,7 +100,8 @@ class Answers:
 
 def print_json(report: dict[str, Any]) -> None:
     """Print one JSON object on a line, its control codes escaped."""
-    text = json.dumps(report, ensure_ascii=False)
+    is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    text = json.dumps(report, ensure_ascii=not is_unicode)
     print(re.sub(r"[\x7f-\x9f]", lambda code: f"\\u{ord(code[0]):04x}", text))
 
 

@@ -53,8 +53,14 @@ def generate_many(
             ``max_rows``, ``memory``, ``prefill_tokens``, ``policy`` and ``prefix_cache``.
 
     Raises:
+        TypeError: ``prompts`` is a single text, or a mapping, in place of a list of prompts.
         ValueError: ``on_error`` is neither, or an option of the engine has a wrong value.
     """
+    if isinstance(prompts, str | bytes | Mapping):
+        given = type(prompts).__name__
+        raise TypeError(
+            f"`prompts` has to be a list of prompts, but is one {given}: write [prompt]."
+        )
     if on_error not in ("return", "raise"):
         raise ValueError(f"`on_error` has to be 'return' or 'raise', but is {on_error!r}.")
     options = {name: kwargs.pop(name) for name in ENGINE_OPTIONS if name in kwargs}

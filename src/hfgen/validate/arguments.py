@@ -70,6 +70,14 @@ def check_request(request: Request) -> None:
         value = getattr(request, name)
         if value is not None and not accepts(value):
             raise TypeError(f"`{name}` has to {what}, but is {_kind(value)}.")
+    for name in ("tokenizer", "assistant_tokenizer"):
+        tokenizer = request.kwargs.get(name)
+        is_other = isinstance(tokenizer, str) or not hasattr(tokenizer, "decode")
+        if tokenizer is not None and is_other:
+            loaded = "AutoTokenizer.from_pretrained() loads it"
+            raise TypeError(
+                f"`{name}` has to be a tokenizer, as {loaded}, but is {_kind(tokenizer)}."
+            )
     cancellation = request.kwargs.get("cancel")
     if cancellation is not None and not isinstance(cancellation, Cancellation):
         raise TypeError(f"`cancel` has to be a hfgen.Cancellation, but is {_kind(cancellation)}.")

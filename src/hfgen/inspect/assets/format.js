@@ -19,10 +19,14 @@ const svg = (tag, attributes, ...children) => make("http://www.w3.org/2000/svg",
 const hasText = Object.keys(trace.spelling).length > 0;
 const spelled = (id) => trace.spelling[id] ?? `#${id}`;
 
+// What moves the text behind it, or has no picture; but for joiners, which emoji and scripts are made with.
+const CONTROLS = /([\0-\x1f\x7f-\x9f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff])/;
+const code = (character) => `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+
 // A token on one line: white space can be seen.
 function visible(id) {
   const text = spelled(id).replace(/ {3,}/g, (run) => `␣×${run.length}`).replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
-  return text === "" ? "∅" : text;
+  return text === "" ? "∅" : text.split(CONTROLS).map((part) => (CONTROLS.test(part) ? code(part) : part)).join("");
 }
 
 const short = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);

@@ -11,8 +11,8 @@ const heat = (token) => (state.colour === "entropy" ? Math.min(1, (token.entropy
 function pieces(id) {
   const text = spelled(id);
   if (!hasText || text === "") return [`${visible(id)} `];
-  const parts = text.split(/(\n|\t)/).filter((part) => part !== "");
-  return parts.map((part) => (part === "\n" || part === "\t" ? el("i", { class: "white" }, part === "\n" ? "⏎\n" : "⇥\t") : part));
+  const parts = text.split(CONTROLS).filter((part) => part !== "");
+  return parts.map((part) => (CONTROLS.test(part) ? el("i", { class: "white" }, { "\n": "⏎\n", "\t": "⇥\t" }[part] ?? code(part)) : part));
 }
 
 function showText() {
