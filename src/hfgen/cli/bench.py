@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hfgen.cli import measure, options
 from hfgen.cli.loading import Loaded, load, quiet, upstream
-from hfgen.cli.report import CliError, err, out, print_json
+from hfgen.cli.report import CliError, err, out, print_json, spread
 
 PLOTS = (".png", ".pdf", ".svg")
 LIBRARIES = ("hfgen", "transformers")
@@ -182,14 +182,6 @@ def as_object(case: Case) -> dict[str, Any]:
         for name, runs in case.runs.items()
     }
     return {**asdict(case.shape), **runs, "speedup": case.speedups()}
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """The median, and half of the range; a dash for none."""
-    if not values:
-        return "-"
-    half = (max(values) - min(values)) / 2
-    return f"{statistics.median(values):,.{digits}f} ±{half:,.{digits}f}"
 
 
 def table(cases: Sequence[Case]) -> Table:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hfgen.cli import measure, options
 from hfgen.cli.loading import Loaded, load, quiet, upstream
-from hfgen.cli.report import CliError, duration, out, print_json
+from hfgen.cli.report import CliError, duration, out, print_json, spread
 
 NEW_TOKENS = 64
 NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
@@ -59,6 +59,11 @@ class Comparison:
     def ratio(self) -> float:
         """Time of hfgen divided by that of transformers."""
         return self.median("hfgen") / self.median("transformers")
+
+    def ratios(self) -> list[float]:
+        """The same of each pair of runs that stood beside each other."""
+        pairs = zip(self.runs["hfgen"][1:], self.runs["transformers"][1:], strict=True)
+        return [ours.seconds / theirs.seconds for ours, theirs in pairs]
 
 
 def compare(
@@ -166,9 +171,9 @@ def logit_gap(output: Any, row: int, position: int) -> float | None:
 
 
 def comparison_table(names: Iterable[str], results: list[Comparison], heading: str) -> Table:
-    """Both libraries side by side, one row per prompt or mode; times are medians."""
+    """Both libraries side by side, one row per prompt or mode: medians, ± half of the range."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(heading, overflow="ellipsis", no_wrap=True, max_width=26)
+    table.add_column(heading, overflow="ellipsis", no_wrap=True, max_width=20)
     for column in ("tokens", "same tokens", "transformers", "hfgen", "ratio"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, result in zip(names, results, strict=True):
@@ -177,7 +182,7 @@ def comparison_table(names: Iterable[str], results: list[Comparison], heading: s
             str(result.runs["transformers"][0].tokens),
             "[bold red]no[/]" if result.differences else "[green]yes[/]",
             *(duration(result.median(library)) for library in LIBRARIES),
-            f"{result.ratio:.2f}",
+            spread(result.ratios(), 2),
         )
     return table
 
@@ -198,4 +203,5 @@ def as_object(prompts: list[str], result: Comparison) -> dict[str, Any]:
             for library in LIBRARIES
         },
         "ratio": result.ratio,
+        "ratios": result.ratios(),
     }

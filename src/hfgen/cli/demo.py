@@ -86,7 +86,8 @@ def demo(debug: DebugOption = False) -> None:
             configs = [generation_config(each, loaded.model, NEW_TOKENS) for each in MODES.values()]
             results = [compare_call(loaded, inputs, each, SEED, repeat) for each in configs]
     out.print(comparison_table(MODES, results, "mode"))
-    out.print(f"[dim]one call, median of {repeat} interleaved runs; same weights, same seed[/]\n")
+    runs = f"{repeat} interleaved runs" if repeat > 1 else "a single run"
+    out.print(f"[dim]one call, median of {runs}, ± half of the range; same weights, same seed[/]\n")
     differing = [mode for mode, each in zip(MODES, results, strict=True) if each.differences]
     if differing:
         out.print(f"[bold red]The tokens differ from transformers' in: {', '.join(differing)}.[/]")

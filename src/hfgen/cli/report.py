@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +128,14 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The median, and half of the range; a dash for none."""
+    if not values:
+        return "-"
+    half = (max(values) - min(values)) / 2
+    return f"{statistics.median(values):,.{digits}f} ±{half:,.{digits}f}"
 
 
 def mebibytes(size: int | None) -> str:
