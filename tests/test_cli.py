@@ -677,7 +677,7 @@ def test_compare_says_what_transformers_does_not_know(folder: str) -> None:
     said = run(*arguments, "--drop-finished", "--choice", "a")
     assert said.code == 1
     assert said.err == (
-        "note: transformers does not know --drop-finished, --grammar, and runs without\n"
+        "note: transformers does not know --drop-finished, a grammar, and runs without\n"
     )
 
 

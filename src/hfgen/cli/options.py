@@ -277,8 +277,10 @@ def note_own(fields: dict[str, Any]) -> None:
     """Say which of the given fields transformers goes without."""
     from hfgen.fields import OWN_FIELDS
 
-    if own := ", ".join(option_name(name) for name in fields if name in OWN_FIELDS):
-        say(f"[yellow]note:[/] transformers does not know {own}, and runs without")
+    known = known_fields()
+    own = [n for n in fields if n in OWN_FIELDS]
+    if shown := ", ".join(option_name(n) if n in known else f"a {n}" for n in own):
+        say(f"[yellow]note:[/] transformers does not know {shown}, and runs without")
 
 
 def read_prompt(prompt: str | None) -> str:
