@@ -517,9 +517,11 @@ def test_the_benchmark_for_gpus_runs_dry(
     monkeypatch.setattr(
         gpu, "on_the_cpu", lambda make, size: f"{make().title} in {size.n_rounds} round"
     )
+    monkeypatch.setattr(gpu, "run_tests", lambda is_dry: (is_dry, "3 passed"))
     gpu.main(dry_run=True, out=tmp_path)
     page = capsys.readouterr().out
     assert page.startswith("# On a GPU: a dry run on the CPU")
+    assert "* Tests for GPUs: 3 passed." in page
     assert "Target 12, decoding on this machine's CPU: Tiny Llama in 1 round" in page
     for way in gpu.WAYS:
         (one, two) = (line for line in page.splitlines() if line.startswith(f"| {way} |"))
