@@ -367,10 +367,12 @@ def test_flags_are_copied_before_the_forward_and_waited_for_behind_it(
     seen: list[str] = []
 
     class Event:
-        def __init__(self, device: Any) -> None:
+        def __init__(self, device: Any, enable_timing: bool) -> None:
             assert torch.device(device) == torch.device("cpu")
+            assert not enable_timing
 
-        def record(self) -> None:
+        def record(self, stream: Any) -> None:
+            assert isinstance(stream, torch.cpu.Stream)  # of the flags' device
             seen.append("copy")
 
         def synchronize(self) -> None:

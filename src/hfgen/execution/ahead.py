@@ -46,8 +46,9 @@ class Ahead:
         if flags.device.type in ASYNCHRONOUS:
             values = torch.empty_like(flags, device="cpu", pin_memory=flags.is_cuda)
             values.copy_(flags, non_blocking=True)
-            copied = torch.Event(device=flags.device)
-            copied.record()
+            copied = torch.Event(flags.device, enable_timing=False)
+            # Without a stream, torch takes that of the current device, which may be another one.
+            copied.record(_stream(flags.device))
         self.asked = values, settle, copied
 
     def read(self) -> None:
@@ -141,6 +142,12 @@ def _loses_one(run: Run) -> bool:
         return False  # BLT's other part grows as well
     own = layers.layers_of(cache)
     return layers.keeps_all_tokens(cache) or all(type(each) is SlicedStaticLayer for each in own)
+
+
+def _stream(device: torch.device) -> Any:
+    """The current stream of a device; ``None`` where it has one alone (MPS)."""
+    module = torch.get_device_module(device)
+    return module.current_stream(device) if hasattr(module, "current_stream") else None
 
 
 def _undo(run: Run) -> None:
