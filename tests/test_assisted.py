@@ -742,7 +742,6 @@ def test_statistics(model: Any) -> None:
     assert model.generate(IDS[:1], config, prompt_lookup_num_tokens=2).speculation.forwards > 0
 
 
-@since_5_21
 def test_other_devices_are_kept_company(model: Any) -> None:
     """With ``synced_gpus``, a device that is done forwards on until all are."""
     left = [3]
