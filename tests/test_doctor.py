@@ -93,9 +93,53 @@ def test_what_moved_is_named(tmp_path: Path) -> None:
     assert "GenerationMixin.heal_tokens: is not there" in lines
     assert any(line.startswith("GenerationMixin._prefill: takes (self, more, ") for line in lines)
     assert any(line.startswith("_is_stateful: ") and "rolled back" in line for line in lines)
-    assert len(contract.breaches(tmp_path / "nothing")) == len(contract.hooks()) + len(
-        contract.PRIVATE
-    )
+    everything = [*contract.hooks(), *contract.imports(), *contract.PRIVATE]
+    assert len(contract.breaches(tmp_path / "nothing")) == len(everything)
+
+
+@pytest.fixture
+def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A transformers, as far as its source is read, without one hook and one class of layers."""
+    folder = tmp_path / "transformers"
+    (folder / "generation").mkdir(parents=True)
+    for path in (*UPSTREAM.iterdir(), *(UPSTREAM / "generation").iterdir()):
+        if path.name != "generation":
+            (folder / path.relative_to(UPSTREAM)).symlink_to(path)
+    for file, old, new in (
+        ("generation/utils.py", "def heal_tokens(", "def healed("),
+        ("cache_utils.py", "DynamicIndexedLayer", "DynamicIndexLayer"),
+    ):
+        text = (UPSTREAM / file).read_text(encoding="utf-8")
+        assert old in text
+        (folder / file).unlink()
+        (folder / file).write_text(text.replace(old, new), encoding="utf-8")
+    spec = SimpleNamespace(origin=str(folder / "__init__.py"))
+    monkeypatch.setattr(doctor, "find_spec", lambda name: spec)
+    return folder
+
+
+@pytest.mark.usefixtures("moved")
+def test_the_page_names_what_moved() -> None:
+    result = run()
+    assert result.code == 1
+    shown = [re.split("  +", line.strip())[-2:] for line in result.out.splitlines()]
+    assert ["GenerationMixin.heal_tokens", "is not there"] in shown
+    layer = "transformers.cache_utils.DynamicIndexedLayer"
+    assert [layer, "is not there; hfgen/caches/dynamic.py imports it"] in shown
+    assert "2 broken" in result.out
+
+
+@pytest.mark.usefixtures("moved")
+def test_what_moved_is_named_where_hfgen_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> None:
+        raise ImportError("cannot import name 'DynamicIndexedLayer'")
+
+    monkeypatch.setattr(contract, "hooks", fail)
+    found = {finding.name: finding for finding in doctor.contract(debug=False)}
+    assert list(found) == ["transformers.cache_utils.DynamicIndexedLayer", "import of hfgen"]
+    assert "ImportError: cannot import name" in found["import of hfgen"].value
 
 
 def test_the_doctor_finds_this_environment_well() -> None:
@@ -116,7 +160,9 @@ def test_the_doctor_finds_this_environment_well() -> None:
 
 
 def test_what_is_broken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "breaches", lambda folder: ["GenerationMixin._sample: is gone"])
+    monkeypatch.setattr(
+        contract, "moved_hooks", lambda folder: ["GenerationMixin._sample: is gone"]
+    )
     result = run()
     assert result.code == 1
     assert ["GenerationMixin._sample", "is gone"] in [

@@ -7,7 +7,8 @@ import inspect
 import re
 from pathlib import Path
 
-from .mixin import GenerationMixin
+#: Where hfgen's own source lies.
+SOURCE = Path(__file__).parent
 
 #: Names of the mixin that are hfgen's own, or of modes that transformers has moved to repositories.
 OWN = frozenset(
@@ -50,11 +51,18 @@ PRIVATE: dict[str, tuple[str, str]] = {
 
 def breaches(folder: Path) -> list[str]:
     """What of this the transformers whose package lies in ``folder`` does not keep, a line each."""
-    return [*_moved_hooks(folder), *_moved_attributes(folder)]
+    return [*moved_names(folder), *moved_hooks(folder)]
+
+
+def moved_names(folder: Path) -> list[str]:
+    """The part of ``breaches`` that can be found where hfgen cannot be imported: imports, and attributes."""
+    return [*_moved_imports(folder), *_moved_attributes(folder)]
 
 
 def hooks() -> dict[str, list[str]]:
     """The methods that take the place of transformers', and the names of their parameters."""
+    from .mixin import GenerationMixin  # imports much of transformers, which may have moved
+
     found = {}
     for name, attribute in vars(GenerationMixin).items():
         function = getattr(attribute, "__func__", attribute)
@@ -63,7 +71,35 @@ def hooks() -> dict[str, list[str]]:
     return found
 
 
-def _moved_hooks(folder: Path) -> list[str]:
+def imports() -> dict[tuple[str, str], str]:
+    """What is imported from modules of transformers, ``(module, name)``, and the file that does it first.
+
+    Names of the package itself are left out: they are documented.
+    """
+    found: dict[tuple[str, str], str] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers."):
+                for each in node.names:
+                    place = path.relative_to(SOURCE).as_posix()
+                    found.setdefault((str(node.module), each.name), place)
+    return found
+
+
+def _moved_imports(folder: Path) -> list[str]:
+    lines = []
+    for (module, name), place in imports().items():
+        base = folder.joinpath(*module.split(".")[1:])
+        files = [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.exists()]
+        text = files[0].read_text(encoding="utf-8") if files else ""
+        is_module = (base / f"{name}.py").exists() or (base / name).is_dir()
+        if not is_module and re.search(rf"\b{name}\b", text) is None:
+            lines.append(f"{module}.{name}: is not there; hfgen/{place} imports it")
+    return lines
+
+
+def moved_hooks(folder: Path) -> list[str]:
+    """The methods that are not there any more, or take other parameters, a line each."""
     file = folder / "generation" / "utils.py"
     tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else ast.Module([], [])
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef))

@@ -123,18 +123,21 @@ def contract(debug: bool) -> Iterator[Finding]:
     topic = "transformers' internals"
     if (found := find_spec("transformers")) is None or found.origin is None:
         return
+    from hfgen.contract import PRIVATE, hooks, imports, moved_hooks, moved_names
+
+    folder = Path(found.origin).parent
+    lines = moved_names(folder)
     try:
         with quiet(debug):
-            from hfgen.contract import PRIVATE, breaches, hooks
-    except Exception as error:
-        yield Finding(topic, "import of hfgen", f"{type(error).__name__}: {error}", "broken")
-        return
-    lines = breaches(Path(found.origin).parent)
+            lines += moved_hooks(folder)
+    except Exception as error:  # hfgen cannot be imported: what moved may be among the other lines
+        lines.append(f"import of hfgen: {type(error).__name__}: {error}")
     for line in lines:
         name, _, what = line.partition(": ")
         yield Finding(topic, name, what, "broken")
     if not lines:
         yield Finding(topic, "hooks", f"{len(hooks())}, with the same parameters")
+        yield Finding(topic, "imports", f"{len(imports())} names, all there")
         yield Finding(topic, "private attributes", f"{len(PRIVATE)}, all there")
 
 
