@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 import zipfile
@@ -58,7 +59,9 @@ def wrong_version(new: str, changelog: str, tags: list[str]) -> Iterator[str]:
     released = [Version(tag[1:]) for tag in tags if re.fullmatch(r"v\d+(\.\d+)*", tag)]
     if released and Version(new) <= max(released):
         yield f"version: {new} is not newer than {max(released)}, which has a tag"
-    if not re.search(rf"^## {re.escape(new)} \(\d{{4}}-\d\d-\d\d\)$", changelog, re.MULTILINE):
+    if re.search(rf"^## {re.escape(new)} \(unreleased\)$", changelog, re.MULTILINE):
+        yield f'CHANGELOG.md: "## {new} (unreleased)" needs the date of the release'
+    elif not re.search(rf"^## {re.escape(new)} \(\d{{4}}-\d\d-\d\d\)$", changelog, re.MULTILINE):
         yield f'CHANGELOG.md: no section "## {new} (YYYY-MM-DD)"'
 
 
@@ -77,11 +80,25 @@ def wrong_pages() -> Iterator[str]:
 def wrong_wheel(wheel: Path, files: list[str]) -> Iterator[str]:
     """What the wheel lacks of ``files`` (paths below src/), or has besides."""
     with zipfile.ZipFile(wheel) as archive:
-        found = {name for name in archive.namelist() if ".dist-info/" not in name}
+        names = archive.namelist()
+    found = {name for name in names if ".dist-info/" not in name}
+    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
+        yield f"{wheel.name}: lacks the licence"
     for name in sorted(set(files) - found):
         yield f"{wheel.name}: lacks {name}"
     for name in sorted(found - set(files)):
         yield f"{wheel.name}: has {name}, which is not tracked"
+
+
+def wrong_sdist(sdist: Path, tracked: list[str]) -> Iterator[str]:
+    """What the sdist has besides ``tracked`` (paths in the checkout), or lacks of what a build and the tests need."""
+    with tarfile.open(sdist) as archive:
+        names = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
+    for name in sorted(names - {*tracked, "PKG-INFO"}):
+        yield f"{sdist.name}: has {name}, which is not tracked"
+    wanted = ("src/", "tests/", "scripts/", "LICENSE", "Makefile", "SECURITY.md", "pyproject.toml")
+    for name in sorted(name for name in set(tracked) - names if name.startswith(wanted)):
+        yield f"{sdist.name}: lacks {name}"
 
 
 def git(*arguments: str) -> list[str]:
@@ -141,6 +158,7 @@ def main(
         else:
             files = [path.removeprefix("src/") for path in git("ls-files", "src/hfgen")]
             problems += wrong_wheel(wheel, files)
+            problems += wrong_sdist(dist.resolve() / f"hfgen-{new}.tar.gz", git("ls-files"))
             python = environment(folder / "empty")
             for extra, commands in COMMANDS.items():
                 what = f"{wheel}[{extra}]" if extra else str(wheel)

@@ -396,6 +396,15 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(plain, monkeypatch):
     assert "C++ compiler" in str(model.optimization)
 
 
+def test_a_torch_that_is_too_old_compiles_no_layer_and_says_so(plain, graphs, monkeypatch):
+    monkeypatch.setattr(compiled_layers, "OLDEST_TORCH", "99.1")
+    monkeypatch.setattr(compiled_layers.logger, "warning", lambda text: None)
+    model = hfgen.optimize(llama(), compile=True)
+    assert torch.equal(generate(model, tiny.prompt(1, 9)), generate(plain, tiny.prompt(1, 9)))
+    assert f"torch 99.1 or newer is needed, not {torch.__version__}" in str(model.optimization)
+    assert graphs() == 0
+
+
 def test_a_failure_behind_the_first_call_costs_no_token(plain, monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     monkeypatch.setattr(compiled_layers.logger, "warning", lambda text: None)

@@ -37,6 +37,8 @@ ROOMY = (GrowingLayer, SlicedStaticLayer)
 MOST_GRAPHS = 32
 #: The number of a layer, which graphs do not depend on: it only says where in the cache a layer writes.
 NUMBERS = r"L\['hfgen_layer'\].*\.layer_idx"
+#: Older ones know no patterns like ``NUMBERS``: each layer would have a graph of its own.
+OLDEST_TORCH = "2.8"
 #: Where a module keeps its hooks.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -319,6 +321,8 @@ def _compiling() -> Iterator[None]:
 
     Graphs do not check sizes a second time: guards have.
     """
+    if torch.__version__ < OLDEST_TORCH:
+        raise RuntimeError(f"torch {OLDEST_TORCH} or newer is needed, not {torch.__version__}")
     from torch._inductor import config as inductor
 
     dynamo: Any = torch._dynamo.config
