@@ -268,7 +268,7 @@ def test_subprocess(model: Any, expected: Tensor) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         # Upstream would not take this temperature: hfgen generates over there, too.
         result = pool.submit(generate, IDS, max_new_tokens=6, do_sample=True, temperature=0.0)
-        assert torch.equal(result.result(timeout=120), expected)
+        assert torch.equal(result.result(timeout=600), expected)
 
 
 def test_saved_weights_load_in_upstream(model: Any, expected: Tensor, tmp_path: Path) -> None:

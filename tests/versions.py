@@ -1,6 +1,7 @@
-"""Tests of what older versions of transformers do otherwise."""
+"""Tests of what older versions of transformers and torch do otherwise."""
 
 import pytest
+import torch
 import transformers
 from packaging import version
 
@@ -10,3 +11,9 @@ IS_5_23 = version.parse("5.23.0") <= INSTALLED
 since_5_23 = pytest.mark.skipif(not IS_5_23, reason="transformers before 5.23 does this otherwise")
 IS_5_21 = version.parse("5.21.0") <= INSTALLED
 since_5_21 = pytest.mark.skipif(not IS_5_21, reason="some families are new in 5.21")
+
+#: Whether torch tells how many objects hold a storage: CPU builds of 2.6 do not, and layers then copy instead.
+TELLS_HOLDERS = hasattr(torch._C, "_storage_Use_Count")
+holders_are_told = pytest.mark.skipif(
+    not TELLS_HOLDERS, reason="this torch has no _storage_Use_Count"
+)
