@@ -92,7 +92,7 @@ NOT_FIELDS = [
     (
         ValueError,
         {"stop_strings": "x"},
-        "`stop_strings` (='x') works on text: pass the model's tokenizer",
+        "`stop_strings` (='x') needs text: pass the model's tokenizer",
     ),
     (ValueError, {"repetition_penalty": -1.0}, "`repetition_penalty` has to be a float above 0"),
     (ValueError, {"repetition_penalty": 2}, "`repetition_penalty` has to be a float above 0"),
@@ -146,7 +146,7 @@ NOT_FIELDS = [
         {"length_penalty": 100, "num_beams": 2, "max_new_tokens": 3000},
         "`length_penalty` is the power of the length that scores are divided by: 3000 to the power",
     ),
-    (ValueError, {"low_memory": True, "num_beams": 2}, "`low_memory=True` is no longer a way"),
+    (ValueError, {"low_memory": True, "num_beams": 2}, "`low_memory=True` is no longer supported"),
     (ValueError, {"bad_words_ids": [[5, 97]]}, "`bad_words_ids` has the token 97, but the model's"),
     (
         ValueError,
@@ -221,11 +221,11 @@ CONTRADICTIONS = [
         "`streamer` cannot follow group beam search",
     ),
     ({"max_length": 4}, "`input_ids` has 7 tokens and `max_length` is 4"),
-    ({"input_ids": IDS}, "The prompt came twice, as `inputs` of shape (2, 7)"),
+    ({"input_ids": IDS}, "The prompt was passed twice, as `inputs` of shape (2, 7)"),
     ({"max_new_token": 4}, "`max_new_token` (did you mean `max_new_tokens`?)"),
     ({"suppress_tokens": [2], "forced_eos_token_id": 2}, "`forced_eos_token_id`"),
     ({"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": None}, "`eos_token_id`"),
-    ({"token_healing": True}, "`token_healing` (=True) works on text"),
+    ({"token_healing": True}, "`token_healing` (=True) needs text"),
 ]
 
 

@@ -458,7 +458,7 @@ def test_the_command_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hfgen, "builtin_model", builtin)
     page = tmp_path / "page.html"
     code, said = run("def", "class", "-o", str(page), "--top-k", "5", "--max-new-tokens", "4")
-    assert (code, "2 sequences" in said) == (0, True)
+    assert (code, "2 answers" in said) == (0, True)
     found = json.loads("".join(Page(page.read_text()).scripts[0]))
     assert [prompt["text"] for prompt in found["prompts"]] == ["def", "class"]
     assert found["settings"]["top_k"] == 5

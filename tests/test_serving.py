@@ -305,9 +305,9 @@ def test_the_engine_is_its_own_while_it_is_served() -> None:
     async def main() -> None:
         async with engine.serving() as service:
             for refused in (engine.step, engine.close, lambda: engine.add(prompt)):
-                with pytest.raises(EngineError, match="use its service"):
+                with pytest.raises(EngineError, match="use the service"):
                     refused()
-            with pytest.raises(EngineError, match="served already"):
+            with pytest.raises(EngineError, match="already has a service"):
                 await engine.serving().__aenter__()
             assert (await service.generate(prompt, max_new_tokens=4)).token_ids == expected
 

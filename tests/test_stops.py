@@ -305,11 +305,14 @@ def test_no_stop_token_before_the_least_number_of_tokens() -> None:
     [
         ({"stop_regex": "a(", "tokenizer": 1}, "`stop_regex` 'a\\(' does not compile: missing \\)"),
         ({"stop_regex": "a*", "tokenizer": 1}, "`stop_regex` 'a\\*' matches the empty text"),
-        ({"stop_regex": "a"}, "`stop_regex` .* works on text"),
+        ({"stop_regex": "a"}, "`stop_regex` .* needs text"),
         ({"stop_regex": ""}, "`stop_regex` has to be a non-empty string"),
         ({"ignore_eos": True}, "`ignore_eos=True` leaves nothing to end a row"),
         ({"thinking_token_budget": -1}, "`thinking_token_budget` has to be at least 0"),
-        ({"thinking_token_budget": 3}, "`thinking_token_budget` works with `thinking_start`"),
+        (
+            {"thinking_token_budget": 3},
+            "`thinking_token_budget` needs the tokens of `thinking_start`",
+        ),
         (
             {"thinking_token_budget": 3, "thinking_start": [5], "thinking_end": [5]},
             "`thinking_start` and `thinking_end` have to differ",
@@ -323,7 +326,10 @@ def test_no_stop_token_before_the_least_number_of_tokens() -> None:
             "`repetition_detection`: `min_pattern_size` \\(4\\) has to be between",
         ),
         ({"repetition_detection": 3}, "`repetition_detection` has to be a dict"),
-        ({"output_metrics": True}, "`output_metrics`=True puts its results on the output object"),
+        (
+            {"output_metrics": True},
+            "`output_metrics`=True returns its results on the output object",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_the_first_forward(

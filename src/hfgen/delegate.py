@@ -71,7 +71,7 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     ``NOT_IDS``; ``RuntimeError`` if decoding a prompt fails.
     """
     logger.warning(
-        "`cache_implementation='paged'` means continuous batching: generate_batch() does it directly."
+        "`cache_implementation='paged'` uses continuous batching; generate_batch() does this directly."
     )
     prefix.take_argument(model, request)  # which is refused
     kwargs = {name: v for name, v in request.kwargs.items() if name != "prefix_cache"}

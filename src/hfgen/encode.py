@@ -90,7 +90,7 @@ def prepare_multimodal_encoder_kwargs_for_generation(
             continue
         if encoded.get(modality) is not None:
             both = f"as pixels and encoded, in `mm_encoder_outputs['{modality}']`"
-            raise ValueError(f"The {modality} input came both {both}. Pass one of them.")
+            raise ValueError(f"The {modality} input was passed both {both}. Pass one of them.")
         encoded[modality] = encoder(**{n: model_kwargs[n] for n in names}, return_dict=True)
     for name in consumed:  # only now: modalities may share arguments
         model_kwargs.pop(name, None)

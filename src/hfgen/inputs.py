@@ -145,7 +145,7 @@ def prepare_model_inputs(
     named = model_kwargs.pop(name, None)
     if named is not None and inputs is not None:
         raise ValueError(
-            f"The prompt came twice, as `inputs` of shape {tuple(inputs.shape)} and as `{name}` of "
+            f"The prompt was passed twice, as `inputs` of shape {tuple(inputs.shape)} and as `{name}` of "
             f"shape {tuple(named.shape)}. Pass one of them."
         )
     inputs = named if inputs is None else inputs

@@ -43,8 +43,8 @@ class HfgenLM(HFLM):
         super().__init__(pretrained, batch_size=batch_size, **kwargs)
         if self.backend != "causal":
             raise ValueError(
-                "lm_eval's model type 'hfgen' takes decoders without an encoder, but "
-                f"{type(self.model).__name__} is an encoder-decoder: take 'hf'."
+                "lm_eval's model type 'hfgen' supports decoder-only models, but "
+                f"{type(self.model).__name__} is an encoder-decoder: use 'hf'."
             )
         self.mixed = mixed_view(self.model)
 

@@ -121,7 +121,7 @@ def validate_generation_mode(
     mode = MODES[generation_mode]
     if "streamer" in generation_mode_kwargs and not getattr(mode.strategy, "streams", True):
         raise ValueError(
-            f"`streamer` cannot follow {mode.name}, whose tokens are not final before the end. "
+            f"`streamer` cannot follow {mode.name}, whose tokens are not final before the end of the call. "
             "Drop the streamer, or decode in another mode."
         )
     if hasattr(mode.strategy, "check_config"):
@@ -157,5 +157,5 @@ def check_call(call: Call) -> None:
         raise ValueError(
             "`drop_finished=True` takes rows out of the cache, and "
             f"`cache_implementation={config.cache_implementation!r}` has a fixed number of them, or "
-            "does not declare `loses_rows`. Leave one of the two out."
+            "does not declare `loses_rows`. Use only one of them."
         )

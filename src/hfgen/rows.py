@@ -250,7 +250,7 @@ def set_keys(call: Call, prompt: Prompt) -> None:
     if call.config.assistant_ensemble_weight is not None:
         raise ValueError(
             "`assistant_ensemble_weight` lets drafts decide what is sampled, so that no `seed` can fix "
-            "it. Leave one of the two out."
+            "it. Use only one of them."
         )
     if call.rows is None:
         own *= prompt.batch_size

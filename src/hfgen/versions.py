@@ -26,8 +26,8 @@ def warn_if_untested() -> None:
 
     if transformers.__version__ not in TESTED:
         warnings.warn(
-            f"hfgen is not tested with transformers {transformers.__version__}, but with {TESTED}. "
-            "`hfgen doctor` says whether anything that hfgen relies on has moved.",
+            f"hfgen is not tested with transformers {transformers.__version__}; it is tested with {TESTED}. "
+            "`hfgen doctor` checks whether something that hfgen uses has changed.",
             UntestedVersionWarning,
             stacklevel=3,
         )

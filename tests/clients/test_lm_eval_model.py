@@ -147,5 +147,5 @@ def test_auto_decodes_several_rows_at_once(
 
 def test_importing_registers_and_encoders_are_refused():
     assert get_model("hfgen") is HfgenLM
-    with pytest.raises(ValueError, match="take 'hf'"):
+    with pytest.raises(ValueError, match="use 'hf'"):
         HfgenLM(tiny.t5(), tokenizer=tiny.byte_tokenizer(), device="cpu")

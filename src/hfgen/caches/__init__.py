@@ -158,7 +158,7 @@ def prepare_cache_for_generation(
     if not self._supports_default_dynamic_cache():
         if generation_config.cache_implementation is not None:
             logger.warning_once(
-                "This model makes its own kind of cache: `cache_implementation`="
+                "This model uses its own kind of cache: `cache_implementation`="
                 f"{generation_config.cache_implementation!r} is ignored."
             )
         return

@@ -74,9 +74,7 @@ app = typer.Typer(
 @app.callback()
 def hfgen(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Generate with any transformers model: same call, same tokens."""
     if version:

@@ -32,7 +32,8 @@ def batch(
         Path, typer.Argument(metavar="IN.jsonl", help="Requests, one JSON object on each line.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="Where answers are added.")
+        Path,
+        typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to append answers to."),
     ],
     model: options.ModelOption = "builtin",
     shard: Annotated[
@@ -44,23 +45,23 @@ def batch(
         float,
         typer.Option(
             "--memory",
-            help="For the KV cache: up to 1 a share of what is free, else bytes.",
+            help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
             callback=options.check_memory,
         ),
     ] = 0.8,
     prefill_tokens: Annotated[
-        int, typer.Option("--prefill-tokens", min=1, help="Tokens of prompts in one step, at most.")
+        int, typer.Option("--prefill-tokens", min=1, help="Prompt tokens per step, at most.")
     ] = 2048,
     policy: Annotated[
         str,
-        typer.Option("--policy", help="What goes first: fcfs, or srpt (short prompts)."),
+        typer.Option("--policy", help="Order: fcfs, or srpt (short prompts first)."),
     ] = "fcfs",
     prefix_cache: Annotated[
-        bool, typer.Option("--prefix-cache", help="Forward what prompts share at their start once.")
+        bool, typer.Option("--prefix-cache", help="Forward common prompt prefixes only once.")
     ] = False,
     chat_template: Annotated[
         Path | None,
-        typer.Option("--chat-template", help="A file in place of the tokenizer's template."),
+        typer.Option("--chat-template", help="A file to use instead of the tokenizer's template."),
     ] = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,

@@ -61,18 +61,19 @@ class Case:
 def bench(
     model: options.ModelOption = "builtin",
     prompt_tokens: Annotated[
-        str, typer.Option("--prompt-tokens", help="Lengths of prompts, as 16,256.")
+        str, typer.Option("--prompt-tokens", help="Prompt lengths, for example 16,256.")
     ] = "16,256",
     new_tokens: Annotated[
-        str, typer.Option("--new-tokens", help="Tokens to generate, as 8,64.")
+        str, typer.Option("--new-tokens", help="Output lengths, for example 8,64.")
     ] = "32",
     batch_sizes: Annotated[
-        str, typer.Option("--batch-sizes", help="Prompts in one call, as 1,4.")
+        str, typer.Option("--batch-sizes", help="Batch sizes, for example 1,4.")
     ] = "1,4",
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each library.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="OUT.png", help="Draw it; needs matplotlib.")
+        Path | None,
+        typer.Option("--plot", metavar="OUT.png", help="Write a plot; needs matplotlib."),
     ] = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,

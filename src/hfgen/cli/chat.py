@@ -56,9 +56,7 @@ def chat(
         str | None, options.model_option("A folder or a hub id of a model that can chat.")
     ] = None,
     assistant: options.AssistantOption = None,
-    system: Annotated[
-        str | None, typer.Option("--system", help="What the model is told before everything else.")
-    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,

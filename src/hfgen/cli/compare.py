@@ -69,7 +69,7 @@ class Comparison:
 def compare(
     context: typer.Context,
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; - or a pipe: one from standard input.")
+        list[str] | None, typer.Argument(help="Prompts; - or a pipe reads one from standard input.")
     ] = None,
     model: options.ModelOption = "builtin",
     assistant: options.AssistantOption = None,

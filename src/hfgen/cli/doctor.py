@@ -56,7 +56,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Look whether hfgen works here: versions, devices, optional parts, and the same tokens as transformers.
+    """Check this installation: versions, devices, optional packages, and the same tokens as transformers.
 
     Exit code 0: nothing is broken; 1: something is.
     """

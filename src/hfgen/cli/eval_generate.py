@@ -35,7 +35,7 @@ def generate(
         list[str] | None,
         typer.Option(
             "--metric",
-            help="exact_match, bleu, chrf, rouge or module:function; again for more. All installed.",
+            help="exact_match, bleu, chrf, rouge or module:function; repeatable. Default: all installed.",
         ),
     ] = None,
     output: Annotated[

@@ -16,7 +16,9 @@ from hfgen.cli.report import CliError, err, one_line, out, print_json, say
 
 UNITS = ("windows", "documents")
 
-SeedOption = Annotated[int, typer.Option("--bootstrap-seed", help="Of the intervals' resamples.")]
+SeedOption = Annotated[
+    int, typer.Option("--bootstrap-seed", help="Seed of the bootstrap resamples.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
 
 
@@ -24,16 +26,19 @@ def perplexity(
     files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="UTF-8 texts.")],
     model: options.ModelOption = "builtin",
     window: Annotated[
-        int | None, typer.Option("--window", help="Tokens at once: up to 2048 by default.")
+        int | None, typer.Option("--window", help="Tokens per window; default: up to 2048.")
     ] = None,
     stride: Annotated[
-        int | None, typer.Option("--stride", help="From window to window: half of one by default.")
+        int | None, typer.Option("--stride", help="Tokens between windows; default: half a window.")
     ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Windows forwarded at once.")
     ] = 4,
     resample: Annotated[
-        str, typer.Option("--resample", help="Units of the total's interval: windows or documents.")
+        str,
+        typer.Option(
+            "--resample", help="Units of the interval of the total: windows or documents."
+        ),
     ] = "windows",
     seed: SeedOption = 0,
     as_json: JsonOption = False,

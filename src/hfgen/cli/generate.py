@@ -28,19 +28,21 @@ NEW_TOKENS = 64
 def generate(
     context: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(help="The text to complete; - or a pipe: standard input.")
+        str | None, typer.Argument(help="The text to complete; - or a pipe reads standard input.")
     ] = None,
     model: options.ModelOption = "builtin",
     assistant: options.AssistantOption = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes.")] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print text as it is generated.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, times, memory.")
     ] = False,
     optimize: Annotated[
-        bool, typer.Option("--optimize", help="Use the kernels that are fastest on this CPU.")
+        bool, typer.Option("--optimize", help="Use the fastest kernels for this CPU.")
     ] = False,
     compile: Annotated[
-        bool, typer.Option("--compile", help="With --optimize: compile decoder layers, too.")
+        bool, typer.Option("--compile", help="With --optimize: also compile decoder layers.")
     ] = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,

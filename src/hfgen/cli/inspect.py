@@ -22,19 +22,21 @@ def inspect(
     context: typer.Context,
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="PAGE.html", help="Where it goes; .json: the data."),
+        typer.Option(
+            "--output", "-o", metavar="PAGE.html", help="The output file; .json writes the data."
+        ),
     ],
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[PROMPT]...",
-            help="Texts to complete, a tab each; - or a pipe: standard input.",
+            help="Texts to complete, one tab each; - or a pipe reads standard input.",
         ),
     ] = None,
     model: options.ModelOption = "builtin",
     assistant: options.AssistantOption = None,
     top: Annotated[
-        int, typer.Option("--top", min=1, help="Likely tokens to keep at each position.")
+        int, typer.Option("--top", min=1, help="Number of likely tokens to keep at each position.")
     ] = 10,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,

@@ -64,7 +64,7 @@ DeviceOption = Annotated[
     ),
 ]
 TrustOption = Annotated[
-    bool, Option("--trust-remote-code", help="Run the Python code that a model brings with it.")
+    bool, Option("--trust-remote-code", help="Run the Python code in the model's repository.")
 ]
 DebugOption = Annotated[
     bool, Option("--debug", help="Show warnings, and the traceback of an error.")

@@ -21,43 +21,52 @@ LEVELS = ("critical", "error", "warning", "info", "debug")
 
 def serve(
     model: options.ModelOption = "builtin",
-    host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
-            "--api-key", envvar="HFGEN_API_KEY", help="What clients have to send; 401 without it."
+            "--api-key",
+            envvar="HFGEN_API_KEY",
+            help="The key that clients must send; other requests get 401.",
         ),
     ] = None,
     max_rows: Annotated[
         int, typer.Option("--max-rows", min=1, help="Rows that decode at once.")
     ] = 32,
     max_queue: Annotated[
-        int, typer.Option("--max-queue", min=1, help="Requests that may wait; 429 beyond that.")
+        int,
+        typer.Option("--max-queue", min=1, help="Requests that may wait; further ones get 429."),
     ] = 256,
     max_request_mb: Annotated[
-        float, typer.Option("--max-request-mb", help="Size of a request in MiB; 413 beyond that.")
+        float,
+        typer.Option(
+            "--max-request-mb", help="Maximum size of a request in MiB; larger ones get 413."
+        ),
     ] = 16.0,
     memory: Annotated[
         float,
         typer.Option(
             "--memory",
-            help="For the KV cache: up to 1 a share of what is free, else bytes.",
+            help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
             callback=options.check_memory,
         ),
     ] = 0.8,
     prefill_tokens: Annotated[
-        int, typer.Option("--prefill-tokens", min=1, help="Tokens of prompts forwarded in a step.")
+        int, typer.Option("--prefill-tokens", min=1, help="Prompt tokens forwarded per step.")
     ] = 2048,
     policy: Annotated[str, typer.Option("--policy", help=f"{', '.join(POLICIES)}.")] = "fcfs",
     prefix_cache: Annotated[
-        bool, typer.Option("--prefix-cache", help="Keep the states of prompts for other requests.")
+        bool,
+        typer.Option("--prefix-cache", help="Reuse the keys and values of common prompt prefixes."),
     ] = False,
     chat_template: Annotated[
-        Path | None, typer.Option("--chat-template", help="A file to use in place of the model's.")
+        Path | None,
+        typer.Option("--chat-template", help="A file to use instead of the model's template."),
     ] = None,
     log_level: Annotated[
-        str, typer.Option("--log-level", help=f"{', '.join(LEVELS)}; info has a line per request.")
+        str,
+        typer.Option("--log-level", help=f"{', '.join(LEVELS)}; info prints a line per request."),
     ] = "warning",
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,

@@ -83,7 +83,7 @@ class Decoding:
         cache, model = families.given_cache(self.run.model_kwargs), self.run.model
         if families.keeps_other_state(model):
             raise ValueError(
-                f"{type(model).__name__} keeps states of its rows on its modules, so that requests cannot "
+                f"{type(model).__name__} keeps per-row state on its modules, so requests cannot "
                 "take turns. Decode with `generate`."
             )
         # A model that makes its cache itself, as Mamba, does so in its first forward.
@@ -92,8 +92,8 @@ class Decoding:
             return
         if not isinstance(cache, Cache):
             raise ValueError(
-                f"{type(model).__name__} decodes this request without a cache of a kind that is known "
-                f"({type(cache).__name__}), so that its rows cannot be in a batch with others. Decode it "
+                f"{type(model).__name__} decodes this request without a cache of a known kind "
+                f"({type(cache).__name__}), so its rows cannot share a batch with others. Decode it "
                 "with `generate`."
             )
         joining.check_declared(cache)

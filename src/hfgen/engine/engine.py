@@ -176,7 +176,9 @@ class Engine:
             kwargs.setdefault("tokenizer", self.tokenizer)
         inputs = model_inputs(prompt, kwargs.get("tokenizer"), self.model.device)
         if doubled := inputs.keys() & kwargs.keys() & {"input_ids", "inputs", "inputs_embeds"}:
-            raise ValueError(f"`{doubled.pop()}` is what the prompt is: leave it out.")
+            raise ValueError(
+                f"`{doubled.pop()}` is the prompt itself: do not pass it as an argument."
+            )
         kwargs |= {"return_dict_in_generate": True, "drop_finished": False}
         if isinstance(config := kwargs.get("generation_config"), GenerationConfig):
             config, kwargs = rows.with_fields(config, kwargs)
@@ -305,12 +307,14 @@ class Engine:
     def serve_in(self, thread: threading.Thread | None) -> None:
         """Let ``thread`` alone add, step and close, until ``None`` does; others get ``EngineError``."""
         if thread is not None and self._server is not None:
-            raise EngineError("The engine is served already: use that service, or close it first.")
+            raise EngineError(
+                "The engine already has a service: use this service, or close it first."
+            )
         self._server = thread
 
     def _check_thread(self) -> None:
         if self._server is not None and threading.current_thread() is not self._server:
-            raise EngineError("The engine is served by a thread of its own: use its service.")
+            raise EngineError("The thread of a service steps this engine: use the service.")
 
     # ------------------------------------------------------------ the end
 

@@ -94,7 +94,7 @@ class Manager(Worker, ContinuousBatchingManager):
             return
         status = self.background_thread_status
         if status.is_pause_requested(local=True):
-            raise RuntimeError("stop() within pause() would wait for ever: leave the pause first.")
+            raise RuntimeError("stop() within pause() would wait forever: leave the pause first.")
         status.request_stop(status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, 0)
         self._wake_up_loop.set()
         if block:

@@ -64,8 +64,8 @@ def check_arguments(model: Any, tokenizer: Any, prefix_cache: Any) -> None:
         raise TypeError(f"`model` has to be a model of transformers, but is {model!r:.80}.")
     if families.is_sharded(model):
         raise ValueError(
-            "An engine takes no model whose parameters are sharded (FSDP, ZeRO-3): each rank has other "
-            "requests, but all have to forward as often. Call generate(), or give each rank a whole model."
+            "An engine does not support sharded parameters (FSDP, ZeRO-3): each rank has other "
+            "requests, but all ranks need the same number of forward passes. Call generate(), or load the whole model on each rank."
         )
     if isinstance(tokenizer, str):
         raise TypeError(f"`tokenizer` has to be a tokenizer that is loaded, but is {tokenizer!r}.")

@@ -85,11 +85,11 @@ def score(
     """
     if len(predictions) != len(references):
         raise ValueError(
-            f"`references` has to have an entry for each of {len(predictions)} predictions, but has "
+            f"`references` needs one entry for each of {len(predictions)} predictions, but has "
             f"{len(references)}."
         )
     if not predictions:
-        raise ValueError("`predictions` has to have at least one, but is empty.")
+        raise ValueError("`predictions` is empty, but at least one prediction is needed.")
     if empty := [number for number, each in enumerate(references) if not each]:
         raise ValueError(f"`references[{empty[0]}]` has to have at least one, but is empty.")
     found = []
@@ -161,9 +161,9 @@ def _users(name: str) -> Callable[[str, list[str]], float]:
             value = float(found(prediction, references))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise ValueError(f"the prediction {prediction!r:.80} has none: {why}") from error
+            raise ValueError(f"no score for the prediction {prediction!r:.80}: {why}") from error
         if not math.isfinite(value):
-            raise ValueError(f"that of the prediction {prediction!r:.80} is {value}")
+            raise ValueError(f"the score of the prediction {prediction!r:.80} is {value}")
         return value
 
     return of_line

@@ -88,7 +88,7 @@ def sizes(model: Any, window: int | None = None, stride: int | None = None) -> t
     """
     if model.config.is_encoder_decoder:
         raise ValueError(
-            "Perplexity is that of a decoder without an encoder, but "
+            "Perplexity needs a decoder-only model, but "
             f"{type(model).__name__} is an encoder-decoder."
         )
     config = model.config.get_text_config()
@@ -141,7 +141,7 @@ def score(
     """
     ids = tokenizer(text, verbose=False).input_ids
     if len(ids) < 2:
-        raise ValueError(f"{name!r} has {len(ids)} tokens: there have to be at least 2.")
+        raise ValueError(f"{name!r} has {len(ids)} tokens, but perplexity needs at least 2.")
     lead = Pieces(tokenizer)[ids[0]] if ids[0] not in tokenizer.all_special_ids else b""
     found = TextScore(name, len(text.encode()) - len(lead))
     tokens, rest = torch.tensor(ids), windows(len(ids), window, stride)

@@ -63,7 +63,7 @@ def valid_auto_compile_criteria(
     )
     if compile_config is not None and not can_compile:
         logger.warning_once(
-            "`compile_config` is set, but forward is not compiled: that takes a static cache, no "
+            "`compile_config` is set, but the forward pass is not compiled: this needs a static cache, no "
             "offloading, and an accelerator or a CPU."
         )
     if can_compile:

@@ -103,7 +103,7 @@ class Tracer:
         n_new = step.tokens.shape[1]
         if step.logits is None:
             raise ValueError(
-                f"A trace reads `Step.logits`, which {type(strategy).__name__} leaves out."
+                f"A trace needs `Step.logits`, which {type(strategy).__name__} does not set."
             )
         told = getattr(strategy, "is_token", None)
         is_token = None if told is None else told(run, step)

@@ -75,7 +75,7 @@ def trace(
             "AutoModelForCausalLM, for example."
         )
     if kwargs.get("streamer") is not None:
-        raise ValueError("`streamer` is not told of a call that is traced: leave it out.")
+        raise ValueError("`streamer` does not work with a traced call. Leave it out.")
     if tokenizer is not None:
         kwargs["tokenizer"] = tokenizer
     kwargs |= model_inputs(prompt, tokenizer, model)

@@ -45,7 +45,7 @@ class Recorder:
         scores: Any = getattr(step, name)
         if scores is None:
             raise ValueError(
-                f"`logprobs` are read off `Step.{name}`, which {type(strategy).__name__} leaves out."
+                f"`logprobs` need `Step.{name}`, which {type(strategy).__name__} does not set."
             )
         if (scored := getattr(strategy, "scored", None)) is not None:
             rows, tokens = scored()

@@ -32,7 +32,7 @@ def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> lis
             **(body.get("chat_template_kwargs") or {}),
         )
     except Exception as error:  # the template's own: no system message, roles out of turn
-        raise ValueError(f"The chat template fails: {error}") from error
+        raise ValueError(f"The chat template raised an error: {error}") from error
     return [list(encoded["input_ids"])]
 
 

@@ -132,7 +132,7 @@ def generate_kwargs(
                 raise
             raise ValueError(f"`{name}` cannot be {value!r:.80}: {error}") from error
         if "grammar" in fields and "grammar" in update:
-            raise ValueError(f"`{name}` is a second grammar: an answer can have one.")
+            raise ValueError(f"`{name}` is a second grammar, but an answer can have only one.")
         fields |= update
     if "do_sample" not in fields:
         is_search = (fields.get("num_beams") or defaults.get("num_beams") or 1) > 1

@@ -190,7 +190,9 @@ class ChatHandler(EngineHandler, ChatCompletionHandler):
                 f"`messages` has to be a list of messages, but is {body.get('messages')!r}."
             )
         if body.get("tool_choice") not in (None, "auto", "none"):
-            raise ValueError("`tool_choice` has to be 'auto' or 'none': calls cannot be required.")
+            raise ValueError(
+                "`tool_choice` has to be 'auto' or 'none': requiring a call is not supported."
+            )
         for name, usual in OF_TEMPLATES.items():
             if body.get(name) not in (None, usual):
                 raise ValueError(f"`{name}` is not supported: use `chat_template_kwargs`.")
@@ -281,7 +283,7 @@ class TextHandler(EngineHandler):
         service, pieces = self.generation_state.service, self.pieces
         if body.get("stream"):
             if len(prompts) > 1:
-                raise ValueError("`prompt` has to be one where `stream` is true.")
+                raise ValueError("With `stream`, `prompt` has to be a single prompt.")
             lines = chunks(
                 await self.add(service, prompts[0]),
                 lambda row: TextChoices(row, pieces),

@@ -37,7 +37,7 @@ class Beam(NextToken):
         """Raise ``ValueError`` for a model or fields that cannot be searched with."""
         if config.low_memory and not (config.num_beam_groups or 1) > 1:
             raise ValueError(
-                "`low_memory=True` is no longer a way to search with beams. Leave it out; "
+                "`low_memory=True` is no longer supported with beam search. Leave it out; "
                 "`cache_implementation='offloaded'` saves memory."
             )
         length = config.max_length if config.max_new_tokens is None else config.max_new_tokens

@@ -57,7 +57,7 @@ def require_tokenizer(tokenizer: Any, field: str, value: Any) -> None:
     """Raise ``ValueError`` if a config field that works on text has no tokenizer to do it with."""
     if tokenizer is None:
         raise ValueError(
-            f"`{field}` (={value!r}) works on text: pass the model's tokenizer to `generate` as "
+            f"`{field}` (={value!r}) needs text: pass the model's tokenizer to `generate` as "
             "`tokenizer`."
         )
 
@@ -80,8 +80,8 @@ def check_companions(config: GenerationConfig) -> None:
         is_asked = value is not None and value is not False  # 0 is a number of log-probabilities
         if is_asked and not config.return_dict_in_generate:
             raise ValueError(
-                f"`{name}`={value!r} puts its results on the output object: set "
-                "`return_dict_in_generate=True`, too."
+                f"`{name}`={value!r} returns its results on the output object: set "
+                "`return_dict_in_generate=True` as well."
             )
 
 
@@ -128,7 +128,7 @@ def _check_thinking(config: Any, tokenizer: Any) -> None:
     for name, marker in markers.items():
         if isinstance(marker, str) and tokenizer is None:
             raise ValueError(
-                f"`thinking_token_budget` works with `{name}`, which is the text {marker!r}: pass the model's "
+                f"`thinking_token_budget` needs the tokens of `{name}`={marker!r}: pass the model's "
                 f"tokenizer to `generate` as `tokenizer`, or token ids as `{name}`."
             )
     if markers["thinking_start"] == markers["thinking_end"]:
@@ -164,8 +164,8 @@ def check_samplers(config: Any, tokenizer: Any) -> None:
     for name, is_steered in steered.items():
         if is_steered and config.do_sample and (config.num_beams or 1) > 1:
             raise ValueError(
-                f"`{name}` is steered by the token that is drawn at each step, but with `num_beams`="
-                f"{config.num_beams} there are several. Set `num_beams=1`, or leave `{name}` out."
+                f"`{name}` is controlled by the token drawn at each step, but with `num_beams`="
+                f"{config.num_beams} there are several tokens. Set `num_beams=1`, or leave `{name}` out."
             )
 
 
@@ -175,7 +175,7 @@ def _check_breakers(breakers: Any, tokenizer: Any) -> None:
     if breakers is None or any(isinstance(item, str) for item in breakers):
         which = "are strings by default" if breakers is None else "has strings"
         raise ValueError(
-            f"`dry_sequence_breakers` {which}: no repeat that `dry_multiplier` penalises reaches over "
+            f"`dry_sequence_breakers` {which}: repetitions (`dry_multiplier`) end at "
             "them. Pass the model's tokenizer to `generate` as `tokenizer`, or a list of token ids, "
             "which may be empty."
         )

@@ -204,9 +204,7 @@ def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
         reason = "with `synced_gpus` all devices have to forward as often. Leave one of them out"
     else:
         return
-    raise ValueError(
-        f"`prompt_logprobs` are of the tokens of a prompt that is forwarded; {reason}."
-    )
+    raise ValueError(f"`prompt_logprobs` need a prompt of tokens that is forwarded; {reason}.")
 
 
 def _check_mask(model: Any, prompt: Prompt) -> None:
