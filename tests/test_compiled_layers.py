@@ -405,6 +405,24 @@ def test_a_torch_that_is_too_old_compiles_no_layer_and_says_so(plain, graphs, mo
     assert graphs() == 0
 
 
+def test_a_layer_that_keeps_something_runs_as_it_is(plain, monkeypatch):
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_layers.logger, "warning", lambda text: None)
+    model = llama()
+
+    class Keeping(type(model.model.layers[0].mlp)):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = x
+            return super().forward(x)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Keeping
+    hfgen.optimize(model, compile=True)
+    assert torch.equal(generate(model, tiny.prompt(1, 9)), generate(plain, tiny.prompt(1, 9)))
+    assert model.model.layers[1].mlp.kept.shape[1] == 1
+    assert "sets attributes of itself" in str(model.optimization)
+
+
 def test_a_failure_behind_the_first_call_costs_no_token(plain, monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     monkeypatch.setattr(compiled_layers.logger, "warning", lambda text: None)

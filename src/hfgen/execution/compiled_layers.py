@@ -141,14 +141,19 @@ class LayerGraph:
                 positions = torch.arange(new, device=hidden.device)
                 if new > 1:
                     torch._dynamo.maybe_mark_dynamic(positions, 0)
+                view = view_of(layer)
+                states = [(vars(part), dict(vars(part))) for part in view.modules()]
                 self._function(
-                    view_of(layer),
+                    view,
                     hidden=stand_in(hidden, stands_for),
                     keys=room_like(keys, of_rows),
                     values=room_like(values, of_rows),
                     positions=positions,
                     kwargs={name: stand_ins(value, stands_for) for name, value in kwargs.items()},
                 )
+            for now, before in states:  # later steps run the graph alone, which sets nothing
+                if any(before.get(name, before) is not value for name, value in now.items()):
+                    raise RuntimeError("a part of the layer sets attributes of itself")
         except Exception as error:
             self.fail(error)
         return self.failure is None

@@ -148,7 +148,7 @@ def _linear_shape(x: Tensor, number: Tensor, n_out: int) -> Tensor:
 
 _LIBRARY = torch.library.Library("hfgen", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor number, SymInt n_out) -> Tensor")
-_LIBRARY.impl("linear", _linear, "CPU")
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("hfgen::linear", _linear_shape, lib=_LIBRARY)
 
 
