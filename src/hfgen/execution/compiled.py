@@ -129,7 +129,8 @@ def _mark_sizes(tensor: Tensor) -> None:
 
 def _one_is_not_special() -> AbstractContextManager[Any]:
     """Let a graph that was compiled for several rows take a single one."""
-    try:
-        return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    except AttributeError:  # an older torch compiles once more for a single row
+    if not hasattr(
+        fx_config, "backed_size_oblivious"
+    ):  # an older torch: a single row compiles again
         return nullcontext()
+    return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
