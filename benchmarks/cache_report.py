@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import output
 from .cache_cases import KINDS, Memory, Result
-from .plots import apart, legend_below
+from .plots import apart, legend_below, save, subplots
 from .side_by_side import LIBRARIES, Comparison
 
 ABOUT = {
@@ -161,14 +161,9 @@ def memory_table(memories: Sequence[Memory]) -> str:
 
 def plot(results: Sequence[Result], memories: Sequence[Memory], path: Path) -> None:
     """Speed over length for each case that has several, memory over context, a row for each model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     models = list(dict.fromkeys(each.model for each in (*results, *memories)))
     columns = ("decoding", "beams", "samples", "memory")
-    figure, panels = pyplot.subplots(
+    figure, panels = subplots(
         len(models),
         len(columns),
         figsize=(4 * len(columns), 4 * len(models)),
@@ -182,8 +177,7 @@ def plot(results: Sequence[Result], memories: Sequence[Memory], path: Path) -> N
             panel.set_title(f"{model}: {case}", fontsize=10)
         _plot_memory(row[-1], [m for m in memories if m.model == model])
         row[-1].set_title(f"{model}: one token more", fontsize=10)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save(figure, path, dpi=130)
 
 
 def _plot_speed(panel: Any, case: str, results: Sequence[Result]) -> None:
@@ -233,14 +227,10 @@ def write(
     results: Sequence[Result], memories: Sequence[Memory], facts: dict[str, Any], folder: Path
 ) -> str:
     """Write report, raw data and plot to ``folder``; returns the report."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = report(results, memories, facts)
-    (folder / "caches.md").write_text(text)
     raw = {
         "machine": facts,
         "results": [asdict(result) for result in results],
         "memory": [asdict(memory) for memory in memories],
     }
-    (folder / "caches.json").write_text(json.dumps(raw, indent=1) + "\n")
-    plot(results, memories, folder / "caches.png")
-    return text
+    return output.write(folder, "caches", text, raw, lambda path: plot(results, memories, path))

@@ -10,10 +10,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import transformers
 import typer
 from rich.console import Console
@@ -23,6 +21,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from .cache_cases import CASES, KINDS, Memory, Result, Size, measure, measure_memory
 from .cache_report import write
 from .models import SUBJECTS, Subject
+from .output import RESULTS, OutOption, ThreadsOption, set_threads
 from .side_by_side import UnequalTokensError, frozen_garbage, machine
 
 MEMORY = "memory"
@@ -78,10 +77,8 @@ def main(
         list[int] | None, typer.Option(help="Tokens of beams and samples; repeat for several.")
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows of decoding.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    threads: ThreadsOption = None,
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure hfgen against upstream; exit code 1 if their tokens differ."""
     everything = [*CASES, MEMORY]
@@ -89,8 +86,7 @@ def main(
     for given, known in ((chosen, everything), ([model], [*SUBJECTS, "all"])):
         if unknown := [name for name in given if name not in known]:
             raise typer.BadParameter(f"{unknown}: choose from {', '.join(known)}")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     options = {"pairs": pairs, "contexts": context, "prompts": prompt, "batches": batch}

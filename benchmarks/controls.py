@@ -7,7 +7,6 @@ them, one token after another, so that their own time is what is seen.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,9 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfgen
+from benchmarks import output
+from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
+from benchmarks.plots import save, subplots
 from benchmarks.side_by_side import frozen_garbage, machine, unmixed
 
 #: Output lengths at which the time per token is taken.
@@ -193,13 +195,8 @@ Microseconds per token of all rows, of the processors alone, by the length of th
 
 def plot(curves: list[Curve], path: Path) -> None:
     """The time per token by the length of the output, one panel per text and number of rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = sorted({(curve.text, curve.rows) for curve in curves}, reverse=True)
-    figure, axes = pyplot.subplots(
+    figure, axes = subplots(
         ncols=len(panels), figsize=(1 + 3.6 * len(panels), 4.4), squeeze=False, layout="constrained"
     )
     colors = {name: f"C{index}" for index, name in enumerate(CONTROLS)}
@@ -221,19 +218,14 @@ def plot(curves: list[Curve], path: Path) -> None:
     axes[0][0].set_ylabel("microseconds per token, all rows")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)
 
 
 def write(curves: list[Curve], facts: dict[str, Any], vocab: int, folder: Path) -> str:
     """Write report, raw data and plot to ``folder``; returns the report."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = report(curves, facts, vocab)
-    (folder / "controls.md").write_text(text)
     raw = {"machine": facts, "vocab": vocab, "curves": [*map(asdict, curves)]}
-    (folder / "controls.json").write_text(json.dumps(raw, indent=1) + "\n")
-    plot(curves, folder / "controls.png")
-    return text
+    return output.write(folder, "controls", text, raw, lambda path: plot(curves, path))
 
 
 def main(
@@ -241,14 +233,11 @@ def main(
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Default: 1 and 8.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Timed at each length.")] = 40,
     length: Annotated[int, typer.Option(min=200, help="Of the longest output.")] = LENGTHS[-1],
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    threads: ThreadsOption = None,
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure what controls cost per token, by the length of the output; exit code 1 if one is not flat."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     transformers.logging.set_verbosity_error()
     model, lengths = build(vocab), (*(n for n in LENGTHS if n < length), length)
     curves = []

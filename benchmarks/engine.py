@@ -7,7 +7,6 @@ it asks for. Only these are counted; what a padded batch decodes beyond them is 
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -22,8 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 import hfgen
+from benchmarks import output
 from benchmarks.edits import EDITS, editing
 from benchmarks.models import SUBJECTS
+from benchmarks.output import RESULTS, OutOption
+from benchmarks.plots import save, subplots
 from benchmarks.side_by_side import Spread, frozen_garbage, machine, read_bandwidth, unmixed
 from hfgen.batch import Batch
 from hfgen.caches.dynamic import GrowingCache
@@ -324,12 +326,8 @@ def table(timed: list[Timed]) -> str:
 
 
 def plot(timed: list[Timed], title: str, path: Path) -> None:
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 2.6))
+    figure, axis = subplots(figsize=(7, 2.6))
     names = [each.name for each in timed][::-1]
     speeds = [each.n_tokens / statistics.median(each.seconds) for each in timed][::-1]
     bars = axis.barh(names, speeds, color=["#9aa5b1"] * (len(names) - 1) + ["#1f6feb"])
@@ -338,8 +336,7 @@ def plot(timed: list[Timed], title: str, path: Path) -> None:
     axis.set_xlabel("tokens per second")
     axis.set_title(title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path, dpi=120)
 
 
 def main(
@@ -347,7 +344,7 @@ def main(
     n_requests: Annotated[int, typer.Option(min=8)] = 64,
     rows: Annotated[int, typer.Option(min=1, help="Rows that the engine decodes at once.")] = 32,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    out: Annotated[Path, typer.Option()] = Path("benchmarks/results"),
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure, and write a table, the numbers and a plot."""
     model = SUBJECTS[subject]().model
@@ -404,13 +401,7 @@ def main(
         "n_tokens": n_tokens,
         "text": text,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "engine.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    kept[subject] = results
-    path.write_text(json.dumps(kept, indent=1) + "\n")
-    parts = [kept[name]["text"] for name in SUBJECTS if name in kept]
-    (out / "engine.md").write_text("# Continuous batching\n\n" + "\n".join(parts))
+    output.write_section(out, "engine", "Continuous batching", subject, results, SUBJECTS)
     if not is_large:
         plot(
             timed,

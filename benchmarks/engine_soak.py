@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import inspect
-import json
 import random
 import sys
 import time
@@ -24,6 +23,9 @@ import typer
 from torch import Tensor
 
 import hfgen
+from benchmarks import output
+from benchmarks.output import RESULTS, OutOption
+from benchmarks.plots import save, subplots
 from benchmarks.side_by_side import machine
 from hfgen.engine import Engine, EngineRequest
 from hfgen.engine.errors import ResultTakenError
@@ -334,14 +336,8 @@ def report(soak: Soak) -> str:
 
 
 def plot(soak: Soak, path: Path) -> None:
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(7, 4.2), sharex=True, layout="constrained"
-    )
+    figure, (above, below) = subplots(2, 1, figsize=(7, 4.2), sharex=True, layout="constrained")
     done = [sample.n_done for sample in soak.samples]
     above.plot(done, [sample.rss / 2**20 for sample in soak.samples], label="resident set")
     above.plot(done, [sample.tensors / 2**20 for sample in soak.samples], label="live tensors")
@@ -352,27 +348,20 @@ def plot(soak: Soak, path: Path) -> None:
     below.set_ylabel("rows")
     below.set_xlabel("requests that have ended")
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path, dpi=120)
 
 
 def main(
     requests: Annotated[int, typer.Option(min=500, help="How many.")] = 10_000,
     compared: Annotated[int, typer.Option(min=0, help="Of these, compared with solo calls.")] = 300,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    out: OutOption = RESULTS,
 ) -> None:
     """Run the requests, check what has to hold, and write the report."""
     torch.set_num_threads(1)
     soak = Runner(requests, compared, seed).run()
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "engine_soak.md").write_text(report(soak), encoding="utf-8")
     raw = asdict(soak) | {"outcomes": dict(soak.outcomes), "machine": machine()}
-    (out / "engine_soak.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    plot(soak, out / "engine_soak.png")
-    print(report(soak))
+    print(output.write(out, "engine_soak", report(soak), raw, lambda path: plot(soak, path)))
     sys.exit(bool(soak.problems))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import ftplib
 import inspect
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -25,8 +24,10 @@ from torch import nn
 from transformers import CompileConfig
 
 import hfgen
-from benchmarks import models
+from benchmarks import models, output
 from benchmarks.models import PROMPT_LENGTH, Subject
+from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
+from benchmarks.plots import save, subplots
 from benchmarks.side_by_side import Call, Spread, call, frozen_garbage, machine, read_bandwidth
 from hfgen.evaluate import perplexity
 from hfgen.linears.forward import ROWS as ALL_ROWS
@@ -281,12 +282,7 @@ def targets_text(result: Result) -> str:
 
 def plot(results: list[Result], path: Path) -> None:
     """Milliseconds per token at 1 and 8 rows, a line of panels per subject, and the floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(
+    figure, panels = subplots(
         len(results), 2, figsize=(12, 0.8 + 2.8 * len(results)), squeeze=False, layout="constrained"
     )
     for line, result in zip(panels, results, strict=True):
@@ -301,20 +297,15 @@ def plot(results: list[Result], path: Path) -> None:
             panel.invert_yaxis()
             panel.set_title(f"{result.title}, {rows} row(s)", fontsize=10)
             panel.set_xlabel("ms per token; dashed: float32 weights read once")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path, dpi=120)
 
 
 def write(results: list[Result], facts: dict[str, Any], folder: Path) -> str:
     """Write the page, the raw data and the plot to ``folder``; returns the page."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = report(results, facts)
-    (folder / "execution.md").write_text(text)
     raw = {result.subject: asdict(result) for result in results}
     content = {"machine": facts, "subjects": raw}
-    (folder / "execution.json").write_text(json.dumps(content, indent=1) + "\n")
-    plot(results, folder / "execution.png")
-    return text
+    return output.write(folder, "execution", text, content, lambda path: plot(results, path))
 
 
 def main(
@@ -322,16 +313,13 @@ def main(
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Turns of all ways. Default: by model.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    threads: ThreadsOption = None,
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure the ways to run a step."""
     if model != "all" and model not in SUBJECTS:
         raise typer.BadParameter(f"{model!r}: choose from {', '.join(SUBJECTS)}, all")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     facts, bandwidth = machine(), read_bandwidth()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import os
 import statistics
 import subprocess
@@ -19,17 +18,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
 import transformers
 import typer
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import hfgen
-from benchmarks import engine, execution, models
+from benchmarks import engine, execution, models, output
 from benchmarks.models import PROMPT_LENGTH, Subject
+from benchmarks.output import RESULTS, OutOption
 from benchmarks.side_by_side import Spread, call, frozen_garbage, machine, read_bandwidth
 from hfgen.execution import ahead
 from tests.host_recorder import recording_on_the_cpu
@@ -111,20 +108,16 @@ class Times:
 
 def tiny() -> Subject:
     """For a dry run."""
-    config = LlamaConfig(
+    return models.random(
+        "tiny",
+        "Tiny Llama",
         vocab_size=128,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
-    model = LlamaForCausalLM(config).eval()
-    return Subject("tiny", "Tiny Llama", hfgen.mix_into(model), torch.arange(5, 21)[None])
 
 
 def subject_on(device: str) -> Subject:
@@ -368,9 +361,7 @@ def surely(measure: Callable[[], Result]) -> Result | None:
 
 def main(
     dry_run: Annotated[bool, typer.Option(help="A tiny model, on the CPU.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    out: OutOption = RESULTS,
 ) -> None:
     """Run the tests for GPUs and the benchmarks; print the table."""
     if not (dry_run or torch.cuda.is_available()):
@@ -403,10 +394,8 @@ def main(
     }
     text = report(results, decoded, batched)
     if not dry_run:
-        out.mkdir(parents=True, exist_ok=True)
         raw = {"decoding": [asdict(t) for t in decoded], "batching": [asdict(t) for t in batched]}
-        (out / "gpu.json").write_text(json.dumps(results | raw, indent=1) + "\n")
-        (out / "gpu.md").write_text(text)
+        output.write(out, "gpu", text, results | raw)
     print(text)
     if not passed:
         raise typer.Exit(1)

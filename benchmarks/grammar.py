@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sysconfig
@@ -26,6 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import hfgen
+from benchmarks import output
+from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.race import Result, Variant, race
 from benchmarks.side_by_side import machine
 from hfgen.grammar import Grammar
@@ -268,16 +269,13 @@ def met(is_met: bool) -> str:
 
 def write(costs: Costs, gains: list[list[Result]], facts: dict[str, Any], folder: Path) -> str:
     """Write the page and the raw data to ``folder``; returns the page."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = report(costs, gains, facts)
-    (folder / "grammar.md").write_text(text)
     raw = {
         "machine": facts,
         "costs": asdict(costs),
         "gains": [[result.as_object() for result in results] for results in gains],
     }
-    (folder / "grammar.json").write_text(json.dumps(raw) + "\n")
-    return text
+    return output.write(folder, "grammar", text, raw, indent=None)
 
 
 def main(
@@ -287,14 +285,11 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="At most so many steps of each.")] = 60,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of the ways to decode.")] = 10,
     vocab: Annotated[int, typer.Option(min=300, help="Tokens of the tokenizer.")] = VOCAB,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    threads: ThreadsOption = None,
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure grammars."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     facts = machine()

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -23,6 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hfgen
+from benchmarks import output
+from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.side_by_side import machine
 
 #: Bytes above the model that a prompt of ``TARGET_LENGTH`` tokens may take, on ``TARGET_VOCAB``.
@@ -227,27 +227,21 @@ def main(
     length: Annotated[int, typer.Option(min=65, help="Tokens of the prompt.")] = TARGET_LENGTH,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per timed call.")] = 16,
     turns: Annotated[int, typer.Option(min=1, help="Turns of the timed calls.")] = 7,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    threads: ThreadsOption = None,
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure what log-probabilities cost."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     transformers.logging.set_verbosity_error()
     facts = machine()
     dtypes = (torch.float32, torch.bfloat16)
     peaks = [peak for dtype in dtypes for peak in measure_peaks(vocab, length, dtype)]
     print(peak_table(peaks), flush=True)
     tokens = [r for rows in (1, 8) for r in measure_tokens(vocab, rows, new_tokens, turns)]
-    out.mkdir(parents=True, exist_ok=True)
     text = report(peaks, tokens, facts, vocab)
-    (out / "logprobs.md").write_text(text)
     raw = {"machine": facts, "vocab": vocab}
     raw |= {"peaks": [*map(asdict, peaks)], "tokens": [*map(asdict, tokens)]}
-    (out / "logprobs.json").write_text(json.dumps(raw, indent=1) + "\n")
-    print(text)
+    print(output.write(out, "logprobs", text, raw))
 
 
 if __name__ == "__main__":

@@ -74,41 +74,36 @@ def small() -> Subject:
 
 def random_135m() -> Subject:
     """A Llama of SmolLM-135M's shape with random weights, float32, continuing random ids."""
-    config = LlamaConfig(
+    return random(
+        "135m",
+        "Random Llama of SmolLM-135M's shape",
         vocab_size=49152,
         hidden_size=576,
         intermediate_size=1536,
         num_hidden_layers=30,
         num_attention_heads=9,
         num_key_value_heads=3,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
-    return _random("135m", "Random Llama of SmolLM-135M's shape", config)
 
 
 def random_1b() -> Subject:
     """A Llama of Llama-3.2-1B's shape with random weights: 4.9 GB in float32."""
-    config = LlamaConfig(
+    return random(
+        "1b",
+        "Random Llama of Llama-3.2-1B's shape",
         vocab_size=128256,
         hidden_size=2048,
         intermediate_size=8192,
         num_hidden_layers=16,
         num_attention_heads=32,
         num_key_value_heads=8,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
-    return _random("1b", "Random Llama of Llama-3.2-1B's shape", config)
 
 
-def _random(name: str, title: str, config: LlamaConfig) -> Subject:
+def random(name: str, title: str, **sizes: Any) -> Subject:
+    """A Llama of the ``sizes`` of its config, with the same random weights each time."""
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(tie_word_embeddings=True, max_position_embeddings=2048, **tokens, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).float().eval()

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import transformers
 import typer
 from rich.console import Console
@@ -19,7 +17,10 @@ from rich.markdown import Markdown
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
+from . import output
 from .models import PROMPT_LENGTH, SUBJECTS, Subject
+from .output import RESULTS, OutOption, ThreadsOption, set_threads
+from .plots import save, subplots
 from .side_by_side import (
     LIBRARIES,
     Comparison,
@@ -190,13 +191,10 @@ def as_object(results: list[Result], facts: dict[str, Any]) -> dict[str, Any]:
 
 def plot(results: list[Result], path: Path) -> None:
     """The ratios of all modes, quartiles as bars, one panel per model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     modes = [comparison.name for comparison in results[0].comparisons]
-    figure, panels = pyplot.subplots(
+    figure, panels = subplots(
         ncols=len(results),
         figsize=(1.8 + 4.2 * len(results), 1.6 + 0.42 * len(modes)),
         sharex=True,
@@ -238,24 +236,21 @@ def plot(results: list[Result], path: Path) -> None:
         panel.set_ylim(len(modes) - 0.5, -0.7)
         panel.set_title(title(result.subject).replace(", ", "\n", 1), fontsize=10)
         panel.xaxis.set_major_formatter("{x:.2f}")
-        panel.xaxis.set_major_locator(pyplot.MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        panel.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
         panel.set_xlabel("time of hfgen / time of upstream")
         panel.grid(axis="x", color="0.9")
         panel.set_axisbelow(True)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)
 
 
 def write(results: list[Result], facts: dict[str, Any], folder: Path) -> str:
     """Write report, raw data and plot to ``folder``; returns the report."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = report(results, facts)
-    (folder / "overhead.md").write_text(text)
-    (folder / "overhead.json").write_text(json.dumps(as_object(results, facts), indent=1) + "\n")
-    plot(results, folder / "overhead.png")
-    return text
+    return output.write(
+        folder, "overhead", text, as_object(results, facts), lambda path: plot(results, path)
+    )
 
 
 def main(
@@ -263,13 +258,11 @@ def main(
     pairs: Annotated[
         int | None, typer.Option(min=1, help=f"Pairs of calls per mode. Default: {_DEFAULT_PAIRS}.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
+    threads: ThreadsOption = None,
     modes: Annotated[
         list[str] | None, typer.Option(help=f"One of: {'; '.join(MODES)}. Repeat for several.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure hfgen against upstream; exit code 1 if their tokens differ."""
     chosen_models, chosen_modes = list(SUBJECTS) if model == "all" else [model], modes or [*MODES]
@@ -277,8 +270,7 @@ def main(
         raise typer.BadParameter(f"{unknown}: choose from {', '.join(SUBJECTS)}, all")
     if unknown := [name for name in chosen_modes if name not in MODES]:
         raise typer.BadParameter(f"{unknown}: choose from {'; '.join(MODES)}")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -37,3 +38,21 @@ def legend_below(panel: Any, columns: int = 2) -> None:
         fontsize=7,
         frameon=False,
     )
+
+
+def subplots(*shape: int, **kwargs: Any) -> tuple[Any, Any]:
+    """A figure and its panels, as of ``pyplot.subplots``, that needs no screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*shape, **kwargs)
+
+
+def save(figure: Any, path: Path, dpi: int) -> None:
+    """Write ``figure`` to ``path``, and let go of it."""
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=dpi)
+    pyplot.close(figure)

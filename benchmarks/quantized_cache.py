@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import statistics
 import time
@@ -26,8 +25,10 @@ import typer
 from transformers import DynamicCache
 
 import hfgen
+from benchmarks import output
 from benchmarks.models import SUBJECTS
-from benchmarks.plots import legend_below
+from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
+from benchmarks.plots import legend_below, save, subplots
 from benchmarks.side_by_side import Spread, machine
 from hfgen.caches.dynamic import GrowingCache
 from hfgen.caches.quantized import QuantizedCache
@@ -314,12 +315,7 @@ def as_object(
 
 def plot(qualities: list[Quality], results: list[Costs], path: Path) -> None:
     """Bytes against perplexity; milliseconds per token against context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(ncols=2, figsize=(11, 4.8), layout="constrained")
+    figure, (left, right) = subplots(ncols=2, figsize=(11, 4.8), layout="constrained")
     full = qualities[0]
     for quality in qualities:
         share = quality.bytes_per_token / full.bytes_per_token
@@ -343,8 +339,7 @@ def plot(qualities: list[Quality], results: list[Costs], path: Path) -> None:
         legend_below(panel)
         panel.grid(color="0.9")
         panel.set_axisbelow(True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)
 
 
 def write(
@@ -355,13 +350,10 @@ def write(
     folder: Path,
 ) -> str:
     """Write report, raw data and plot to ``folder``; returns the report."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = report(qualities, results, facts, shape)
-    (folder / "quantized_cache.md").write_text(text)
-    raw = json.dumps(as_object(qualities, results, facts), indent=1) + "\n"
-    (folder / "quantized_cache.json").write_text(raw)
-    plot(qualities, results, folder / "quantized_cache.png")
-    return text
+    text, raw = report(qualities, results, facts, shape), as_object(qualities, results, facts)
+    return output.write(
+        folder, "quantized_cache", text, raw, lambda path: plot(qualities, results, path)
+    )
 
 
 #: Model, dtype and context of what is timed.
@@ -377,14 +369,11 @@ def main(
     rows: Annotated[int, typer.Option(min=1, help="Rows of held-out text.")] = 16,
     length: Annotated[int, typer.Option(min=4, max=1024, help="Tokens per row.")] = 1024,
     turns: Annotated[int, typer.Option(min=1, help="Turns of the caches.")] = 30,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    threads: ThreadsOption = None,
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure the quantised cache."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     facts = machine()

@@ -6,7 +6,6 @@ called as a decoding loop calls them, and a token is drawn from what they leave,
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +16,9 @@ import torch
 import transformers
 import typer
 
+from benchmarks import output
 from benchmarks.controls import build, processors
+from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.side_by_side import Spread, frozen_garbage, machine
 from hfgen import seeds
 from hfgen.strategies.base import InvalidScores
@@ -146,7 +147,6 @@ def verdict(results: list[Result]) -> str:
 
 def write(results: list[Result], facts: dict[str, Any], vocab: int, folder: Path) -> str:
     """Write report and raw data to ``folder``; returns the report."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = f"""# Sampling from a large vocabulary
 
 {facts["processor"]}, {facts["cores"]} cores, {facts["threads"]} thread(s), load {facts["load"]}. torch {facts["torch"]}, transformers {facts["transformers"]}, hfgen {facts["hfgen"]}, Python {facts["python"]}.
@@ -157,24 +157,19 @@ Samplers and the draw of one token for each row, from a vocabulary of {vocab:,};
 
 {table(results)}
 """
-    (folder / "sampling.md").write_text(text)
     raw = {"machine": facts, "vocab": vocab, "results": [*map(asdict, results)]}
-    (folder / "sampling.json").write_text(json.dumps(raw, indent=1) + "\n")
-    return text
+    return output.write(folder, "sampling", text, raw)
 
 
 def main(
     vocab: Annotated[int, typer.Option(min=100, help="Tokens of the vocabulary.")] = 151_936,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Default: 1 and 8.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Of each case.")] = 30,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    threads: ThreadsOption = None,
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure what a draw costs, by samplers and rows."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     transformers.logging.set_verbosity_error()
     model, results = build(vocab), []
     for case in CASES:

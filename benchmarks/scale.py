@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +15,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+
+from benchmarks import output
+from benchmarks.output import RESULTS, OutOption
+from benchmarks.plots import save, subplots
 
 WORKERS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 BLOCKS = (16, 64, 256, 1024, 4096)
@@ -279,12 +282,7 @@ Blocks of {LONG_BLOCKS[0]:,} rows; workers fail after {job.worker_fails / HOUR:g
 
 def plot(job: Job, found: dict[str, list[Point]], path: Path) -> None:
     """Efficiency by workers for both jobs, and by block size for each number of workers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (by_workers, by_block) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (by_workers, by_block) = subplots(1, 2, figsize=(10, 4), layout="constrained")
     fixed = [p for p in found["workers"] if p.name == f"{job.rows:,} rows"]
     grown = [p for p in found["workers"] if p not in fixed]
     for points, label in ((fixed, f"{job.rows:,} rows"), (grown, "rows grow with the workers")):
@@ -299,15 +297,12 @@ def plot(job: Job, found: dict[str, list[Point]], path: Path) -> None:
     for axis in (by_workers, by_block):
         axis.grid(color="0.9")
         axis.legend(frameon=False, loc="lower left")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)
 
 
 def write(job: Job, runs: int, found: dict[str, list[Point]], folder: Path) -> str:
     """Write report, raw data and plot to ``folder``; returns the report."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = report(job, runs, found)
-    (folder / "scale.md").write_text(text)
     raw: dict[str, Any] = {
         section: [
             {"name": p.name, "workers": p.workers, "rows": p.job.rows, "p90": round(p.slow, 1)}
@@ -317,9 +312,7 @@ def write(job: Job, runs: int, found: dict[str, list[Point]], folder: Path) -> s
         for section, points in found.items()
     }
     raw = {"job": asdict(job), "runs": runs} | raw
-    (folder / "scale.json").write_text(json.dumps(raw, indent=1) + "\n")
-    plot(job, found, folder / "scale.png")
-    return text
+    return output.write(folder, "scale", text, raw, lambda path: plot(job, found, path))
 
 
 def main(
@@ -332,9 +325,7 @@ def main(
     fails: Annotated[float, typer.Option(help="Hours until a worker fails.")] = Job().worker_fails
     / HOUR,
     runs: Annotated[int, typer.Option(min=1)] = 15,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    out: OutOption = RESULTS,
 ) -> None:
     """Simulate the job on 1 to 1,000 workers, with other blocks, failures and stragglers."""
     job = Job(rows=rows, row=row, block=block, start=start, worker_fails=fails * HOUR)

@@ -7,7 +7,6 @@ figures are the same on every machine, but for the time that the scheduler itsel
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -17,7 +16,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.plots import apart, legend_below
+from benchmarks import output
+from benchmarks.output import RESULTS, OutOption
+from benchmarks.plots import apart, legend_below, save, subplots
 from benchmarks.side_by_side import machine
 from benchmarks.simulated import Costs, Outcome, Requests, aging, simulate
 from hfgen.engine.policies import AGING, POLICIES, SECONDS_PER_LEVEL
@@ -241,13 +242,10 @@ A run takes {slowest:.1f} s of CPU at most, {microseconds:.0f} µs per step, wit
 
 def plot(found: Study, path: Path) -> None:
     """Per number of rows: the first token by load, its distribution at one load, and per token by load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import ticker
 
     counts = [*dict.fromkeys(result.rows for result in found.policies)]
-    figure, axes = pyplot.subplots(
+    figure, axes = subplots(
         len(counts), 3, figsize=(12, 1 + 3.8 * len(counts)), squeeze=False, layout="constrained"
     )
     for (by_load, whole, per_token), count in zip(axes, counts, strict=True):
@@ -275,23 +273,25 @@ def plot(found: Study, path: Path) -> None:
             axis.set_title(f"{count} rows", fontsize=10)
             axis.grid(color="0.9")
             legend_below(axis)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path, dpi=150)
 
 
 def write(found: Study, facts: dict[str, Any], folder: Path) -> str:
     """Write report, raw data and plot to ``folder``; returns the report."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = report(found, facts)
-    (folder / "scheduler.md").write_text(text)
     runs = {
         name: [*map(asdict, getattr(found, name))] for name in ("policies", "rates", "admissions")
     }
     raw = {"machine": facts, "requests": len(found.requests.arrivals), "costs": asdict(found.costs)}
     shares = SHARES.round(4).tolist()
-    (folder / "scheduler.json").write_text(json.dumps(raw | {"shares": shares} | runs) + "\n")
-    plot(found, folder / "scheduler.png")
-    return text
+    return output.write(
+        folder,
+        "scheduler",
+        text,
+        raw | {"shares": shares} | runs,
+        lambda path: plot(found, path),
+        indent=None,
+    )
 
 
 def main(
@@ -302,9 +302,7 @@ def main(
     token: Annotated[float, typer.Option(help="Seconds per token of prefill.")] = Costs().token,
     row: Annotated[float, typer.Option(help="Seconds per decoding row.")] = Costs().row,
     move: Annotated[float, typer.Option(help="Seconds per token moved.")] = Costs().move,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    out: OutOption = RESULTS,
 ) -> None:
     """Serve simulated requests with each policy, at each load."""
     costs = Costs(step, token, row, move)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 import hfgen
 
+from . import output
 from .cost import (
     WIDTHS,
     Costs,
@@ -36,7 +36,8 @@ from .cost import (
 )
 from .edits import EDITS, beginnings, editing
 from .models import random_135m
-from .plots import legend_below
+from .output import RESULTS, OutOption
+from .plots import legend_below, save, subplots
 from .race import Result, Variant, race
 from .side_by_side import UnequalTokensError, frozen_garbage, machine
 
@@ -574,15 +575,8 @@ def as_object(report: Report) -> dict[str, Any]:
 
 def plot(report: Report, path: Path) -> None:
     """Left: the gain of each way at each task. Right: the gain by the cost ratio."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     n_rows = sum(len(task.results) for task in report.builtin.tasks)
-    figure, (left, right) = pyplot.subplots(
-        ncols=2, figsize=(13, 2 + 0.24 * n_rows), layout="constrained"
-    )
+    figure, (left, right) = subplots(ncols=2, figsize=(13, 2 + 0.24 * n_rows), layout="constrained")
     labels: list[str] = []
     for task in report.builtin.tasks:
         first = len(labels)
@@ -641,18 +635,15 @@ def plot(report: Report, path: Path) -> None:
     )
     right.grid(color="0.92")
     legend_below(right, columns=3)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save(figure, path, dpi=130)
 
 
 def write(report: Report, folder: Path) -> str:
     """Write report, raw data and plot to ``folder``; returns the report."""
-    folder.mkdir(parents=True, exist_ok=True)
     text = markdown(report)
-    (folder / "speculation.md").write_text(text)
-    (folder / "speculation.json").write_text(json.dumps(as_object(report)) + "\n")
-    plot(report, folder / "speculation.png")
-    return text
+    return output.write(
+        folder, "speculation", text, as_object(report), lambda path: plot(report, path), indent=None
+    )
 
 
 def measure(
@@ -672,9 +663,7 @@ def measure(
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of all tasks of the built-in model.")] = 5,
     random_rounds: Annotated[int, typer.Option(min=1, help="Of the random model.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure speculation on one thread; exit code 1 if any way gives other tokens."""
     torch.set_num_threads(1)

@@ -6,12 +6,10 @@ criteria and processors are called with ids at random, as a decode loop calls th
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -21,6 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import stopping_criteria as upstreams
 
+from benchmarks import output
+from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.side_by_side import machine
 from hfgen.processors.thinking import ThinkingBudget
 from hfgen.repetition import RepetitionDetection
@@ -220,27 +220,21 @@ def main(
     vocab: Annotated[int, typer.Option(min=1000, help="Tokens of the vocabulary.")] = TARGET_VOCAB,
     longest: Annotated[int, typer.Option(min=16, help="Generated tokens at most.")] = max(LENGTHS),
     calls: Annotated[int, typer.Option(min=1, help="Timed calls at each length.")] = 100,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
-        "benchmarks/results"
-    ),
+    threads: ThreadsOption = None,
+    out: OutOption = RESULTS,
 ) -> None:
     """Measure what stop strings and their like cost."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     facts, tokenizer = machine(), build(vocab)
     uses = list(first_uses(tokenizer))
     print(first_table(uses), flush=True)
     lengths = tuple(length for length in LENGTHS if length <= longest)
     tokens = [r for rows in (1, 8) for r in measure(tokenizer, rows, lengths, calls)]
     tokens.append(measure_text(tokenizer, lengths, calls))
-    out.mkdir(parents=True, exist_ok=True)
     text = report(uses, tokens, facts, len(tokenizer), lengths)
-    (out / "stopping.md").write_text(text, encoding="utf-8")
     raw = {"machine": facts, "vocab": len(tokenizer), "lengths": lengths}
     raw |= {"first_use": [*map(asdict, uses)], "per_token": [*map(asdict, tokens)]}
-    (out / "stopping.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
-    print(text)
+    print(output.write(out, "stopping", text, raw))
 
 
 if __name__ == "__main__":

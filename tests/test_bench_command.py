@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,12 +72,40 @@ def test_every_shape_under_both_libraries(
         (["--new-tokens", "0"], "--new-tokens takes numbers from 1 on"),
         (["--prompt-tokens", "100000"], "positions, but 100032 tokens"),
         (["--plot", "/no/such/folder/x.png"], "no such folder"),
+        (["--plot", "."], "it is a folder"),
     ],
 )
 def test_wrong_input_is_named(tiny_model: loading.Loaded, arguments: list[str], message: str):
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_plot_that_cannot_be_written_costs_no_table(tmp_path: Path, tiny_model: loading.Loaded):
+    sizes = ["--prompt-tokens", 3, "--new-tokens", 2, "--batch-sizes", 1, "--repeat", 1]
+    result = run(*sizes, "--plot", tmp_path / "plot.nonsense")
+    assert result.exit_code == 2
+    assert "1 x 3+2" in result.stdout
+    assert "cannot write to" in result.stderr
+
+
+def test_times_are_those_of_forwards(tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch):
+    """By a clock that each forward puts on by a second: one forward of the prompt, one per token after it."""
+    now, original = [0.0], measure.Clock
+
+    def advance(*_: Any) -> None:
+        now[0] += 1
+
+    monkeypatch.setattr(measure, "Clock", lambda: original(started=now[0]))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    handle = tiny_model.model.register_forward_pre_hook(advance)
+    case = bench.run_case(tiny_model, bench.Shape(4, 5, 2), 2)
+    handle.remove()
+    for runs in case.runs.values():
+        assert runs.first == runs.per_token == [1.0, 1.0]
+        assert runs.total == [5.0, 5.0]
+        assert runs.throughputs(case.shape) == [2.0, 2.0]
+    assert case.speedups() == [1.0, 1.0]
 
 
 def test_a_missing_matplotlib_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):

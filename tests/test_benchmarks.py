@@ -20,7 +20,9 @@ from benchmarks import (
     execution,
     gpu,
     grammar,
+    lm_eval_tails,
     logprobs,
+    output,
     overhead,
     sampling,
     side_by_side,
@@ -91,6 +93,25 @@ def test_what_is_written(subject: Subject, tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "overhead.json").read_text())
     assert list(raw["models"]["tiny"]["modes"]) == [overhead.FLOOR_MODE]
     assert "times the floor" in (tmp_path / "overhead.md").read_text()
+
+
+def test_sections_of_earlier_runs_stay(tmp_path: Path) -> None:
+    for key in ("second", "first", "second"):
+        output.write_section(
+            tmp_path, "page", "Title", key, {"text": f"{key}\n"}, ["first", "second"]
+        )
+    assert (tmp_path / "page.md").read_text() == "# Title\n\nfirst\n\nsecond\n"
+    assert list(json.loads((tmp_path / "page.json").read_text())) == ["second", "first"]
+
+
+def test_lm_eval_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lm_eval_tails, "find_spec", lambda name: None)
+    with pytest.raises(typer.Exit) as ended:
+        lm_eval_tails.main()
+    assert ended.value.exit_code == 2
+    assert "pip install 'hfgen[clients]'" in capsys.readouterr().err
 
 
 def test_other_tokens_are_an_error(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

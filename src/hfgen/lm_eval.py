@@ -60,7 +60,16 @@ class HfgenLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Of each continuation: the sum of its log-probabilities, and whether it is the greedy one."""
+        """Of each continuation: the sum of its log-probabilities, and whether it is the greedy one.
+
+        Raises ``ValueError`` for a context or a continuation without tokens, and for one that does not fit.
+        """
+        for text, context, continuation in requests:
+            if not (context and 0 < len(continuation) <= self.max_length):
+                raise ValueError(
+                    f"A context has to have a token, and a continuation 1 to {self.max_length}, but "
+                    f"{text!r:.200} has {len(context)} and {len(continuation)}."
+                )
 
         def key(number: int) -> tuple[int, list[int]]:
             prompt = self._prompt(requests[number])
@@ -163,8 +172,10 @@ class HfgenLM(HFLM):
         if temperature == 0.0 and kwargs["do_sample"] is False:
             del kwargs["temperature"]
         length = {} if "max_length" in kwargs else {"max_new_tokens": n_new}
+        if "" in stop:  # for `hf`, it is in any text
+            length, stop = {"max_new_tokens": 1}, [each for each in stop if each]
         pad = self.tokenizer.pad_token_id
-        return ids[0].tolist(), {**kwargs, **length, "stop": stop, "pad_token_id": pad}
+        return ids[0].tolist(), {**kwargs, **length, "stop": stop or None, "pad_token_id": pad}
 
     def _text(self, token_ids: list[int], stop: list[str]) -> str:
         """The text of an answer behind its thoughts and before its stop strings."""

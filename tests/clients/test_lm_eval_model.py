@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from peft import LoraConfig, get_peft_model
 
 import hfgen
 import hfgen.lm_eval
+from benchmarks import lm_eval_tails
 from hfgen.lm_eval import HfgenLM
 from tests import tiny
 
@@ -62,9 +67,33 @@ def models(builtin: tuple[Any, Any]) -> tuple[Any, Any]:
     return HFLM(**shared, batch_size=2), HfgenLM(**shared)
 
 
+TEMPLATE = (
+    "{% for message in messages %}# {{ message.role }}\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+
+#: Arguments of ``simple_evaluate`` that change the prompts or the answers.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chat": {
+        "apply_chat_template": True,
+        "system_instruction": "Complete the code.",
+        "num_fewshot": 2,
+        "fewshot_as_multiturn": True,
+    },
+    "few": {
+        "num_fewshot": 1,
+        "limit": 2,
+        "gen_kwargs": {"max_gen_toks": 5, "until": ["(", "\n"], "repetition_penalty": 1.2},
+    },
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_a_local_task_gives_what_hf_gives(
-    tmp_path: Path, models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, setting: str
 ):
+    monkeypatch.setattr(models[0].tokenizer, "chat_template", TEMPLATE)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "docs.jsonl"
     docs = [json.dumps({"prompt": p, "choices": c}) for p, c in CHOICES]
@@ -78,6 +107,7 @@ def test_a_local_task_gives_what_hf_gives(
             tasks=["local_choice", "local_answer"],
             task_manager=manager,
             bootstrap_iters=0,
+            **SETTINGS[setting],
         )
         for model in models
     )
@@ -115,6 +145,13 @@ def test_likelihoods_of_any_lengths(models: tuple[Any, Any], builtin: tuple[Any,
         assert value == pytest.approx(expected, rel=1e-4)
         assert is_greedy == expected_greedy
     assert models[1]._loglikelihood_tokens([]) == []
+    for pair in (
+        ("too long", [5], long[:1025]),
+        ("no continuation", [5], []),
+        ("no context", [], [5]),
+    ):
+        with pytest.raises(ValueError, match=f"{pair[0]}' has {len(pair[1])} and {len(pair[2])}"):
+            models[1]._loglikelihood_tokens([pair])
 
 
 def test_rolling_likelihoods(models: tuple[Any, Any]):
@@ -143,6 +180,66 @@ def test_auto_decodes_several_rows_at_once(
     texts = ours.generate_until(requests, disable_tqdm=True)
     assert max(widths) > 1
     assert texts == models[0].generate_until(requests, disable_tqdm=True)
+
+
+def test_an_empty_stop_string_ends_at_once(models: tuple[Any, Any]):
+    requests = [Instance("generate_until", {}, ("def f(", {"until": [""], "max_gen_toks": 4}), 0)]
+    theirs, ours = (model.generate_until(requests, disable_tqdm=True) for model in models)
+    assert ours == theirs
+
+
+def test_an_adapter(tmp_path: Path, builtin: tuple[Any, Any]):
+    model = builtin[0]
+    for part in builtin:
+        part.save_pretrained(tmp_path)
+    base = type(model).from_pretrained(tmp_path)
+    settings = LoraConfig("CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(base, settings).save_pretrained(tmp_path / "adapter")
+    given = {"pretrained": str(tmp_path), "peft": str(tmp_path / "adapter"), "device": "cpu"}
+    texts = ["def f(x):\n    return", "import os\n"]
+    asked = {"until": ["\n\n"], "max_gen_toks": 8}
+    answers = [Instance("generate_until", {}, (text, asked), i) for i, text in enumerate(texts)]
+    pairs = [Instance("loglikelihood", {}, (text, " x"), i) for i, text in enumerate(texts)]
+    theirs, ours = (
+        (harness.generate_until(answers, True), harness.loglikelihood(pairs, True))
+        for harness in (HFLM(**given), HfgenLM(**given))
+    )
+    assert ours[0] == theirs[0]
+    values = [[value for value, _ in each[1]] for each in (ours, theirs)]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+def test_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builtin: tuple[Any, Any]
+):
+    for part in builtin:
+        part.save_pretrained(tmp_path / "model")
+    file = tmp_path / "docs.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": p, "choices": c}) for p, c in CHOICES))
+    (tmp_path / "answer.yaml").write_text(ANSWER_TASK.format(file=file))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    command = [sys.executable, "-m", "hfgen.lm_eval", "run", "--model", "hfgen"]
+    command += ["--model_args", f"pretrained={tmp_path / 'model'},dtype=float32"]
+    command += ["--tasks", "local_answer", "--include_path", str(tmp_path), "--device", "cpu"]
+    command += ["--batch_size", "auto", "--gen_kwargs", "max_gen_toks=6", "--log_samples"]
+    command += ["--output_path", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(rows) == len(CHOICES)
+    assert all(row["arguments"]["gen_args_0"]["arg_1"]["max_gen_toks"] == 6 for row in rows)
+
+
+def test_the_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    task = lm_eval_tails.small()
+    smallest = replace(task, prompts=task.prompts[:2], max_new=4, batch_sizes=[1, 2], n_rounds=1)
+    monkeypatch.setitem(lm_eval_tails.TASKS, "small", lambda: smallest)
+    lm_eval_tails.main("small", out=tmp_path)
+    raw = json.loads((tmp_path / "lm_eval_tails.json").read_text())["small"]
+    assert [each["name"] for each in raw["timed"]] == ["hf, 1", "hf, 2", lm_eval_tails.OURS]
+    assert len(raw["lengths"]) == 2
+    assert "| hfgen, auto |" in (tmp_path / "lm_eval_tails.md").read_text()
 
 
 def test_importing_registers_and_encoders_are_refused():

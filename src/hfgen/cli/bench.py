@@ -94,6 +94,8 @@ def bench(
         raise CliError(f"--plot takes a file that ends in {', '.join(PLOTS)}, but is {str(plot)!r}")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise CliError(f"cannot write to {str(plot)!r}: no such folder")
+    if plot is not None and plot.is_dir():
+        raise CliError(f"cannot write to {str(plot)!r}: it is a folder")
     shapes = [Shape(*sizes) for sizes in itertools.product(*lengths)]
     with quiet(debug):
         loaded = load(model, None, dtype, device, trust_remote_code)
@@ -103,8 +105,6 @@ def bench(
             text = f"{shape.batch_size} x {shape.prompt_tokens} + {shape.new_tokens} tokens"
             with err.status(text) if err.is_terminal else nullcontext():
                 cases.append(run_case(loaded, shape, repeat))
-    if plot is not None:
-        draw(cases, plot)
     if as_json:
         print_json({"model": loaded.name, "repeat": repeat, "cases": list(map(as_object, cases))})
     else:
@@ -112,6 +112,8 @@ def bench(
         out.print(
             f"[dim]median of {repeat} interleaved runs, ± half of their range; greedy decoding[/]"
         )
+    if plot is not None:  # last, so that a table is there if it cannot be
+        draw(cases, plot)
 
 
 def numbers(option: str, text: str) -> list[int]:
