@@ -5,8 +5,9 @@ Importing this registers it. ``python -m hfgen.lm_eval`` is lm_eval's command li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -22,10 +23,15 @@ from tqdm import tqdm
 
 from .engine.many import generate_many
 from .mixin import mixed_view
+from .prefix import PrefixCache
 
 #: With ``batch_size="auto"``: rows that decode at once, and tokens that are scored at once. Logits of
 #: prompts are made some positions at a time, so that the tokens bound little more than hidden states.
 ROWS, TOKENS = 32, 8192
+
+#: Keys and values of contexts are kept for those that begin alike, up to so many bytes, where so large a share
+#: of all contexts' text is also the beginning of another one. Elsewhere, keeping them costs more than it saves.
+KEPT, SHARE = 2**29, 0.3
 
 #: A request of lm_eval: its text for the cache of answers, ids of the context, ids of the continuation.
 Pair = tuple[Any, list[int], list[int]]
@@ -143,8 +149,14 @@ class HfgenLM(HFLM):
             self._autocast(),
             tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0) as bar,
         ):
+            alike = begin_alike([request.args[0] for request in requests])
             outputs = generate_many(
-                self.mixed, prompts(), self.tokenizer, max_rows=rows, on_error="raise"
+                self.mixed,
+                prompts(),
+                self.tokenizer,
+                max_rows=rows,
+                prefix_cache=PrefixCache(KEPT) if alike else None,
+                on_error="raise",
             )
             for request, output in zip(requests, outputs, strict=True):
                 texts.append(self._text(output.token_ids, stops[len(texts)]))
@@ -187,6 +199,13 @@ class HfgenLM(HFLM):
         else:
             text = self.tok_decode(token_ids)
         return postprocess_generated_text(generation=text, stop=stop, think_end_token=end)
+
+
+def begin_alike(contexts: Sequence[str]) -> bool:
+    """Whether enough of the contexts' text is in beginnings that others have, as examples of a task are."""
+    pairs = pairwise(sorted(contexts))
+    shared = sum(len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071 - texts are no paths
+    return shared > SHARE * sum(map(len, contexts))
 
 
 def _answer(output: Any, row: int, continuation: list[int]) -> tuple[float, bool]:

@@ -18,8 +18,8 @@ from lm_eval.tasks import TaskManager
 from peft import LoraConfig, get_peft_model
 
 import hfgen
-import hfgen.lm_eval
 from benchmarks import lm_eval_tails
+from hfgen import lm_eval
 from hfgen.lm_eval import HfgenLM
 from tests import tiny
 
@@ -180,6 +180,18 @@ def test_auto_decodes_several_rows_at_once(
     texts = ours.generate_until(requests, disable_tqdm=True)
     assert max(widths) > 1
     assert texts == models[0].generate_until(requests, disable_tqdm=True)
+
+
+def test_contexts_that_begin_alike(models: tuple[Any, Any]):
+    examples = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 3
+    contexts = [examples + text for text, _ in CHOICES]
+    assert lm_eval.begin_alike(contexts)
+    assert not lm_eval.begin_alike([text for text, _ in CHOICES])
+    assert not lm_eval.begin_alike([])
+    asked = {"until": ["\n"], "max_gen_toks": 12}
+    requests = [Instance("generate_until", {}, (text, asked), i) for i, text in enumerate(contexts)]
+    theirs, ours = (model.generate_until(requests, disable_tqdm=True) for model in models)
+    assert ours == theirs
 
 
 def test_an_empty_stop_string_ends_at_once(models: tuple[Any, Any]):
