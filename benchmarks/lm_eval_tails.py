@@ -105,7 +105,7 @@ def random_135m() -> Task:
     prompts = [" ".join(draw.choices(words, k=draw.randint(4, 16))) for _ in range(24)]
     sizes = (1, 4, 8, 16)
     return Task(
-        "135m", subject.title, subject.model, tokenizer, prompts, ["n", "t", "o"], 128, sizes
+        "135m", subject.title, subject.model, tokenizer, prompts, ["n", "t", "o"], 128, sizes, 2
     )
 
 
