@@ -94,8 +94,6 @@ def bench(
         raise CliError(f"--plot takes a file that ends in {', '.join(PLOTS)}, but is {str(plot)!r}")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise CliError(f"cannot write to {str(plot)!r}: no such folder")
-    if plot is not None and plot.is_dir():
-        raise CliError(f"cannot write to {str(plot)!r}: it is a folder")
     shapes = [Shape(*sizes) for sizes in itertools.product(*lengths)]
     with quiet(debug):
         loaded = load(model, None, dtype, device, trust_remote_code)
