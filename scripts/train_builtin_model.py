@@ -62,7 +62,7 @@ SHORTEST_LINE = 10
 # Learning rates of Muon, as steps of the size of AdamW's.
 RATE, DRAFT_RATE = 4e-3, 4e-3
 
-SAMPLE_PROMPT = "def read_lines(path, encoding='utf-8'):\n"
+SAMPLE_PROMPT = "def main():\n    import getopt\n    try:\n        opts, args = getopt.getopt("
 
 # A newline is always a token of its own: a prompt that ends with one is then split as the training text is.
 # Indentation is one piece, so that the first word of a line carries no space.
@@ -442,7 +442,7 @@ def measure(out: Path, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> 
 
 
 def sample(out: Path, tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the model makes, by greedy search, of a prompt that the training text does not hold."""
+    """What the model makes, by greedy search, of a prompt like many in the training text."""
     model = LlamaForCausalLM.from_pretrained(out / "model", dtype=torch.float32).eval()
     inputs = tokenizer(SAMPLE_PROMPT, return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=96)
@@ -487,7 +487,7 @@ steps; bfloat16 arithmetic on float32 weights; rows of {length} tokens and, in t
 {long_length:,}. The draft learns from the model's distribution (weight {teacher_weight:.1f}) and from the text ({data_weight:.1f}).
 Seeds, order and thread count are fixed: the same Python, torch ({torch}) and processor give the same files.
 
-**A completion**, greedy; the first line is the prompt:
+**A completion**, greedy; the prompt ends with `getopt.getopt(`:
 
 ```python
 {sample}

@@ -670,9 +670,12 @@ def test_costs_are_measured_ones_where_the_model_was_prepared() -> None:
 
 
 def test_cost_of_a_draft_is_the_measured_one() -> None:
-    """The built-in draft takes 0.38 of its model's time, 8 of 30 layers of a 135M model 0.40."""
+    """8 of 30 layers of a 135M model take 0.40 of its time in a call, and the built-in draft 0.24 of its model's.
+
+    Its forwards alone take 0.14; in a call, a step of a draft takes 1.7 times the forward.
+    """
     (target, _), (draft, _) = hfgen.builtin_model(), hfgen.builtin_model(draft=True)
-    assert relative_cost(draft, target) == pytest.approx(0.38, abs=0.06)
+    assert relative_cost(draft, target) == pytest.approx(0.24, abs=0.03)
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,

@@ -266,7 +266,7 @@ def test_a_closed_stream_leaves_the_cache_as_it_is_at_once(
 
 def test_streams_and_stops_of_text(late: Counter[str]) -> None:
     model, tokenizer = hfgen.builtin_model()
-    ids = torch.tensor([tokenizer("def add(a, b):\n").input_ids])
+    ids = torch.tensor([tokenizer("for line in sys.stdin:\n").input_ids])
     kwargs = {"tokenizer": tokenizer, "stop_strings": ["\n"], "max_new_tokens": 30}
     found = []
     for always in (False, True):

@@ -476,7 +476,7 @@ class WithoutLogits(Sample):
 
 def test_a_strategy_has_to_say_what_the_model_gave(llama: Any) -> None:
     options = {"custom_generate": hfgen.recipe(WithoutLogits), "max_new_tokens": 1, "logprobs": 1}
-    with pytest.raises(ValueError, match=r"`Step.logits`, which WithoutLogits leaves out"):
+    with pytest.raises(ValueError, match=r"`Step.logits`, which WithoutLogits does not set"):
         decode(llama, {"input_ids": tiny.prompt(1)}, **options)
     options["logprobs_mode"] = "processed_logprobs"
     assert len(decode(llama, {"input_ids": tiny.prompt(1)}, **options).logprobs[0]) == 1

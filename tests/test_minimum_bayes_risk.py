@@ -236,7 +236,7 @@ def test_on_an_unmixed_model():
     expected = hfgen.mix_into(tiny.llama()).generate(ids, custom_generate=BY_TOKENS, **SAMPLES)
     torch.manual_seed(0)
     assert torch.equal(tiny.llama().generate(ids, custom_generate=BY_TOKENS, **SAMPLES), expected)
-    with pytest.raises(ValueError, match="`utility` \\(='len'\\) works on text"):
+    with pytest.raises(ValueError, match="`utility` \\(='len'\\) needs text"):
         tiny.llama().generate(ids, custom_generate=hfgen.minimum_bayes_risk(len), **SAMPLES)
 
 
@@ -251,7 +251,7 @@ def test_on_an_unmixed_model():
         ({"num_return_sequences": 1}, "`num_return_sequences`=1"),
         ({"num_beams": 6}, "`num_beams`=6"),
         ({"streamer": Recorder()}, "`streamer` cannot follow minimum_bayes_risk()"),
-        ({}, "`utility` (='len') works on text: pass the model's tokenizer"),
+        ({}, "`utility` (='len') needs text: pass the model's tokenizer"),
         ({"num_return_sequences": 3}, "`n_best` (=4) of minimum_bayes_risk() has to be at most"),
     ],
     ids=["greedy", "cold", "one sample", "beams", "streamer", "no tokenizer", "n_best"],

@@ -104,7 +104,8 @@ def test_the_built_in_model_generates_the_same_tokens(prefer, name, options):
     expected = plain.generate(**call)
     with hfgen.optimized(plain):
         found = plain.generate(**call)
-        assert packs(plain) == len(forwards(plain)) == 36
+        # fp16 does not hold the smallest values of the head.
+        assert packs(plain) == len(forwards(plain)) == {"onednn": 57, "fp16": 56}[name]
     assert torch.equal(found, expected)
 
 

@@ -790,7 +790,7 @@ def test_the_benchmark_measures_and_writes(tmp_path: Path, monkeypatch: pytest.M
     )
     full, int8, int2 = benchmark.measure_quality(1, 130)
     assert full.in_one_go == pytest.approx(full.token_by_token, rel=1e-4)
-    assert full.bytes_per_token == 5 * 2 * 2 * 64 * 4  # layers, keys and values, heads, size
+    assert full.bytes_per_token == 8 * 2 * 2 * 64 * 4  # layers, keys and values, heads, size
     assert int2.bytes_per_token < int8.bytes_per_token < full.bytes_per_token
     assert int8.in_one_go == pytest.approx(full.in_one_go, rel=0.05)
     assert int8.in_one_go != full.in_one_go

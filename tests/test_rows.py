@@ -193,7 +193,11 @@ def test_rows_with_things_of_the_callers(model: Any, seed: int) -> None:
 
 def test_texts_stops_and_reasons_of_each_prompt() -> None:
     model, tokenizer = hfgen.builtin_model()
-    texts = ["def add(a, b):\n    return", "import os\nimport", "for i in range(10):\n    print"]
+    texts = [
+        "for line in sys.stdin:\n    if",
+        "import os\nimport",
+        "for i in range(10):\n    print",
+    ]
     rows: list[dict[str, Any]] = [
         {"stop_strings": ["\n"], "max_new_tokens": 30, "do_sample": False},
         {

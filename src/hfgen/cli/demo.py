@@ -16,12 +16,11 @@ from hfgen.cli.options import DebugOption, generation_config
 from hfgen.cli.probabilities import LEGEND, Spelling, coloured
 from hfgen.cli.report import Answers, duration, mebibytes, out
 
-PROMPT = '''\
-import os
-
-def find_files(folder, suffix):
-    """Return the files in a folder that end in a suffix."""
-'''
+PROMPT = """\
+def main():
+    import getopt
+    try:
+        opts, args = getopt.getopt("""
 NEW_TOKENS = 64
 REPEAT = 5  # timed runs of each library in each mode, fewer on a slow machine
 SECONDS = 40.0  # about what all these runs may take
@@ -32,23 +31,26 @@ MODES: dict[str, dict[str, Any]] = {
     "beam search (4)": {"do_sample": False, "num_beams": 4},
 }
 
-#: What is asked as JSON: of the function above, in words that the schema knows.
-QUESTION = f"""{PROMPT}    return [os.path.join(folder, name) for name in os.listdir(folder)
-            if name.endswith(suffix)]
+#: What is asked as JSON: arguments for a call, in words that the schema knows.
+QUESTION = """\
+def write_text(path, text):
+    with open(path, **OPTIONS) as file:
+        file.write(text)
 
-SIGNATURE = """
+# the arguments of open()
+OPTIONS = """
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "function": {"enum": ["find_files", "open_socket", "sort_rows"]},
-        "arguments": {"type": "integer", "minimum": 0, "maximum": 3},
-        "returns": {"enum": ["list", "str", "int"]},
-        "recursive": {"type": "boolean"},
+        "encoding": {"enum": ["utf-8", "latin-1", "ascii"]},
+        "errors": {"enum": ["strict", "ignore", "replace"]},
+        "mode": {"enum": ["r", "w", "a"]},
+        "buffering": {"type": "integer", "minimum": -1, "maximum": 9},
     },
-    "required": ["function", "arguments", "returns", "recursive"],
+    "required": ["encoding", "errors", "mode", "buffering"],
     "additionalProperties": False,
 }
-IN_WORDS = "function: one of 3, arguments: 0 to 3, returns: one of 3, recursive: a boolean"
+IN_WORDS = "arguments of open(): encoding, errors and mode: one of 3 each, buffering: -1 to 9"
 
 
 def demo(debug: DebugOption = False) -> None:

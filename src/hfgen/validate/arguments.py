@@ -72,8 +72,7 @@ def check_request(request: Request) -> None:
             raise TypeError(f"`{name}` has to {what}, but is {_kind(value)}.")
     for name in ("tokenizer", "assistant_tokenizer"):
         tokenizer = request.kwargs.get(name)
-        is_other = isinstance(tokenizer, str) or not hasattr(tokenizer, "decode")
-        if tokenizer is not None and is_other:
+        if isinstance(tokenizer, str):  # a name; tokenizers have no class in common
             loaded = "AutoTokenizer.from_pretrained() loads it"
             raise TypeError(
                 f"`{name}` has to be a tokenizer, as {loaded}, but is {_kind(tokenizer)}."
