@@ -20,7 +20,7 @@ import transformers
 import hfgen
 from tests.clients.server import FAILING, LINES, Running, running, wait_for
 
-PROMPT = "def add(a, b):\n"
+PROMPT = "def remove_file(path):\n"
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ PARAMETERS = {
     "seed": ({"temperature": 1, "seed": 6}, {"temperature": 1.0, "do_sample": True, "seed": 6}),
     "top_p": ({"top_p": 0.3, "seed": 5}, {"top_p": 0.3, **SAMPLED}),
     "n": ({"n": 3, "seed": 5}, {"num_return_sequences": 3, **SAMPLED}),
-    "stop": ({"temperature": 0, "stop": ["turn"]}, {"stop_strings": ["turn"]}),
+    "stop": ({"temperature": 0, "stop": ["from"]}, {"stop_strings": ["from"]}),
     "max_tokens": ({"temperature": 0, "max_tokens": 5}, {"max_new_tokens": 5}),
     "frequency_penalty": (
         {"temperature": 0, "frequency_penalty": 1.5, "max_tokens": 40},
