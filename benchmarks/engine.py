@@ -26,7 +26,7 @@ from benchmarks.edits import EDITS, editing
 from benchmarks.models import SUBJECTS
 from benchmarks.output import RESULTS, OutOption
 from benchmarks.plots import save, subplots
-from benchmarks.side_by_side import Spread, frozen_garbage, machine, read_bandwidth, unmixed
+from benchmarks.side_by_side import frozen_garbage, machine, read_bandwidth, speed_cells, unmixed
 from hfgen.batch import Batch
 from hfgen.caches.dynamic import GrowingCache
 
@@ -316,12 +316,9 @@ def table(timed: list[Timed]) -> str:
         "|---|--:|--:|--:|--:|",
     ]
     for each in timed:
-        seconds = Spread.of(each.seconds)
-        lines.append(
-            f"| {each.name} | {seconds.median:.1f} ({seconds.low:.1f} to {seconds.high:.1f}) "
-            f"| {each.n_tokens / seconds.median:,.0f} | {seconds.median / (each.engine or ours):.2f} "
-            f"| {each.n_equal} of 8 |"
-        )
+        ratio = statistics.median(each.seconds) / (each.engine or ours)
+        cells = speed_cells(each.seconds, each.n_tokens)
+        lines.append(f"| {each.name} | {cells} | {ratio:.2f} | {each.n_equal} of 8 |")
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ import hfgen
 from benchmarks.edits import EDITS
 from benchmarks.models import SUBJECTS
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads, write_section
-from benchmarks.side_by_side import Spread, frozen_garbage, machine, unmixed
+from benchmarks.side_by_side import Spread, frozen_garbage, machine, speed_cells, unmixed
 from benchmarks.stopping import build
 
 #: How many times as fast as ``hf`` at its best ``hfgen`` is to be.
@@ -199,11 +199,9 @@ def section(task: Task, lengths: list[int], timed: list[Timed]) -> str:
         "|---|--:|--:|--:|",
     ]
     for each in timed:
-        seconds = Spread.of(each.seconds)
-        lines.append(
-            f"| {each.name} | {seconds.median:.1f} ({seconds.low:.1f} to {seconds.high:.1f}) "
-            f"| {sum(lengths) / seconds.median:,.0f} | {seconds.median / statistics.median(ours.seconds):.2f} |"
-        )
+        ratio = statistics.median(each.seconds) / statistics.median(ours.seconds)
+        cells = speed_cells(each.seconds, sum(lengths))
+        lines.append(f"| {each.name} | {cells} | {ratio:.2f} |")
     lines += [
         "",
         f"`hfgen` is {found} times as fast as `{best_of(timed).name}`, the best batch size of `hf`, round by round "

@@ -152,6 +152,12 @@ class Spread:
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
+def speed_cells(seconds: Sequence[float], n_tokens: int) -> str:
+    """Two cells of a table: the seconds with their quartiles, and tokens per second."""
+    spread = Spread.of(seconds)
+    return f"{spread.median:.1f} ({spread.low:.1f} to {spread.high:.1f}) | {n_tokens / spread.median:,.0f}"
+
+
 def compare(
     model: Any,
     calls: dict[str, dict[str, Any]],

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfgen.execution import recorders
@@ -32,13 +33,24 @@ class _Noting(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs := kwargs or {}))
         if Recorder.active is self.recorder:
             self.recorder.operations.append(Operation(func, args, kwargs, result))
         return result
+
+
+class Reads(nn.Module):
+    """A layer norm that reads the device: no recorder permits that."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, states: Tensor) -> Tensor:
+        assert bool(states.isfinite().all())
+        return self.norm(states)
 
 
 @contextmanager

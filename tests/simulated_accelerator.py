@@ -28,6 +28,8 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
+from hfgen.execution.recorders import reads
+
 
 class Backend(_DummyBackendModule):
     """What torch asks about the device. There is none of it, say to other tests of the process."""
@@ -43,19 +45,6 @@ class Backend(_DummyBackendModule):
 
 _setup_privateuseone_for_python_backend("simulated", Backend())
 DEVICE = torch.device("simulated", 0)
-
-#: Operations whose result, or its shape, the host has to know.
-READS = {
-    "_local_scalar_dense",
-    "_unique2",
-    "bincount",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "nonzero",
-    "unique_consecutive",
-    "unique_dim",
-}
 
 #: Operations that the host does alone: no kernel runs.
 VIEWS = {
@@ -340,7 +329,7 @@ def _execute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name, target = func.overloadpacket.__name__, kwargs.get("device")
     result_is_on_device = bool(on_device) or _is_device(target)
     if result_is_on_device:
-        kind: Kind = "read" if on_device and _reads(name, func, args, kwargs) else "kernel"
+        kind: Kind = "read" if on_device and reads(name, func, args, kwargs) else "kernel"
         if name in ("_to_copy", "copy_"):
             kind, result_is_on_device = _transfer(name, args, target)
         elif on_device:
@@ -365,17 +354,6 @@ def _execute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if result_is_on_device and Recorder.active is not None:
         Recorder.active.operations.append(Operation(func, args, kwargs, result))
     return tree_map(wrap, result) if result_is_on_device else result
-
-
-def _reads(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the host waits for this operation."""
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
-    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        is_fill = name != "index" and args[2].numel() == 1  # torch then fills by the mask
-        return bool(masks) and not is_fill
-    return name in READS
 
 
 def _transfer(name: str, args: Sequence[Any], target: Any) -> tuple[Kind, bool]:

@@ -21,14 +21,13 @@ from hfgen.execution import ahead
 from hfgen.execution.recorders import generator_states
 from tests import tiny
 from tests.drafting_models import whisper
-from tests.host_recorder import recording_on_the_cpu
+from tests.host_recorder import Reads, recording_on_the_cpu
 from tests.parity.harness import FAMILIES, ours, quiet, upstream
 
 DEVICE = os.environ.get("HFGEN_TEST_DEVICE", "cuda")
 
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a GPU"
-)
+NO_GPU = DEVICE == "cuda" and not torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(NO_GPU, reason="needs a GPU")
 
 EOS = 3
 GRAPHS: dict[str, Any] = {"cache_implementation": "static", "use_cuda_graph": True}
@@ -122,14 +121,7 @@ def test_an_assistant_with_graphs() -> None:
 def test_what_cannot_be_captured_runs_eagerly_and_leaves_the_device_as_it_was(models: Any) -> None:
     """The stream, the allocator and the generator: the next call draws, and records."""
     bad = hfgen.mix_into(tiny.llama()).to(DEVICE)
-    norm = bad.model.norm
-
-    class Reads(nn.Module):
-        def forward(self, states: Tensor) -> Tensor:
-            assert bool(states.isfinite().all())
-            return norm(states)
-
-    bad.model.norm = Reads()
+    bad.model.norm = Reads(bad.model.norm)
     streams = [torch.cuda.current_stream()] if DEVICE == "cuda" else []
     expected, _ = generated(models[1], **STATIC, do_sample=True)
     with quiet():

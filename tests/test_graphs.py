@@ -16,6 +16,7 @@ from hfgen.execution import ahead, graphs, recorders
 from hfgen.strategies.sample import Sample
 from tests import tiny
 from tests.drafting_models import whisper
+from tests.host_recorder import Reads
 from tests.parity.harness import FAMILIES, ours, quiet
 from tests.simulated_accelerator import (
     DEVICE,
@@ -323,14 +324,7 @@ def test_hooks_and_adapters_that_come_later_are_seen(
 def test_a_forward_that_reads_the_device_is_run_eagerly(
     model: nn.Module, device_model: nn.Module, warned: Any
 ) -> None:
-    norm = device_model.model.norm
-
-    class Reads(nn.Module):
-        def forward(self, states: Tensor) -> Tensor:
-            assert bool(states.isfinite().all())
-            return norm(states)
-
-    device_model.model.norm = Reads()
+    device_model.model.norm = Reads(device_model.model.norm)
     both(model, device_model)
     (message,) = {message for message in warned() if "use_cuda_graph" in message}
     assert "_local_scalar_dense is not permitted while a graph is recorded" in message

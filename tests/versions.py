@@ -12,8 +12,6 @@ since_5_23 = pytest.mark.skipif(not IS_5_23, reason="transformers before 5.23 do
 IS_5_21 = version.parse("5.21.0") <= INSTALLED
 since_5_21 = pytest.mark.skipif(not IS_5_21, reason="some families are new in 5.21")
 
-#: Whether torch tells how many objects hold a storage: CPU builds of 2.6 do not, and layers then copy instead.
-TELLS_HOLDERS = hasattr(torch._C, "_storage_Use_Count")
-holders_are_told = pytest.mark.skipif(
-    not TELLS_HOLDERS, reason="this torch has no _storage_Use_Count"
-)
+#: CPU builds of torch 2.6 do not tell how many objects hold a storage, and layers then copy instead.
+NO_COUNT = not hasattr(torch._C, "_storage_Use_Count")
+holders_are_told = pytest.mark.skipif(NO_COUNT, reason="this torch has no _storage_Use_Count")

@@ -105,29 +105,35 @@ class NoReads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if self._is_read(name, args, kwargs):
+        if self._is_there(args, kwargs) and (
+            _is_copy(name, args, kwargs) or reads(name, args, kwargs)
+        ):
             raise RuntimeError(f"{name} waits for the device, or copies between it and the host")
         return func(*args, **kwargs)
 
-    def _is_read(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        if not any(self._is_there(leaf) for leaf in tree_leaves((args, kwargs))):
-            return False
-        if name == "_to_copy":
-            target = kwargs.get("device")
-            return target is not None and torch.device(target).type != args[0].device.type
-        if name == "copy_":
-            return bool(args[0].device.type != args[1].device.type)
-        if name == "repeat_interleave":
-            return kwargs.get("output_size") is None
-        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-            masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-            is_fill = name != "index" and args[2].numel() == 1  # torch then fills by the mask
-            return bool(masks) and not is_fill
-        return name in READS
+    def _is_there(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        leaves = tree_leaves((args, kwargs))
+        devices = (leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return any(isinstance(each, torch.device) and each.type == self.kind for each in devices)
 
-    def _is_there(self, leaf: Any) -> bool:
-        device = leaf.device if isinstance(leaf, Tensor) else leaf
-        return isinstance(device, torch.device) and device.type == self.kind
+
+def _is_copy(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this operation copies from one kind of device to another."""
+    if name == "copy_":
+        return bool(args[0].device.type != args[1].device.type)
+    target = kwargs.get("device") if name == "_to_copy" else None
+    return target is not None and torch.device(target).type != args[0].device.type
+
+
+def reads(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the host waits for the result of this operation, or for its shape."""
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        is_fill = name != "index" and args[2].numel() == 1  # torch then fills by the mask
+        return bool(masks) and not is_fill
+    return name in READS
 
 
 #: Devices that have generators of their own, and copy to the host while they compute.

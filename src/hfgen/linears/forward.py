@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.library import Library, register_fake
 
 from .kernels import DTYPES, Product, named
 
@@ -146,10 +147,10 @@ def _linear_shape(x: Tensor, number: Tensor, n_out: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], n_out))
 
 
-_LIBRARY = torch.library.Library("hfgen", "DEF")
+_LIBRARY = Library("hfgen", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor number, SymInt n_out) -> Tensor")
 _LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
-torch.library.register_fake("hfgen::linear", _linear_shape, lib=_LIBRARY)
+register_fake("hfgen::linear", _linear_shape, lib=_LIBRARY)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:
