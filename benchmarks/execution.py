@@ -1,5 +1,7 @@
 """How a step is run, measured: ms per token of greedy decoding beside upstream, by kind of weights.
 
+A call of one new token is timed as well, and taken off: what is left are the steps.
+
 ``python -m benchmarks.execution`` writes ``execution.{md,json,png}``. All ways to decode take turns on the
 same prompts, in one process. Models share their weights, but for the one in bfloat16; these are values of
 bfloat16 held in float32, as those of most checkpoints are.
@@ -54,6 +56,9 @@ WAYS: dict[str, Way] = {
     "upstream, float32": Way("upstream"),
     "upstream, bfloat16": Way("upstream", dtype=torch.bfloat16),
     "upstream, static and compiled": Way("upstream", call=COMPILED, only=("small", "135m")),
+    "upstream, bfloat16, static and compiled": Way(
+        "upstream", dtype=torch.bfloat16, call=COMPILED, only=("small", "135m")
+    ),
     "hfgen": Way("hfgen"),
     "optimize": Way("hfgen", {}),
     "optimize, bfloat16 model": Way("hfgen", {}, torch.bfloat16),
@@ -81,18 +86,30 @@ ROWS_TARGET = 1.6
 
 @dataclass(slots=True)
 class Times:
-    """One way to decode one number of rows: seconds of each call of ``new_tokens``."""
+    """One way to decode one number of rows: seconds of each call of ``new_tokens``, and of one token."""
 
     way: str
     rows: int
     new_tokens: int
     wall: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
     equal: float = 0.0  # share of tokens that are those of the reference
 
     @property
+    def steps(self) -> list[float]:
+        """Milliseconds of a step that follows the prompt's, round by round."""
+        n = self.new_tokens - 1
+        pairs = zip(self.wall, self.first, strict=True)
+        return [1e3 * (wall - first) / n for wall, first in pairs]
+
+    @property
     def per_token(self) -> float:
-        """Milliseconds per token of a row, prompt included."""
-        return 1e3 * statistics.median(self.wall) / self.new_tokens
+        return statistics.median(self.steps)
+
+    @property
+    def first_token(self) -> float:
+        """Milliseconds of a call of one token."""
+        return 1e3 * statistics.median(self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +179,12 @@ def measure(
                 shift = turn % len(ways)
                 tokens = {}
                 for way in (*ways[shift:], *ways[:shift]):
+                    first = _decode(WAYS[way], found[way], subject, n, 1)
                     done = _decode(WAYS[way], found[way], subject, n, new_tokens)
                     tokens[way] = done.tokens[:, PROMPT_LENGTH:]
                     if turn:
                         times[way, n].wall.append(done.wall)
+                        times[way, n].first.append(first.wall)
                 for way in ways:
                     same = tokens[way] == tokens[REFERENCE]
                     times[way, n].equal = same.float().mean().item()
@@ -219,9 +238,9 @@ def quality(model: nn.Module) -> float:
 
 
 def gain(times: Times, all_times: list[Times]) -> Spread:
-    """How many times faster than the faster one of upstream's, round by round."""
+    """How many times faster a step is than by the fastest way of upstream, round by round."""
     best = min((t for t in all_times if t.way in UPSTREAM), key=lambda t: t.per_token)
-    return Spread.of([a / b for a, b in zip(best.wall, times.wall, strict=True)])
+    return Spread.of([a / b for a, b in zip(best.steps, times.steps, strict=True)])
 
 
 def report(results: list[Result], facts: dict[str, Any]) -> str:
@@ -229,8 +248,8 @@ def report(results: list[Result], facts: dict[str, Any]) -> str:
     lines = [
         "# Execution: linear layers by the fastest kernels, and compiled steps",
         "",
-        f"Greedy, prompts of {PROMPT_LENGTH} tokens, the prompt's time included. All ways take turns. *Gain*: over upstream's best "
-        "way, the median of the rounds (quartiles). *Bandwidth*: the floor, in which the float32 weights are read once, by the "
+        f"Greedy, prompts of {PROMPT_LENGTH} tokens. All ways take turns. *First*: ms of a call of one new token; *ms per token*: of "
+        "the steps that follow. *Gain*: of these steps over upstream's best way, the median of the rounds (quartiles). *Bandwidth*: the floor, in which the float32 weights are read once, by the "
         "time. *MB*: weights, packed copies included. *Equal*: tokens that are those of upstream in float32; after one that "
         "differs, a row is another text. *Perplexity*: of a held-out file of Python, with the chosen kernels at every number "
         "of rows. Weights are values of bfloat16.",
@@ -242,13 +261,15 @@ def report(results: list[Result], facts: dict[str, Any]) -> str:
     for result in results:
         size = f"{result.n_parameters / 1e6:.4g}M parameters"
         lines += ["", f"## {result.title}, {size}; floor {result.floor:.2f} ms", ""]
-        lines += ["| way | rows | ms per token | bandwidth | gain | equal | MB | perplexity |"]
-        lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+        lines += [
+            "| way | rows | first | ms per token | bandwidth | gain | equal | MB | perplexity |"
+        ]
+        lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
         for rows in result.rows:
             for times in result.of(rows):
                 quality = result.perplexity.get(times.way)
                 lines.append(
-                    f"| {times.way} | {rows} | {times.per_token:.2f} | "
+                    f"| {times.way} | {rows} | {times.first_token:.1f} | {times.per_token:.2f} | "
                     f"{result.floor / times.per_token:.0%} | {gain(times, result.of(rows))} | "
                     f"{times.equal:.0%} | {result.megabytes[times.way]:.0f} | "
                     f"{'' if quality is None else f'{quality:.2f}'} |"
