@@ -86,15 +86,15 @@ def random_135m() -> Subject:
     )
 
 
-def random_1b() -> Subject:
-    """A Llama of Llama-3.2-1B's shape with random weights: 4.9 GB in float32."""
+def random_1b(layers: int = 16) -> Subject:
+    """A Llama of Llama-3.2-1B's shape with random weights: 4.9 GB in float32, 3.0 GB with 8 layers."""
     return random(
         "1b",
-        "Random Llama of Llama-3.2-1B's shape",
+        "Random Llama of Llama-3.2-1B's shape" + f", {layers} of its 16 layers" * (layers < 16),
         vocab_size=128256,
         hidden_size=2048,
         intermediate_size=8192,
-        num_hidden_layers=16,
+        num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
     )
