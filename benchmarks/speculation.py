@@ -1,6 +1,7 @@
 """What does drafting gain? Prompt lookup, the built-in draft and early exit against plain decoding.
 
-``python -m benchmarks.speculation`` writes ``speculation.md``, ``.json`` and ``.png``.
+``python -m benchmarks.speculation`` writes ``speculation.md``, ``.json`` and ``.png``; with ``--optimize``,
+``speculation_optimized.md`` and so on.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ PAST = 384
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured."""
+    """How much is measured, and whether models are prepared by ``hfgen.optimize``, and compiled."""
 
     rounds: int = 5
     random_rounds: int = 3
@@ -68,6 +69,15 @@ class Size:
     layers: tuple[int, ...] = (1, 2, 4, 8, 15)
     scales: tuple[float, ...] = (1.0, 1.7, 2.0)
     repeat: int = 15
+    optimize: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the files that are written."""
+        return "speculation_optimized" if self.optimize else "speculation"
+
+    def prepared(self, model: Any) -> Any:
+        return hfgen.optimize(model, compile=True) if self.optimize else model
 
 
 @dataclass(slots=True)
@@ -200,6 +210,7 @@ class BuiltIn:
 def measure_builtin(size: Size, advance: Callable[[str], None]) -> BuiltIn:
     model, tokenizer = hfgen.builtin_model()
     draft, _ = hfgen.builtin_model(draft=True)
+    model, draft = size.prepared(model), size.prepared(draft)
     done = tasks(size, tokenizer, draft)
     for task in done:
         task.results = race(
@@ -279,7 +290,7 @@ def measure_random(
     model: Any, prompt: torch.Tensor, size: Size, advance: Callable[[str], None]
 ) -> tuple[list[Exit], Costs]:
     """Early exit after each of ``size.layers`` at each of ``size.scales``."""
-    model = walking(model)
+    model = size.prepared(walking(model))
     past = prompt.shape[1] + size.random_new_tokens
     target = measure_costs(model, 1, past, (1, 2, 4, N_DRAFTED + 1, 8, 16), size.repeat)
     drafts = {}
@@ -357,7 +368,8 @@ def markdown(report: Report) -> str:
     lookup = [task for task in report.builtin.tasks if not task.uses_draft]
     assistant = [task for task in report.builtin.tasks if task.uses_draft]
     parts = [
-        "# Speculation against greedy decoding",
+        "# Speculation against greedy decoding" + ", with `hfgen.optimize`" * size.optimize,
+        *(["All models ran through `hfgen.optimize(model, compile=True)`."] * size.optimize),
         "All ways to decode run in one process on the same weights, by turns on the same prompt, and all of "
         "them gave the same tokens. Gain: how many times faster than hfgen's greedy decoding, wall time, "
         "call by call; the median, with quartiles. CPU gain: the same of processor time. Accepted: of the drafted "
@@ -387,7 +399,7 @@ def markdown(report: Report) -> str:
         "## Gain by cost ratio: a random Llama of SmolLM-135M's shape, early exit",
         random_text(report),
         random_table(report.exits),
-        "![gain by way, and by cost ratio](speculation.png)",
+        f"![gain by way, and by cost ratio]({size.name}.png)",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -640,9 +652,13 @@ def plot(report: Report, path: Path) -> None:
 
 def write(report: Report, folder: Path) -> str:
     """Write report, raw data and plot to ``folder``; returns the report."""
-    text = markdown(report)
     return output.write(
-        folder, "speculation", text, as_object(report), lambda path: plot(report, path), indent=None
+        folder,
+        report.size.name,
+        markdown(report),
+        as_object(report),
+        lambda path: plot(report, path),
+        indent=None,
     )
 
 
@@ -663,13 +679,14 @@ def measure(
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of all tasks of the built-in model.")] = 5,
     random_rounds: Annotated[int, typer.Option(min=1, help="Of the random model.")] = 3,
+    optimize: Annotated[bool, typer.Option(help="Measure models that were prepared so.")] = False,
     out: OutOption = RESULTS,
 ) -> None:
     """Measure speculation on one thread; exit code 1 if any way gives other tokens."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    size, console = Size(rounds, random_rounds), Console()
+    size, console = Size(rounds, random_rounds, optimize=optimize), Console()
     n_inputs = 3 * size.texts + 4
     total = n_inputs * (rounds + 1) + len(size.scales) * (random_rounds + 1)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
@@ -687,7 +704,7 @@ def main(
             console.print(f"[red]Other tokens:[/] {escape(str(error))}")
             raise typer.Exit(1) from None
     console.print(Markdown(write(report, out)))
-    console.print(f"Written to {out}: speculation.md, speculation.json, speculation.png.")
+    console.print(f"Written to {out}: {size.name}.md, {size.name}.json, {size.name}.png.")
 
 
 if __name__ == "__main__":

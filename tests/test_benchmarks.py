@@ -49,6 +49,7 @@ from benchmarks.side_by_side import (
     frozen_garbage,
     unmixed,
 )
+from hfgen.execution import compiled_layers
 from hfgen.strategies.sample import Sample
 from tests import tiny
 
@@ -166,9 +167,12 @@ def test_spread_is_median_and_quartiles() -> None:
 LOOKUP = Variant("lookup", options={"prompt_lookup_num_tokens": 3})
 
 
+@pytest.mark.parametrize("optimize", [False, True])
 def test_speculation_at_its_smallest(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimize: bool
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     edit = Edit("rename `x`", "def f(x):\n    return x\n" * 4, (("x", "y"),))
     monkeypatch.setattr(speculation, "EDITS", (edit, edit))
     monkeypatch.setattr(speculation, "PAST", 16)
@@ -186,16 +190,16 @@ def test_speculation_at_its_smallest(
         layers=(1,),
         scales=(1.0, 40.0),
         repeat=1,
+        optimize=optimize,
     )
     steps: list[str] = []
     report = speculation.measure(size, lambda: subject, steps.append)
-    text = speculation.write(report, tmp_path)
+    assert (getattr(subject.model, "optimization", None) is not None) == optimize
+    name = "speculation_optimized" if optimize else "speculation"
+    text = speculation.write(report, tmp_path / "results")
 
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "speculation.md",
-        "speculation.json",
-        "speculation.png",
-    }
+    written = {path.name for path in (tmp_path / "results").iterdir()}
+    assert written == {f"{name}.md", f"{name}.json", f"{name}.png"}
     for task in report.builtin.tasks:
         assert f"### {task.name}" in text
         assert steps.count(task.name) == 2  # the warm-up and one round
@@ -208,7 +212,7 @@ def test_speculation_at_its_smallest(
     ratios = [early_exit.agreement for early_exit in report.exits]
     assert len(ratios) == 2
     assert ratios[0] != ratios[1]  # what layers add counts more, so the first says less
-    raw = json.loads((tmp_path / "speculation.json").read_text())
+    raw = json.loads((tmp_path / "results" / f"{name}.json").read_text())
     assert list(raw["tasks"]) == [task.name for task in report.builtin.tasks]
     assert raw["early_exit"][0]["result"]["rows"] == 1
 
