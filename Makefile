@@ -73,6 +73,7 @@ parity: $(VENV)/installed ## Compare with upstream, caches, modes and the engine
 bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.speculation
+	@$(BIN)/python -m benchmarks.speculation --optimize
 	@$(BIN)/python -m benchmarks.caches
 	@$(BIN)/python -m benchmarks.quantized_cache
 	@$(BIN)/python -m benchmarks.grammar
@@ -82,6 +83,7 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.scale
 	@$(BIN)/python -m benchmarks.engine
 	@$(BIN)/python -m benchmarks.execution
+	@$(BIN)/python -m benchmarks.first_call
 	@$(BIN)/python -m benchmarks.sampling
 	@$(BIN)/python scripts/update_readme_tables.py
 

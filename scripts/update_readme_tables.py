@@ -86,7 +86,7 @@ def measured_on(facts: Raw) -> str:
 
 
 def model_name(name: str) -> str:
-    return MODELS.get(name, name)
+    return (MODELS | {"1b": "random 1B model, 8 of its 16 layers"}).get(name, name)
 
 
 def first_table(page: Path) -> str:
@@ -439,10 +439,10 @@ def summary_block(results: Path) -> str:
         ours = theirs.get("engine") or statistics.median(timed[0]["seconds"])
         return f"{statistics.median(theirs['seconds']) / ours:.2f}"
 
-    def of_optimize(model: str, n_rows: int) -> str:
+    def of_optimize(model: str, n_rows: int, way: str) -> str:
         times = [execution.Times(**each) for each in raw["execution"]["subjects"][model]["times"]]
         times = [each for each in times if each.rows == n_rows]
-        ours = next(each for each in times if each.way == "optimize")
+        ours = next(each for each in times if each.way == way)
         return f"{execution.gain(ours, times).median:.2f}"
 
     def of_drafting(model: str, task: str) -> str:
@@ -465,8 +465,10 @@ def summary_block(results: Path) -> str:
         )
     add("64 requests of different lengths: engine and `generate_batch`", of_engine, "engine.md")
     for n_rows in (1, 8):
-        what = f"`hfgen.optimize`, {n_rows} row{'s' * (n_rows > 1)}, and the fastest way to run transformers"
-        add(what, lambda model, n=n_rows: of_optimize(model, n), "optimize.md")
+        for way, option in (("optimize", ""), ("optimize, compiled", ", compile=True")):
+            call = f"`hfgen.optimize(model{option})`, {n_rows} row{'s' * (n_rows > 1)}"
+            what = f"{call}, and the fastest way to run transformers, compiled or not"
+            add(what, lambda model, n=n_rows, way=way: of_optimize(model, n, way), "optimize.md")
     for what, task in (
         ("prompt lookup on an editing task, and greedy decoding with hfgen", "Editing, batch 1"),
         (
@@ -490,6 +492,7 @@ def summary_block(results: Path) -> str:
 BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "overhead": ("overhead", overhead_block),
     "speculation": ("speculation", speculation_block),
+    "speculation-optimized": ("speculation_optimized", speculation_block),
     "engine": ("engine", engine_block),
     "engine-drafting": ("engine", drafting_block),
     "caches": ("caches", caches_block),

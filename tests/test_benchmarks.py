@@ -18,6 +18,7 @@ from benchmarks import (
     caches,
     controls,
     execution,
+    first_call,
     gpu,
     grammar,
     lm_eval_tails,
@@ -574,3 +575,9 @@ def test_without_a_gpu_it_ends_at_once(capsys: pytest.CaptureFixture[str], tmp_p
         gpu.main(out=tmp_path)
     assert ended.value.exit_code == gpu.NO_GPU
     assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_first_calls_are_held_against_their_targets() -> None:
+    text = first_call.report([14.0, 16.0, 15.5], [2.0, 3.5, 2.5], 0.2, side_by_side.machine())
+    assert "| empty | 15.5 (14.0 to 16.0) | 15: **missed** |" in text
+    assert "| filled | 2.5 (2.0 to 3.5) | 3: met |" in text
