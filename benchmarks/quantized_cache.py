@@ -77,7 +77,7 @@ class Quality:
 def held_out_rows(n_rows: int, length: int) -> torch.Tensor:
     """Rows ``(n_rows, length)`` of text that the built-in model was not trained on."""
     _, tokenizer = hfgen.builtin_model()
-    _, texts = training.read_texts()
+    texts = training.read_texts().held_out
     stream = training.to_stream(tokenizer, texts)
     rows = stream[: len(stream) // length * length].view(-1, length)
     return rows[:: max(1, len(rows) // n_rows)][:n_rows]
