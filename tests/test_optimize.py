@@ -168,6 +168,38 @@ def test_rounded_weights_are_near(prefer, weights, name, error, bias):
     assert name in layer.optimization.tokens
 
 
+@pytest.mark.parametrize("kernel", kernels.KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_shape_is_computed_or_left_alone(prefer, kernel, dtype):
+    prefer(kernel.name)
+    error = {None: 1e-5, "fp16": 1e-2, "bf16": 2e-2, "int8": 5e-2, "int4": 0.2}[kernel.weights]
+    for n_out, n_in in ((32, 64), (33, 48), (64, 40), (7, 3), (1, 1), (48, 32)):
+        layer = nn.Sequential(nn.Linear(n_in, n_out)).to(dtype).eval()
+        with torch.no_grad():
+            layer[0].weight.copy_(layer[0].weight.bfloat16())
+        if kernel.weights == "int4" and kernel.misfit(layer[0].weight):
+            continue  # an error, since no layer fits
+        activations = {
+            "one token": torch.randn(n_in),
+            "rows": torch.randn(70, n_in),
+            "four dimensions": torch.randn(2, 3, 2, n_in),
+            "transposed": torch.randn(n_in, 5).to(dtype).t(),
+            "every other": torch.randn(3, 2 * n_in).to(dtype)[:, ::2],
+            "last tokens": torch.randn(3, 4, n_in).to(dtype)[:, -1],
+            "one row for all": torch.randn(1, n_in).to(dtype).expand(4, n_in),
+            "none": torch.randn(2, 0, n_in),
+        }
+        with torch.no_grad():
+            for name, x in activations.items():
+                expected = layer(x.to(dtype))
+                with hfgen.optimized(layer, weights=kernel.weights):
+                    found = layer(x.to(dtype))
+                assert found.dtype == dtype, name
+                assert found.shape == expected.shape, name
+                off = (found.float() - expected.float()).norm()
+                assert off <= max(error, torch.finfo(dtype).eps) * expected.float().norm(), name
+
+
 def test_a_bias_is_added(prefer):
     prefer("fp16")
     layer = nn.Sequential(nn.Linear(64, 32)).eval()
@@ -356,6 +388,37 @@ def test_a_changed_weight_is_noticed(prefer, change, name):
     torch.testing.assert_close(found, logits(hfgen.restore(plain), tiny.prompt(2)))
 
 
+def test_small_edits_of_few_values_are_noticed(prefer):
+    """As of an adapter that is merged into bfloat16: one value in twenty changes."""
+    prefer("onednn")
+    layer = hfgen.optimize(nn.Sequential(nn.Linear(256, 256)).bfloat16().eval())
+    x, noticed = torch.ones(1, 256).bfloat16(), 0
+    for _ in range(50):
+        with torch.no_grad():
+            layer(x)
+            before = layer[0].forward._packed
+            layer[0].weight.data[torch.rand(256, 256) < 0.05] *= 1.01
+            layer(x)
+        noticed += layer[0].forward._packed is not before
+    assert noticed >= 48
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 15, 16, 17, 23, 24, 128, 136, 1000])
+def test_the_values_that_are_compared_are_of_the_weight(size):
+    weight = torch.arange(size, dtype=torch.float32)[None]
+    values = forward._samples(weight).view("float32")
+    assert values.min() == 0
+    assert 0.9 * (size - 1) <= values.max() < size
+
+
+def test_exports_do_not_need_hfgen(prefer):
+    prefer("onednn")
+    layer = hfgen.optimize(nn.Sequential(nn.Linear(64, 32)).eval())
+    with torch.no_grad():
+        graph = torch.export.export(layer, (torch.randn(3, 64),)).graph
+    assert not any("hfgen" in str(node.target) for node in graph.nodes)
+
+
 def test_another_type_is_noticed(prefer):
     prefer("fp16")
     plain = hfgen.optimize(model())
@@ -401,10 +464,11 @@ GARBAGE = [
     b'{"format": 2}',
     b'{"format": 2, "times": [1]}',
     b'{"format": 2, "times": {"x": {"own": {"1": -1}}}}',
+    b'{"format": 2, "times": {"x": {"own": {"1": 1%s}}}}' % (b"0" * 400),
 ]
 
 
-@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_a_file_of_garbage_is_written_anew(cache_folder, prefer, garbage):
     prefer("fp16")
     cache_folder.mkdir(parents=True)
@@ -431,6 +495,49 @@ def test_a_folder_that_cannot_be_written_does_not_matter(tmp_path, prefer, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert hfgen.optimize(model()).optimization.has_changed
     assert known.read() == {}
+
+
+def test_a_user_without_a_home_can_optimise(prefer, monkeypatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    prefer("fp16")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert hfgen.optimize(model()).optimization.has_changed
+
+
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_steps_without_all_their_times_are_measured_again(prefer, monkeypatch, calibrate):
+    prefer("fp16")
+    steps = {way: dict.fromkeys(ROWS, took) for way, took in ((measure.OWN, 2.0), ("changed", 1.0))}
+    monkeypatch.setattr(whole, "measure_steps", lambda *_: steps)
+    hfgen.optimize(model())
+    content = known.read()
+    key = next(key for key, times in content.items() if "changed" in times)
+    for spoilt in ({measure.OWN: {}, "changed": steps["changed"]}, {measure.OWN: steps["own"]}):
+        known.write({key: spoilt})
+        report = hfgen.optimize(model(), calibrate=calibrate).optimization
+        assert report.steps == (steps if calibrate else {})
+
+
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_defaults_of_torch_do_not_matter(monkeypatch, default):
+    plain, expected = model(), kernels.candidates(None)
+    monkeypatch.setattr(measure, "SECONDS", 0)
+    kernels._works.cache_clear()
+    try:
+        if default == "dtype":
+            torch.set_default_dtype(torch.bfloat16)
+        else:
+            torch.set_default_device("meta")
+        hfgen.optimize(plain)
+        assert kernels.candidates(None) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        kernels._works.cache_clear()
+    assert plain.optimization.steps or not plain.optimization.has_changed
 
 
 def test_without_calibration_only_what_is_known_changes(prefer):

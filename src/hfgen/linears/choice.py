@@ -264,8 +264,8 @@ def _steps(
         [f"{c.shape} {c.dtype} {c.n_modules} {c.kernel} {c.rows}" for c in choices]
     )
     times = stored.get(key, {})
-    if calibrate and times.get(CHANGED, {}).keys() != rows:
-        times = whole.measure_steps(model, changes, rows)
+    if any(times.get(name, {}).keys() != rows for name in (OWN, CHANGED)):
+        times = whole.measure_steps(model, changes, rows) if calibrate else {}
         if times:
             found[key] = times
     return times

@@ -16,8 +16,9 @@ from .kernels import DTYPES, Product, named
 
 #: Numbers of rows that are measured; the last one stands for all above the one before.
 ROWS = (1, 2, 4, 8, 16, 128)
-#: Values of a weight that are compared at each call.
-N_SAMPLES = 8
+#: Places of a weight that are compared at each call, and values at each: a cache line of bfloat16 is read
+#: in any case, and small edits change few values of such types.
+N_PLACES, N_VALUES = 8, 16
 
 
 def bucket(rows: int) -> int:
@@ -61,7 +62,7 @@ class PackedForward:
         self._packed: Packed | None = None
         n = next(_numbers)
         with torch.inference_mode(False):
-            self.number = torch.tensor([n])
+            self.number = torch.tensor([n], device="cpu")
         _BY_TENSOR[id(self.number)] = _BY_NUMBER[n] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,6 +76,8 @@ class PackedForward:
     def __call__(self, input: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() or self.module.training):
             if torch.compiler.is_compiling():
+                if _is_exporting():  # for other processes, where this object is not
+                    return own_forward(self.module)(input)
                 return torch.ops.hfgen.linear(input, self.number, self.module.out_features)
             if (found := self.of_rows(input)) is not None:
                 return found
@@ -101,7 +104,7 @@ class PackedForward:
             return None
         if x.dtype != packed.weight.dtype or not x.is_cpu or x.shape[-1] != packed.weight.shape[1]:
             return None
-        if not x.numel() or torch.is_autocast_enabled("cpu"):
+        if x.dim() < 2 or not x.numel() or torch.is_autocast_enabled("cpu"):
             return None
         return packed.product(x, self.module._parameters["bias"])
 
@@ -131,6 +134,7 @@ class PackedLinear(nn.Linear):
 
 
 _numbers = itertools.count()
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # 2.7
 _BY_NUMBER: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
 # By id of the tensor with the number, which its owner keeps: it is quicker than to read it.
 _BY_TENSOR: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
@@ -190,5 +194,7 @@ def _version(weight: Tensor) -> int:
 def _samples(weight: Tensor) -> Any:
     bits = torch.int32 if weight.element_size() == 4 else torch.int16
     flat = weight.detach().view(bits).flatten()
-    step = max((len(flat) - 1) // (N_SAMPLES - 1), 1)
-    return flat[::step].numpy()
+    width = min(N_VALUES, len(flat))
+    last = len(flat) - width
+    step = max(last // (N_PLACES - 1), 1)
+    return flat.as_strided((1 + min(last, N_PLACES - 1), width), (step, 1)).numpy()

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ ROUNDED_FP16 = "fp16, rounded"
 GROUP = 32
 #: Rows that the int4 kernel packs together.
 INT4_ROWS = 16
+#: Values of a row that the int8 kernel reads at once. It reads past the end of others, and may crash.
+INT8_VALUES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ def named(name: str) -> Kernel:
 def _works(name: str) -> bool:
     """Whether this machine and this torch have a kernel: it is tried out on a small layer."""
     kernel, generator = named(name), torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(n, 64, generator=generator) for n in (32, 2))
+    plain: Any = {"generator": generator, "device": "cpu", "dtype": torch.float32}
+    weight, x = (torch.randn(n, 64, **plain) for n in (32, 2))
     weight = weight.bfloat16().float()
     try:
         with torch.no_grad():
@@ -120,6 +124,12 @@ def _not_finite(weight: Tensor) -> str | None:
     return None if bool(low.isfinite() & high.isfinite()) else "it has values that are not finite"
 
 
+def _odd_for_int8(weight: Tensor) -> str | None:
+    if weight.shape[1] % INT8_VALUES:
+        return f"its rows of {weight.shape[1]} values are no multiple of {INT8_VALUES}"
+    return _not_finite(weight)
+
+
 def _odd_for_int4(weight: Tensor) -> str | None:
     n_out, n_in = weight.shape
     if n_in % GROUP:
@@ -162,7 +172,7 @@ def _dynamic_int8(weight: Tensor) -> Product:
     """A scale per row of the weight, and one for all activations of a call (``linear_dynamic``)."""
     values = weight.detach().float()
     scales = (values.abs().amax(1) / 127).clamp(min=1e-12)
-    zeros = torch.zeros(len(values), dtype=torch.long)
+    zeros = torch.zeros_like(scales, dtype=torch.long)
     with warnings.catch_warnings():  # torch will drop such tensors; the kernel is then not there
         warnings.simplefilter("ignore")
         quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
@@ -236,7 +246,7 @@ def _int4(weight: Tensor) -> Product:
 
 def _in_bfloat16(linear: Callable[[Tensor], Tensor], n_out: int) -> Product:
     def run(x: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).bfloat16()
+        flat = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
         return _plus(linear(flat).view(*x.shape[:-1], n_out).to(x.dtype), bias)
 
     return run
@@ -252,7 +262,7 @@ KERNELS = (
     Kernel(ROUNDED_FP16, "fp16", 16, _fp16, overflow),
     Kernel("bf16", "bf16", 16, _bf16, _not_float32),
     Kernel("int8, dynamic", "int8", 8, _dynamic_int8, _not_finite),
-    Kernel("int8", "int8", 8, _int8, _not_finite),
+    Kernel("int8", "int8", 8, _int8, _odd_for_int8),
     Kernel("int4", "int4", 4, _int4, _odd_for_int4),
 )
 _BY_NAME = {kernel.name: kernel for kernel in KERNELS}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
+import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -73,9 +73,9 @@ def read() -> dict[str, Times]:
 
 def write(found: dict[str, Times]) -> None:
     """Add to the file, in one piece; readable by this user only. What cannot be written is not kept."""
-    target = path()
     partial = None
     try:
+        target = path()
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         content = {"format": FORMAT, "times": read() | found}
         handle, partial = tempfile.mkstemp(prefix=".linears", dir=target.parent)  # mode 0600
@@ -100,7 +100,7 @@ def _times(entry: Any) -> Times | None:
         if not isinstance(by_rows, dict) or not set(by_rows) <= set(map(str, ROWS)):
             return None
         for took in by_rows.values():
-            if type(took) not in (int, float) or not math.isfinite(took) or took <= 0:
+            if type(took) not in (int, float) or not 0 < took <= sys.float_info.max:
                 return None
         found[name] = {int(rows): float(took) for rows, took in by_rows.items()}
     return found

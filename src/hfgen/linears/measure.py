@@ -42,8 +42,9 @@ def measure(modules: Sequence[nn.Linear], kernels: Mapping[str, Sequence[nn.Line
     generator = torch.Generator().manual_seed(0)
     times: Times = {name: {} for name in runs}
     for rows in ROWS:
-        x = torch.randn(rows, weight.shape[1], generator=generator).to(weight.dtype)
-        for name, median in milliseconds(runs, x).items():
+        shape = (rows, weight.shape[1])
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        for name, median in milliseconds(runs, x.to(weight.dtype)).items():
             times[name][rows] = round(1e3 * median, 3)
     return times
 

@@ -52,7 +52,7 @@ def measure_steps(model: nn.Module, changes: Sequence[Change], rows: Iterable[in
     try:
         for n in sorted(rows):
             shape = (1, n) if n == ROWS[-1] else (n, 1)
-            ids = torch.ones(shape, dtype=torch.long)
+            ids = torch.ones(shape, dtype=torch.long, device="cpu")
             own[n], changed[n] = _step_times(model, changes, ids)
     except Exception:  # of the model's making: it needs more than ids
         return {}
