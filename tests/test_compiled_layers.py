@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 import hfgen
@@ -347,6 +348,50 @@ def test_a_changed_weight_is_seen(plain, monkeypatch):
     other.model.layers[3].mlp.register_forward_hook(lambda m, args, out: -out)
     assert torch.equal(generate(model, tiny.prompt(1, 9)), generate(other, tiny.prompt(1, 9)))
     hooked.remove()
+
+
+def test_autocast_runs_the_layers_own_forward(plain, compiled):
+    for inputs in (tiny.prompt(1, 9), padded(9, 4)):
+        generate(compiled, inputs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(generate(compiled, inputs), generate(plain, inputs))
+        assert torch.equal(generate(compiled, inputs), generate(plain, inputs))
+    assert compiled.optimization.graph.failure is None
+
+
+def test_hooks_of_all_modules_and_modes_see_what_they_see_without_graphs(plain, compiled):
+    generate(compiled, tiny.prompt(1, 9))
+    seen: list[list[str]] = []
+    for model in (plain, compiled):
+        called: list[str] = []
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, args, out, called=called: called.append(type(module).__name__)
+        )
+        try:
+            generate(model, tiny.prompt(1, 9), max_new_tokens=3)
+        finally:
+            hook.remove()
+        seen.append(called)
+    assert seen[0] == seen[1]
+    counts = []
+    for model in (plain, compiled):
+        with FlopCounterMode(display=False) as counter:
+            generate(model, tiny.prompt(1, 9))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]
+    assert compiled.optimization.graph.failure is None
+
+
+def test_a_cache_of_another_type_is_converted_as_without_graphs(compiled):
+    texts = []
+    for model in (compiled, llama()):
+        cache = DynamicCache(config=model.config)
+        text = generate(model, tiny.prompt(1, 9), past_key_values=cache)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys.half(), layer.values.half()
+        texts.append(generate(model, text, past_key_values=cache))
+    assert torch.equal(*texts)
+    assert compiled.optimization.graph.failure is None
 
 
 def test_restore_leaves_no_trace(plain):

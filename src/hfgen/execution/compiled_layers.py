@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
@@ -39,8 +41,9 @@ MOST_GRAPHS = 32
 NUMBERS = r"L\['hfgen_layer'\].*\.layer_idx"
 #: Older ones know no patterns like ``NUMBERS``: each layer would have a graph of its own.
 OLDEST_TORCH = "2.8"
-#: Where a module keeps its hooks.
+#: Where a module keeps its hooks, and those of all modules.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+OF_ALL = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
 
 _names = itertools.count()
 
@@ -187,10 +190,10 @@ class LayerGraph:
 class CompiledLayer:
     """Set as ``forward`` of a decoder layer, which stays as it is in everything else.
 
-    The layer's own forward runs for prompts, in training mode, where gradients are recorded, within
-    another ``torch.compile``, while a graph of the whole step is recorded, with caches that are not known
-    to give room, and where a part of the layer has a hook. (Transformers leaves some, which do nothing
-    unless outputs are collected.)
+    The layer's own forward runs for prompts, in training mode, where gradients are recorded, under autocast
+    and other modes of torch that see each operator, within another ``torch.compile``, while a graph of the
+    whole step is recorded, with caches that are of another type or not known to give room, and where a part
+    of the layer has a hook. (Transformers leaves some, which do nothing unless outputs are collected.)
     """
 
     def __init__(self, module: nn.Module, index: int, graph: LayerGraph) -> None:
@@ -239,6 +242,8 @@ class CompiledLayer:
             return None
         if isinstance(place, SlicedStaticLayer) and place._visible.is_recording:
             return None
+        if place.keys.dtype is not hidden.dtype or _sees_operators(hidden.device):
+            return None
         known, number = self._call, vars(cache).get("call_number")
         if known is None or known[0]() is not cache or known[1] != number:
             self._forget()
@@ -254,7 +259,7 @@ class CompiledLayer:
         """Whether a hook of a part of the layer has something to do."""
         if self._hooks is None:
             parts = [part for part in self.module.modules() if part is not self.module]
-            self._hooks = [vars(part)[name] for part in parts for name in HOOKS]
+            self._hooks = [*OF_ALL, *(vars(part)[name] for part in parts for name in HOOKS)]
         if not any(self._hooks):
             return False
         hooks = (hook for held in self._hooks for hook in held.values())
@@ -279,6 +284,11 @@ class CompiledLayer:
         self.graph.n_layers += not self._ready
         self._ready.add(key)
         return key
+
+
+def _sees_operators(device: torch.device) -> bool:
+    """Whether a mode of torch converts or counts operators, of which a graph would show it none."""
+    return torch.is_autocast_enabled(device.type) or _get_current_dispatch_mode() is not None
 
 
 def find_layers(model: nn.Module) -> dict[str, int]:
