@@ -199,6 +199,17 @@ def test_a_printed_model_keeps_its_own_line() -> None:
     assert repr(mixed).splitlines()[1:3] == ["  mine=1", "  generation=hfgen"]
 
 
+def test_a_printed_model_with_the_mixin_as_a_base_says_who_generates(model: Any) -> None:
+    extended = type("Extended", (hfgen.GenerationMixin,), {})  # a mixin of one's own
+    for mixin in (hfgen.GenerationMixin, extended):
+        mine = type("Mine", (LlamaForCausalLM, mixin), {})
+        for cls in (mine, type("Derived", (mine,), {}), hfgen.mix_into(mine)):
+            printed = repr(cls(model.config))
+            assert printed.splitlines()[1] == "  generation=hfgen"
+            assert printed.count("hfgen") == 1
+    assert "hfgen" not in repr(model)
+
+
 def test_a_pipeline_is_refused_with_advice(model: Any) -> None:
     pipeline = transformers.pipeline("text-generation", model, tokenizer=tiny_tokenizer())
     with pytest.raises(TypeError, match=r"TextGenerationPipeline: pass its `\.model`"):
@@ -506,6 +517,14 @@ def test_unpatch_restores_upstream_exactly(model: Any, expected: Tensor, spy: Sp
     assert attributes() == UPSTREAM
     assert torch.equal(generated(model), expected)
     assert spy.steps == 6
+
+
+@pytest.mark.parametrize("name", ["patch", "unpatch", "patched"])
+def test_patching_takes_no_model(model: Any, name: str) -> None:
+    advice = rf"{name}\(\) takes no arguments, but got LlamaForCausalLM: .*hfgen\.mix_into\(model\)"
+    with pytest.raises(TypeError, match=advice), getattr(hfgen, name)(model):
+        pass
+    assert attributes() == UPSTREAM
 
 
 def test_each_patch_takes_an_unpatch() -> None:

@@ -77,7 +77,7 @@ def mixed_class(cls: Any) -> Any:
     if issubclass(cls, GenerationMixin):
         return cls
     namespace = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    namespace |= {"__reduce_ex__": _reduce, "_unmixed_class": cls, "extra_repr": _extra_repr}
+    namespace |= {"__reduce_ex__": _reduce, "_unmixed_class": cls}
     return type(cls)(cls.__name__, (cls, GenerationMixin), namespace)
 
 
@@ -92,10 +92,9 @@ def _reduce(self: Any, protocol: Any) -> str | tuple:
     return _new, (type(self)._unmixed_class,), state
 
 
-def _extra_repr(self: Any) -> str:
-    """The line in a printed model that says who generates; class names stay as they are."""
-    lines = [self._unmixed_class.extra_repr(self), "generation=hfgen"]
-    return "\n".join(filter(None, lines))
+def _saying_who_generates(extra_repr: Callable[[Any], str]) -> Callable[[Any], str]:
+    """``extra_repr`` of a class with one more line in a printed model; class names stay as they are."""
+    return lambda self: "\n".join(filter(None, (extra_repr(self), "generation=hfgen")))
 
 
 def _new(cls: Any) -> Any:
@@ -136,6 +135,9 @@ class GenerationMixin(transformers.GenerationMixin):
                 f"called: write class {cls.__name__}({name}, hfgen.GenerationMixin)."
             )
         warn_if_untested()
+        models = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
+        if models and not any(issubclass(base, GenerationMixin) for base in models):
+            cls.extra_repr = _saying_who_generates(cls.extra_repr)
 
     @torch.no_grad()
     def generate(

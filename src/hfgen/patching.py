@@ -106,12 +106,22 @@ _patches = 0  # calls of patch() without an unpatch() yet, in all threads
 _lock = threading.RLock()
 
 
-def patch() -> None:
+def _refuse_arguments(function: str, given: tuple[object, ...]) -> None:
+    if given:
+        raise TypeError(
+            f"{function}() takes no arguments, but got {type(given[0]).__name__}: it concerns all models of "
+            "transformers. To switch one model, call hfgen.mix_into(model)."
+        )
+
+
+def patch(*given: object) -> None:
     """Let every transformers model generate with hfgen until ``unpatch()``, one for each call.
 
-    hfgen's stages are put into ``transformers.GenerationMixin``, also for calls of ``super()``.
+    hfgen's stages are put into ``transformers.GenerationMixin``, also for calls of ``super()``. Raises
+    ``TypeError`` for a model: ``mix_into`` takes one.
     """
     global _patches
+    _refuse_arguments("patch", given)
     with _lock:
         _patches += 1
         if _patches > 1:
@@ -127,9 +137,10 @@ def patch() -> None:
             raise
 
 
-def unpatch() -> None:
+def unpatch(*given: object) -> None:
     """Undo one ``patch()``, if there was one; models that were mixed stay mixed."""
     global _patches
+    _refuse_arguments("unpatch", given)
     with _lock:
         _patches = max(0, _patches - 1)
         while _originals and _patches == 0:
@@ -141,8 +152,9 @@ def unpatch() -> None:
 
 
 @contextmanager
-def patched() -> Iterator[None]:
+def patched(*given: object) -> Iterator[None]:
     """``patch()`` within; may be nested, and entered by several threads."""
+    _refuse_arguments("patched", given)
     patch()
     try:
         yield
