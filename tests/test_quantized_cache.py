@@ -17,10 +17,10 @@ from transformers import DynamicCache, EncoderDecoderCache, Qwen2Config, Qwen2Fo
 
 import hfgen
 from benchmarks import quantized_cache as benchmark
+from hfgen.cache_settings import Settings
 from hfgen.caches.layers import record_past, roll_back
 from hfgen.caches.packing import CHANNELS, TOKENS, Grouping, Packed, Scratch, pack, unpack
 from hfgen.caches.quantized import Padding, QuantizedCache, QuantizedLayer, States
-from hfgen.caches.settings import Settings
 from hfgen.evaluate.live_bytes import LiveBytes
 from hfgen.logs import logger
 from tests import tiny

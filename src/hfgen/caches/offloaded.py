@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
+from ..cache_settings import path_of
 from . import mapped
 from .dynamic import GrowingCache, GrowingLayer
 from .growing import GrowableTensor, GrowthPolicy, Spare
 from .mapped import Folder
-from .settings import as_dict, check_keys
 
 if TYPE_CHECKING:
     from .table import CacheRequest
@@ -32,27 +32,14 @@ CHUNK_BYTES = 2**20
 
 def folder_of(options: Any) -> Folder | None:
     """The folder that a ``cache_config`` names; ``None``: memory. Raises ``ValueError`` for other keys."""
-    options = as_dict(options)
-    check_keys(options, "offloaded", ["path"])
-    path = options.get("path")
-    if path is None:
-        return None
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise ValueError(
-            f"`path` in `cache_config` has to be the path of a folder, but is {path!r}."
-        )
-    return Folder(path)
+    path = path_of(options)
+    return None if path is None else Folder(path)
 
 
 def check_settings(options: Any, config: Any = None) -> None:
     """Raise ``ValueError`` for a ``cache_config`` that cannot be used, or a folder that cannot."""
     if (folder := folder_of(options)) is not None:
         folder.check()
-
-
-def check_no_settings(options: Any, config: Any = None) -> None:
-    """Raise ``ValueError`` for any key in the ``cache_config`` of ``offloaded_static``."""
-    check_keys(as_dict(options), "offloaded_static", [])
 
 
 class Offloaded(GrowableTensor):

@@ -20,10 +20,10 @@ from transformers import DynamicCache
 from transformers import QuantizedCache as UpstreamQuantizedCache
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
 
+from ..cache_settings import Settings, upstream_backend
 from ..logs import logger
 from .dynamic import GrowingCache, MapsRows
 from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
-from .settings import Settings, upstream_backend
 
 if TYPE_CHECKING:
     from .table import CacheRequest
@@ -273,12 +273,6 @@ def left_padding(mask: Tensor | None) -> Padding | None:
         return None
     lengths = (mask.cumsum(dim=-1) == 0).sum(dim=-1)
     return Padding(lengths, int(mask.shape[1])) if bool(lengths.any()) else None
-
-
-def check_settings(options: Any, config: Any) -> None:
-    """Raise ``ValueError`` for a ``cache_config`` that cannot be used with a decoder's ``config``."""
-    if upstream_backend(options) is None:
-        Settings.of(options, config)
 
 
 def make_quantized(request: CacheRequest) -> Cache:

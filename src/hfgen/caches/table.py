@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import (
     DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
 )
 
+from .. import cache_settings
 from ..call import ModelKwargs
 from . import offloaded, quantized, static
 from .dynamic import GrowingCache
@@ -89,12 +90,12 @@ CACHES: dict[str, CacheKind | Callable[[CacheRequest], Cache]] = {
         "static", static.make_static, compiles=True, rolls_back=True, may_hold_prefix=True
     ),
     "offloaded_static": CacheKind(
-        "offloaded_static", static.make_static, offloaded.check_no_settings, rolls_back=True
+        "offloaded_static", static.make_static, cache_settings.check_none, rolls_back=True
     ),
     "quantized": CacheKind(
         "quantized",
         quantized.make_quantized,
-        quantized.check_settings,
+        cache_settings.check_quantized,
         loses_rows=True,
         rolls_back=True,
     ),

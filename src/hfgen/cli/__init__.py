@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,11 @@ from hfgen.cli.report import CliError, one_line, say
 
 __all__ = ["app", "main"]
 
+COMMANDS = (
+    *("generate", "chat", "inspect", "compare", "batch"),
+    *("demo", "bench", "serve", "doctor", "eval"),
+)
+
 
 class OneLineErrors(TyperGroup):
     """Ends a failed command with one line on standard error; exit code 2 is wrong input."""
@@ -45,21 +51,46 @@ class OneLineErrors(TyperGroup):
         except Exception as error:
             if "--debug" in arguments:
                 raise
-            status, message = describe(error)
+            status, message = describe(error, arguments)
             say(f"[red]hfgen:[/] {message}")
         sys.exit(status if isinstance(status, int) else 0)
 
 
-def describe(error: Exception) -> tuple[int, str]:
-    """The exit code, and what went wrong in one line of rich markup."""
+def describe(error: Exception, arguments: Sequence[str] = ()) -> tuple[int, str]:
+    """The exit code, and what went wrong in one line of rich markup; ``arguments`` are the command's."""
     if isinstance(error, CliError):
         return 2, one_line(str(error))
     if hasattr(error, "format_message"):  # a usage error, whose class depends on typer's version
         context = getattr(error, "ctx", None)
-        command = context.command_path if context else "hfgen"
-        return 2, f"{one_line(error.format_message()).rstrip('.')}; see {command} --help"
+        command = context.command_path if context else command_of(arguments)
+        message = error.format_message().rstrip(".") + given(error, arguments)
+        if "extra argument" in message and command == "hfgen generate":
+            message += ": a prompt of several words needs quotes"
+        return 2, f"{one_line(message)}; see {command} --help"
     message = f"unexpected {type(error).__name__}: {one_line(str(error))}"
     return 1, f"{message} (--debug shows the traceback)"
+
+
+def given(error: Any, arguments: Sequence[str]) -> str:
+    """What was given to the option that ``error``, a usage error, is about, if it does not say so."""
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for argument, following in pairwise([*arguments, ""]):
+            name, equals, value = argument.partition("=")
+            value = value if equals else following
+            if name == option and value not in error.format_message():
+                return f", but {value!r} was given"
+    return ""
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command that ``arguments`` begin with."""
+    names: list[str] = []
+    for argument in arguments:
+        commands = {"eval": ("perplexity", "generate")}.get(names[-1]) if names else COMMANDS
+        if argument not in (commands or ()):
+            break
+        names.append(argument)
+    return " ".join(["hfgen", *names])
 
 
 app = typer.Typer(

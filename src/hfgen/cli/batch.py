@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfgen.cli import options
+from hfgen.cli import files, options
 from hfgen.cli.job_files import Line, Output, Requests
 from hfgen.cli.loading import Loaded, load, quiet
 from hfgen.cli.report import CliError, duration, err, say
@@ -46,7 +46,7 @@ def batch(
         typer.Option(
             "--memory",
             help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
-            callback=options.check_memory,
+            callback=options.checked(options.check_memory),
         ),
     ] = 0.8,
     prefill_tokens: Annotated[
@@ -76,7 +76,7 @@ def batch(
     """
     if policy not in POLICIES:
         raise CliError(f"--policy takes one of {', '.join(POLICIES)}, but {policy!r} was given")
-    template = None if chat_template is None else read_text(chat_template)
+    template = None if chat_template is None else files.read_template(chat_template)
     lines = Requests.of(requests, shard)
     if output.exists() and output.samefile(requests):
         raise CliError("-o is the file of requests: give another one")
@@ -120,14 +120,6 @@ def batch(
                 raise
         say(job.summary(n_lines - n_left))
         raise typer.Exit(1 if file.n_failed else 0)
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. Raises ``CliError`` if there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise CliError(f"cannot read {str(path)!r}: {error}") from error
 
 
 @dataclass(slots=True)

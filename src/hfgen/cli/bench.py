@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from hfgen.cli import measure, options
+from hfgen.cli import files, measure, options
 from hfgen.cli.loading import Loaded, load, quiet, upstream
 from hfgen.cli.report import CliError, err, out, print_json, spread
 
@@ -90,10 +90,8 @@ def bench(
     lengths = [numbers(option, text) for option, text in named.items()]
     if plot is not None and find_spec("matplotlib") is None:
         raise CliError("--plot needs matplotlib: pip install matplotlib")
-    if plot is not None and plot.suffix not in PLOTS:
-        raise CliError(f"--plot takes a file that ends in {', '.join(PLOTS)}, but is {str(plot)!r}")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise CliError(f"cannot write to {str(plot)!r}: no such folder")
+    if plot is not None:
+        files.check_output(plot, PLOTS, "--plot")
     shapes = [Shape(*sizes) for sizes in itertools.product(*lengths)]
     with quiet(debug):
         loaded = load(model, None, dtype, device, trust_remote_code)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hfgen.cli import measure, options
+from hfgen.cli.companions import check_no_results, note_idle
 from hfgen.cli.loading import Loaded, load, quiet
 from hfgen.cli.report import Answers, CliError, err, one_line, say, why
 
@@ -71,6 +72,7 @@ def chat(
     """
     if (context.obj.get("num_return_sequences") or 1) > 1:
         raise CliError("a chat goes on from one answer: leave --num-return-sequences out")
+    check_no_results("hfgen chat", context.obj)
     if model is None:
         raise CliError(NO_MODEL)
     with quiet(debug):
@@ -78,7 +80,7 @@ def chat(
 
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
-        options.note_idle(context.obj, config, loaded.model)
+        note_idle(context.obj, config, loaded)
         loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
         conversation = Conversation(loaded, system)
         if sys.stdin.isatty():

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hfgen.cli import measure, options
+from hfgen.cli.companions import check_no_results, note_idle
 from hfgen.cli.loading import Loaded, load, quiet, upstream
 from hfgen.cli.report import CliError, duration, out, print_json, spread
 
@@ -77,7 +78,12 @@ def compare(
         bool, typer.Option("--batch", help="All prompts in one call, padded on the left.")
     ] = False,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 3,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of each call.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            "--seed", help="Seed of each call.", callback=options.checked(options.check_seed)
+        ),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
@@ -90,11 +96,12 @@ def compare(
     Exit code 0: same tokens; 1: they differ.
     """
     fields: dict[str, Any] = context.obj
+    check_no_results("hfgen compare", fields)
     texts = [options.read_prompt(each) for each in prompts or []] or [options.read_prompt(None)]
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
-        options.note_idle(fields, config, loaded.model)
+        note_idle(fields, config, loaded)
         options.note_own(fields)
         groups = [texts] if batch else [[text] for text in texts]
         inputs = (measure.encode(loaded, group) for group in groups)

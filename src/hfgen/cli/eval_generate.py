@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from hfgen.cli import options
+from hfgen.cli import files, options
+from hfgen.cli.companions import note_idle
 from hfgen.cli.evaluate import JsonOption, SeedOption
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.report import CliError, err, one_line, out, print_json, say
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 64
 METRICS = ("exact_match", "bleu", "chrf", "rouge")  # those of evaluate/metrics.py, before torch
+ONE_ANSWER = "one completion of each line is scored: leave --num-return-sequences out"
 #: Failures that are shown one by one, without ``--json``.
 SHOWN = 5
 
@@ -64,6 +66,10 @@ def generate(
             raise CliError(f"--metric takes one of {known} or module:function, but is {name!r}")
     if output is not None and output.exists() and output.samefile(file):
         raise CliError("-o is the file of prompts: give another one")
+    if (context.obj.get("num_return_sequences") or 1) > 1:
+        raise CliError(ONE_ANSWER)
+    if output is not None:
+        files.check_output(output)
     with quiet(debug):
         from hfgen.evaluate import completions
 
@@ -72,15 +78,9 @@ def generate(
         if not lines:
             why = f": line {failures[0].number}: {failures[0].error}" if failures else ""
             raise CliError(f"{str(file)!r} has no line that can be used{why}")
-        if output is not None:
-            write(output, [])  # before the work, if it cannot be
         loaded = load(model, None, dtype, device, trust_remote_code)
         config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
-        if (config.num_return_sequences or 1) > 1:
-            raise CliError(
-                "one completion of each line is scored: leave --num-return-sequences out"
-            )
-        options.note_idle(context.obj, config, loaded.model)
+        note_idle(context.obj, config, loaded)
         outcomes = completions.complete(
             loaded.model,
             loaded.tokenizer,

@@ -17,7 +17,12 @@ from hfgen.cli.report import CliError, err, one_line, out, print_json, say
 UNITS = ("windows", "documents")
 
 SeedOption = Annotated[
-    int, typer.Option("--bootstrap-seed", help="Seed of the bootstrap resamples.")
+    int,
+    typer.Option(
+        "--bootstrap-seed",
+        help="Seed of the bootstrap resamples.",
+        callback=options.checked(options.check_seed),
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from hfgen.cli import measure, options
+from hfgen.cli.companions import note_idle
 from hfgen.cli.loading import Loaded, load, quiet
 from hfgen.cli.probabilities import Spelling, logprobs_table
 from hfgen.cli.report import (
@@ -67,7 +69,7 @@ def generate(
             optimize_model(loaded, compile)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         config.return_dict_in_generate = True
-        options.note_idle(fields, config, loaded.model)
+        note_idle(fields, config, loaded)
         inputs = measure.encode(loaded, [given])
         options.note_length(loaded.model, config, inputs["input_ids"].shape[1])
         if stream:
@@ -89,6 +91,8 @@ def generate(
             for row, text in enumerate(texts):
                 answers.add(row, text, has_ended=True)
         print_logprobs(loaded, result)
+        for name, found in asked_of(result).items():
+            say(f"[dim]{name}:[/] " + " · ".join(f"{k} {number(v)}" for k, v in found.items()))
         if err.is_terminal:
             say(f"[dim]{summary(result)}[/]")
 
@@ -126,6 +130,7 @@ def as_object(loaded: Loaded, result: measure.Generated, texts: list[str]) -> di
     report = {**sequences[0], "sequences": sequences}
     if (found := getattr(result.output, "prompt_logprobs", None)) is not None:
         report["prompt_logprobs"] = found.to_openai(loaded.tokenizer)[0]
+    report |= asked_of(result)
     timings = {
         "total": result.seconds,
         "time_to_first_token": result.first,
@@ -133,6 +138,22 @@ def as_object(loaded: Loaded, result: measure.Generated, texts: list[str]) -> di
         "tokens_per_second": result.per_second,
     }
     return report | {"timings": timings, "peak_memory": measure.peak_memory()}
+
+
+def asked_of(result: measure.Generated) -> dict[str, dict[str, Any]]:
+    """The counts and times that ``--output-speculation`` and ``--output-metrics`` ask for."""
+    found: dict[str, dict[str, Any]] = {}
+    if (speculation := getattr(result.output, "speculation", None)) is not None:
+        rates = ("acceptance_rate", "tokens_per_forward")
+        found["speculation"] = asdict(speculation) | {n: getattr(speculation, n) for n in rates}
+    if (metrics := getattr(result.output, "metrics", None)) is not None:
+        found["metrics"] = asdict(metrics)
+    return found
+
+
+def number(value: float | None) -> str:
+    """A number with four digits at most after the point; a dash for none."""
+    return "-" if value is None else f"{value:,.4f}".rstrip("0").rstrip(".")
 
 
 def print_logprobs(loaded: Loaded, result: measure.Generated) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hfgen.cli import options
+from hfgen.cli import files, options
+from hfgen.cli.companions import note_idle
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.measure import named_errors
 from hfgen.cli.report import CliError, one_line, say
@@ -50,14 +50,14 @@ def inspect(
     --temperature 0.8 --top-p 0.9 --num-beams 4.
     """
     fields: dict[str, Any] = context.obj
-    check_output(output)
+    files.check_output(output, SUFFIXES)
     given = [options.read_prompt(prompt) for prompt in prompts or (None,)]
     with quiet(debug):
         import hfgen
 
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
-        options.note_idle(fields, config, loaded.model)
+        note_idle(fields, config, loaded)
         kwargs = {**loaded.mode_kwargs(), "generation_config": config}
         with named_errors():
             trace = hfgen.trace(loaded.model, given, top=top, **kwargs)
@@ -69,15 +69,3 @@ def inspect(
     n_tokens = sum(len(sequence.tokens) for sequence in trace.sequences)
     answers = "1 answer" if len(trace.sequences) == 1 else f"{len(trace.sequences)} answers"
     say(f"{n_tokens} tokens of {answers} · {size / 1000:,.0f} kB in {one_line(str(output))}")
-
-
-def check_output(path: Path) -> None:
-    """Raise ``CliError`` for a path that cannot be written, before anything is loaded."""
-    if path.suffix not in SUFFIXES:
-        raise CliError(f"-o takes a file that ends in {', '.join(SUFFIXES)}, but is {str(path)!r}")
-    if path.is_dir():
-        raise CliError(f"-o: {str(path)!r} is a folder: give a file")
-    if not path.parent.is_dir():
-        raise CliError(f"-o: there is no folder {str(path.parent)!r} to write to")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise CliError(f"-o: {str(path)!r} may not be written")

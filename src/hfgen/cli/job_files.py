@@ -58,7 +58,7 @@ class Requests:
     @classmethod
     def of(cls, path: Path, shard: str | None) -> Requests:
         """``shard`` as ``"2/4"``. Raises ``CliError`` for another one, and for a file that is none."""
-        i, _, n = (shard or "1/1").partition("/")
+        i, _, n = ("1/1" if shard is None else shard).partition("/")
         if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
             raise CliError(
                 f"--shard takes 1/4, 2/4, 3/4 or 4/4, and the like, but {shard!r} was given"

@@ -135,7 +135,7 @@ def check_source(name: str) -> Path | None:
     Raises ``CliError`` for a folder that is not there or has no model in it.
     """
     if not name.strip():
-        raise CliError("--model is empty: give a folder, a hub id, or builtin")
+        raise CliError("the name of the model is empty: give a folder, a hub id, or builtin")
     path = Path(name).expanduser()
     is_path = path.exists() or path.is_absolute() or name[0] in ".~" or name.count("/") > 1
     if name in BUILTIN or not is_path:

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from typer import Option
 from typer.core import TyperCommand
 
 from hfgen.cli.checks import check_fields
+from hfgen.cli.companions import check_companions
 from hfgen.cli.loading import check_device, check_dtype, check_source
 from hfgen.cli.report import CliError, out, say
 from hfgen.cli.short_forms import SHORT_FORMS, fields_of
 from hfgen.cli.topics import LEGEND, METAVARS, option_name, panels
+from hfgen.kinds import SEED
+
+T = TypeVar("T")
 
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
-def checked(check: Callable[[str], object]) -> Callable[[str | None], str | None]:
+def checked(check: Callable[[T], object]) -> Callable[[T | None], T | None]:
     """A callback of an option, which is checked before torch is imported."""
 
-    def callback(value: str | None) -> str | None:
+    def callback(value: T | None) -> T | None:
         if value is not None:
             check(value)
         return value
@@ -80,7 +85,9 @@ class GenerationCommand(TyperCommand):
         rest, fields = split_fields(args, own)
         ctx.obj = with_sampling(fields)
         check_fields(ctx.obj)
-        return super().parse_args(ctx, rest)
+        remaining = super().parse_args(ctx, rest)
+        check_companions(ctx.obj, ctx.params.get("assistant"))
+        return remaining
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -202,7 +209,7 @@ def parse_value(name: str, text: str) -> Any:
         takes = "true, false or never" if name == "early_stopping" else kind.option
         raise CliError(f"{option_name(name)} takes {takes}, but {text!r} was given")
     # '--stop-strings 1' stops at the text "1"
-    return text if not kind.accepts(value) and kind.accepts(text) else value
+    return text if kind.accepts(text) and not kind.accepts(value) else value
 
 
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
@@ -231,35 +238,23 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
         raise CliError(str(error)) from error
 
 
-def check_memory(memory: float) -> float:
-    """The value of ``--memory``. Raises ``CliError`` for what is neither a share nor bytes."""
-    if not memory > 0:
+def check_memory(memory: float) -> None:
+    """Raise ``CliError`` for a ``--memory`` that is neither a share nor bytes."""
+    if not 0 < memory < math.inf:
         raise CliError(
             f"--memory takes bytes, or up to 1 a share of what is free, but is {memory:g}"
         )
-    return memory
+
+
+def check_seed(seed: int) -> None:
+    """Raise ``CliError`` for a number that is no seed."""
+    if not SEED.accepts(seed):
+        raise CliError(f"a seed has to be {SEED.words}, but is {seed}")
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:
     """``fields`` as JSON has them."""
     return {n: value.to_dict() if n == "grammar" else value for n, value in fields.items()}
-
-
-def note_idle(fields: dict[str, Any], config: Any, model: Any) -> None:
-    """Say which of the given fields do nothing in the chosen mode."""
-    from hfgen.fields import FIELDS, is_on
-
-    def chosen(name: str) -> Any:
-        value = getattr(config, name)
-        return getattr(model.generation_config, name) if value is None else value
-
-    for name in fields:
-        needs = "do_sample" if name == "seed" else FIELDS[name].needs
-        if needs is None or is_on(needs, chosen(needs)):
-            continue
-        if name != "top_k" or not chosen("penalty_alpha"):  # contrastive search reads top_k
-            idle, needed = option_name(name), option_name(needs)
-            say(f"[yellow]note:[/] {idle} does nothing without {needed}")
 
 
 def note_length(model: Any, config: Any, prompt_tokens: int) -> None:

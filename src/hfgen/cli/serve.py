@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hfgen.cli import options
+from hfgen.cli import files, options
 from hfgen.cli.loading import BUILTIN, load, quiet
 from hfgen.cli.report import CliError, say
 
@@ -49,7 +50,7 @@ def serve(
         typer.Option(
             "--memory",
             help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
-            callback=options.check_memory,
+            callback=options.checked(options.check_memory),
         ),
     ] = 0.8,
     prefill_tokens: Annotated[
@@ -78,11 +79,17 @@ def serve(
     /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health and /metrics.
     Requests decode together, each with parameters of its own.
     """
+    if not host:
+        raise CliError("--host is empty: give an address, such as 127.0.0.1")
+    if api_key == "":
+        raise CliError("--api-key is empty: give a key, or leave it out")
+    if not 0 < max_request_mb < math.inf:
+        raise CliError(f"--max-request-mb takes a number above 0, but is {max_request_mb:g}")
     if log_level not in LEVELS:
         raise CliError(f"--log-level takes one of {', '.join(LEVELS)}, but {log_level!r} was given")
     if policy not in POLICIES:
         raise CliError(f"--policy takes one of {', '.join(POLICIES)}, but {policy!r} was given")
-    template = None if chat_template is None else read_template(chat_template)
+    template = None if chat_template is None else files.read_template(chat_template)
     try:
         from hfgen.serve import check_requirements
 
@@ -136,10 +143,3 @@ def load_served(
         reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(" .:")
         raise CliError(f"cannot load {name!r}: {reason}") from error
     return hfgen.mix_into(model).eval(), processor
-
-
-def read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise CliError(f"--chat-template: cannot read {str(path)!r}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgen import grammar
+from hfgen.cli.files import read_text
 from hfgen.cli.report import CliError
 from hfgen.cli.topics import option_name
 from hfgen.grammar import source
@@ -32,19 +34,16 @@ def unescaped(text: str) -> str:
     return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text)
 
 
-def _content(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise CliError(f"cannot read {path!r}: {error}") from error
-
-
 #: Between the tokens of JSON: small models may write spaces without end.
 WHITESPACE = " ?"
 
 
 def _schema(path: str) -> grammar.Grammar:
-    return grammar.json(_content(path), whitespace=WHITESPACE)
+    try:
+        schema = json.loads(read_text(Path(path)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path!r} is not JSON: {error}") from error
+    return grammar.json(schema, whitespace=WHITESPACE)
 
 
 def _checked(make: Callable[..., grammar.Grammar]) -> Callable[..., grammar.Grammar]:
@@ -66,7 +65,9 @@ SHORT_FORMS: dict[str, ShortForm] = {
     ),
     "--regex": ShortForm("grammar", "PATTERN", _checked(grammar.regex)),
     "--choice": ShortForm("grammar", "TEXT", _checked(grammar.choice), True),
-    "--lark": ShortForm("grammar", "FILE", _checked(lambda path: grammar.lark(_content(path)))),
+    "--lark": ShortForm(
+        "grammar", "FILE", _checked(lambda path: grammar.lark(read_text(Path(path))))
+    ),
 }
 
 
@@ -83,6 +84,8 @@ def fields_of(given: dict[str, list[str]], fields: Collection[str]) -> dict[str,
             raise CliError(f"{options[form.field]} and {option} exclude each other: leave one out")
         if len(texts) > 1 and not form.is_repeated:
             raise CliError(f"{option} was given {len(texts)} times: give it once")
+        if form.metavar and "" in texts:
+            raise CliError(f"{option} takes {form.metavar}, but '' was given")
         try:
             values[form.field] = form.read(texts if form.is_repeated else texts[0])
         except (ImportError, TypeError, ValueError) as error:

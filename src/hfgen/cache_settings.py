@@ -1,16 +1,14 @@
-"""The options of ``cache_config`` for each kind of cache, and their checks."""
+"""The options of ``cache_config`` for each kind of cache, and their checks, which need no torch."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.configuration_utils import get_head_shapes
-
-from ..fields import with_suggestions
+from .fields import with_suggestions
 
 #: What ``backend`` calls hfgen's own method, and upstream's.
 OWN_BACKEND = "hfgen"
@@ -123,8 +121,34 @@ def upstream_backend(options: Any) -> str | None:
     return None if backend == OWN_BACKEND else str(backend)
 
 
+def path_of(options: Any) -> str | os.PathLike | None:
+    """The folder that an offloaded cache's options name; ``ValueError`` for other keys and no paths."""
+    options = as_dict(options)
+    check_keys(options, "offloaded", ["path"])
+    path: Any = options.get("path")
+    if path is not None and not (isinstance(path, str | os.PathLike) and os.fspath(path)):
+        raise ValueError(
+            f"`path` in `cache_config` has to be the path of a folder, but is {path!r}."
+        )
+    return path
+
+
+def check_quantized(options: Any, config: Any = None) -> None:
+    """Raise ``ValueError`` for options that cannot be used with a decoder's ``config``, or with any."""
+    if upstream_backend(options) is None:
+        Settings.of(options, config)
+
+
+def check_none(options: Any, config: Any = None) -> None:
+    """Raise ``ValueError`` for any key in the options of ``offloaded_static``."""
+    check_keys(as_dict(options), "offloaded_static", [])
+
+
 def _value_sizes(config: Any) -> Iterator[int]:
     """Head sizes of the values that are quantised, as far as the config tells."""
+    from transformers.cache_utils import get_layer_types_and_kwargs
+    from transformers.configuration_utils import get_head_shapes
+
     kinds, _ = get_layer_types_and_kwargs(config)
     try:
         _, head_sizes = get_head_shapes(config)
