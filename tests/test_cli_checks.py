@@ -86,6 +86,7 @@ compare x --output-metrics                                | hfgen compare --outp
 compare x --seed -1                                       | seed 2**63 -1
 compare x --repeat 0                                      | --repeat 0
 inspect x -o no-such-folder/page.html                     | no-such-folder
+inspect x -o page.html --logprobs 2                       | hfgen inspect --logprobs 2
 inspect x -o page.pdf                                     | .html page.pdf
 inspect x -o page.html --top=abc                          | --top abc
 batch FILE -o b --model /no/such                          | /no/such

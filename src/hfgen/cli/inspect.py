@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hfgen.cli import files, options
-from hfgen.cli.companions import note_idle
+from hfgen.cli.companions import check_no_results, note_idle
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.measure import named_errors
 from hfgen.cli.report import CliError, one_line, say
@@ -51,6 +51,7 @@ def inspect(
     """
     fields: dict[str, Any] = context.obj
     files.check_output(output, SUFFIXES)
+    check_no_results("hfgen inspect", fields)
     given = [options.read_prompt(prompt) for prompt in prompts or (None,)]
     with quiet(debug):
         import hfgen
