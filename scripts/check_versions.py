@@ -1,9 +1,10 @@
 """Run the core of the suite with other versions of Python, transformers and torch: ``make versions``.
 
-A Python that is not on the machine, and a version that cannot be installed, are left out and named. So is a torch
-that there is only as a build for GPUs, with gigabytes of packages, unless ``--gpu-builds`` is given. pip's own
-variables hold: ``PIP_EXTRA_INDEX_URL`` may name an index with builds for the CPU. Environments, packages and what
-each run printed are kept in build/versions. The exit code is 1 if a test has failed anywhere.
+``COMBINATIONS`` is few runs, with every supported version in one of them. A Python that is not on the machine, and
+a version that cannot be installed, are left out and named. So is a torch that there is only as a build for GPUs, with
+gigabytes of packages, unless ``--gpu-builds`` is given. pip's own variables hold: ``PIP_EXTRA_INDEX_URL`` may name an
+index with builds for the CPU. Environments, packages and what each run printed are kept in build/versions. The exit
+code is 1 if a test has failed anywhere.
 """
 
 from __future__ import annotations
@@ -15,21 +16,29 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "build" / "versions"
 
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-#: The oldest that is supported, and the last one of each minor version from there on.
-TRANSFORMERS = ("5.19.0", "5.20.2", "5.21.1", "5.22.2", "5.23.0")
-TORCH = ("2.6.0", "")  # the oldest, and the newest that there is
+#: The version that ``constraints.txt`` names for a Python, and the newest that can be installed.
+PINNED, NEWEST = "pinned", "newest"
+
+#: Python, torch and transformers: the oldest that is supported, and the last of each minor version from there on.
+#: transformers 5.19 with torch 2.6 needs a GPU, and transformers 5.21 needs Python 3.11.
+COMBINATIONS = (
+    ("3.10", PINNED, "5.19.0"),
+    ("3.10", "2.6.0", "5.20.2"),
+    ("3.11", PINNED, "5.21.1"),
+    ("3.12", PINNED, "5.22.2"),
+    ("3.13", NEWEST, "5.23.0"),
+    ("3.14", NEWEST, "5.23.0"),
+)
 
 CORE = [
     f"tests/test_{name}.py"
@@ -48,15 +57,14 @@ print("|".join((platform.python_version(), torch.__version__, transformers.__ver
 class Outcome:
     """What came of one combination: ``passed`` is ``None`` if it was left out, and ``said`` says why."""
 
-    name: str
+    versions: tuple[str, ...]  # of Python, torch and transformers
     passed: bool | None
     said: str
-    found: tuple[str, ...] = ("", "", "")  # the versions of Python, torch and transformers
 
     def row(self) -> str:
         """A row of a Markdown table."""
         state = {None: "left out", True: "passed", False: "**failed**"}[self.passed]
-        return f"| {' | '.join((self.name, *self.found, state, self.said))} |"
+        return f"| {' | '.join((*self.versions, state, self.said))} |"
 
 
 class LeftOut(Exception):
@@ -123,83 +131,79 @@ def install(python: str | Path, *arguments: str | Path, gpu_builds: bool) -> Non
             raise LeftOut("there is only a build for GPUs: --gpu-builds installs it")
 
 
-def run_core(name: str, python: str | Path, path: Sequence[Path] = ()) -> Outcome:
+def run_core(versions: tuple[str, ...], python: str | Path, path: Sequence[Path] = ()) -> Outcome:
     """The core with ``python``, packages of ``path`` first; warnings are not errors there."""
     imported, said = call(python, "-c", IMPORTS, path=path)
     if not imported:
-        return Outcome(name, False, last_line(said))
-    found = tuple(last_line(said).split("|"))
+        return Outcome(versions, False, last_line(said))
+    found, log = tuple(last_line(said).split("|")), "-".join(versions)
+    works, said = call(python, "-m", "hfgen", "doctor", path=path, log=KEPT / f"{log}.doctor.log")
+    if not works:
+        return Outcome(found, False, f"hfgen doctor: {last_line(said)}")
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *CORE]
-    passed, said = call(*command, path=path, log=KEPT / f"{name.replace(' ', '-')}.log")
-    return Outcome(name, passed, last_line(said), found)
+    passed, said = call(*command, path=path, log=KEPT / f"{log}.log")
+    return Outcome(found, passed, last_line(said))
 
 
-def with_python(version: str, gpu_builds: bool) -> Outcome:
-    interpreter = find_python(version)
+def environment(version: str, gpu_builds: bool) -> Path:
+    """The interpreter of an environment with what ``constraints.txt`` names for this Python."""
     folder = KEPT / f"python-{version}"
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
-        call(interpreter, "-m", "venv", folder)
+        call(find_python(version), "-m", "venv", folder)
         pins = ("--constraint", ROOT / "constraints.txt")
         install(python, *pins, f"{ROOT}[dev]", gpu_builds=gpu_builds)
         (folder / "installed").touch()
-    return run_core(f"Python {version}", python)
+    return python
 
 
-def with_package(package: str, version: str, gpu_builds: bool) -> Outcome:
-    """This Python with another version of a package; torch brings what it requires along."""
-    name, folder = f"{package} {version or 'newest'}", KEPT / f"{package}-{version or 'newest'}"
+def packages(python: Path, package: str, version: str, gpu_builds: bool) -> Path:
+    """A folder with this version of a package for ``python``; torch brings what it requires along."""
+    folder = KEPT / f"{python.parts[-3]}-{package}-{version}"
     if not folder.exists():
         needs = ["--upgrade"] if package == "torch" else ["--no-deps"]
-        asked = f"{package}=={version}" if version else package
+        asked = package if version == NEWEST else f"{package}=={version}"
         begun = KEPT / f"{folder.name}.partial"
         shutil.rmtree(begun, ignore_errors=True)
-        arguments = (*needs, "--target", begun, asked)
-        install(sys.executable, *arguments, gpu_builds=gpu_builds)
+        install(python, *needs, "--target", begun, asked, gpu_builds=gpu_builds)
         begun.rename(folder)
-    return run_core(name, sys.executable, [folder])
+    return folder
 
 
-def combinations(what: str, gpu_builds: bool) -> Iterator[tuple[str, Callable[[], Outcome]]]:
-    """The name of each, and what runs it."""
-    if what == "here":
-        yield "this environment", partial(run_core, "this environment", sys.executable)
-    if what in ("all", "python"):
-        for version in PYTHONS:
-            yield f"Python {version}", partial(with_python, version, gpu_builds)
-    for package, versions in {"transformers": TRANSFORMERS, "torch": TORCH}.items():
-        if what in ("all", package):
-            for version in versions:
-                run = partial(with_package, package, version, gpu_builds)
-                yield f"{package} {version or 'newest'}", run
+def run(versions: tuple[str, str, str], gpu_builds: bool) -> Outcome:
+    """Install what is not there yet, and run the core with it."""
+    try:
+        python = environment(versions[0], gpu_builds)
+        other = zip(("torch", "transformers"), versions[1:], strict=True)
+        path = [packages(python, *each, gpu_builds) for each in other if each[1] != PINNED]
+    except LeftOut as error:
+        return Outcome(versions, None, str(error))
+    return run_core(versions, python, path)
 
 
 def main(
     what: Annotated[
-        str,
-        typer.Argument(help="all, python, transformers, torch, or here: this environment alone."),
+        Literal["all", "here"], typer.Argument(help="All, or this environment alone.")
     ] = "all",
-    only: Annotated[str, typer.Option(help="Only names that have this in them: '5.20'.")] = "",
+    only: Annotated[str, typer.Option(help="Only those with this version: '5.20.2'.")] = "",
     gpu_builds: Annotated[
         bool, typer.Option(help="Install builds of torch for GPUs where there is no other.")
     ] = False,
 ) -> None:
-    """Run the core with each version, and print a table of what came of it."""
-    if what not in ("all", "python", "transformers", "torch", "here"):
-        raise typer.BadParameter(f"{what!r}: choose from all, python, transformers, torch, here")
+    """Run the core with each combination, and print a table of what came of it."""
     KEPT.mkdir(parents=True, exist_ok=True)
     outcomes = []
-    for name, run in combinations(what, gpu_builds):
-        if only not in name:
+    for versions in COMBINATIONS if what == "all" else (("here",),):
+        if only and only not in versions:
             continue
-        print(f"{time.strftime('%H:%M')} {name}", flush=True)
-        try:
-            outcome = run()
-        except LeftOut as error:
-            outcome = Outcome(name, None, str(error))
+        print(f"{time.strftime('%H:%M')} {' '.join(versions)}", flush=True)
+        if what == "here":
+            outcome = run_core(versions, sys.executable)
+        else:
+            outcome = run(versions, gpu_builds)
         print(f"  {outcome.said}", flush=True)
         outcomes.append(outcome)
-    print("\n| | Python | torch | transformers | | |\n|---|---|---|---|---|---|")
+    print("\n| Python | torch | transformers | | |\n|---|---|---|---|---|")
     print("\n".join(outcome.row() for outcome in outcomes))
     raise typer.Exit(any(outcome.passed is False for outcome in outcomes))
 
