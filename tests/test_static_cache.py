@@ -35,7 +35,7 @@ from hfgen.caches.static_layers import SlicedStaticLayer, VisibleLength
 from tests import tiny
 from tests.parity import harness
 from tests.parity.harness import Case
-from tests.versions import IS_5_23
+from tests.versions import IS_5_23, holders_are_told, models_compile
 
 STATIC = {"cache_implementation": "static"}
 
@@ -70,6 +70,7 @@ def filled(cache: Any) -> SlicedStaticLayer:
 # ---------------------------------------------------------------- one memory for many calls
 
 
+@holders_are_told
 def test_calls_that_are_no_larger_use_the_memory_of_the_first(model):
     ids = tiny.prompt(4, 12)
     expected = [greedy(model, ids, 20), greedy(model, ids[:2, :5]), greedy(model, ids[:1, :9], 3)]
@@ -81,6 +82,7 @@ def test_calls_that_are_no_larger_use_the_memory_of_the_first(model):
     assert addresses(model) == before
 
 
+@holders_are_told
 def test_nothing_of_the_size_of_a_cache_is_allocated_again(model, monkeypatch):
     greedy(model, tiny.prompt(2), 20, **STATIC)
     taken = []
@@ -97,6 +99,7 @@ def test_the_first_memory_is_what_the_call_needs(model):
     assert buffers.n_bytes == 3 * 27 * (2 * 2) * (2 * 8) * 4
 
 
+@holders_are_told
 @pytest.mark.parametrize("beams", [1, 3])
 def test_beams_and_samples_are_reordered_in_the_same_memory(model, beams):
     options = {"num_beams": beams, "num_return_sequences": 3, "do_sample": beams == 1}
@@ -115,6 +118,7 @@ def test_beams_and_samples_are_reordered_in_the_same_memory(model, beams):
     assert buffers.size.rows == 6
 
 
+@holders_are_told
 def test_an_encoder_decoder_keeps_both_of_its_caches():
     model = hfgen.mix_into(tiny.bart())
     long, short = tiny.prompt(3, 20), tiny.prompt(2, 6, seed=1)
@@ -127,6 +131,7 @@ def test_an_encoder_decoder_keeps_both_of_its_caches():
     assert kinds == {pool.FILLED, pool.CROSS}
 
 
+@holders_are_told
 def test_what_an_earlier_call_left_behind_does_not_matter(model):
     ids, bad = tiny.prompt(2), tiny.prompt(2, 15, seed=3)
     expected = greedy(model, ids)
@@ -176,6 +181,7 @@ def test_a_returned_cache_is_the_callers(model):
         assert layer.keys.data_ptr() != other.keys.data_ptr()
 
 
+@holders_are_told
 def test_a_returned_cache_comes_back_when_it_is_dropped(model):
     returned = greedy(model, tiny.prompt(2), **STATIC, return_dict_in_generate=True)
     before = returned.past_key_values.layers[0].keys.data_ptr()
@@ -213,6 +219,7 @@ class Failing(StoppingCriteria):
         raise KeyError("stop here")
 
 
+@holders_are_told
 def test_an_exception_gives_the_memory_back(model):
     greedy(model, tiny.prompt(2), **STATIC)
     before = addresses(model)
@@ -270,6 +277,7 @@ def test_threads_have_memory_of_their_own(model):
 # ---------------------------------------------------------------- growing
 
 
+@holders_are_told
 def test_slowly_growing_calls_are_rarely_given_new_memory(model):
     seen = set()
     for length in range(8, 120, 4):
@@ -280,6 +288,7 @@ def test_slowly_growing_calls_are_rarely_given_new_memory(model):
     assert 3 <= len(seen) <= 9
 
 
+@holders_are_told
 def test_memory_is_no_longer_than_max_cache_len(model):
     greedy(model, tiny.prompt(1, 40), 5, **STATIC)
     greedy(model, tiny.prompt(1, 50), 5, max_cache_len=60, **STATIC)
@@ -289,6 +298,7 @@ def test_memory_is_no_longer_than_max_cache_len(model):
     assert addresses(model) == before
 
 
+@holders_are_told
 def test_the_old_memory_goes_before_the_new_one_comes(monkeypatch):
     lender = Pool()
     lease = lender.lend(Size(1, 10))
@@ -507,6 +517,7 @@ class Counting:
         return CompileConfig(backend=backend, mode=None)
 
 
+@models_compile
 def test_the_second_call_compiles_nothing(model, fine_grain):
     counting = Counting()
     options = STATIC | {"compile_config": counting.config()}
@@ -523,6 +534,7 @@ def test_the_second_call_compiles_nothing(model, fine_grain):
     assert counting.graphs == 1
 
 
+@models_compile
 def test_a_single_row_is_one_graph(model, fine_grain):
     counting = Counting()
     options = STATIC | {"compile_config": counting.config()}
@@ -532,6 +544,7 @@ def test_a_single_row_is_one_graph(model, fine_grain):
     assert counting.graphs == 1
 
 
+@models_compile
 def test_an_encoder_decoder_is_compiled_once(fine_grain):
     model, counting = hfgen.mix_into(tiny.t5()), Counting()
     options = STATIC | {"compile_config": counting.config(), "eos_token_id": None}
@@ -542,6 +555,7 @@ def test_an_encoder_decoder_is_compiled_once(fine_grain):
     assert counting.graphs == 1
 
 
+@models_compile
 def test_the_config_of_the_model_compiles_as_well(model):
     counting = Counting()
     model.generation_config.compile_config = counting.config()
@@ -558,6 +572,7 @@ def test_nothing_is_compiled_unasked_or_without_a_static_cache(model, monkeypatc
     greedy(model, tiny.prompt(2), compile_config=Counting().config())
 
 
+@models_compile
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_compiled_model_runs_itself(model, copied):
     options = STATIC | {"compile_config": Counting().config()}
@@ -570,6 +585,7 @@ def test_a_copy_of_a_compiled_model_runs_itself(model, copied):
     assert torch.equal(greedy(twin, tiny.prompt(2), **options), expected)
 
 
+@models_compile
 def test_a_forward_that_the_caller_compiled(model, fine_grain):
     counting = Counting()
     expected = greedy(model, tiny.prompt(2), 20)

@@ -12,6 +12,14 @@ since_5_23 = pytest.mark.skipif(not IS_5_23, reason="transformers before 5.23 do
 IS_5_21 = version.parse("5.21.0") <= INSTALLED
 since_5_21 = pytest.mark.skipif(not IS_5_21, reason="some families are new in 5.21")
 
-#: CPU builds of torch 2.6 do not tell how many objects hold a storage, and layers then copy instead.
+#: CPU builds of torch 2.6 do not tell how many objects hold a storage: layers then copy, and static caches get new
+#: memory in each call.
 NO_COUNT = not hasattr(torch._C, "_storage_Use_Count")
 holders_are_told = pytest.mark.skipif(NO_COUNT, reason="this torch has no _storage_Use_Count")
+
+#: torch 2.6 has no ``torch.compiler.is_exporting``, which transformers calls: a compiled forward fails there, with
+#: transformers' own ``generate`` too.
+NO_COMPILER = not hasattr(torch.compiler, "is_exporting")
+models_compile = pytest.mark.skipif(
+    NO_COMPILER, reason="torch 2.6 compiles no model of transformers"
+)
