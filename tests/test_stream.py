@@ -19,6 +19,7 @@ from hfgen import StreamEvent
 from tests import tiny
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.test_hooks import is_same
+from tests.versions import freed_at_once
 
 EOS = list(range(8, 60, 4))
 MODELS = {"llama": tiny.llama, "t5": tiny.t5, "bart": tiny.bart}
@@ -455,6 +456,7 @@ def consume_and_fail(stream: Any) -> None:
         raise Boom
 
 
+@freed_at_once
 @pytest.mark.parametrize("mode", ["greedy", "samples", "all beams", "drafted", "contrastive"])
 def test_memory_is_free_at_once(llama: Any, mode: str) -> None:
     options = {"max_new_tokens": 20, **MODES[mode]}
@@ -504,6 +506,7 @@ def n_tensors() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
+@freed_at_once
 def test_a_thousand_abandoned_streams_leave_nothing(llama: Any) -> None:
     ids = tiny.prompt(1, 3)
     n_before, threads = n_tensors(), threading.active_count()
