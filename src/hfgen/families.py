@@ -178,6 +178,11 @@ def position_pad(model: Any) -> int | None:
     return next((module.padding_idx for module in counting), None)
 
 
+def counts_positions_of_ids(model: Any) -> bool:
+    """Whether positions that are not given are counted from ids, and begin behind the pad's: RoBERTa's do."""
+    return any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
+
+
 def token_embedding(model: Any) -> nn.Embedding | None:
     """The table of token embeddings, if it is an ordinary one."""
     try:

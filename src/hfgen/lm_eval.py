@@ -1,4 +1,4 @@
-"""lm_eval's model type ``hfgen``: the engine generates, and prompt log-probabilities give likelihoods.
+"""lm_eval's model type ``hfgen``: the engine generates, and contexts of likelihoods are forwarded once.
 
 Importing this registers it. ``python -m hfgen.lm_eval`` is lm_eval's command line with it.
 """
@@ -6,7 +6,7 @@ Importing this registers it. ``python -m hfgen.lm_eval`` is lm_eval's command li
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
 
@@ -18,31 +18,28 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from .engine.many import generate_many
+from .evaluate.continuations import Likelihoods
 from .mixin import mixed_view
 from .prefix import PrefixCache
 
-#: With ``batch_size="auto"``: rows that decode at once, and tokens that are scored at once. Logits of
-#: prompts are made some positions at a time, so that the tokens bound little more than hidden states.
-ROWS, TOKENS = 32, 8192
+#: With ``batch_size="auto"``: rows that decode at once.
+ROWS = 32
 
 #: Keys and values of contexts are kept for those that begin alike, up to so many bytes, where so large a share
 #: of all contexts' text is also the beginning of another one. Elsewhere, keeping them costs more than it saves.
 KEPT, SHARE = 2**29, 0.3
-
-#: A request of lm_eval: its text for the cache of answers, ids of the context, ids of the continuation.
-Pair = tuple[Any, list[int], list[int]]
 
 
 @register_model("hfgen")
 class HfgenLM(HFLM):
     """lm_eval's ``hf``, with its arguments, on hfgen. A model that is given stays as it is.
 
-    ``batch_size``: rows at once, for answers and for likelihoods; ``"auto"``, the default, as ``ROWS``
-    and ``TOKENS`` say, without trying out what fits. Raises ``ValueError`` for an encoder-decoder.
+    ``batch_size``: answers that are decoded at once, and contexts that are forwarded at once for
+    likelihoods. ``"auto"``, the default, tries nothing out: ``ROWS``, and what
+    ``evaluate.continuations`` says. Raises ``ValueError`` for an encoder-decoder, and for virtual tokens.
     """
 
     def __init__(self, pretrained: Any, batch_size: int | str = "auto", **kwargs: Any) -> None:
@@ -51,6 +48,11 @@ class HfgenLM(HFLM):
             raise ValueError(
                 "lm_eval's model type 'hfgen' supports decoder-only models, but "
                 f"{type(self.model).__name__} is an encoder-decoder: use 'hf'."
+            )
+        if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                "lm_eval's model type 'hfgen' supports adapters of weights, but this one puts virtual "
+                "tokens before the prompt: use 'hf'."
             )
         self.mixed = mixed_view(self.model)
 
@@ -76,57 +78,20 @@ class HfgenLM(HFLM):
                     f"A context has to have a token, and a continuation 1 to {self.max_length}, but "
                     f"{text!r:.200} has {len(context)} and {len(continuation)}."
                 )
-
-        def key(number: int) -> tuple[int, list[int]]:
-            prompt = self._prompt(requests[number])
-            return -len(prompt), prompt
-
-        order = sorted(range(len(requests)), key=key)
-        groups = [(prompt, list(same)) for (_, prompt), same in groupby(order, key)]
         found: dict[int, tuple[float, bool]] = {}
-        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0) as bar:
-            for batch in self._batches(groups):
-                lasts = [[requests[number][2][-1] for number in same] for _, same in batch]
-                output = self._scored([prompt for prompt, _ in batch], lasts)
-                for row, (_, same) in enumerate(batch):
-                    for number in same:
-                        text, _, continuation = requests[number]
-                        found[number] = answer = _answer(output, row, continuation)
-                        if text is not None:
-                            self.cache_hook.add_partial("loglikelihood", text, answer)
-                        bar.update()
+        size = None if self.batch_size == "auto" else int(self.batch_size)
+        scorer = Likelihoods(self.mixed, self.max_length, size, self.softmax_dtype)
+        with (
+            self._autocast(),
+            tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0) as bar,
+        ):
+            for answers in scorer.of([pair for _, *pair in requests]):
+                for number, answer in answers.items():
+                    found[number] = answer
+                    if (text := requests[number][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", text, answer)
+                bar.update(len(answers))
         return [found[number] for number in range(len(requests))]
-
-    def _prompt(self, request: Pair) -> list[int]:
-        """What is forwarded: all but the last token, without those on the left that do not fit."""
-        return (request[1] + request[2])[-(self.max_length + 1) :][:-1]
-
-    def _batches(self, groups: list[tuple[list[int], list[int]]]) -> Iterator[Any]:
-        """Parts of ``groups``, whose prompts come the longest first."""
-        start = 0
-        while start < len(groups):
-            n = max(1, TOKENS // len(groups[start][0]))
-            n = n if self.batch_size == "auto" else self.batch_size
-            yield groups[start : start + n]
-            start += n
-
-    def _scored(self, prompts: list[list[int]], lasts: list[list[int]]) -> Any:
-        """Log-probabilities of the prompts' tokens, and of what may come ``lasts`` after each."""
-        rows = [torch.tensor(prompt) for prompt in prompts]
-        mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, padding_side="left")
-        with self._autocast():
-            return self.mixed.generate(
-                pad_sequence(rows, True, 0, padding_side="left").to(self.device),
-                attention_mask=mask.to(self.device),
-                max_new_tokens=1,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=self.tokenizer.pad_token_id,
-                prompt_logprobs=0,
-                logprobs=1,
-                logprob_token_ids=[list(dict.fromkeys(row)) for row in lasts],
-                return_dict_in_generate=True,
-            )
 
     # ------------------------------------------------------------ answers
 
@@ -206,16 +171,6 @@ def begin_alike(contexts: Sequence[str]) -> bool:
     pairs = pairwise(sorted(contexts))
     shared = sum(len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071 - texts are no paths
     return shared > SHARE * sum(map(len, contexts))
-
-
-def _answer(output: Any, row: int, continuation: list[int]) -> tuple[float, bool]:
-    """The sum of log-probabilities of ``continuation``, and whether each is the likeliest token."""
-    last = output.logprobs[row][0]
-    value, is_greedy = dict(last.asked)[continuation[-1]], last.top[0][0] == continuation[-1]
-    if n := len(continuation) - 1:
-        value += float(output.prompt_logprobs.token_logprobs[row, -n:].sum())
-        is_greedy &= bool((output.prompt_logprobs.ranks[row, -n:] == 1).all())
-    return value, is_greedy
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -10,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 import hfgen
-from benchmarks import lm_eval_tails
+from benchmarks import lm_eval_tails, lm_eval_tasks
 from hfgen import lm_eval
 from hfgen.lm_eval import HfgenLM
 from tests import tiny
@@ -154,6 +156,32 @@ def test_likelihoods_of_any_lengths(models: tuple[Any, Any], builtin: tuple[Any,
             models[1]._loglikelihood_tokens([pair])
 
 
+@pytest.mark.parametrize("batch_size", ["auto", 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_choices_share_their_contexts(
+    builtin: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, batch_size: Any, dtype: torch.dtype
+):
+    model, tokenizer = copy.deepcopy(builtin[0]).to(dtype), builtin[1]
+    given = {"pretrained": model, "tokenizer": tokenizer, "device": "cpu"}
+    # Else `hf` rounds the values of a bfloat16 model.
+    hf = HFLM(**given, batch_size=1, softmax_dtype="float32")
+    ours, n_tokens = HfgenLM(**given, batch_size=batch_size), []
+    layers = model.get_input_embeddings()
+    layers.register_forward_hook(lambda module, args, output: n_tokens.append(args[0].numel()))
+    examples = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 6
+    pairs = [
+        (before + head, end) for before in ("", examples) for head, ends in CHOICES for end in ends
+    ]
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    theirs, forwarded = hf.loglikelihood(requests, True), sum(n_tokens)
+    n_tokens.clear()
+    found = ours.loglikelihood(requests, True)
+    assert sum(n_tokens) < forwarded / 4
+    rel = 1e-4 if dtype == torch.float32 else 0.03
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in theirs], rel=rel)
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in theirs]
+
+
 def test_rolling_likelihoods(models: tuple[Any, Any]):
     texts = ["def f(x):\n    return x\n", "import os\n" * 500]
     requests = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts)]
@@ -244,17 +272,43 @@ def test_the_command_line(
 
 
 def test_the_benchmark_at_its_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    task = lm_eval_tails.small()
-    smallest = replace(task, prompts=task.prompts[:2], max_new=4, batch_sizes=[1, 2], n_rounds=1)
-    monkeypatch.setitem(lm_eval_tails.TASKS, "small", lambda: smallest)
-    lm_eval_tails.main("small", out=tmp_path)
-    raw = json.loads((tmp_path / "lm_eval_tails.json").read_text())["small"]
-    assert [each["name"] for each in raw["timed"]] == ["hf, 1", "hf, 2", lm_eval_tails.OURS]
-    assert len(raw["lengths"]) == 2
-    assert "| hfgen, auto |" in (tmp_path / "lm_eval_tails.md").read_text()
+    few = {"batch_sizes": [1, 2], "n_rounds": 1}
+    answers, choices = lm_eval_tasks.small(), lm_eval_tasks.examples()
+    tasks = {
+        "small": replace(answers, prompts=answers.prompts[:2], max_new=4, **few),
+        "examples": replace(choices, pairs=choices.pairs[:8], **few),
+    }
+    for name, task in tasks.items():
+        monkeypatch.setitem(lm_eval_tails.TASKS, name, lambda task=task: task)
+    lm_eval_tails.main(["small", "examples"], out=tmp_path)
+    raw = json.loads((tmp_path / "lm_eval_tails.json").read_text())
+    for name in tasks:
+        assert [each["name"] for each in raw[name]["timed"]] == [
+            "hf, 1",
+            "hf, 2",
+            lm_eval_tails.OURS,
+        ]
+    assert raw["small"]["tokens"] <= 8
+    assert "8 requests, 2 contexts" in (tmp_path / "lm_eval_tails.md").read_text()
+
+
+def test_the_tasks_of_the_benchmark(builtin: tuple[Any, Any]):
+    """What they are said to be: answers of one token, and contexts that begin alike."""
+    tokenizer = builtin[1]
+    letters, examples = lm_eval_tasks.letters(), lm_eval_tasks.examples()
+    for context, letter in letters.pairs[:8]:
+        ids = [tokenizer(text).input_ids for text in (context, context + letter)]
+        assert len(ids[1]) == len(ids[0]) + 1
+    assert lm_eval.begin_alike([context for context, _ in examples.pairs])
+    assert examples.longest() < 1024
 
 
 def test_importing_registers_and_encoders_are_refused():
     assert get_model("hfgen") is HfgenLM
     with pytest.raises(ValueError, match="use 'hf'"):
         HfgenLM(tiny.t5(), tokenizer=tiny.byte_tokenizer(), device="cpu")
+    virtual = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="virtual tokens before the prompt: use 'hf'"):
+        HfgenLM(
+            get_peft_model(tiny.llama(), virtual), tokenizer=tiny.byte_tokenizer(), device="cpu"
+        )

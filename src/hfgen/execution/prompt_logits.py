@@ -177,20 +177,36 @@ class Body:
 
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
         """Logits ``(prompts, n, vocab)`` of some positions after another."""
-        ((path, found),) = self.found.items()
-        given: list[Any] = []
+        start = 0
+        for outputs in self.outputs:
+            states = _states(outputs)
+            states = states[:: len(states) // len(ids)]
+            yield from self._logits(outputs, states, ids[:, start : start + states.shape[1]])
+            start += states.shape[1]
+
+    def logits_at(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
+        """Logits ``(n, vocab)`` of the positions ``rows (m,)``, ``columns (m,)``, some after another."""
+        (outputs,) = self.outputs
+        states = _states(outputs)[rows, columns][None]
+        for logits in self._logits(outputs, states, ids[rows, columns][None]):
+            yield logits[0]
+
+    @property
+    def outputs(self) -> list[Any]:
+        """What the body has returned, without what is not needed for logits."""
+        (found,) = self.found.values()
+        return found
+
+    def _logits(self, outputs: Any, states: Tensor, ids: Tensor) -> Iterator[Tensor]:
+        """Logits ``(rows, n, vocab)`` of ``states (rows, length, size)``, some positions after another."""
+        (path,), given = self.found, [None]
         view = replaced(self.model, path, lambda *args, **kwargs: given[0], is_copied=True)
         view._forward_hooks, view._forward_pre_hooks = {}, {}
         keep = {"logits_to_keep": 0} if self.model._supports_logits_to_keep() else {}
-        n = max(1, min(POSITIONS, BYTES // (4 * len(ids) * n_scores(self.model))))
-        start = 0
-        for outputs in found:
-            states = _states(outputs)
-            for part in states[:: len(states) // len(ids)].split(n, dim=1):
-                given[:] = [_with_states(outputs, part)]
-                tokens = ids[:, start : start + part.shape[1]]
-                start += part.shape[1]
-                yield view(input_ids=tokens, use_cache=False, return_dict=True, **keep).logits
+        n = max(1, min(POSITIONS, BYTES // (4 * len(states) * n_scores(self.model))))
+        for part, tokens in zip(states.split(n, dim=1), ids.split(n, dim=1), strict=True):
+            given[:] = [_with_states(outputs, part)]
+            yield view(input_ids=tokens, use_cache=False, return_dict=True, **keep).logits
 
 
 def _bodies(model: Any) -> list[str]:

@@ -83,7 +83,9 @@ def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | 
         )
     if call.strategy is Assisted and _reads_prompt(model, call):
         return Reason("its drafter reads what the model makes of the whole prompt")
-    return _of_model(model, call)
+    if call.mode_kwargs.get("synced_gpus"):
+        return Reason("devices have to forward in step", is_choice=False)
+    return of_model(model)
 
 
 def _reads_prompt(model: Any, call: Call) -> bool:
@@ -98,7 +100,8 @@ def _reads_prompt(model: Any, call: Call) -> bool:
     )
 
 
-def _of_model(model: Any, call: Call) -> Reason | None:
+def of_model(model: Any) -> Reason | None:
+    """What rules stored prefixes out whatever the call is."""
     modules = list(model.modules())
     if any(module.training for module in modules):
         return Reason("the model, or a part of it, is in training mode", is_choice=False)
@@ -108,8 +111,6 @@ def _of_model(model: Any, call: Call) -> Reason | None:
     for name in PER_ROW:
         if any(name in getattr(hook, "keywords", ()) for hook in hooks):
             return Reason(f"`{name}` gives rows adapters of their own")
-    if call.mode_kwargs.get("synced_gpus"):
-        return Reason("devices have to forward in step", is_choice=False)
     if families.keeps_other_state(model):
         return Reason(f"{type(model).__name__} keeps states elsewhere", is_choice=False)
     text = model.config.get_text_config(decoder=True)
