@@ -329,7 +329,7 @@ def _execute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name, target = func.overloadpacket.__name__, kwargs.get("device")
     result_is_on_device = bool(on_device) or _is_device(target)
     if result_is_on_device:
-        kind: Kind = "read" if on_device and reads(name, func, args, kwargs) else "kernel"
+        kind: Kind = "read" if on_device and reads(name, args, kwargs) else "kernel"
         if name in ("_to_copy", "copy_"):
             kind, result_is_on_device = _transfer(name, args, target)
         elif on_device:
