@@ -482,7 +482,7 @@ def test_the_command_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("none/page.html", "there is no folder"),
+        ("none/page.html", "no such folder"),
         ("folder.html", "is a folder"),
         ("page.txt", "takes a file that ends in"),
     ],

@@ -46,6 +46,6 @@ def check_output(path: Path, suffixes: tuple[str, ...] = (), option: str = "-o")
     if path.is_dir():
         raise CliError(f"{option}: {str(path)!r} is a folder: give a file")
     if not path.parent.is_dir():
-        raise CliError(f"{option}: there is no folder {str(path.parent)!r} to write to")
+        raise CliError(f"{option}: cannot write to {str(path)!r}: no such folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise CliError(f"{option}: {str(path)!r} may not be written")
