@@ -22,9 +22,7 @@ holders_are_told = pytest.mark.skipif(NO_COUNT, reason="this torch has no _stora
 #: torch 2.6 has no ``torch.compiler.is_exporting``, which transformers calls: a compiled forward fails there, with
 #: transformers' own ``generate`` too.
 NO_COMPILER = not hasattr(torch.compiler, "is_exporting")
-models_compile = pytest.mark.skipif(
-    NO_COMPILER, reason="torch 2.6 compiles no model of transformers"
-)
+models_compile = pytest.mark.skipif(NO_COMPILER, reason="torch 2.6 compiles no such model")
 
 #: Python 3.10's ``contextlib`` leaves a cycle of an exception and the frame that it was thrown into: what an
 #: abandoned generator held is freed by the next garbage collection.

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, register_fake
+from torch import library as operators
 
 from .kernels import DTYPES, Product, named
 
@@ -151,10 +151,10 @@ def _linear_shape(x: Tensor, number: Tensor, n_out: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], n_out))
 
 
-_LIBRARY = Library("hfgen", "DEF")
-_LIBRARY.define("linear(Tensor x, Tensor number, SymInt n_out) -> Tensor")
-_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
-register_fake("hfgen::linear", _linear_shape, lib=_LIBRARY)
+_OPERATORS = operators.Library("hfgen", "DEF")
+_OPERATORS.define("linear(Tensor x, Tensor number, SymInt n_out) -> Tensor")
+_OPERATORS.impl("linear", _linear, "CompositeExplicitAutograd")
+operators.register_fake("hfgen::linear", _linear_shape, lib=_OPERATORS)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:
