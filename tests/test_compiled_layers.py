@@ -127,8 +127,8 @@ def test_layers_run_compiled(compiled, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
 def test_no_other_graph_for_other_rows_and_lengths(compiled, graphs, options):
-    generate(compiled, tiny.prompt(2, 9), **options)
-    generate(compiled, padded(9, 4), **options)
+    for inputs in (tiny.prompt(1, 9), tiny.prompt(2, 9), padded(9), padded(9, 4)):
+        generate(compiled, inputs, **options)
     before = graphs()
     for rows, length, n in ((1, 3, 40), (5, 30, 9), (2, 100, 70), (1, 90, 3), (7, 2, 30)):
         generate(compiled, tiny.prompt(rows, length), max_new_tokens=n, **options)
