@@ -384,6 +384,19 @@ def execution_block(raw: Raw) -> str:
     return "\n\n".join(parts)
 
 
+def lm_eval_block(raw: Raw) -> str:
+    rows = []
+    for of in raw.values():
+        title = of["text"].partition("\n")[0].partition(", ")[2]
+        theirs = [each for each in of["timed"] if each["name"].startswith("hf,")]
+        best = min(theirs, key=lambda each: each["seconds"][0])["name"].partition(", ")[2]
+        rows.append([title, best, f"**{of['gain']['median']:.2f}**"])
+    head = ["task, built-in model", "best batch size of `hf`", "times as fast with `hfgen`"]
+    machine = next(iter(raw.values()))["machine"]
+    more = f"lm_eval {machine['lm_eval']}. [All batch sizes](benchmarks/results/lm_eval_tails.md)"
+    return f"{table(head, rows)}\n\n{measured_on(machine)}, {more}."
+
+
 def scale_block(raw: Raw) -> str:
     """Efficiency of the two jobs by numbers of workers."""
     points: dict[int, list[Raw]] = {}
@@ -500,6 +513,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "quantized-quality": ("quantized_cache", quality_block),
     "quantized-costs": ("quantized_cache", quantized_block),
     "execution": ("execution", execution_block),
+    "lm-eval": ("lm_eval_tails", lm_eval_block),
     "scale": ("scale", scale_block),
     "trees": ("trees", trees.block),
 }
