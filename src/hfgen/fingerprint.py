@@ -68,7 +68,8 @@ def _look(model: Any) -> tuple[list[Tensor], tuple[Hashable, ...]]:
     hooks: list[tuple[int, int]] = []
     weights: list[Tensor] = []
     passing: list[Tensor] = []  # rotary frequencies, which some models write anew in each forward
-    for index, module in enumerate(model.modules()):
+    modules = list(model.modules())  # walking through a model takes time
+    for index, module in enumerate(modules):
         state = vars(module)
         weights += [t for t in state["_parameters"].values() if t is not None]
         for name, buffer in state["_buffers"].items():
@@ -78,12 +79,15 @@ def _look(model: Any) -> tuple[list[Tensor], tuple[Hashable, ...]]:
         if state["_forward_pre_hooks"] or state["_forward_hooks"]:
             hooks += [(index, handle) for handle in _hooks(state)]
     place = tuple(map(_place, weights))
-    return weights + passing, (_number(model), *_held(model, _number), tuple(hooks), place)
+    held = _held(model.config, modules, _number)
+    return weights + passing, (_number(model), *held, tuple(hooks), place)
 
 
-def _held(model: Any, name: Callable[[Any], Hashable]) -> tuple[Hashable, Hashable]:
+def _held(
+    config: Any, modules: list[nn.Module], name: Callable[[Any], Hashable]
+) -> tuple[Hashable, Hashable]:
     """What a model's configs and modules hold in plain attributes; ``name`` stands for callables."""
-    configs: list[Any] = [model.config]
+    configs: list[Any] = [config]
 
     def attributes(state: dict[str, Any]) -> tuple[Hashable, ...]:
         held: list[Hashable] = []
@@ -110,8 +114,8 @@ def _held(model: Any, name: Callable[[Any], Hashable]) -> tuple[Hashable, Hashab
             return value
         return name(value) if callable(value) else None
 
-    modules = tuple((name(type(m)), attributes(vars(m))) for m in model.modules())
-    return tuple(attributes(vars(config)) for config in configs), modules
+    parts = tuple((name(type(module)), attributes(vars(module))) for module in modules)
+    return tuple(attributes(vars(config)) for config in configs), parts
 
 
 def settings(model: Any) -> dict[str, str]:
@@ -140,7 +144,11 @@ def content(model: Any) -> dict[str, str]:
                 f"Prefixes of a model with {what} cannot be saved or loaded: their effect on keys and "
                 "values cannot be compared."
             )
-    configs, modules = _held(model, lambda value: getattr(value, "__qualname__", str(type(value))))
+    configs, modules = _held(
+        model.config,
+        list(model.modules()),
+        lambda value: getattr(value, "__qualname__", str(type(value))),
+    )
     return {
         "model": type(model).__name__,
         "config": digest_of_text(configs),
