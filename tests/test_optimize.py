@@ -77,6 +77,13 @@ def packs(of) -> int:
     return sum(it._packed is not None for it in forwards(of).values())
 
 
+def unpacked(of):
+    """An optimised model whose weights are packed again by the kernels that run."""
+    for it in forwards(of).values():
+        it._packed = None
+    return of
+
+
 # --- results ------------------------------------------------------------------------------------
 
 
@@ -225,9 +232,14 @@ def test_nothing_changes_where_nothing_is_faster(prefer):
     assert "nothing is faster" in str(report)
 
 
+def test_weights_are_packed_before_the_first_call(prefer):
+    prefer("onednn")
+    assert packs(hfgen.optimize(model())) == 15
+
+
 def test_a_kernel_runs_only_at_the_rows_at_which_it_wins(prefer):
     prefer("onednn", rows=(4,))
-    plain = hfgen.optimize(model())
+    plain = unpacked(hfgen.optimize(model()))
     for rows in (1, 2, 5, 16, 40):
         logits(plain, tiny.prompt(rows, length=1))
         assert packs(plain) == 0
@@ -317,7 +329,7 @@ def test_hooks_run(prefer):
 
 def test_training_and_gradients_take_the_layers_own_forward(prefer):
     prefer("onednn")
-    plain = hfgen.optimize(model())
+    plain = unpacked(hfgen.optimize(model()))
     plain(tiny.prompt(1), labels=tiny.prompt(1)).loss.backward()
     assert plain.lm_head.weight.grad is not None
     plain.train()

@@ -73,6 +73,8 @@ def optimize(
         choices, changes = _without(whole.slower(steps), choices, changes)
     if found:
         known.write(found)
+    for _, forward in changes:
+        forward.packed()  # here, and not in the first call
     whole.apply(changes)
     graph, layers = LayerGraph(), find_layers(model) if compile else {}
     for name, index in layers.items():
