@@ -140,7 +140,7 @@ def run_core(versions: tuple[str, ...], python: str | Path, path: Sequence[Path]
     works, said = call(python, "-m", "hfgen", "doctor", path=path, log=KEPT / f"{log}.doctor.log")
     if not works:
         return Outcome(found, False, f"hfgen doctor: {last_line(said)}")
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", *CORE]
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-W", "default", *CORE]
     passed, said = call(*command, path=path, log=KEPT / f"{log}.log")
     return Outcome(found, passed, last_line(said))
 
