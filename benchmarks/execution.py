@@ -319,9 +319,7 @@ def targets_text(result: Result) -> str:
             every = result.of(rows)
             times = next(each for each in every if each.way == way)
             plain, best = (gain(times, every, over).median for over in (PLAIN, UPSTREAM))
-            floor = min(each.per_token for each in every if each.way in PLAIN) / (
-                times.products or math.inf
-            )
+            floor = min(each.per_token for each in every if each.way in PLAIN) / times.products
             lines.append(
                 f"* `{way}`, {rows} row(s): {plain:.2f} times as fast as upstream's best of float32 and bfloat16 (target "
                 f"{target}: {'met' if plain >= target else f'**missed**; {floor:.2f} if all but the products were free'}), "
