@@ -22,7 +22,6 @@ if str(ROOT) not in sys.path:  # run as a file
 
 from benchmarks import cache_report, engine, execution, quantized_cache, speculation, trees  # noqa: E402
 from benchmarks.cache_cases import Floor, Result  # noqa: E402
-from benchmarks.overhead import FLOOR_MODE  # noqa: E402
 from benchmarks.side_by_side import Comparison, Spread  # noqa: E402
 
 MARKED = re.compile(r"<!-- results: ([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
@@ -103,49 +102,6 @@ def first_table(page: Path) -> str:
 
 
 # --- the blocks ---------------------------------------------------------------------------------
-
-
-def overhead_block(raw: Raw) -> str:
-    models = raw["models"]
-    compared = {
-        name: {mode: Comparison(**each) for mode, each in of["modes"].items()}
-        for name, of in models.items()
-    }
-    modes = dict.fromkeys(mode for of in compared.values() for mode in of)
-
-    def cell(found: Comparison | None) -> str:
-        if found is None:
-            return ""
-        ratio = found.ratio
-        return f"**{ratio.median:.3f}** ({ratio.low:.3f} to {ratio.high:.3f})"
-
-    head = [
-        "mode",
-        *(
-            f"{model_name(name)} ({of['parameters'] / 1e6:.3g}M parameters)"
-            for name, of in models.items()
-        ),
-    ]
-    rows = [[mode, *(cell(of.get(mode)) for of in compared.values())] for mode in modes]
-    n_pairs = " and ".join(
-        f"{max(each.n_pairs for each in of.values())} pairs ({model_name(name)})"
-        for name, of in compared.items()
-    )
-    text = (
-        f"Medians of {n_pairs}, with quartiles; prompts of {raw['prompt_tokens']} tokens, {raw['max_new_tokens']} new tokens. "
-        f"{measured_on(raw['machine'])}."
-    )
-    for name, of in compared.items():
-        if FLOOR_MODE not in of:
-            continue
-        mode, facts = of[FLOOR_MODE], models[name]
-        theirs, ours = (mode.milliseconds(each) / mode.new_tokens for each in ("upstream", "hfgen"))
-        floor = 1e3 * facts["bytes_per_token"] / facts["read_bandwidth_bytes_per_second"]
-        text += (
-            f" One token of the {model_name(name)} takes {theirs:.1f} ms with transformers and {ours:.1f} ms with hfgen. "
-            f"Reading the weights from memory takes {floor:.1f} ms."
-        )
-    return f"{table(head, rows)}\n\n{text}"
 
 
 def speculation_block(raw: Raw) -> str:
@@ -337,25 +293,6 @@ def quantized_block(raw: Raw) -> str:
     return f"{quantized_cache.cost_table(chosen)}\n\n{measured_on(raw['machine'])}.\n\n{verdicts}"
 
 
-def quantized_summary(raw: Raw) -> str:
-    """One sentence about int4."""
-    full, int4 = (
-        next(q for q in raw["quality"] if q["name"] == name) for name in ("full precision", "int4")
-    )
-    rise = int4["token_by_token"] / full["token_by_token"] - 1
-    context = quantized_cache.TARGET_CONTEXT
-    shares, speeds = [], []
-    for costs in (each for each in cache_costs(raw) if each.context == context):
-        cost = next(each for each in costs.costs if each.name == "int4")
-        speeds.append(costs.speed(cost, costs.costs[0]).median)
-        if costs.dtype != "float32":
-            shares.append(cost.n_bytes / 2 / costs.numbers)
-    return (
-        f"The int4 cache at {context:,} tokens takes {max(shares):.3f} of the memory of a half-precision cache, changes "
-        f"perplexity by {rise:+.2%}, and reaches {min(speeds):.2f} to {max(speeds):.2f} of the speed of transformers' dynamic cache."
-    )
-
-
 def execution_block(raw: Raw) -> str:
     parts = [
         "### Measured",
@@ -412,18 +349,17 @@ def scale_block(raw: Raw) -> str:
     return table(["workers", *jobs], ([f"{n:,}", *shares] for n, shares in useful.items()))
 
 
-#: Label, and case, context length and rows of `cache_speed`.
+#: Work, what a reader would use instead, and case, context length and rows of `cache_speed`.
 SUMMARISED_CACHES = (
-    ("greedy decoding after 8,192 tokens, batch of 4", "decoding", 8192, 4),
-    ("4 beams, prompt of 1,024 tokens, 32 new tokens", "beams", 1024, None),
-    ("8 samples of a prompt of 1,024 tokens, 32 new tokens", "samples", 1024, None),
-    ("second turn of a chat with a `PrefixCache`, time to first token", "chat", None, None),
-    ("16 rows that finish after 8 to 256 tokens, `drop_finished=True`", "finished", None, None),
+    ("8 samples of 1,024 tokens", "the same call", ("samples", 1024, None)),
+    ("4 beams after 1,024 tokens", "the same call", ("beams", 1024, None)),
+    ("second chat turn, `PrefixCache`: first token", "forwarding all", ("chat", None, None)),
+    ("batch of 4 after 8,192 tokens", "the same call", ("decoding", 8192, 4)),
 )
 
 
 def summary_block(results: Path) -> str:
-    """Speed-ups over transformers: a row per benchmark, a column per model. What was not measured is left out."""
+    """Speed-ups over what a reader would use instead: a row per kind of work, a column per model."""
     raw = {
         name: json.loads(path.read_text(encoding="utf-8"))
         for name in ("overhead", "caches", "engine", "execution", "speculation")
@@ -431,15 +367,15 @@ def summary_block(results: Path) -> str:
     }
     rows: list[list[str]] = []
 
-    def add(what: str, find: Callable[[str], str], page: str) -> None:
+    def add(work: str, instead: str, find: Callable[[str], str], page: str) -> None:
         cells = []
         for model in MODELS:
             try:
                 cells.append(find(model))
-            except (KeyError, StopIteration):
+            except (KeyError, StopIteration):  # not measured
                 cells.append("")
         if any(cells):
-            rows.append([what, *cells, f"[{page}](docs/{page})"])
+            rows.append([f"[{work}]({page})", instead, *cells])
 
     def of_modes(model: str) -> str:
         modes = raw["overhead"]["models"][model]["modes"].values()
@@ -447,49 +383,66 @@ def summary_block(results: Path) -> str:
         return f"{min(speeds):.2f} to {max(speeds):.2f}"
 
     def of_engine(model: str) -> str:
-        timed = raw["engine"][model]["timed"]
-        theirs = next(each for each in timed if each["name"] == "upstream's generate_batch")
-        ours = theirs.get("engine") or statistics.median(timed[0]["seconds"])
-        return f"{statistics.median(theirs['seconds']) / ours:.2f}"
+        timed = {each["name"]: each for each in raw["engine"][model]["timed"]}
+        whole = statistics.median(timed["engine"]["seconds"])
+        ways = (timed["padded, sorted"], timed["upstream's generate_batch"])
+        return " · ".join(
+            f"{statistics.median(way['seconds']) / (way.get('engine') or whole):.2f}"
+            for way in ways
+        )
 
-    def of_optimize(model: str, n_rows: int, way: str) -> str:
+    def of_optimize(model: str) -> str:
         times = [execution.Times(**each) for each in raw["execution"]["subjects"][model]["times"]]
-        times = [each for each in times if each.rows == n_rows]
-        ours = next(each for each in times if each.way == way)
-        return f"{execution.gain(ours, times).median:.2f}"
+        gains = []
+        for n_rows in (1, 8):
+            mine = [each for each in times if each.rows == n_rows]
+            ours = next(each for each in mine if each.way == "optimize, compiled")
+            gains.append(f"{execution.gain(ours, mine).median:.2f}")
+        return " · ".join(gains)
 
     def of_drafting(model: str, task: str) -> str:
+        """Over greedy decoding, and over the fastest of upstream's own drafting."""
         if model != "small":
             raise KeyError(model)
-        greedy, default = list(raw["speculation"]["tasks"][task].values())[:2]
-        pairs = zip(greedy["wall"], default["wall"], strict=True)
-        return f"{Spread.of([plain / drafted for plain, drafted in pairs]).median:.2f}"
-
-    if "overhead" in raw:
-        n_modes = max(len(of["modes"]) for of in raw["overhead"]["models"].values())
-        add(f"short calls: the {n_modes} modes of the table below", of_modes, "architecture.md")
-    for label, case, length, n_rows in SUMMARISED_CACHES:
-        add(
-            label,
-            lambda model, of=(case, length, n_rows): (
-                f"{cache_speed(raw['caches'], model, *of):.2f}"
-            ),
-            "caches.md",
+        ways = raw["speculation"]["tasks"][task]
+        greedy, default = list(ways.values())[:2]
+        theirs = [w for name, w in ways.items() if re.match("upstream: (?!greedy)", name)]
+        over_greedy, *over_theirs = (
+            Spread.of([t / o for t, o in zip(way["wall"], default["wall"], strict=True)]).median
+            for way in (greedy, *theirs)
         )
-    add("64 requests of different lengths: engine and `generate_batch`", of_engine, "engine.md")
-    for n_rows in (1, 8):
-        for way, option in (("optimize", ""), ("optimize, compiled", ", compile=True")):
-            call = f"`hfgen.optimize(model{option})`, {n_rows} row{'s' * (n_rows > 1)}"
-            what = f"{call}, and the fastest way to run transformers, compiled or not"
-            add(what, lambda model, n=n_rows, way=way: of_optimize(model, n, way), "optimize.md")
-    for what, task in (
-        ("prompt lookup on an editing task, and greedy decoding with hfgen", "Editing, batch 1"),
-        (
-            "built-in draft model, and greedy decoding with hfgen",
-            "Completion with the draft, batch 1",
-        ),
+        return f"{over_greedy:.2f} · {min(over_theirs):.2f}"
+
+    add("short calls, 10 modes", "the same call", of_modes, "benchmarks/results/overhead.md")
+    for work, instead, case in SUMMARISED_CACHES:
+        add(
+            work,
+            instead,
+            lambda model, of=case: f"{cache_speed(raw['caches'], model, *of):.2f}",
+            "docs/caches.md",
+        )
+    add(
+        "64 requests, `Engine`",
+        "padded batches sorted by length · `generate_batch`",
+        of_engine,
+        "docs/engine.md",
+    )
+    add(
+        "`optimize(model, compile=True)`: 1 row · 8 rows",
+        "the faster of float32 and bfloat16, compiled or not",
+        of_optimize,
+        "docs/optimize.md",
+    )
+    for work, task in (
+        ("prompt lookup, editing", "Editing, batch 1"),
+        ("built-in draft model", "Completion with the draft, batch 1"),
     ):
-        add(what, lambda model, task=task: of_drafting(model, task), "speculation.md")
+        add(
+            work,
+            "greedy · its own drafting",
+            lambda model, task=task: of_drafting(model, task),
+            "docs/speculation.md",
+        )
     if not rows:
         return ""
     machines = [
@@ -497,19 +450,17 @@ def summary_block(results: Path) -> str:
     ]
     threads = sorted({facts["threads"] for facts in machines})
     facts = machines[0] | {"threads": " or ".join(map(str, threads))}
-    head = ["what is compared", *(model_name(model) for model in MODELS), "details"]
+    head = ["hfgen", "transformers", *map(model_name, MODELS)]
     return f"{table(head, rows)}\n\n{measured_on(facts)}."
 
 
 #: Name of a block → the file of results, and the function that writes the block.
 BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
-    "overhead": ("overhead", overhead_block),
     "speculation": ("speculation", speculation_block),
     "speculation-optimized": ("speculation_optimized", speculation_block),
     "engine": ("engine", engine_block),
     "engine-drafting": ("engine", drafting_block),
     "caches": ("caches", caches_block),
-    "quantized-summary": ("quantized_cache", quantized_summary),
     "quantized-quality": ("quantized_cache", quality_block),
     "quantized-costs": ("quantized_cache", quantized_block),
     "execution": ("execution", execution_block),

@@ -7,9 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import transformers
-
-import hfgen
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -53,19 +50,15 @@ def test_code_that_runs_elsewhere_does(page: str) -> None:
     assert page in (Path(__file__).parent / ELSEWHERE[page]).read_text(encoding="utf-8")
 
 
-def test_the_readme_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With the built-in model in place of the reader's."""
-    model, tokenizer = hfgen.builtin_model()
-    for name, loaded in ("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer):
-        monkeypatch.setattr(
-            getattr(transformers, name), "from_pretrained", lambda *_, of=loaded: of
-        )
-    names: dict[str, object] = {"__name__": "page"}
-    assert run_blocks("../README.md", names) == 2
-    assert names["model"] is not model  # the second block loads the built-in model itself
-    assert capsys.readouterr().out.count("length") > 0
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_blocks("../README.md", {"__name__": "page"}) == 1
+    texts, *events = capsys.readouterr().out.splitlines()
+    assert texts.startswith("['ArgumentParser()', ")  # what the page shows is worth reading
+    assert len(events) == 3 * 4
+
+
+def test_the_readme_is_short() -> None:
+    assert len((DOCS.parent / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
 def test_the_map_of_the_architecture_names_every_module() -> None:
@@ -94,18 +87,16 @@ def test_tables_take_what_was_measured(tmp_path: Path) -> None:
 
     page = "a\n<!-- results: {} -->\nold\n<!-- /results -->\nz\n"
     nothing = "a\n<!-- results: {} -->\n<!-- /results -->\nz\n"
-    assert updated(page.format("overhead"), tmp_path) == nothing.format("overhead")
+    assert updated(page.format("scale"), tmp_path) == nothing.format("scale")
 
     seconds = {"upstream": [2.0, 2.0], "hfgen": [1.0, 1.0]}
     mode = {"name": "greedy", "new_tokens": 4, "wall": seconds, "cpu": seconds}
     facts = {"processor": "P", "cores": 1, "threads": 2, "torch": "2.13.0+cpu", "transformers": "5"}
-    raw = {"machine": facts, "prompt_tokens": 3, "max_new_tokens": 4}
-    raw["models"] = {"tiny": {"parameters": 5e6, "modes": {"greedy": mode}}}
+    raw = {"machine": facts, "models": {"small": {"parameters": 5e6, "modes": {"greedy": mode}}}}
     (tmp_path / "overhead.json").write_text(json.dumps(raw))
-    text = updated(page.format("overhead"), tmp_path)
-    assert "| greedy | **0.500** (0.500 to 0.500) |" in text
-    assert "2 pairs (tiny), with quartiles; prompts of 3 tokens, 4 new tokens. P, 1 core, " in text
-    assert "2 threads, torch 2.13.0, transformers 5." in text
+    text = updated(page.format("summary"), tmp_path)
+    assert "| the same call | 2.00 to 2.00 | |" in text
+    assert "\n\nP, 1 core, 2 threads, torch 2.13.0, transformers 5." in text
     assert updated(text, tmp_path) == text
 
     (tmp_path / "new.json").write_text("{}")
@@ -117,6 +108,3 @@ def test_tables_take_what_was_measured(tmp_path: Path) -> None:
     assert "[new.md](benchmarks/results/new.md)" in text
     text = updated(page.format("new"), tmp_path, ROOT / "docs")
     assert "[new.md](../benchmarks/results/new.md)" in text
-
-    summary = updated(page.format("summary"), tmp_path)
-    assert "| short calls: the 1 modes" not in summary  # of neither model of the table
