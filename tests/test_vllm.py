@@ -12,7 +12,8 @@ import hfgen
 from hfgen import GenerationConfig, SamplingParams, grammar
 from hfgen.fields import FIELDS
 from hfgen.vllm import PARAMS
-from tests.tiny import llama
+from tests import tiny, vllm_objects
+from tests.tiny import bart, gpt2, llama
 
 PROMPT = torch.tensor([[5, 17, 33, 8, 61], [9, 9, 8, 8, 7]])
 
@@ -37,7 +38,12 @@ TAKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "logprob_token_ids": ([1, 2], {"logprob_token_ids": [1, 2]}),
     "skip_special_tokens": (False, {"skip_special_tokens": False}),
     "include_stop_str_in_output": (True, {"include_stop_str_in_output": True}),
+    "flat_logprobs": (True, {}),
+    "detokenize": (False, {}),
+    "output_kind": (1, {}),
     "skip_clone": (True, {}),
+    "output_text_buffer_length": (3, {}),
+    "skip_reading_prefix_cache": (True, {}),
     "structured_outputs": ({"regex": "a+"}, {"grammar": grammar.regex("a+")}),
     "guided_decoding": ({"choice": ["a"]}, {"grammar": grammar.choice(["a"])}),
     "logit_bias": ({"5": 2, 6: -1.5}, {"sequence_bias": {(5,): 2.0, (6,): -1.5}}),
@@ -59,6 +65,10 @@ OFF: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 0, "min_pattern_size": 0, "min_count": 0},
     "structured_outputs": None,
     "min_tokens": 0,
+    "seed": -1,
+    "watermarking": False,
+    "extra_args": {},
+    "temperature": None,
 }
 
 
@@ -104,17 +114,31 @@ def test_the_kinds_of_structured_outputs() -> None:
         (SimpleNamespace(json=None, regex="b", choice=None), grammar.regex("b")),
     ):
         assert SamplingParams(structured_outputs=given).grammar == made
+    compact = SamplingParams(structured_outputs={"json": schema, "disable_any_whitespace": True})
+    assert compact.grammar == grammar.json(schema, whitespace=False)
     with pytest.raises(ValueError, match="`structured_outputs` has to have one of"):
         SamplingParams(structured_outputs={"json": schema, "regex": "a"})
 
 
-def test_an_object_of_vllms_is_read() -> None:
-    params = SimpleNamespace(
-        n=2, temperature=0.5, max_tokens=3, output_kind=1, _all_stop_token_ids={1}
-    )
-    config = GenerationConfig.from_vllm(params)
-    assert (config.num_return_sequences, config.temperature, config.max_new_tokens) == (2, 0.5, 3)
-    assert GenerationConfig.from_vllm({"seed": 3}).seed == 3
+@pytest.mark.parametrize("arguments", vllm_objects.ARGUMENTS, ids=str)
+def test_objects_of_vllms_class_say_what_their_arguments_say(arguments: dict[str, Any]) -> None:
+    config = GenerationConfig.from_vllm(vllm_objects.recorded(arguments))
+    assert config.to_dict() == SamplingParams(**arguments).to_dict()
+    assert GenerationConfig.from_vllm(arguments).to_dict() == config.to_dict()
+
+
+def test_the_recording_has_the_fields_of_the_installed_class() -> None:
+    pytest.importorskip("vllm", reason="vLLM needs CUDA or a build of its own")
+    for arguments in vllm_objects.ARGUMENTS:
+        params = vllm_objects.installed(arguments)
+        recorded = vllm_objects.fields_of(vllm_objects.recorded(arguments))
+        assert recorded == vllm_objects.fields_of(params)
+        assert GenerationConfig.from_vllm(params).to_dict() == SamplingParams(**arguments).to_dict()
+
+
+def test_fields_of_the_recorded_class() -> None:
+    public = [n for n in vllm_objects.recorded({}).__struct_fields__ if not n.startswith("_")]
+    assert public == list(PARAMS)[: len(public)]
 
 
 def test_an_unknown_name_is_named() -> None:
@@ -150,3 +174,24 @@ def test_greedy_parameters_come_without_those_of_sampling(caplog: pytest.LogCapt
     config = SamplingParams(temperature=0.0, top_p=0.5, seed=3)
     assert (config.do_sample, config.top_p, config.seed) == (False, None, 3)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, bart])
+def test_without_a_maximum_a_row_ends_at_the_models_positions(make: Any) -> None:
+    model: Any = hfgen.mix_into(make().eval())
+    n_positions = model.config.max_position_embeddings
+    config = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    config.pad_token_id = 0
+    assert model.generate(PROMPT, generation_config=config).shape[1] == n_positions
+    each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (None, 3)]
+    ids = model.generate(PROMPT, generation_config=each, pad_token_id=0)
+    assert ids.shape[1] == n_positions
+    engine = hfgen.Engine(model)
+    request = engine.add(PROMPT[0], generation_config=config)
+    assert len(request.result().token_ids) == len(ids[0]) - (1 if make is bart else 5)
+
+
+def test_without_a_maximum_or_positions_it_is_an_error() -> None:
+    model: Any = hfgen.mix_into(tiny.t5().eval())
+    with pytest.raises(ValueError, match=r"`max_tokens=None`.*T5.* has no number of them"):
+        model.generate(PROMPT, generation_config=SamplingParams(max_tokens=None))

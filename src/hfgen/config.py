@@ -49,12 +49,8 @@ class GenerationConfig(transformers.GenerationConfig):
 
     @classmethod
     def from_vllm(cls, params: Any) -> GenerationConfig:
-        """The config of an object of vLLM's ``SamplingParams``, or of a mapping with its fields.
-
-        ``output_kind`` is left aside: it says how vLLM hands over results, and not what they are.
-        """
-        given = {name: v for name, v in vllm.fields_of(params).items() if name != "output_kind"}
-        return cls(**vllm.translated(given))
+        """The config of an object of vLLM's ``SamplingParams``, or of a mapping with its fields."""
+        return cls(**vllm.translated(vllm.fields_of(params)))
 
 
 def SamplingParams(**params: Any) -> GenerationConfig:
@@ -211,6 +207,8 @@ def prepare_generation_config(
             setattr(config, name, known.get(name, value))
         model_kwargs = config.update(**kwargs)
     _normalise(config)
+    if config.max_new_tokens == vllm.TO_LAST_POSITION:
+        config.max_new_tokens, config.max_length = None, validate.require_positions(self)
     if kwargs.get("cache_config") is None:
         _drop_path_of_checkpoint(config, own)
     if config.cache_implementation == "hybrid":  # of old checkpoints; the dynamic one does as well

@@ -207,6 +207,13 @@ def n_positions(table: nn.Embedding) -> int:
     return int(table.num_embeddings - getattr(table, "offset", 0))
 
 
+def max_positions(model: Any) -> int | None:
+    """How many tokens fit into the decoder's learned positions, or its config's; ``None`` for any number."""
+    if (table := position_table(model)) is not None:
+        return n_positions(table)
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def cache_name(model_kwargs: dict[str, Any]) -> str | None:
     """The name of the cache in ``model_kwargs``, which may be ``None`` there; ``None`` without one."""
     return next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)

@@ -13,6 +13,7 @@ import transformers
 from . import seeds
 from .call import Call, Prompt, Request
 from .fields import FIELDS, PER_CALL, PER_ROW, FieldError
+from .vllm import TO_LAST_POSITION
 
 
 @dataclass(slots=True)
@@ -149,13 +150,14 @@ def _resolved(model: Any, request: Request) -> tuple[Any, tuple[bool, bool]]:
 
 def has_default_lengths(model: Any, request: Request) -> tuple[bool, bool]:
     """Whether nobody set ``max_length``, and whether nobody set ``min_length``."""
-    given = (request.generation_config, model.generation_config)
+    configs = (request.generation_config, model.generation_config)
+    sources = [request.kwargs, *(vars(config) for config in configs if config is not None)]
 
-    def nobody_set(name: str) -> bool:
-        configs = (config for config in given if config is not None)
-        return request.kwargs.get(name) is None and all(getattr(c, name) is None for c in configs)
+    def first(name: str) -> Any:
+        return next((s[name] for s in sources if s.get(name) is not None), None)
 
-    return nobody_set("max_length"), nobody_set("min_length")
+    is_to_last_position = first("max_new_tokens") == TO_LAST_POSITION
+    return first("max_length") is None and not is_to_last_position, first("min_length") is None
 
 
 def common_mode(params: RowParams, do_sample: bool, assistant_model: Any) -> Any:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import grammar
 from .fields import FIELDS, with_suggestions
 
-#: What stands for a length that nothing limits: the model's positions do.
-ENDLESS = 2**31 - 1
+#: ``max_new_tokens`` of a row that ends at the model's positions: vLLM's ``max_tokens=None``. No
+#: other call has a reason to pass this number.
+TO_LAST_POSITION = 2**40
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
     """One field of vLLM's class: its default there, and the fields that it becomes here.
 
-    With a ``reason``, other values than the default are refused.
+    With a ``reason``, values other than the default are refused, unless both mean "off".
     """
 
     default: Any
@@ -30,13 +31,26 @@ def _named(name: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _temperature(value: float) -> dict[str, Any]:
-    return {"do_sample": value > 0, **({"temperature": float(value)} if value > 0 else {})}
+    # vLLM raises lower temperatures to 0.01.
+    return {"do_sample": True, "temperature": max(value, 0.01)} if value else {"do_sample": False}
+
+
+def _count(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {} if value is None else {name: 1 if value is True else value}
 
 
 def _bias(biases: Mapping[Any, float] | None) -> dict[str, Any]:
     if not biases:
         return {}
     return {"sequence_bias": {(int(token),): float(bias) for token, bias in biases.items()}}
+
+
+def _max_tokens(value: int | None) -> dict[str, Any]:
+    return {"max_new_tokens": TO_LAST_POSITION if value is None else value}
+
+
+def _stop(value: str | list[str] | None) -> dict[str, Any]:
+    return {"stop_strings": [value] if isinstance(value, str) else value} if value else {}
 
 
 def _repetition(params: Any) -> dict[str, Any]:
@@ -57,21 +71,29 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 
 #: The kinds of grammar, by their names in vLLM's ``StructuredOutputsParams``.
-GRAMMARS = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
+GRAMMARS = {
+    "json": "json",
+    "json_object": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+}
 
 
 def _structured(params: Any) -> dict[str, Any]:
     given = {name: value for name, value in fields_of(params).items() if value}
     if not given:
         return {}
-    if given == {"json_object": True}:
-        return {"grammar": grammar.json_object()}
+    is_compact = given.pop("disable_any_whitespace", False)
     if len(given) != 1 or (name := next(iter(given))) not in GRAMMARS:
         raise ValueError(
-            f"`structured_outputs` has to have one of {sorted([*GRAMMARS, 'json_object'])}, and nothing "
-            f"else, but has {sorted(given)}."
+            f"`structured_outputs` has to have one of {sorted(GRAMMARS)}, and beside it only "
+            f"`disable_any_whitespace`, but has {sorted(given)}."
         )
-    return {"grammar": getattr(grammar, GRAMMARS[name])(given[name])}
+    made = getattr(grammar, GRAMMARS[name])(
+        {"type": "object"} if name == "json_object" else given[name]
+    )
+    return {"grammar": replace(made, whitespace=False) if is_compact else made}
 
 
 #: Every field of vLLM's class, in its order.
@@ -81,43 +103,42 @@ PARAMS: dict[str, Param] = {
     "frequency_penalty": Param(0.0, _named("frequency_penalty")),
     "repetition_penalty": Param(1.0, lambda value: {"repetition_penalty": float(value)}),
     "temperature": Param(1.0, _temperature),
+    "watermarking": Param(
+        None, reason="pass transformers' `watermarking_config`: an engine of vLLM holds its own"
+    ),
     "top_p": Param(1.0, _named("top_p")),
     "top_k": Param(0, _named("top_k")),
     "min_p": Param(0.0, _named("min_p")),
-    "seed": Param(None, _named("seed")),
-    "stop": Param(None, lambda value: {"stop_strings": value} if value else {}),
+    "seed": Param(None, lambda value: {} if value in (None, -1) else {"seed": value}),
+    "stop": Param(None, _stop),
     "stop_token_ids": Param(None, lambda value: {"stop_token_ids": value} if value else {}),
     "ignore_eos": Param(False, lambda value: {"ignore_eos": True} if value else {}),
-    "max_tokens": Param(16, lambda value: {"max_new_tokens": ENDLESS if value is None else value}),
+    "max_tokens": Param(16, _max_tokens),
     "min_tokens": Param(0, lambda value: {"min_new_tokens": value} if value else {}),
-    "logprobs": Param(None, _named("logprobs")),
-    "prompt_logprobs": Param(None, _named("prompt_logprobs")),
+    "logprobs": Param(None, _count("logprobs")),
+    "prompt_logprobs": Param(None, _count("prompt_logprobs")),
     "prompt_logprob_token_ids": Param(
         None, reason="`prompt_logprobs` returns the most likely tokens instead"
     ),
     "prompt_logprob_start": Param(None, reason="`prompt_logprobs` starts with the first token"),
     "logprob_token_ids": Param(None, _named("logprob_token_ids")),
-    "flat_logprobs": Param(False, reason="`output.logprobs` always uses flat tensors"),
-    "detokenize": Param(True, reason="texts are returned only if `generate` gets a `tokenizer`"),
+    "flat_logprobs": Param(False),  # `output.logprobs` always has flat tensors
+    "detokenize": Param(True),  # texts are returned only if `generate` gets a `tokenizer`
     "skip_special_tokens": Param(True, _named("skip_special_tokens")),
     "spaces_between_special_tokens": Param(
         True, reason="the tokenizer decides about spaces between special tokens"
     ),
     "include_stop_str_in_output": Param(False, _named("include_stop_str_in_output")),
-    "output_kind": Param(
-        None, reason="`generate` returns the final output, and `stream` returns new tokens"
-    ),
+    "output_kind": Param(None),  # `generate` returns the final output, `stream` the new tokens
     "stream_interval": Param(None, reason="`stream` has an event for every step"),
-    "skip_clone": Param(False, lambda value: {}),  # configs are copied where it matters
-    "output_text_buffer_length": Param(0, reason="`stream` chooses the length of its buffer"),
+    "skip_clone": Param(False),  # configs are copied where it matters
+    "output_text_buffer_length": Param(0),  # vLLM computes it from `stop`
     "structured_outputs": Param(None, _structured),
     "logit_bias": Param(None, _bias),
     "allowed_token_ids": Param(None, _named("allowed_token_ids")),
     "extra_args": Param(None, reason="pass your own `logits_processor` to `generate`"),
     "bad_words": Param(None, lambda value: {"bad_words": value} if value else {}),
-    "skip_reading_prefix_cache": Param(
-        None, reason="pass `prefix_cache` only to the calls that should use it"
-    ),
+    "skip_reading_prefix_cache": Param(None),  # only calls with `prefix_cache` read one
     "thinking_token_budget": Param(
         None, lambda value: {} if value in (None, -1) else {"thinking_token_budget": value}
     ),
@@ -144,7 +165,9 @@ def translated(params: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, param in PARAMS.items():
         value = params.get(name, param.default)
-        if param.reason is not None and value != param.default:
+        if value is None and name != "max_tokens":
+            value = param.default
+        if param.reason is not None and value != param.default and (value or param.default):
             raise ValueError(f"`{name}` (={value!r}) is not supported: {param.reason}.")
         fields |= param.becomes(value)
     if fields["do_sample"]:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from .. import rows
+from .. import families, rows
 from ..logs import logger
 from .sequences import Sequences
 
@@ -67,7 +67,7 @@ def request_arguments(
     if batching.seed is not None and not is_set("seed"):
         kwargs["seed"] = (batching.seed + sequences.index) % 2**63
     if not is_set("max_new_tokens") and not is_set("max_length"):
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions = families.max_positions(model)
         n_before = 1 if model.config.is_encoder_decoder else len(sequences.ids)
         if positions is not None and n_before > 0:
             kwargs["max_new_tokens"] = max(positions - n_before, 1)

@@ -23,6 +23,7 @@ from transformers.cli.serving.utils import (
 
 from ..engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
 from ..engine.serving import Service, ServiceRequest
+from ..families import max_positions
 from ..logs import logger
 from ..openai_api import chat_response, completion_response, generate_kwargs, prompts_of, usage
 from ..text import Pieces
@@ -176,7 +177,7 @@ def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
 
 def default_length(model: Any, prompt_length: int) -> int:
     """New tokens where nobody limits them: as many as the model has positions for, up to a limit."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = max_positions(model)
     room = NEW_TOKENS if positions is None else positions - prompt_length
     return max(1, min(NEW_TOKENS, room))
 

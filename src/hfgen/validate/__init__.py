@@ -14,6 +14,7 @@ from .fields import (
     check_samplers,
     check_stops,
     require_eos,
+    require_positions,
     require_tokenizer,
     validate_generated_length,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "explaining_misfit",
     "parameters",
     "require_eos",
+    "require_positions",
     "require_tokenizer",
     "validate_generated_length",
     "validate_model_kwargs",

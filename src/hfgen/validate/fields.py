@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.generation.configuration_utils import GenerationConfig
 
-from .. import constraints, sampler_order
+from .. import constraints, families, sampler_order
 from ..caches import table
 from ..call import Call
 from ..fields import FIELDS, is_on, with_suggestions
@@ -69,6 +69,16 @@ def require_eos(eos: Any, penalty: Any) -> None:
             f"`exponential_decay_length_penalty` (={penalty}) raises the score of the EOS token, "
             "but there is none: set `eos_token_id`."
         )
+
+
+def require_positions(model: Any) -> int:
+    """How many positions the model has; ``ValueError`` if their number is not limited."""
+    if (n := families.max_positions(model)) is None:
+        raise ValueError(
+            "`max_tokens=None` ends a row at the model's positions, but the config of "
+            f"{type(model).__name__} has no number of them: set `max_tokens`."
+        )
+    return n
 
 
 def check_companions(config: GenerationConfig) -> None:
