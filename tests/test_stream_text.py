@@ -240,3 +240,19 @@ def test_tokenizers_of_all_kinds(kind: str) -> None:
             include_stop_str_in_output=rng.random() < 0.3,
             max_new_tokens=40,
         )
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "metaspace", "word_piece"])
+def test_the_first_space_of_an_answer(kind: str) -> None:
+    tokenizer = tokenizers_of_all_kinds.ALL[kind]()
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = hfgen.mix_into(tiny.llama(vocab_size=len(tokenizer), **special))
+    said = tokenizer("der Zug", add_special_tokens=False).input_ids
+    for opening, text in ((), " der Zug"), ([tokenizer.eos_token_id], "der Zug"):
+        prompt = [*tokenizer("Der Zug", add_special_tokens=False).input_ids, *opening]
+        options = {"logits_processor": [Dictated(tokenizer, said, n_prompt=len(prompt))]}
+        options |= {"tokenizer": tokenizer, "max_new_tokens": 20}
+        inputs = torch.tensor([prompt])
+        assert model.generate(inputs, return_dict_in_generate=True, **options).texts == [text]
+        assert texts_of(model.stream(inputs, **options)) == {0: text}
+        assert hfgen.Engine(model).add(inputs, **options).result().text == text

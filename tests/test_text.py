@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfgen.text import CONTEXT, UNKNOWN, Detokenizer, Pieces, decode
+from hfgen.text import CONTEXT, UNKNOWN, Detokenizer, Pieces, context_of, decode
 from tests.tokenizers_of_all_kinds import ALL, TEXTS, byte_fallback, byte_level, metaspace
 
 EVERY = pytest.mark.parametrize("name", ALL)
@@ -42,7 +42,39 @@ def test_equals_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
         parts.append(detokenizer.push(rest[:n]))
         rest = rest[n:]
     assert "".join(parts) + detokenizer.finish() == whole(tokenizer, ids, skip)
-    assert detokenizer.push(ids[:3]) + detokenizer.finish() == whole(tokenizer, ids[:3], skip)
+
+
+@EVERY
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_prompt_and_answer_are_the_text_that_stands_there(name: str, data: st.DataObject) -> None:
+    tokenizer, skip = ALL[name](), data.draw(KEEPS)
+    prompt, ids = data.draw(spelled(name)), data.draw(spelled(name))
+    before = context_of(tokenizer, prompt)
+    text = decode(tokenizer, ids, skip, before)
+    detokenizer = Detokenizer(tokenizer, skip, before)
+    assert "".join(detokenizer.push([token]) for token in ids) + detokenizer.finish() == text
+    places = [i for i, token in enumerate(prompt) if token in tokenizer.all_special_ids]
+    segment = prompt[places[-1] + 1 if places else 0 :]  # a special token starts a text
+    start, both = whole(tokenizer, segment, skip), whole(tokenizer, [*segment, *ids], skip)
+    if both.startswith(start):  # else a character of the prompt is completed
+        assert start + text == both
+    else:
+        assert both.endswith(text)
+
+
+@EVERY
+def test_the_first_space_of_an_answer(name: str) -> None:
+    tokenizer = ALL[name]()
+    ids = tokenizer.encode("Der Zug der", add_special_tokens=False)
+    for n in range(1, len(ids)):
+        text = decode(tokenizer, ids[n:], True, context_of(tokenizer, ids[:n]))
+        assert decode(tokenizer, ids[:n], True) + text == "Der Zug der"
+    if name in ("byte_fallback", "metaspace", "word_piece"):  # no space at the start of a text
+        word = tokenizer.encode("der", add_special_tokens=False)
+        assert decode(tokenizer, word, True, context_of(tokenizer, ids)) == " der"
+    opened = [*ids, tokenizer.eos_token_id]  # as a chat template opens an answer
+    assert decode(tokenizer, ids, True, context_of(tokenizer, opened)) == "Der Zug der"
 
 
 @EVERY

@@ -210,13 +210,11 @@ class Run:
     criteria: StoppingCriteriaList
     model_kwargs: ModelKwargs
     synced_gpus: bool = False
-    #: Nothing is left to decode on this device; written by the strategy's ``stop``.
-    finished: bool = False
+    finished: bool = False  # nothing is left to decode on this device; by the strategy's ``stop``
     #: Processed scores of each step, if asked for, as stopping criteria see them; written by ``step``.
     scores: tuple[torch.Tensor, ...] | None = None
     speculation: Speculation | None = None  # how drafting went; by ``strategies/assisted.py``
-    #: Rows of one prompt share its forward pass and its part of the cache; written by ``execution``.
-    shares_prompts: bool = False
+    shares_prompts: bool = False  # in prefill and in the cache; by ``execution``
     rows_have_left: bool = False  # the cache has fewer than ``ids``; by ``execution.active_rows``
     tokenizer: Any = None
     streamer: BaseStreamer | None = None
@@ -230,8 +228,10 @@ class Run:
     ahead: Ahead | None = None  # reads stop flags late; written by ``execution.ahead``
     is_streamed: bool = False  # somebody waits for each token
     body: Body | None = None  # keeps what the prefill gives besides logits, for ``prompt_logprobs``
+    prompts: torch.Tensor = field(init=False)  # the first ``ids``
 
     def __post_init__(self) -> None:
+        self.prompts = self.ids
         if self.config.return_dict_in_generate and self.config.output_scores:
             self.scores = ()
 

@@ -14,7 +14,7 @@ from .call import Run, Step, Strategy
 from .stopping import FinishReason, StoppingCriteriaList
 from .stopping.causes import Causes, at_end, first
 from .stopping.strings import TextCriteria, text_until
-from .text import decode
+from .text import context_of, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +138,18 @@ def own_reason(run: Run, row: int, ids: list[int], reason: FinishReason) -> Fini
 def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:
     """The text of a returned row, without what stopped it unless that is asked for."""
     skips, includes = skips_and_includes(run, row, n_rows)
-    ids, cause = ending.ids, ending.cause
+    ids, cause, before = ending.ids, ending.cause, context(run, row, n_rows)
     if isinstance(cause, TextCriteria) and (found := cause.found(ids, len(ids))) is not None:
         n_bytes = found.end if includes else found.begin
-        return text_until(cause.pieces, ids, n_bytes, skips)
+        return text_until(cause.pieces, ids, n_bytes, skips, before)
     if ending.reason.stop is not None and not includes:
         ids = ids[:-1]
-    return decode(run.tokenizer, ids, skips)
+    return decode(run.tokenizer, ids, skips, before)
+
+
+def context(run: Run, row: int, n_rows: int) -> list[int]:
+    """The end of the prompt of a returned row, for ``decode``."""
+    return context_of(run.tokenizer, run.prompts[row * len(run.prompts) // n_rows].tolist())
 
 
 def skips_and_includes(run: Run, row: int, n_rows: int) -> tuple[bool, bool]:

@@ -27,22 +27,26 @@ class Detokenizer:
     """The text of one row, returned as soon as it is certain.
 
     What ``push`` has returned is never taken back, and holds whole characters only. All that is
-    returned, with what ``finish`` adds, is ``tokenizer.decode(all_ids, skip_special_tokens=...,
-    clean_up_tokenization_spaces=False)``: the clean-up of spaces looks back at text that has been
-    returned, so it is off also for tokenizers that are set to do it.
+    returned, with what ``finish`` adds, is ``decode(tokenizer, all_ids, skip_special_tokens, before)``:
+    spaces are not cleaned up, which would look back at text that has been returned.
 
     Only the end of a row is decoded again, so that a token costs the same however long the row is. A
     run of byte tokens (``<0xE2>``) waits for its end: one wrong byte changes how all of it is read.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, skip_special_tokens: bool = True, before: Sequence[int] = ()
+    ) -> None:
+        """``before``: the end of the prompt, as ``context_of`` returns it."""
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         #: Left out by the tokenizer; here they would only make the window longer.
         self.skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
         #: The end of the row, and how many characters of its text have been returned.
-        self.window: list[int] = []
-        self.n_returned = 0
-        self.limit = 2 * CONTEXT
+        self.window = list(before)
+        #: The prompt's part of the window's text; empty once that cannot change.
+        self.text_before = self.decode(self.window) if before else ""
+        self.n_returned = len(self.text_before)
+        self.limit = len(self.window) + CONTEXT
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens of the row; returns the text that they have made certain."""
@@ -52,19 +56,24 @@ class Detokenizer:
         self.window += new
         if _is_byte(self.tokenizer, new[-1]):
             return ""
-        text = self.decode(self.window)
+        text = self.updated()
         certain = text.removesuffix(INCOMPLETE)
-        returned = certain[self.n_returned :]
-        self.n_returned += len(returned)
+        if returned := certain[self.n_returned :]:
+            self.n_returned, self.text_before = len(certain), ""
         if len(self.window) > self.limit:
             self.shorten(text)
         return returned
 
     def finish(self) -> str:
-        """The rest, with a replacement character where one has remained incomplete; starts anew."""
-        rest = self.decode(self.window)[self.n_returned :]
-        self.window, self.n_returned, self.limit = [], 0, 2 * CONTEXT
-        return rest
+        """The rest, with a replacement character where one has remained incomplete."""
+        return self.updated()[self.n_returned :]
+
+    def updated(self) -> str:
+        """The text of the window; its first tokens may complete a character of the prompt."""
+        text = self.decode(self.window)
+        if self.text_before:
+            self.n_returned = _n_common(self.text_before, text)
+        return text
 
     def decode(self, ids: list[int]) -> str:
         return decode(self.tokenizer, ids, self.skip_special_tokens)
@@ -78,6 +87,7 @@ class Detokenizer:
         seen = text[max(self.n_returned - 2, 0) :]
         if len(seen) > n_open and shorter.endswith(seen):
             self.window, self.n_returned = window, len(shorter) - n_open
+            self.text_before = ""
         self.limit = len(self.window) + CONTEXT
 
 
@@ -115,12 +125,43 @@ class Pieces(dict[int, bytes]):
         return [self[token] for token in ids]
 
 
-def decode(tokenizer: Any, ids: list[int], skip_special_tokens: bool = False) -> str:
-    """The text of ``ids``, with spaces as they are."""
+def decode(
+    tokenizer: Any,
+    ids: Sequence[int],
+    skip_special_tokens: bool = False,
+    before: Sequence[int] = (),
+) -> str:
+    """The text that ``ids`` add to the text of the ids ``before``, with spaces as they are."""
     text: str = tokenizer.decode(
-        ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        [*before, *ids], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
-    return text
+    if not before:
+        return text
+    return text[_n_common(decode(tokenizer, before, skip_special_tokens), text) :]
+
+
+def context_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
+    """The end of the ids of a prompt, which decides how the tokens behind it are decoded.
+
+    SentencePiece, Metaspace and WordPiece write no space at the start of a text. A special token
+    starts a text: after the one that opens the answer in a chat, there is no space.
+    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token_id for token_id, token in added.items() if token.special}
+    special.update(getattr(tokenizer, "all_special_ids", ()))
+    start = n = len(prompt)
+    while start and prompt[start - 1] not in special:
+        if n - start >= CONTEXT and not _is_byte(tokenizer, prompt[start]):
+            break
+        start -= 1
+    return list(prompt[start:])
+
+
+def _n_common(one: str, two: str) -> int:
+    """How many characters at their start two texts have in common."""
+    n = min(len(one), len(two))
+    return n if one[:n] == two[:n] else next(i for i in range(n) if one[i] != two[i])
 
 
 def _is_byte(tokenizer: Any, token: int) -> bool:

@@ -218,12 +218,18 @@ def _partial(pattern: str) -> Any:
 _SURROGATES = "".join(map(chr, range(0xDC80, 0xDD00)))
 
 
-def text_until(pieces: Pieces, ids: Sequence[int], n_bytes: int, skip_special_tokens: bool) -> str:
-    """The text of ``ids`` without the ``n_bytes`` at its end, which are counted as in ``Found``."""
+def text_until(
+    pieces: Pieces,
+    ids: Sequence[int],
+    n_bytes: int,
+    skip_special_tokens: bool,
+    before: Sequence[int] = (),
+) -> str:
+    """``decode`` without the ``n_bytes`` at the end of the text, which are counted as in ``Found``."""
     kept = list(ids)
     while kept and 0 < n_bytes >= len(pieces[kept[-1]]):
         n_bytes -= len(pieces[kept.pop()])
-    text = decode(pieces.tokenizer, kept, skip_special_tokens)
+    text = decode(pieces.tokenizer, kept, skip_special_tokens, before)
     if n_bytes:
         piece = pieces[kept[-1]]
         text = text.removesuffix(piece[len(piece) - n_bytes :].decode(errors="replace"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call import Run, Step, Strategy
 from ..logprobs import Logprobs, Recorder, TokenLogprob
-from ..results import Ending, skips_and_includes, text_of
+from ..results import Ending, context, skips_and_includes, text_of
 from ..stopping import FinishReason, StoppingCriteriaList
 from ..stopping.causes import UNKNOWN, Causes, first
 from ..stopping.strings import TextCriteria
@@ -112,7 +112,8 @@ class Rows:
             skips, includes = skips_and_includes(self.run, index, self.n_rows)
             row = self.rows[index] = Row(index)
             if hasattr(self.run.tokenizer, "decode"):
-                row.detokenizer = Detokenizer(self.run.tokenizer, skips)
+                before = context(self.run, index, self.n_rows)
+                row.detokenizer = Detokenizer(self.run.tokenizer, skips, before)
             if not includes:
                 row.stops = [c for c in self.causes(row) if isinstance(c, TextCriteria)]
         return self.rows[index]
