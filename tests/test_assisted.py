@@ -354,6 +354,64 @@ def test_an_assistant_drafts_with_row_wise_processors(model: Any, assistant: Any
     assert max(map(len, chunks[1][1:])) > 1
 
 
+#: Fields that work on text, or end a section of it; each changes what the built-in model writes.
+ON_TEXT: dict[str, Any] = {
+    "bad_words": ["items", "return"],
+    "stop_regex": r"\n\s*\w+",
+    "thinking_token_budget": 3,
+    "dry_multiplier": 0.8,
+    "stop_strings": ["return"],
+}
+
+
+@pytest.mark.parametrize("drafting", ["assistant", "early exit"])
+@pytest.mark.parametrize("field", ON_TEXT)
+def test_fields_that_need_a_tokenizer_with_an_assistant(field: str, drafting: str) -> None:
+    model, tokenizer = hfgen.builtin_model()
+    texts = ["def quicksort(items):\n", "class Stack:\n    def push(self, item):\n"]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    draft: dict[str, Any] = {"assistant_early_exit": 1}
+    if drafting == "assistant":
+        draft = {"assistant_model": hfgen.builtin_model(draft=True)[0]}
+    call = {"tokenizer": tokenizer, "max_new_tokens": 16, "thinking_start": "def"}
+    call |= {"thinking_end": "\n"} if field == "thinking_token_budget" else {}
+    for value in (ON_TEXT[field], [None, ON_TEXT[field]], [ON_TEXT[field], None]):
+        plain = model.generate(**inputs, **call, **{field: value})
+        assert torch.equal(model.generate(**inputs, **call, **draft, **{field: value}), plain)
+
+
+#: Two values of fields, for two rows that a model itself drafts for.
+OF_TWO_ROWS: dict[str, list[Any]] = {
+    "repetition_penalty": [1.0, 3.0],
+    "sequence_bias": [{(7,): 50.0}, {(8,): 50.0}],
+    "suppress_tokens": [list(range(40)), None],
+    "bad_words_ids": [None, [[token] for token in range(10, 60)]],
+    "no_repeat_ngram_size": [None, 1],
+    "frequency_penalty": [0.0, 2.0],
+    "allowed_token_ids": [None, list(range(20, 30))],
+    "eos_token_id": [list(range(3, 90)), 2],
+    "ignore_eos": [False, True],
+}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("field", OF_TWO_ROWS)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": [3, 4], "top_k": [5, 60]}])
+def test_an_assistant_drafts_with_the_parameters_of_each_row(
+    model: Any, sampling: dict[str, Any], field: str, order: int
+) -> None:
+    call: dict[str, Any] = {field: OF_TWO_ROWS[field][::order], "max_new_tokens": 12, **sampling}
+    call |= {"pad_token_id": 0, "return_dict_in_generate": True, "output_speculation": True}
+    ids, twin = tiny.prompt(2), copy.deepcopy(model)
+    call |= {"assistant_confidence_threshold": 0.0}
+    output = model.generate(ids, assistant_model=twin, **call)
+    plain = model.generate(ids, **call | {"output_speculation": False})
+    assert torch.equal(output.sequences, plain.sequences)
+    n_ended = output.finish_reasons.count("eos")  # a draft that ends a row does not count
+    assert output.speculation.drafted - output.speculation.accepted <= n_ended
+    assert output.speculation.accepted > 0 or n_ended == 2
+
+
 def test_stop_strings_with_an_assistant(model: Any, assistant: Any) -> None:
     tokenizer = letters(tiny.VOCAB)
     plain = model.generate(IDS[:1], max_new_tokens=16)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.utils import ModelOutput
 
 from .. import draws, execution, families, ranks
 from ..caches.layers import record_past, roll_back
 from ..call import ModelKwargs, Request, Run
+from ..fields import OWN_FIELDS
 from ..loop import commit
 from ..processors import for_drafts, is_row_wise
 from ..validate import accepted_names
@@ -42,6 +44,8 @@ class Assistant(Drafter):
             self.company = None
         #: Made with the first draft, when the prompt is known.
         self.run: Run | None = None
+        #: EOS ids ``(n,)``, or ``(rows, n)`` where prompts have their own; -1 stands for none.
+        self.eos: torch.Tensor | None = None
         #: Positions that the assistant's cache holds, and ids that its masks are made for.
         self.cached = self.length = 0
 
@@ -104,10 +108,9 @@ class Assistant(Drafter):
 
     def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Which rows' drafts end with ``tokens (rows,)``."""
-        eos = run.config._eos_token_tensor
         ends = torch.zeros_like(tokens, dtype=torch.bool)
-        if eos is not None:
-            ends = torch.isin(tokens, eos.to(tokens.device))
+        if self.eos is not None:
+            ends = (tokens[:, None] == self.eos.to(tokens.device)).any(dim=1)
         if self.threshold > 0:
             confidence = scores.softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
             ends = ends | (confidence < self.threshold)
@@ -143,7 +146,6 @@ class Assistant(Drafter):
         target, model = self.setup.run, self.model
         config = self.config(target.config)
         config.max_new_tokens = max(self.setup.max_length - ids.shape[1], 1)
-        config.seed = None  # draws are made here
         name, model_kwargs = "input_ids", self.model_kwargs(target, ids)
         if model.config.is_encoder_decoder:
             name, model_kwargs = "decoder_input_ids", self.encoded(model_kwargs, config, ids)
@@ -155,6 +157,7 @@ class Assistant(Drafter):
         call = model._prepare_call(request)
         run = call.run(model)
         call.release()
+        self.use_parameters_of_rows(run, target)
         cache = run.model_kwargs.get("past_key_values")
         if cache is None:
             raise ValueError(
@@ -164,6 +167,19 @@ class Assistant(Drafter):
         record_past(cache)
         self.executor = execution.Executor(run, may_record=True)
         return run
+
+    def use_parameters_of_rows(self, run: Run, target: Run) -> None:
+        """Let each row of ``run`` draft with what its prompt asks for, where prompts differ."""
+        self.eos = run.config._eos_token_tensor
+        if len(target.configs) == 1:
+            return
+        run.processors = LogitsProcessorList(self.shared_processors(target))
+        none = run.ids.new_full((1,), -1)
+        each = [config._eos_token_tensor for config in target.configs]
+        padded = pad_sequence(
+            [none if eos is None else eos.to(none) for eos in each], True, padding_value=-1
+        )
+        self.eos = padded.repeat_interleave(len(run.ids) // len(each), dim=0)
 
     def shared_processors(self, target: Run) -> list[Any]:
         """The target's processors that the assistant decodes with too.
@@ -180,13 +196,12 @@ class Assistant(Drafter):
         for name in (
             "max_length min_length min_new_tokens max_time stop_strings guidance_scale "
             "prompt_lookup_num_tokens assistant_early_exit assistant_confidence_threshold "
-            "output_attentions output_hidden_states token_healing logprobs logprob_token_ids "
-            "prompt_logprobs grammar "
-            # These samplers come with the target's processors.
-            "frequency_penalty presence_penalty dry_multiplier dynatemp_range smoothing_factor "
-            "top_n_sigma top_a p_less xtc_probability mirostat adaptive_target sampler_order"
+            "output_attentions output_hidden_states token_healing"
         ).split():
             setattr(config, name, None)
+        # hfgen's own processors come with the target's.
+        graph = getattr(target, "use_cuda_graph", False)
+        vars(config).update(OWN_FIELDS | {"use_cuda_graph": graph})
         # Chunks of a decoder's prompt are not worth it, and others would forward one of them.
         if self.model.config.is_encoder_decoder or self.company is not None:
             config.prefill_chunk_size = None

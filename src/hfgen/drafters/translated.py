@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 from ..caches.layers import keeps_all_tokens
 from ..call import ModelKwargs, Run
@@ -151,9 +151,13 @@ class UniversalDrafter(Assistant):
 
     # --- the assistant's own run ----------------------------------------------------------------
 
+    def use_parameters_of_rows(self, run: Run, target: Run) -> None:
+        """EOS ids are the assistant's own; a penalty of the target's holds for any tokens."""
+        self.eos = run.config._eos_token_tensor
+
     def shared_processors(self, target: Run) -> list[Any]:
-        """None: they speak of the target's tokens."""
-        return []
+        """Repetition penalties: other processors speak of the target's tokens."""
+        return [p for p in target.processors if isinstance(p, RepetitionPenaltyLogitsProcessor)]
 
     def config(self, target: GenerationConfig) -> GenerationConfig:
         """A config in the assistant's terms; what the call does not say it has of its own."""
@@ -163,7 +167,6 @@ class UniversalDrafter(Assistant):
             num_return_sequences=1,
             temperature=1.0,
             cache_implementation="dynamic",
-            repetition_penalty=target.repetition_penalty,
             eos_token_id=self.model.generation_config.eos_token_id,
         )
         config.is_assistant, config.use_mtp = True, False
