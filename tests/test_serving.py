@@ -56,6 +56,8 @@ class Counting:
     requests: dict[str, Request] = field(default_factory=dict)
     threads: set[int] = field(default_factory=set)
     breaks_at: int | None = None
+    cancelled_at: int | None = None  # steps before the cancelling, and before the result is taken
+    left_at: int | None = None
 
     def serve_in(self, thread: threading.Thread | None) -> None:
         pass
@@ -98,10 +100,13 @@ class Counting:
     def cancel(self, request: Request) -> None:
         self.threads.add(threading.get_ident())
         request.is_cancelled = True
+        self.cancelled_at = self.n_steps
 
     def result(self, request: Request) -> Output:
         assert request.done
         del self.requests[request.id]
+        if request.is_cancelled:
+            self.left_at = self.n_steps
         reason = "cancelled" if request.is_cancelled else "length"
         failed = request.error is not None and request.n_done >= 3
         tokens = list(range(1, request.n_done + 1))
@@ -203,16 +208,13 @@ def test_whoever_leaves_takes_its_request_along(leave: Any) -> None:
         async with Service(engine) as service:
             other = asyncio.create_task(tokens_of(service, 200))
             await leave(service)
-            await asyncio.sleep(0)
-            n = engine.n_steps
-            while len(engine.requests) > 1:
+            while engine.left_at is None:
                 await asyncio.sleep(0.001)
-            assert (
-                engine.n_steps <= n + 3
-            )  # one that ran, the one that lets it leave, and its result
             assert await other == list(range(1, 201))
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert engine.cancelled_at is not None
+    assert engine.left_at == engine.cancelled_at + 1
     assert engine.requests == {}
 
 
