@@ -174,6 +174,9 @@ def test_usage_and_names(server: Running) -> None:
     assert (last.choices, last.usage) == ([], answer.usage)
     assert all(chunk.usage is None for chunk in chunks)
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'tiny'"):
+        client.models.retrieve("some/other")
 
 
 def test_several_prompts(server: Running) -> None:
@@ -277,6 +280,26 @@ def test_other_wrong_requests(server: Running) -> None:
     assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
     assert httpx.post(f"{server.url}/v1/systemone", json={"x": message}).status_code == 501
     server.wait_until_idle()
+
+
+SOUND = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+PARTS = {
+    "image_url": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+    "input_audio": SOUND,
+    "video_url": {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+    "file": {"type": "file", "file": {"file_id": "x"}},
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_what_the_model_cannot_read_is_refused(server: Running, kind: str) -> None:
+    content: Any = [{"type": "text", "text": "What is this?"}, PARTS[kind]]
+    messages: Any = [{"role": "user", "content": content}]
+    with pytest.raises(openai.BadRequestError, match=f"`messages` has content of type '{kind}'"):
+        server.client().chat.completions.create(model="tiny", messages=messages)
+    content = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "data:,"}]
+    with pytest.raises(openai.BadRequestError, match="`input` has content of type 'input_image'"):
+        server.client().responses.create(model="tiny", input=[{"role": "user", "content": content}])
 
 
 def test_the_model_stays(server: Running) -> None:

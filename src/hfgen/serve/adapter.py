@@ -44,6 +44,13 @@ def application(
     def show_metrics() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
+    @app.get("/v1/models/{model:path}")
+    def show_model(model: str) -> dict[str, Any]:
+        (only,) = manager.get_gen_models()
+        if model != only["id"]:
+            raise HTTPException(404, f"The only model here is {only['id']!r}, not {model!r}.")
+        return only
+
     @app.exception_handler(StarletteHTTPException)
     async def refused(_: Any, error: StarletteHTTPException) -> JSONResponse:
         status = 400 if error.status_code == 422 else error.status_code

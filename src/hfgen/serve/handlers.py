@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import (
     BaseHandler,
+    Modality,
     build_response_parser,
     get_response_template,
     parse_assistant_message,
@@ -37,6 +38,11 @@ OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cac
 
 #: Arguments of chat templates that other servers take, and the values that change nothing.
 OF_TEMPLATES = {"documents": [], "continue_final_message": False, "add_generation_prompt": True}
+
+#: The kinds of content of a message, and those of it that only some models read.
+TEXTS = ("text", "input_text", "output_text")
+SEEN = ("image_url", "input_image", "video_url")
+HEARD = ("input_audio", "audio_url")
 
 #: Of the likeliest tokens that an answer tells of in each place, as OpenAI has it.
 MAX_LOGPROBS = 20
@@ -84,6 +90,8 @@ class EngineHandler(BaseHandler):
 
     body: dict[str, Any]
     fields: dict[str, Any]
+    #: The field of a body that has its messages.
+    messages = "messages"
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer, or raise ``HTTPException``: 400, 429, 500 or 503."""
@@ -113,6 +121,26 @@ class EngineHandler(BaseHandler):
 
     def _build_generation_config(self, *_: Any, **__: Any) -> None:
         """Nothing: the engine gets ``fields``."""
+
+    def get_processor_inputs_from_messages(self, messages: list[Any], modality: Any) -> list[Any]:
+        """Upstream's, which drops the parts that the model does not read; here they are refused."""
+        kinds = [*TEXTS, *(SEEN if modality is not Modality.LLM else ())]
+        kinds += HEARD if modality is Modality.MULTIMODAL else ()
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError(
+                    f"`{self.messages}` has to have objects with `role` and `content`, but one is "
+                    f"{message!r:.80}."
+                )
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                kind = part.get("type") if isinstance(part, dict) else part
+                if kind not in kinds:
+                    raise ValueError(
+                        f"`{self.messages}` has content of type {kind!r}, but this model reads "
+                        f"{', '.join(kinds)}."
+                    )
+        return BaseHandler.get_processor_inputs_from_messages(messages, modality)
 
     async def add(self, service: Service, inputs: Any, **kwargs: Any) -> ServiceRequest:
         """Put a prompt, its ids or the model's inputs, into the engine."""

@@ -26,6 +26,8 @@ OF_RESPONSES |= {"top_p": "top_p", "seed": "seed"}
 class ResponsesHandler(EngineHandler, ResponseHandler):
     """``/v1/responses``: upstream's answers, of requests of the engine."""
 
+    messages = "input"
+
     def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
         if body.get("input") is None:
             raise ValueError("`input` has to be text or a list, but is missing.")
