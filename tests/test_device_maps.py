@@ -7,6 +7,7 @@ from typing import Any
 
 import accelerate
 import pytest
+import torch
 
 import hfgen
 from tests import tiny
@@ -36,6 +37,22 @@ def test_every_mode_gives_the_tokens_of_a_model_in_memory(
     mapped: Any, alone: Any, mode: str
 ) -> None:
     assert generated(mapped, prompt(0), 9, mode) == generated(alone, prompt(0), 9, mode)
+
+
+def test_the_engine_gives_the_tokens_of_a_model_in_memory(mapped: Any, alone: Any) -> None:
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    expected = [alone.generate(torch.tensor([p]), max_new_tokens=4)[0].tolist() for p in prompts]
+    found = [
+        [*prompt, *output.sequences[0].token_ids]
+        for prompt, output in zip(
+            prompts, hfgen.generate_many(mapped, prompts, max_new_tokens=4), strict=True
+        )
+    ]
+    assert found == expected
+    results = mapped.generate_batch(prompts, max_new_tokens=4).values()
+    assert [each.prompt_ids + each.generated_tokens for each in results] == expected
+    start = mapped.generate(bos_token_id=1, max_new_tokens=4)
+    assert torch.equal(start, alone.generate(bos_token_id=1, max_new_tokens=4))
 
 
 def test_layers_that_are_loaded_per_forward_draft(mapped: Any, alone: Any) -> None:

@@ -130,6 +130,27 @@ def test_results_are_upstreams(llama: Any) -> None:
         assert result.created_time <= start <= result.timestamps[0] <= end
 
 
+@pytest.mark.filterwarnings("ignore:The `paged|` prefix:FutureWarning")
+@pytest.mark.parametrize("attention", ["paged|eager", "paged|sdpa", "eager"])
+def test_attention_for_continuous_batching(attention: str) -> None:
+    upstream, model = tiny.llama(), hfgen.mix_into(tiny.llama())
+    options: dict[str, Any] = {
+        "generation_config": GenerationConfig(max_new_tokens=6, do_sample=False),
+        "continuous_batching_config": ContinuousBatchingConfig(**PAGES),
+    }
+    for each in (upstream, model):
+        each.set_attn_implementation(attention)
+    before = model.config._attn_implementation
+    expected = tokens_of(upstream.generate_batch(PROMPTS, **options))
+    assert tokens_of(model.generate_batch(PROMPTS, **options)) == expected
+    assert model.config._attn_implementation == before
+    with model.continuous_batching_context_manager(**options) as manager:
+        assert tokens_of(model.generate_batch(PROMPTS, **options)) == expected
+        request = manager.add_request(PROMPTS[1])
+        assert manager.get_result(request).generated_tokens == expected[1]
+    assert model.config._attn_implementation == before
+
+
 def test_ids_of_several_sequences_are_upstreams(llama: Any) -> None:
     config = GenerationConfig(
         max_new_tokens=4, eos_token_id=2, do_sample=True, num_return_sequences=3

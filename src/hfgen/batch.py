@@ -264,7 +264,9 @@ def _completed(batch: Batch, needs_mask: bool, needs_encoders: bool) -> ModelKwa
     if needs_mask and kwargs.get(name) is None:
         kwargs[name] = torch.ones_like(batch.ids)
     if needs_encoders and states is not None and kwargs.get("attention_mask") is None:
-        kwargs["attention_mask"] = batch.ids.new_ones(states[0].shape[:2])
+        # ProphetNet multiplies a mask by float64's lowest number, which overflows if the mask is no float64.
+        dtype = torch.float64 if states[0].dtype == torch.float64 else None
+        kwargs["attention_mask"] = batch.ids.new_ones(states[0].shape[:2], dtype=dtype)
     return kwargs
 
 

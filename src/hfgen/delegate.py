@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from . import prefix
+from . import families, prefix
 from .call import Request
 from .logs import logger
 
@@ -107,4 +107,4 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     config, _ = model._prepare_generation_config(given.get("generation_config"))
     pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
     pad = (pad[0] if isinstance(pad, list) else pad) or 0
-    return pad_sequence(sequences, True, pad).to(model.device).unsqueeze(0)
+    return pad_sequence(sequences, True, pad).to(families.device_of(model)).unsqueeze(0)

@@ -59,6 +59,16 @@ def heads_per_rank(plan: dict[str, str], heads: int | list[int], ranks: int) -> 
     return heads // ranks if isinstance(heads, int) else [count // ranks for count in layers]
 
 
+def device_of(model: Any) -> torch.device:
+    """The device that inputs belong on: ``model.device`` is "meta" if accelerate loads weights per forward."""
+    if model.device.type != "meta":
+        return torch.device(model.device)
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    each = (one for hook in hooks for one in getattr(hook, "hooks", [hook]))
+    devices = (getattr(hook, "execution_device", None) for hook in each)
+    return torch.device(next((device for device in devices if device is not None), "cpu"))
+
+
 def moved(value: Any, device: torch.device) -> Any:
     """``value`` with all tensors in it on ``device``. transformers has this since 5.20."""
     if isinstance(value, torch.Tensor):

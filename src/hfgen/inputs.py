@@ -185,7 +185,9 @@ def maybe_initialize_input_ids_for_generation(
         return inputs
     hidden_state = getattr(model_kwargs.get("encoder_outputs"), "last_hidden_state", None)
     if self.config.is_encoder_decoder and hidden_state is not None:
-        return torch.full(hidden_state.shape[:-1], -100, dtype=torch.long, device=self.device)
+        return torch.full(
+            hidden_state.shape[:-1], -100, dtype=torch.long, device=hidden_state.device
+        )
     tensors = (value for value in model_kwargs.values() if isinstance(value, torch.Tensor))
     batch_size = next((tensor.shape[0] for tensor in tensors), 1)
     if "inputs_embeds" in model_kwargs:
@@ -196,7 +198,8 @@ def maybe_initialize_input_ids_for_generation(
         raise ValueError(
             "There is no prompt, and no `bos_token_id` to start from without one. Pass `input_ids`."
         )
-    return torch.ones((batch_size, 1), dtype=torch.long, device=self.device) * bos_token_id
+    device = families.device_of(self)
+    return torch.ones((batch_size, 1), dtype=torch.long, device=device) * bos_token_id
 
 
 def prepare_position_ids_for_generation(

@@ -53,12 +53,7 @@ class Assistant(Drafter):
         first = min(context.known)
         if first >= context.end:
             return None
-        device = self.model.device
-        if (
-            device.type == "meta"
-        ):  # its weights are loaded per forward, which takes ids from anywhere
-            device = context.ids.device
-        ids = context.ids[:, : context.end].to(device, copy=True)
+        ids = context.ids[:, : context.end].to(families.device_of(self.model), copy=True)
         if self.run is None:
             self.run, self.length = self.prepare(ids[:, :first]), first
         self.forget(first - 1)

@@ -70,7 +70,7 @@ class Engine:
         self.model: Any = mixed_view(model)
         self.tokenizer = tokenizer
         self.prefix_cache = prefix_cache
-        kept = Memory(memory, self.model.device)
+        kept = Memory(memory, families.device_of(self.model))
         self.scheduler = Scheduler(
             max_rows=max_rows,
             max_bytes=kept.limit,
@@ -174,7 +174,7 @@ class Engine:
             kwargs["stop_strings"] = kwargs.pop("stop")
         if self.tokenizer is not None:
             kwargs.setdefault("tokenizer", self.tokenizer)
-        inputs = model_inputs(prompt, kwargs.get("tokenizer"), self.model.device)
+        inputs = model_inputs(prompt, kwargs.get("tokenizer"), families.device_of(self.model))
         if doubled := inputs.keys() & kwargs.keys() & {"input_ids", "inputs", "inputs_embeds"}:
             raise ValueError(
                 f"`{doubled.pop()}` is the prompt itself: do not pass it as an argument."

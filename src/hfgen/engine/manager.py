@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from transformers import GenerationConfig
@@ -17,7 +18,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from .arguments import engine_options
 from .engine import Engine
 from .sequences import Sequences
-from .worker import STOPPED, Worker, logger
+from .worker import STOPPED, Worker, eager_for_paged, logger
 
 #: Seconds that a request waits for room in a queue of ``max_queue_size``, as upstream's does.
 WAIT_FOR_ROOM = 10.0
@@ -68,7 +69,10 @@ class Manager(Worker, ContinuousBatchingManager):
         if self.is_running():
             logger.warning("Manager thread is already running.")
             return
-        engine = Engine(self.model, **self.options)
+        with ExitStack() as attention:
+            attention.enter_context(eager_for_paged(self.model))
+            engine = Engine(self.model, **self.options)
+            self._attention = attention.pop_all()
         self.background_thread_status.clear()
         self._generation_thread = threading.Thread(
             target=self._run_generation_loop, args=(engine,), name="hfgen-engine", daemon=True

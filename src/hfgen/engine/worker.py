@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,37 @@ STOPPED = RuntimeError("The manager was stopped before this request was done.")
 AT_ONCE = 16
 
 
+#: Upstream's attention for continuous batching: it takes only upstream's packed batches.
+PAGED = "paged|eager"
+
+#: How many managers use a config whose attention is ``PAGED``, by its id.
+_users: Counter[int] = Counter()
+_users_lock = threading.Lock()
+
+
+@contextmanager
+def eager_for_paged(model: Any) -> Iterator[None]:
+    """Run ``"paged|eager"`` attention as ``"eager"``, until the last manager of the model has ended."""
+    parts = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    with _users_lock:
+        configs = [
+            config
+            for key, config in parts.items()
+            if _users[key] or getattr(config, "_attn_implementation", None) == PAGED
+        ]
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        _users.update(map(id, configs))
+    try:
+        yield
+    finally:
+        with _users_lock:
+            _users.subtract(map(id, configs))
+            for config in configs:
+                if not _users[id(config)]:
+                    config._attn_implementation_internal = PAGED
+
+
 class Worker:
     """What the thread does, and what it shares with the others. Names are upstream's where it has them."""
 
@@ -49,6 +82,7 @@ class Worker:
         #: Requests that are not done: by each id of theirs, and by the engine's.
         self._open: dict[str, Sequences] = {}
         self._by_engine: dict[str, Sequences] = {}
+        self._attention = ExitStack()
 
     def cancel_request(self, request_id: str) -> None:
         """End a request, in whatever state, or one of its children; others and unknown ids are left."""
@@ -69,6 +103,7 @@ class Worker:
             status.record_fatal_error(fatal)
             error = fatal
         finally:
+            self._attention.close()
             status.mark_as_stopped()
             self._fail_all(error)
 

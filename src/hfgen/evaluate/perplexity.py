@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from .. import families
 from ..text import Pieces
 from .bootstrap import Interval, interval
 
@@ -159,8 +160,8 @@ def _logprobs(model: Any, rows: list[Tensor]) -> Tensor:
     """Log-probabilities ``(rows, longest)`` of ``rows`` of tokens, padded on the left."""
     mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, padding_side="left")
     output = model.generate(
-        pad_sequence(rows, True, 0, padding_side="left").to(model.device),
-        attention_mask=mask.to(model.device),
+        pad_sequence(rows, True, 0, padding_side="left").to(families.device_of(model)),
+        attention_mask=mask.to(families.device_of(model)),
         max_new_tokens=0,
         do_sample=False,
         num_beams=1,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .. import loop, validate
+from .. import families, loop, validate
 from ..call import Call, Run
 from ..call import Request as GenerateRequest
 from ..fields import FIELDS
@@ -145,11 +145,14 @@ def model_inputs(prompt: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
         pad = getattr(tokenizer, "pad_token_id", None) or 0
         masks = [torch.ones_like(ids) for ids in rows]
         return {
-            "input_ids": pad_sequence(rows, True, pad, side).to(model.device),
-            "attention_mask": pad_sequence(masks, True, 0, side).to(model.device),
+            "input_ids": pad_sequence(rows, True, pad, side).to(families.device_of(model)),
+            "attention_mask": pad_sequence(masks, True, 0, side).to(families.device_of(model)),
         }
     if isinstance(prompt, Mapping):
-        return {n: v.to(model.device) if isinstance(v, Tensor) else v for n, v in prompt.items()}
+        return {
+            n: v.to(families.device_of(model)) if isinstance(v, Tensor) else v
+            for n, v in prompt.items()
+        }
     if isinstance(prompt, list | tuple):
         with suppress(TypeError, ValueError):  # rows of several lengths, or no ids
             prompt = torch.tensor(prompt, dtype=torch.long)
@@ -158,7 +161,7 @@ def model_inputs(prompt: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
             "`prompt` has to be text, a list of texts, token ids `(length,)` or `(batch, length)`, or a "
             f"mapping of model inputs, but is {prompt!r:.80}."
         )
-    return {"inputs": torch.atleast_2d(prompt).to(model.device)}
+    return {"inputs": torch.atleast_2d(prompt).to(families.device_of(model))}
 
 
 def prompts_of(run: Run, call: Call) -> Iterable[list[int]]:
