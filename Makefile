@@ -50,6 +50,9 @@ $(VENV)-clients/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)-clients
 	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[clients]'
+	@# It declares older versions of rich and jiter than those that it runs with here.
+	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --no-deps instructor docstring-parser
 	@touch $@
 
 check: $(VENV)/installed ## Check format, lint and types.

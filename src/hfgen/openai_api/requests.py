@@ -25,10 +25,6 @@ OF_THE_SERVER = frozenset(
 #: Unsupported fields of OpenAI, with their neutral value, which is accepted, and the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
     "audio": (None, "answers are text only"),
-    "echo": (
-        False,
-        "an answer never includes the prompt; `prompt_logprobs` scores the prompt",
-    ),
     "function_call": (None, "use `tools`"),
     "functions": (None, "use `tools`"),
     "modalities": (["text"], "answers are text only"),
@@ -134,12 +130,15 @@ def generate_kwargs(
         if "grammar" in fields and "grammar" in update:
             raise ValueError(f"`{name}` is a second grammar, but an answer can have only one.")
         fields |= update
+    n_beams = fields.get("num_beams") or defaults.get("num_beams") or 1
     if "do_sample" not in fields:
-        is_search = (fields.get("num_beams") or defaults.get("num_beams") or 1) > 1
-        fields["do_sample"] = bool(
-            defaults.get("do_sample", not is_search) and defaults.get("temperature") != 0
-        )
+        is_sampled = defaults.get("do_sample", n_beams == 1)
+        fields["do_sample"] = bool(is_sampled and defaults.get("temperature") != 0)
     if not fields["do_sample"]:
+        if fields.get("num_return_sequences", 1) > n_beams == 1:
+            raise ValueError(
+                f"`n` (={given['n']}) needs a `temperature` above 0: greedy answers are equal."
+            )
         fields = {n: value for n, value in fields.items() if FIELDS[n].needs != "do_sample"}
     elif "top_k" not in fields and defaults.get("top_k") is None:
         fields["top_k"] = 0  # transformers' default is 50
@@ -158,6 +157,8 @@ def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> d
         if value != neutral:
             raise ValueError(f"`{name}` (={value!r}) is not supported: {reason}.")
         return {}
+    if name == "echo":
+        return _echo(value, given, is_chat)
     if name == "response_format":
         return _response_format(value)
     if name == "logit_bias":
@@ -177,9 +178,18 @@ def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> d
         return {} if value in ([], "") else param.becomes(_checked(name, value))
     if name in OWN:
         return {name: _checked(name, value)}
-    known = [*PARAMS, *OWN, *OF_THE_PROMPT, *OF_THE_SERVER, "response_format"]
+    known = [*PARAMS, *OWN, *OF_THE_PROMPT, *OF_THE_SERVER, "echo", "response_format"]
     unknown = with_suggestions([name], [*known, "max_completion_tokens", "top_logprobs"])
     raise ValueError(f"The body of the request has an unknown field: {unknown}.")
+
+
+def _echo(value: Any, given: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise ValueError(f"`echo` has to be true or false, but is {value!r}.")
+    if value and is_chat:
+        raise ValueError("`echo` is for completions: a chat's answer never includes the prompt.")
+    has_scores = value and given.get("logprobs") is not None
+    return {"prompt_logprobs": _checked("logprobs", given["logprobs"])} if has_scores else {}
 
 
 def _logprobs_of_chat(name: str, value: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..logprobs.openai import content
-from ..text import Pieces
+from ..logprobs.openai import content, legacy
+from ..text import Pieces, decode
 
 #: Reasons of a text that was cut off; every other one is an end.
 CUTS = frozenset(("length", "time", "timeout", "cancelled", "repetition", "error"))
@@ -43,7 +43,7 @@ def usage(outputs: Sequence[Any]) -> dict[str, int]:
 def chat_response(output: Any, **common: Any) -> dict[str, Any]:
     """The body of a chat's response, of one ``RequestOutput``; ``common`` as of ``_response``."""
 
-    def choice(row: Any, pieces: Any) -> dict[str, Any]:
+    def choice(output: Any, row: Any, pieces: Any) -> dict[str, Any]:
         has_any = row.logprobs is not None
         logprobs = {"content": content(row.logprobs, pieces), "refusal": None} if has_any else None
         message = {"role": "assistant", "content": row.text, "refusal": None}
@@ -52,20 +52,35 @@ def chat_response(output: Any, **common: Any) -> dict[str, Any]:
     return _response([output], choice, "chatcmpl", "chat.completion", **common)
 
 
-def completion_response(outputs: Any, **common: Any) -> dict[str, Any]:
-    """The body of a completion's response, of one ``RequestOutput`` or one for each of its prompts."""
+def completion_response(
+    outputs: Any, *, echo: bool = False, tokenizer: Any = None, **common: Any
+) -> dict[str, Any]:
+    """The body of a completion's response, of one ``RequestOutput`` or one for each of its prompts.
 
-    def choice(row: Any, pieces: Any) -> dict[str, Any]:
-        logprobs = None if row.logprobs is None else completion_logprobs(row.logprobs, pieces)
-        return {"text": row.text, "logprobs": logprobs}
+    ``echo``: texts and log-probabilities begin with those of the prompt, which ``tokenizer`` spells.
+    """
+
+    def choice(output: Any, row: Any, pieces: Any) -> dict[str, Any]:
+        text, ids, tokens = row.text, row.token_ids, row.logprobs
+        if echo:
+            text = echoed(output.prompt_token_ids, tokenizer) + (text or "")
+            ids = [*output.prompt_token_ids, *ids]
+        if echo and output.prompt_logprobs is not None:
+            tokens = [*output.prompt_logprobs[0], *(tokens or ())]
+        return {"text": text, "logprobs": None if tokens is None else legacy(ids, tokens, pieces)}
 
     outputs = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-    return _response(outputs, choice, "cmpl", "text_completion", **common)
+    return _response(outputs, choice, "cmpl", "text_completion", tokenizer=tokenizer, **common)
+
+
+def echoed(prompt: list[int], tokenizer: Any) -> str:
+    """The text of a prompt, behind which that of its answers stands."""
+    return decode(tokenizer, prompt, skip_special_tokens=True)
 
 
 def _response(
     outputs: list[Any],
-    choice: Callable[[Any, Any], dict[str, Any]],
+    choice: Callable[[Any, Any, Any], dict[str, Any]],
     prefix: str,
     kind: str,
     *,
@@ -75,37 +90,24 @@ def _response(
     created: int | None = None,
 ) -> dict[str, Any]:
     """``tokenizer``: spells the tokens of log-probabilities. ``created``: seconds since 1970."""
-    rows = [row for output in outputs for row in output.sequences]
-    has_pieces = tokenizer is not None and any(row.logprobs is not None for row in rows)
-    pieces = Pieces(tokenizer) if has_pieces else None
-    reasons = ((finish_reason(row.finish_reason), stop_reason(row.finish_reason)) for row in rows)
+    pieces = None if tokenizer is None else Pieces(tokenizer)
+    rows = [(output, row) for output in outputs for row in output.sequences]
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}" if id is None else id,
         "object": kind,
         "created": int(time.time()) if created is None else created,
         "model": model,
         "choices": [
-            {"index": index, **choice(row, pieces), "finish_reason": why, "stop_reason": what}
-            for index, (row, (why, what)) in enumerate(zip(rows, reasons, strict=True))
+            {
+                "index": index,
+                **choice(output, row, pieces),
+                "finish_reason": finish_reason(row.finish_reason),
+                "stop_reason": stop_reason(row.finish_reason),
+            }
+            for index, (output, row) in enumerate(rows)
         ],
         "usage": usage(outputs),
         "system_fingerprint": None,
-    }
-
-
-def completion_logprobs(logprobs: Any, pieces: Pieces | None) -> dict[str, list[Any]]:
-    """``TokenLogprob`` of a row as a completion has them: a list for each of four facts."""
-    entries = content(logprobs, pieces)
-    offsets = [0]
-    for entry in entries:
-        offsets.append(offsets[-1] + len(entry["token"]))
-    return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [
-            {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
-        ],
-        "text_offset": offsets[:-1],
     }
 
 

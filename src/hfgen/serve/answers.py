@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
-from ..logprobs.openai import content
+from ..logprobs.openai import content, legacy
 from ..logs import logger
 from ..openai_api import error_body, finish_reason
-from ..openai_api.responses import completion_logprobs, stop_reason
+from ..openai_api.responses import stop_reason
 
 if TYPE_CHECKING:
     from ..engine.request import EngineEvent
@@ -97,17 +97,20 @@ class TextChoices:
 
     index: int
     pieces: Any
+    #: The text of the prompt, if the answer is to begin with it.
+    opening: str = ""
     #: Characters of the tokens that have come.
     offset: int = 0
 
     def begin(self) -> list[Choice]:
-        return []
+        choice = {"index": self.index, "text": self.opening, "logprobs": None}
+        return [choice | {"finish_reason": None}] if self.opening else []
 
     def gain(self, event: EngineEvent) -> list[Choice]:
         """One choice, if there is something to tell."""
         logprobs = None
         if event.logprobs:
-            logprobs = completion_logprobs(event.logprobs, self.pieces)
+            logprobs = legacy(event.token_ids, event.logprobs, self.pieces)
             logprobs["text_offset"] = [n + self.offset for n in logprobs["text_offset"]]
             self.offset += sum(map(len, logprobs["tokens"]))
         why = event.finish_reason

@@ -27,6 +27,7 @@ from ..engine.serving import Service, ServiceRequest
 from ..families import max_positions
 from ..logs import logger
 from ..openai_api import chat_response, completion_response, generate_kwargs, prompts_of, usage
+from ..openai_api.responses import echoed
 from ..text import Pieces
 from .answers import ChatChoices, Message, TextChoices, chunks, tool_call
 
@@ -197,9 +198,9 @@ def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
         raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
     if type(body.get("priority", 0)) is not int:
         raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
-    if fields.get("prompt_logprobs") is not None:
+    if body.get("prompt_logprobs") is not None:
         raise ValueError(
-            "`prompt_logprobs` is not supported: responses only have log-probabilities of generated tokens."
+            "`prompt_logprobs` is not supported: a completion with `echo` and `logprobs` has them."
         )
 
 
@@ -309,13 +310,16 @@ class TextHandler(EngineHandler):
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         model_id, _, _ = self._resolve_model(body)
         prompts = prompts_of(body, self.tokenizer, is_chat=False)
-        service, pieces = self.generation_state.service, self.pieces
+        service, pieces, echo = self.generation_state.service, self.pieces, bool(body.get("echo"))
         if body.get("stream"):
             if len(prompts) > 1:
                 raise ValueError("With `stream`, `prompt` has to be a single prompt.")
+            if echo and pieces is not None:
+                raise ValueError("With `echo` and `logprobs`, `stream` has to be false.")
+            opening = echoed(prompts[0], self.tokenizer) if echo else ""
             lines = chunks(
                 await self.add(service, prompts[0]),
-                lambda row: TextChoices(row, pieces),
+                lambda row: TextChoices(row, pieces, opening),
                 self.common(request_id, "text_completion"),
                 self.count,
             )
@@ -326,5 +330,5 @@ class TextHandler(EngineHandler):
                 for prompt in prompts
             ]
             outputs = [await result_of(request) for request in requests]
-        body = completion_response(outputs, model=model_id, tokenizer=self.tokenizer, id=request_id)
-        return JSONResponse(body)
+        common = {"model": model_id, "tokenizer": self.tokenizer, "id": request_id}
+        return JSONResponse(completion_response(outputs, echo=echo, **common))
