@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+import hfgen
 from tests.parity.engine import ENTANGLED, EngineCase, differences, draw_cases
 from tests.parity.harness import FAMILIES, quiet
 
@@ -31,3 +32,14 @@ def test_requests_equal_solo_calls(case: EngineCase) -> None:
     with quiet(), torch.no_grad():
         assert differences(case, counts) == []
     assert counts["tokens"] > 0 or any(what.startswith("refused") for what in counts)
+
+
+@pytest.mark.parametrize("name", ["prophetnet", "prophetnet_seq2seq"])
+def test_no_mask_is_added_where_it_would_overflow(name: str) -> None:
+    """ProphetNet's masks in float64 are -inf in its softmax in float32."""
+    model = hfgen.mix_into(FAMILIES[name].build().to(torch.float64))
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    asked = {"max_new_tokens": 6, "do_sample": False}
+    alone = [model.generate(torch.tensor([ids]), **asked)[0, -6:].tolist() for ids in prompts]
+    outputs = hfgen.generate_many(model, prompts, **asked)
+    assert [output.token_ids[-6:] for output in outputs] == alone

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
+from .. import families
 from ..batch import Batch, take_rows
 from ..call import ModelKwargs
 from ..execution import next_token
@@ -105,10 +106,7 @@ class JoinedRows:
             batch = Batch(decoding.run.ids, decoding.run.model_kwargs)
         if self.batch is None:
             return self.begin([decoding], Batch(batch.ids.clone(), dict(batch.model_kwargs)))
-        lengths = _encoder_length(self.batch), _encoder_length(batch)
-        if self.model.main_input_name != "input_ids" and lengths[0] != lengths[1]:
-            # What masks the frames of speech has another unit than the states of its encoder.
-            raise ValueError(f"Encoder's states of {lengths[1]} cannot be padded to {lengths[0]}.")
+        self._check_encoders(batch)
         self._replace_spares(batch)
         self.batch.append(batch, self.pad_token_id)
         return self._own([decoding])
@@ -118,10 +116,20 @@ class JoinedRows:
         self.batch = batch
         self._own(decodings)
 
+    def _check_encoders(self, batch: Batch) -> None:
+        """Raise ``ValueError`` if states of an encoder differ in length and cannot be masked."""
+        assert self.batch is not None
+        ours, theirs = (_encoder_length(each) for each in (self.batch, batch))
+        # The mask over frames of speech has another unit than the states of its encoder.
+        is_speech = self.model.main_input_name != "input_ids"
+        if ours != theirs and (is_speech or families.mask_overflows(self.model)):
+            raise ValueError(f"Encoder's states of {theirs} cannot be padded to {ours}.")
+
     def absorb(self, other: JoinedRows) -> None:
         """Take all rows of another batch in. Raises ``ValueError``, before anything is changed, as ``join``."""
         assert self.batch is not None
         assert other.batch is not None
+        self._check_encoders(other.batch)
         other._drop_spares(len(other.owners))
         self._replace_spares(other.batch)
         self.batch.append(other.batch, self.pad_token_id)
