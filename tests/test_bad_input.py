@@ -208,6 +208,7 @@ CONTRADICTIONS = [
         "`assistant_model` are given",
     ),
     ({"token_healin": True}, "(did you mean `token_healing`?)"),
+    ({"frequency_penality": 0.5}, "(did you mean `frequency_penalty`?)"),
     ({"pixel_values": IDS}, "does not know `pixel_values`: neither the generation"),
     ({"num_beams": 2, "num_return_sequences": 3}, "`num_return_sequences` (3) has to be smaller"),
     ({"num_return_sequences": 2}, "Greedy methods"),

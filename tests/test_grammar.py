@@ -196,6 +196,15 @@ def test_beams_of_few_texts(loaded):
     assert (output.sequences_scores > -100).any()
 
 
+def test_sequences_that_a_search_has_not_found_are_unfinished(loaded):
+    options = {"num_beams": 4, "num_return_sequences": 4, "do_sample": True, "top_k": 1}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 4}
+    output = generate(loaded, PROMPTS[:1], grammar=G.choice(["a", "b"]), **options)
+    is_found = [score > -1e6 for score in output.sequences_scores.tolist()]
+    assert 0 < sum(is_found) < 4
+    assert output.finish_reasons == ["eos" if found else "unfinished" for found in is_found]
+
+
 def test_beams_of_one_prompt_find_the_likeliest_text(loaded):
     """By hand: the scores of both texts, as the masked and normalised model gives them."""
     grammar, prompt = G.regex("[ab]{3}"), PROMPTS[:1]
@@ -674,7 +683,7 @@ def test_a_grammar_that_the_library_refuses(loaded, grammar, match):
 
 def test_wrong_arguments(loaded):
     words = r"`grammar` has to be made by hfgen\.grammar\.json"
-    for value in ("[a-z]+", {"type": "object"}, 3):
+    for value in ("[a-z]+", True, 3, int, {"kind": "xml", "text": "<a/>"}):
         refused(loaded, (TypeError, ValueError), words, grammar=value)
     refused(loaded, ValueError, "`grammar`.*tokenizer", grammar=PERSONS, tokenizer=None)
     refused(loaded, ValueError, "`grammar` .* DoLa", grammar=PERSONS, dola_layers="low")
@@ -687,7 +696,17 @@ def test_wrong_arguments(loaded):
     refused(loaded, ValueError, "`tokenizer` .Slow. has none", grammar=PERSONS, tokenizer=slow)
 
 
+@pytest.mark.parametrize("schema", [Pair, Pair.model_json_schema(), G.json(Pair).to_dict()])
+def test_a_schema_is_its_grammar(loaded, schema):
+    expected = generate(loaded, grammar=G.json(Pair))
+    assert torch.equal(generate(loaded, grammar=schema), expected)
+    assert torch.equal(generate(loaded, grammar=[schema] * len(PROMPTS)), expected)
+
+
 def test_what_no_grammar_can_be_made_of():
+    assert G.json(True) == G.json("true") == G.json({})
+    with pytest.raises(TypeError, match=r"`schema` has to be a dict.*bool \(False\)"):
+        G.json(False)
     with pytest.raises(ValueError, match=r"`schema` is text, but not JSON.*line 1 column"):
         G.json("{'type': 'object'}")
     with pytest.raises(TypeError, match=r"`schema` has to be a dict.*list"):

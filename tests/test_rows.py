@@ -251,6 +251,24 @@ def test_lists_are_configs_of_the_prompts(model: Any) -> None:
     assert torch.equal(given, model.generate(**batch, generation_config=config))
 
 
+def test_none_in_a_list_leaves_the_field_to_the_config_and_the_defaults(model: Any) -> None:
+    batch, _ = prompts(0)
+    usual = {"do_sample": True, "max_new_tokens": 6}
+    lists = {"top_k": [None, 2, 0, None], "top_p": [0.5, None, None, 0.9], "seed": [1, 2, 3, 4]}
+    each = [{n: v[i] for n, v in lists.items() if v[i] is not None} for i in range(4)]
+    for config in ({}, {"top_k": 3}, {"top_p": 0.2}):
+        configs = [GenerationConfig(**usual | config | of_row) for of_row in each]
+        expected = model.generate(**batch, generation_config=configs)
+        own = GenerationConfig(**usual | config)
+        assert torch.equal(model.generate(**batch, generation_config=own, **lists), expected)
+        beside = model.generate(**batch, generation_config=[own] * 4, **lists)
+        assert torch.equal(beside, expected)
+    of_config = hfgen.GenerationConfig(**usual | lists)
+    of_each = [GenerationConfig(**usual | of_row) for of_row in each]
+    together = model.generate(**batch, generation_config=of_config)
+    assert torch.equal(together, model.generate(**batch, generation_config=of_each))
+
+
 def test_arguments_beside_configs_hold_for_all_prompts(model: Any, monkeypatch: Any) -> None:
     def fail(message: str) -> None:
         raise AssertionError(message)

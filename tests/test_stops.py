@@ -101,6 +101,22 @@ def test_a_stop_ends_its_row(mode: str, stop: dict[str, Any], expected: str, oth
     assert generated(output) == [expected, other]
 
 
+@pytest.mark.parametrize("stop", ["c", ["c", "v"], [["c"], "w"], [None, "v"]])
+def test_stop_is_another_name_of_stop_strings(stop: Any) -> None:
+    expected = generated(write("abcde<eos>", "uvw<eos>", stop_strings=stop))
+    assert generated(write("abcde<eos>", "uvw<eos>", stop=stop)) == expected
+    with pytest.raises(ValueError, match="`stop` is another name of `stop_strings`"):
+        write("abcde<eos>", "uvw<eos>", stop=stop, stop_strings="b")
+
+
+def test_a_callers_own_method_keeps_its_argument_stop() -> None:
+    def method(model: Any, input_ids: Any, stop: Any = None, **kwargs: Any) -> Any:
+        return stop
+
+    model: Any = hfgen.mix_into(tiny.llama())
+    assert model.generate(tiny.prompt(1), custom_generate=method, max_new_tokens=2, stop="c") == "c"
+
+
 @IN_EVERY_MODE
 def test_rows_end_at_stops_of_their_own(mode: str) -> None:
     if mode in ("contrastive", "dola"):  # whose prompts have no parameters of their own

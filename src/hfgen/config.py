@@ -106,6 +106,8 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
 
     Precedence: kwargs, then the passed config, then the model's, then the library's defaults.
     """
+    if "stop" in request.kwargs:
+        request = rows.with_stop_strings(request)
     split = rows.split(request)
     request = request if split is None else split[0][0]
     kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}

@@ -198,7 +198,8 @@ NAMES = Kind("a name or a list of names", _are_names)
 ANY = Kind("text or JSON", lambda value: True)  # checked by the stage that reads it
 OBJECT = Kind("an object", lambda value: True, option=None)
 GRAMMAR = Kind(
-    "made by hfgen.grammar.json(), regex(), lark(), choice() or json_object()",
+    "made by hfgen.grammar.json(), regex(), lark(), choice() or json_object(), or a JSON schema (a dict or "
+    "a pydantic class)",
     _builds(Grammar.of),
     Grammar.of,
     option=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,10 +80,22 @@ def lists_in(values: dict[str, Any]) -> dict[str, list[Any]]:
     }
 
 
+def with_stop_strings(request: Request) -> Request:
+    """``request`` with ``stop_strings`` in place of ``stop``; ``ValueError`` if both are set."""
+    decode, kwargs = request.custom_generate, dict(request.kwargs)
+    if callable(decode) and "stop" in inspect.signature(decode).parameters:
+        return request  # an argument of the caller's own function
+    stop = kwargs.pop("stop")
+    if stop is not None and kwargs.get("stop_strings") is not None:
+        raise ValueError("`stop` is another name of `stop_strings`: pass one of them.")
+    return replace(request, kwargs=kwargs if stop is None else kwargs | {"stop_strings": stop})
+
+
 def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
     """What each prompt asks for, and the arguments that are lists; ``None`` if there are none.
 
-    Raises ``ValueError`` if lists of values have different lengths, or none.
+    ``None`` in a list leaves the field to the config and the defaults. Raises ``ValueError`` if lists of
+    values have different lengths, or none.
     """
     for name, value in request.kwargs.items():
         row = PER_CALL.get(name)
@@ -109,7 +122,8 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
         config = copy.copy(given if configs is None else configs[index])
         for name, values in of_config.items():
             setattr(config, name, values[index])
-        kwargs = request.kwargs | {name: values[index] for name, values in lists.items()}
+        kwargs = {name: value for name, value in request.kwargs.items() if name not in lists}
+        kwargs |= {n: values[index] for n, values in lists.items() if values[index] is not None}
         if configs is not None:  # what holds for all prompts is an argument beside the list
             config, kwargs = with_fields(config, kwargs)
         requests.append(replace(request, generation_config=config, kwargs=kwargs))

@@ -112,8 +112,7 @@ class Engine:
 
         ``prompt``: text, token ids as a list or a tensor ``(n,)`` or ``(1, n)``, a list of chat messages,
         or a mapping of model inputs with one row each. ``priority``: higher is sooner, with that policy.
-        ``timeout``: seconds after which it ends with what it has. ``kwargs`` are those of ``generate``;
-        ``stop`` is ``stop_strings``.
+        ``timeout``: seconds after which it ends with what it has. ``kwargs`` are those of ``generate``.
 
         Raises what ``generate`` raises for arguments that cannot be used, ``QueueFullError``,
         ``DoesNotFitError`` for a request that never fits, and ``EngineClosedError``.
@@ -167,11 +166,8 @@ class Engine:
         )
 
     def _arguments(self, prompt: Any, kwargs: dict[str, Any]) -> Request:
-        kwargs = dict(kwargs)
-        if "stop" in kwargs:
-            if kwargs.get("stop_strings") is not None:
-                raise ValueError("`stop` is another name of `stop_strings`: pass one of them.")
-            kwargs["stop_strings"] = kwargs.pop("stop")
+        has_stop = "stop" in kwargs
+        kwargs = rows.with_stop_strings(Request(kwargs=kwargs)).kwargs if has_stop else {**kwargs}
         if self.tokenizer is not None:
             kwargs.setdefault("tokenizer", self.tokenizer)
         inputs = model_inputs(prompt, kwargs.get("tokenizer"), families.device_of(self.model))

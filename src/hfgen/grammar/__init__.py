@@ -44,8 +44,10 @@ class Grammar:
 
     @classmethod
     def of(cls, value: Any) -> Grammar:
-        """A grammar as it is, or of what ``to_dict`` returns."""
-        return value if isinstance(value, Grammar) else cls(**value)
+        """A grammar as it is, what ``to_dict`` returns as one, or the grammar of a JSON schema."""
+        if isinstance(value, Mapping) and {"kind", "text"} <= value.keys():
+            return cls(**value)
+        return value if isinstance(value, Grammar) else json(value)
 
 
 def json(schema: Any, *, whitespace: bool | str = True) -> Grammar:
@@ -67,11 +69,11 @@ def json(schema: Any, *, whitespace: bool | str = True) -> Grammar:
             schema = _json.loads(schema)
         except _json.JSONDecodeError as error:
             raise ValueError(f"`schema` is text, but not JSON: {error}.") from None
-    if not isinstance(schema, Mapping | bool):
+    schema = {} if schema is True else schema  # any JSON
+    if not isinstance(schema, Mapping):
         allowed = "a dict, JSON text of one, or a pydantic class"
         raise TypeError(f"`schema` has to be {allowed}, but is {_kind(schema)}.")
-    text = schema if isinstance(schema, bool) else dict(schema)
-    return Grammar("json", _json.dumps(text, ensure_ascii=False), whitespace)
+    return Grammar("json", _json.dumps(dict(schema), ensure_ascii=False), whitespace)
 
 
 def json_object(*, whitespace: bool | str = True) -> Grammar:

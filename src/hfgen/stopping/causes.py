@@ -181,7 +181,7 @@ def at_end(causes: list[Any], ids: Sequence[int]) -> tuple[int, FinishReason, An
     for cause in causes:
         if ids and (reason := cause.reason(ids, len(ids))) is not None:
             return len(ids), reason, cause
-    return len(ids), UNKNOWN, None
+    return len(ids), FinishReason("unfinished"), None
 
 
 #: A row that no criterion ended, but the strategy itself; without any token, the length did.

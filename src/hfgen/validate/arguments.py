@@ -15,7 +15,7 @@ from transformers.utils import TransformersKwargs
 
 from ..call import Request
 from ..cancellation import Cancellation
-from ..fields import with_suggestions
+from ..fields import FIELDS, with_suggestions
 
 
 def _has(*methods: str) -> Callable[[Any], bool]:
@@ -140,7 +140,7 @@ def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
     known = accepted_names(self)
     given = (name for name, value in model_kwargs.items() if value is not None)
     if unknown := [name for name in given if name not in known]:
-        named = with_suggestions(unknown, known | set(vars(GenerationConfig())))
+        named = with_suggestions(unknown, known | FIELDS.keys())
         raise ValueError(
             f"{type(self).__name__}.generate() does not know {named}: neither the generation config "
             "nor the model's forward takes it."
