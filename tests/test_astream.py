@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -192,6 +194,38 @@ def test_abandoned_async_streams_leave_nothing(llama: Any, n_threads: int) -> No
     asyncio.run(main())
     wait_for(lambda: threading.active_count() == n_threads)
     assert n_tensors() == n_before
+
+
+def test_the_thread_has_ended_when_the_stream_has(llama: Any) -> None:
+    async def main() -> None:
+        for _ in range(20):
+            await collect(llama.astream(tiny.prompt(1, 3), max_new_tokens=2))
+            assert "hfgen-astream" not in {thread.name for thread in threading.enumerate()}
+
+    asyncio.run(main())
+
+
+#: A script that ends while a stream decodes; what is registered first is called last at exit.
+LEAVES = """
+import asyncio, atexit, threading
+names = lambda: {thread.name for thread in threading.enumerate()}
+atexit.register(lambda: print("at exit", "hfgen-astream" in names()))
+import hfgen
+from tests import tiny
+
+async def main():
+    await anext(stream)
+    print("decodes", "hfgen-astream" in names())
+
+stream = hfgen.mix_into(tiny.llama()).astream(tiny.prompt(1), max_new_tokens=200)
+asyncio.run(main())
+"""
+
+
+def test_no_thread_outlives_the_interpreter() -> None:
+    command = [sys.executable, "-c", LEAVES]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.splitlines() == ["decodes True", "at exit False"]
 
 
 def test_a_loop_that_is_gone_ends_the_thread(llama: Any, n_threads: int) -> None:

@@ -293,6 +293,7 @@ def test_prompts_that_are_no_tensors():
 
 def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any], str]]:
     ones = torch.ones_like(IDS)
+    holes = ones.index_fill(1, torch.tensor([2]), 0)
     outside = IDS.clone()
     outside[1, 3] = tiny.VOCAB
     negative = IDS.clone()
@@ -305,8 +306,8 @@ def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any],
         *((m, ValueError, {"input_ids": IDS[:, :0]}, "at least one token per row") for m in decoders),
         *((m, IndexError, {"input_ids": outside}, "`input_ids[1, 3]` is 97, but the model's vocabulary has the ids 0 to 96") for m in everyone),
         *((m, IndexError, {"input_ids": negative}, "`input_ids[0, 6]` is -1") for m in everyone),
-        *((m, ValueError, {"input_ids": IDS, "attention_mask": ones[:, 1:]}, "shape of `input_ids`, (2, 7), but has shape (2, 6)") for m in everyone),
-        *((m, ValueError, {"input_ids": IDS, "attention_mask": ones[:1]}, "(2, 7), but has shape (1, 7)") for m in everyone),
+        *((m, ValueError, {"input_ids": IDS, "attention_mask": holes[:, 1:]}, "shape of `input_ids`, (2, 7), but has shape (2, 6)") for m in everyone),
+        *((m, ValueError, {"input_ids": IDS, "attention_mask": holes[:1]}, "(2, 7), but has shape (1, 7)") for m in everyone),
         (tiny.llama, ValueError, {"input_ids": IDS, "attention_mask": ones[:, None]}, "(batch, length), but has shape (2, 1, 7)"),
         *((m, IndexError, {"input_ids": long}, "70 tokens per row") for m in (tiny.gpt2, tiny.bart)),
         *((m, IndexError, {"input_ids": IDS[0]}, "`input_ids` has to be (batch, length), but has shape (7,)") for m in everyone),
@@ -321,6 +322,35 @@ def _prompts() -> list[tuple[Callable[[], Any], type[Exception], dict[str, Any],
         *((m, IndexError, {"input_ids": IDS, "decoder_input_ids": outside}, "`decoder_input_ids[1, 3]` is 97") for m in (tiny.t5, tiny.bart)),
         *((m, RuntimeError, {"input_ids": IDS, "decoder_input_ids": tiny.prompt(3, 4)}, "`decoder_input_ids` has to hold 2 rows of tokens") for m in (tiny.t5, tiny.bart)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gpt2, tiny.t5])
+@pytest.mark.parametrize("shape", [(2, 9), (1, 7), (1, 1)])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sample"])
+def test_a_mask_of_ones_may_have_another_shape(build, shape, options):
+    found = []
+    for model in (build(), hfgen.mix_into(build())):
+        torch.manual_seed(0)
+        mask = torch.ones(shape, dtype=torch.long)
+        found.append(model.generate(IDS, attention_mask=mask, max_new_tokens=4, **options))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}, {"do_sample": True, "seed": 1}],
+    ids=name,
+)
+@pytest.mark.parametrize("kind", ["streamer", "logits_processor", "stopping_criteria"])
+def test_a_stop_iteration_reaches_the_caller(kind, options):
+    def stop(*arguments: Any, **kwargs: Any) -> Any:
+        raise StopIteration("of the caller's code")
+
+    streamer, puts = Recorder(), iter(["the prompt"])
+    streamer.put = lambda tokens: next(puts, None) or stop()
+    given = streamer if kind == "streamer" else [stop]
+    with pytest.raises(StopIteration, match="of the caller's code"):
+        hfgen.mix_into(tiny.llama()).generate(IDS[:1], max_new_tokens=3, **{kind: given}, **options)
 
 
 @pytest.mark.parametrize(("build", "error", "inputs", "message"), _prompts(), ids=name)

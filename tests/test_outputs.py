@@ -73,6 +73,21 @@ def test_a_beam_that_ended_early_scores_nothing():
     assert result.tolist() == [[2.0, 0.0], [3.0, 4.0]]
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["rows", "beams"])
+@pytest.mark.parametrize("normalize_logits", [False, True])
+def test_they_are_upstreams_to_the_last_bit(options: dict[str, Any], normalize_logits: bool):
+    output = hfgen.mix_into(tiny.llama()).generate(
+        tiny.prompt(3),
+        max_new_tokens=8,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+    arguments = output.sequences, output.scores, getattr(output, "beam_indices", None)
+    upstream = tiny.llama().compute_transition_scores(*arguments, normalize_logits)
+    assert torch.equal(transition(*arguments, normalize_logits), upstream)
+
+
 def test_they_agree_with_the_model(markov: Any) -> None:
     output = markov.generate(
         torch.tensor([[0], [1]]),

@@ -204,6 +204,7 @@ def test_nothing_is_noted_without_an_output() -> None:
         ({"stop_token_ids": ids_of("d"), "include_stop_str_in_output": True}, "abcd"),
         ({}, "abcd éf"),
         ({"include_stop_str_in_output": True}, "abcd éf"),
+        ({"skip_special_tokens": None, "include_stop_str_in_output": True}, "abcd éf"),
         ({"skip_special_tokens": False}, "abcd éf"),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "abcd éf<eos>"),
         ({"stop_strings": ["f<eos>"]}, "abcd éf"),  # an EOS comes first
@@ -219,7 +220,7 @@ def test_the_text_of_a_row(options: dict[str, Any], text: str) -> None:
 def test_prompts_have_texts_of_their_own() -> None:
     configs = [
         hfgen.GenerationConfig(stop_strings="b", include_stop_str_in_output=True),
-        hfgen.GenerationConfig(stop_strings="b"),
+        hfgen.GenerationConfig(stop_strings="b", skip_special_tokens=None),
         hfgen.GenerationConfig(skip_special_tokens=False, include_stop_str_in_output=True),
     ]
     for config in configs:

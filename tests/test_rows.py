@@ -269,6 +269,15 @@ def test_none_in_a_list_leaves_the_field_to_the_config_and_the_defaults(model: A
     assert torch.equal(together, model.generate(**batch, generation_config=of_each))
 
 
+@pytest.mark.parametrize("flags", [[True, None, False, True], [1, 0, 0, 1]], ids=str)
+def test_flags_of_prompts_may_be_none_or_numbers(model: Any, flags: list[Any]) -> None:
+    batch, _ = prompts(0)
+    options = {"seed": [1, 2, 3, 4], "max_new_tokens": 5}
+    given = model.generate(**batch, do_sample=flags, **options)
+    expected = model.generate(**batch, do_sample=[True, False, False, True], **options)
+    assert torch.equal(given, expected)
+
+
 def test_arguments_beside_configs_hold_for_all_prompts(model: Any, monkeypatch: Any) -> None:
     def fail(message: str) -> None:
         raise AssertionError(message)

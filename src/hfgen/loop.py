@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator
 from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -66,8 +67,15 @@ def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
 def finish(run: Run, strategy: Strategy) -> GenerateOutput | torch.Tensor:
     """Decode to the end: record each step, stream it, and put together what ``generate`` returns."""
     recording = begin(run)
-    for _ in drive(run, strategy):
-        pass
+    try:
+        for _ in drive(run, strategy):
+            pass
+    except RuntimeError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_ours = frame.f_globals["__name__"].startswith("hfgen.")
+        if is_ours and isinstance(error.__cause__, StopIteration):
+            raise error.__cause__ from None  # Python replaces it where a generator raises it
+        raise
     return conclude(run, strategy, recording)[1]
 
 

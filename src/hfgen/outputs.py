@@ -187,8 +187,10 @@ def compute_transition_scores(
         beam_indices = beam_indices.expand(-1, len(scores))
     n_steps = int((beam_indices >= 0).sum(-1).max())
     beam_indices = beam_indices[:, :n_steps]
-    by_step = torch.stack(scores)  # (steps, rows, vocab)
-    by_step = by_step.log_softmax(dim=-1) if normalize_logits else by_step
-    by_step = by_step.reshape(len(scores), rows * vocab)
+    last = torch.stack(scores).permute(
+        1, 2, 0
+    )  # (rows, vocab, steps): rounds as upstream's softmax
+    last = last.log_softmax(dim=1) if normalize_logits else last
     flat = beam_indices.clamp(min=0) * vocab + sequences[:, sequences.shape[1] - n_steps :]
-    return by_step[:n_steps].gather(1, flat.T).T.masked_fill(beam_indices < 0, 0)
+    found = last.reshape(rows * vocab, len(scores)).gather(0, flat)
+    return found.masked_fill(beam_indices < 0, 0)

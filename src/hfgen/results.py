@@ -157,8 +157,8 @@ def skips_and_includes(run: Run, row: int, n_rows: int) -> tuple[bool, bool]:
     config: Any = run.config
     if run.rows is not None:
         config = run.rows.configs[row * len(run.rows) // n_rows]
-    skips = getattr(config, "skip_special_tokens", True)
-    return bool(skips), bool(getattr(config, "include_stop_str_in_output", False))
+    skips = getattr(config, "skip_special_tokens", None)
+    return skips is None or bool(skips), bool(getattr(config, "include_stop_str_in_output", False))
 
 
 def _now(run: Run) -> float:

@@ -107,7 +107,8 @@ class RowChoice:
         is_sampled = None
         if rows is not None and not all(flags := rows.values("do_sample")):
             each = len(keys) // len(rows)
-            is_sampled = torch.tensor(flags, device=keys.device).repeat_interleave(each)
+            is_sampled = torch.tensor([*map(bool, flags)], device=keys.device)
+            is_sampled = is_sampled.repeat_interleave(each)
         return cls(keys, is_sampled, prompt_length)
 
     def of_prompts(self, prompts: slice) -> RowChoice:

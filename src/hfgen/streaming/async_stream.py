@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +77,18 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             worker.stop()
 
 
+#: Workers whose threads may run.
+_running: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the threads before the interpreter does: torch aborts the process in a thread that outlives it."""
+    for worker in [*_running]:
+        worker.stop()
+        worker.thread.join()
+
+
 @dataclass(slots=True)
 class _End:
     """How a worker has ended."""
@@ -95,7 +109,9 @@ class _Worker:
         dtype = torch.get_autocast_dtype(device_type) if is_cast else None
         self.autocast = torch.autocast(device_type, dtype, enabled=is_cast)
         work = partial(contextvars.copy_context().run, self.work, start)
-        threading.Thread(target=work, name="hfgen-astream", daemon=True).start()
+        self.thread = threading.Thread(target=work, name="hfgen-astream", daemon=True)
+        self.thread.start()
+        _running.add(self)
 
     def work(self, start: Callable[[], Stream]) -> None:
         """What the thread does."""
@@ -122,6 +138,7 @@ class _Worker:
         item = await self.queue.get()
         if isinstance(item, _End):
             self.queue.put_nowait(item)
+            self.thread.join()  # it has nothing left to do
         else:
             self.room.release()
         return item

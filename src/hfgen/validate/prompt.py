@@ -13,6 +13,7 @@ from ..call import Call, Prompt
 from ..fields import FIELDS
 from ..kinds import tokens_in
 from ..logs import logger
+from .arguments import parameters
 from .cache import check_cache
 
 
@@ -37,7 +38,7 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
         width = main.shape[-1] if table is None else table.embedding_dim
         fits = main.ndim == 3 and main.shape[2] == width
         _check_shape(fits, "inputs_embeds", main, f"be (batch, length, {width})")
-    _check_mask(model, prompt)
+    _check_mask(model, call, prompt)
     _check_decoder_ids(model, prompt)
     _check_fields_with_tokens(model, call, prompt)
     if is_text:
@@ -207,7 +208,7 @@ def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
     raise ValueError(f"`prompt_logprobs` need a prompt of tokens that is forwarded; {reason}.")
 
 
-def _check_mask(model: Any, prompt: Prompt) -> None:
+def _check_mask(model: Any, call: Call, prompt: Prompt) -> None:
     mask, main = prompt.model_kwargs.get("attention_mask"), prompt.main_input
     name = prompt.main_input_name
     if name not in ("input_ids", "inputs_embeds") or mask is None:
@@ -223,9 +224,12 @@ def _check_mask(model: Any, prompt: Prompt) -> None:
         fits = given == expected
     else:  # the mask also covers what is in the cache
         fits = given[0] == expected[0] and given[1] >= expected[1]
+    if mask.device.type == "meta":
+        return
     what = f"have the shape of `{name}`, {expected}"
+    fits = fits or _is_idle(model, call.config, prompt, mask)
     _check_shape(fits, "attention_mask", mask, what, ValueError)
-    if mask.numel() == 0 or mask.device.type == "meta":
+    if mask.numel() == 0:
         return
     lowest, highest = mask.aminmax()
     is_counted = not model.config.is_encoder_decoder and (lowest < 0 or highest > 1)
@@ -234,6 +238,18 @@ def _check_mask(model: Any, prompt: Prompt) -> None:
             "`attention_mask` has to hold ones and zeros, since positions are counted by it, but "
             f"holds {lowest} to {highest}."
         )
+
+
+def _is_idle(model: Any, config: Any, prompt: Prompt, mask: torch.Tensor) -> bool:
+    """Whether ``mask`` is all ones, so that it is dropped, and positions that are counted by it fit."""
+    if not (mask == 1).all():
+        return False
+    counts = not model.config.is_encoder_decoder and "position_ids" in parameters(model.forward)
+    if not counts or prompt.model_kwargs.get("position_ids") is not None:
+        return True
+    rows, length = prompt.main_input.shape[:2]
+    is_one_row = len(mask) == 1 and max(config.num_beams, config.num_return_sequences) == 1
+    return (len(mask) == rows or is_one_row) and (mask.shape[1] == 1 or mask.shape[1] >= length)
 
 
 def _check_length(model: Any, length: int) -> None:
