@@ -353,17 +353,6 @@ def test_other_families_equal_their_own_calls(family: str) -> None:
         assert torch.equal(output.generate_output.sequences, solo)
 
 
-def test_encoder_states_of_float64_are_masked() -> None:
-    family = FAMILIES["prophetnet_seq2seq"]
-    model = hfgen.mix_into(family.build().double())
-    prompts = [family.inputs(model, 1, False, n)["input_ids"][:, :n] for n in (7, 4)]
-    engine = Engine(model)
-    requests = [engine.add(prompt, max_new_tokens=6) for prompt in prompts]
-    for prompt, request in zip(prompts, requests, strict=True):
-        expected = model.generate(prompt, max_new_tokens=6)
-        assert torch.equal(engine.result(request).generate_output.sequences, expected)
-
-
 @pytest.mark.parametrize("family", ["speech_to_text", "moonshine"])
 def test_sound_of_different_length_equals_its_own_calls(family: str) -> None:
     model = ours(family)

@@ -69,11 +69,6 @@ def device_of(model: Any) -> torch.device:
     return torch.device(next((device for device in devices if device is not None), "cpu"))
 
 
-def mask_overflows(model: Any) -> bool:
-    """Whether masked logits are NaN: ProphetNet casts float64's smallest number to float32."""
-    return model.config.model_type == "prophetnet" and model.dtype is torch.float64
-
-
 def moved(value: Any, device: torch.device) -> Any:
     """``value`` with all tensors in it on ``device``. transformers has this since 5.20."""
     if isinstance(value, torch.Tensor):

@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
-from .. import families
 from ..batch import Batch, take_rows
 from ..call import ModelKwargs
 from ..execution import next_token
@@ -122,7 +121,7 @@ class JoinedRows:
         ours, theirs = (_encoder_length(each) for each in (self.batch, batch))
         # The mask over frames of speech has another unit than the states of its encoder.
         is_speech = self.model.main_input_name != "input_ids"
-        if ours != theirs and (is_speech or families.mask_overflows(self.model)):
+        if ours != theirs and is_speech:
             raise ValueError(f"Encoder's states of {theirs} cannot be padded to {ours}.")
 
     def absorb(self, other: JoinedRows) -> None:
