@@ -231,7 +231,7 @@ WRONG = {
     "presence_penalty": "much",
     "logit_bias": [1],
     "response_format": {"type": "xml"},
-    "tool_choice": "required",
+    "tool_choice": "always",
     "prompt_logprobs": 1,
     "priority": "high",
     "documents": ["x"],

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import instructor
 import openai
+import pydantic
+import pydantic_ai
 import pytest
+from langchain_openai import ChatOpenAI
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 import hfgen
+from tests import scripted, tiny
 from tests.clients.server import Running, running
 from tests.clients.test_lm_eval_model import ANSWER_TASK, CHOICE_TASK, CHOICES
 
@@ -87,3 +95,240 @@ def test_echo(server: Running) -> None:
     assert "".join(c.text for chunk in chunks for c in chunk.choices) == prompt
     with pytest.raises(openai.BadRequestError, match="`stream` has to be false"):
         client.completions.create(prompt=prompt, echo=True, logprobs=1, stream=True, **usual)
+
+
+# ------------------------------------------------------------ tools
+
+
+class Point(pydantic.BaseModel):
+    """A point."""
+
+    x: Annotated[int, pydantic.Field(ge=0, le=99)]
+    kind: Literal["new", "old"]
+
+
+class Line(pydantic.BaseModel):
+    """A line between points, which its schema refers to."""
+
+    start: Point
+    end: Point
+
+
+def tool(name: str, kind: type[pydantic.BaseModel], **more: Any) -> Any:
+    function = {"name": name, "parameters": kind.model_json_schema(), **more}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool("plot", Point), tool("draw", Line)]
+KINDS = {"plot": Point, "draw": Line}
+MESSAGES: Any = [{"role": "user", "content": "x = 1"}]
+USUAL: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "temperature": 0}
+USUAL |= {"max_completion_tokens": 150}
+NAMED: Any = {"type": "function", "function": {"name": "draw"}}
+ALLOWED: Any = {"mode": "required", "tools": [{"type": "function", "function": {"name": "draw"}}]}
+
+
+def calls_of(answer: Any, is_stream: bool) -> tuple[str, list[Any], str]:
+    """Text, calls and finish reason of an answer."""
+    text, calls, reason = "", [], ""
+    for chunk in answer if is_stream else [answer]:
+        (choice,) = chunk.choices
+        part = choice.delta if is_stream else choice.message
+        text += part.content or ""
+        calls += part.tool_calls or []
+        reason = choice.finish_reason or reason
+    return text, calls, reason
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ("plot", "draw")),
+        (NAMED, ("draw",)),
+        ({"type": "allowed_tools", "allowed_tools": ALLOWED}, ("draw",)),
+    ],
+    ids=["required", "named", "allowed"],
+)
+def test_a_call_is_required(server: Running, choice: Any, names: Any, is_stream: bool) -> None:
+    """Sampled at a high temperature, calls still are those of the tools, by their schemas."""
+    body = USUAL | {"temperature": 1.5, "tool_choice": choice, "stream": is_stream}
+    answer = server.client().chat.completions.create(seed=3, parallel_tool_calls=False, **body)
+    text, (call,), reason = calls_of(answer, is_stream)
+    assert (text, reason) == ("", "tool_calls")
+    assert call.function.name in names
+    KINDS[call.function.name].model_validate_json(call.function.arguments)
+
+
+class Pushing(scripted.Script):
+    """A model that prefers what it is told to, where a grammar allows that."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return scores + (super().__call__(input_ids, scores) == 1000.0) * 1000.0
+
+
+WRITTEN = '<tool_call>\n{"name": "plot", "arguments": {"x": 123, "kind": 5}}\n</tool_call>'
+VALID = WRITTEN.replace("123", "12").replace("5", '"new"')
+FORM = {"type": "json_schema", "json_schema": {"name": "p", "schema": Point.model_json_schema()}}
+
+#: What a model writes by itself, what a request asks for, and how the answer begins and what it calls.
+BY_ITSELF: dict[str, tuple[str, dict[str, Any], str, list[Any]]] = {
+    "free": (f"so{WRITTEN * 2}<eos>", {}, "so", [{"x": 123, "kind": 5}] * 2),
+    "strict": (f"so{WRITTEN}<eos>", {"tools": [tool("plot", Point, strict=True)]}, "so", [None]),
+    "strict, but no call": ("so<eos>", {"tools": [tool("plot", Point, strict=True)]}, "so", []),
+    "one": (f"so{WRITTEN * 2}<eos>", {"parallel_tool_calls": False}, "so", [{"x": 123, "kind": 5}]),
+    "a call in place of JSON": (f"{WRITTEN}<eos>", {"response_format": FORM}, "", [None]),
+    "JSON in place of a call": ('{"x": 5<eos>', {"response_format": FORM}, '{"x": 5', []),
+    "required": (f"{VALID}\n{VALID}<eos>", {"tool_choice": "required"}, "", [None] * 2),
+    "cut off": (f"{WRITTEN}{WRITTEN[:-20]}", {}, "", [{"x": 123, "kind": 5}]),
+    "none": (f"{WRITTEN}<eos>", {"tool_choice": "none"}, WRITTEN, []),
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_what_the_model_does_by_itself(name: str, is_stream: bool) -> None:
+    written, more, text, expected = BY_ITSELF[name]
+    tokenizer = tiny.byte_tokenizer(TEMPLATE)
+    body = USUAL | {"tools": [tool("plot", Point)], **more, "stream": is_stream}
+    shown = None if more.get("tool_choice") == "none" else body["tools"]
+    chat = tokenizer.apply_chat_template(MESSAGES, tools=shown)
+    script = Pushing([scripted.ids_of(written)], len(chat["input_ids"]))
+    body["max_completion_tokens"] = 300 if "<eos>" in written else len(script.scripts[0])
+    with running(scripted.model(), tokenizer) as server:
+        server.engine.also["logits_processor"] = [script]
+        found, calls, reason = calls_of(server.client().chat.completions.create(**body), is_stream)
+    assert found.startswith(text)
+    assert len(calls) == len(expected)
+    assert reason == ("length" if name == "cut off" else "tool_calls" if calls else "stop")
+    for call, arguments in zip(calls, expected, strict=True):
+        if arguments is None:
+            Point.model_validate_json(call.function.arguments)
+        else:
+            assert json.loads(call.function.arguments) == arguments
+    if name.startswith("JSON"):
+        Point.model_validate_json(found)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "always"}, "`tool_choice` has to be 'none', 'auto'"),
+    ({"tool_choice": {"type": "function"}}, "`tool_choice` has to be"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "`tool_choice` names 'f'"),
+    ({"tool_choice": "required", "tools": []}, "`tool_choice` requires a call"),
+    ({"tools": [{"type": "web_search"}]}, "`tools` has to have functions"),
+    ({"tools": "plot"}, "`tools` has to have functions"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}
+        | {"tool_choice": "required"},
+        "`tools` has parameters of 'f' that are refused",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), WRONG)
+def test_wrong_tools_are_named(server: Running, body: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        server.client().chat.completions.create(**USUAL | body)
+
+
+def test_responses_call_tools(server: Running) -> None:
+    client = server.client()
+    flat: Any = [{"type": "function", "name": "plot", "parameters": Point.model_json_schema()}]
+    for choice in "required", {"type": "function", "name": "plot"}:
+        body: Any = {"model": "tiny", "input": "x = 1", "tools": flat, "tool_choice": choice}
+        body |= {"temperature": 0, "parallel_tool_calls": False}
+        answer = client.responses.create(**body)
+        (call,) = (item for item in answer.output if item.type == "function_call")
+        Point.model_validate_json(call.arguments)
+        events = client.responses.create(**body, stream=True)
+        done = [e for e in events if e.type == "response.function_call_arguments.done"]
+        assert [(e.name, e.arguments) for e in done] == [("plot", call.arguments)]
+
+
+def test_the_model_has_a_format_of_its_own() -> None:
+    """With a template whose calls are JSON, required calls are written and read by it."""
+    tokenizer = tiny.byte_tokenizer(TEMPLATE)
+    tokenizer.response_template = {
+        "start_anchor_pattern": r"\Z",
+        "fields": {
+            "tool_calls": {
+                "open": "[CALL]",
+                "close": "[/CALL]",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"content": "text", "close": "</s>"},
+        },
+    }
+    with running(scripted.model(), tokenizer) as server:
+        body = USUAL | {"tool_choice": "required", "parallel_tool_calls": False}
+        _, (call,), reason = calls_of(server.client().chat.completions.create(**body), False)
+        assert reason == "tool_calls"
+        KINDS[call.function.name].model_validate_json(call.function.arguments)
+
+
+# ------------------------------------------------------------ libraries
+
+
+def test_openai_parses(server: Running) -> None:
+    body = USUAL | {"max_completion_tokens": 150}
+    del body["tools"]
+    answer = server.client().chat.completions.parse(response_format=Line, **body)
+    assert isinstance(answer.choices[0].message.parsed, Line)
+    tools = [openai.pydantic_function_tool(Line)]
+    one: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+    called = server.client().chat.completions.parse(tools=tools, **one, **body)
+    (call,) = called.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Line)
+    with server.client().chat.completions.stream(response_format=Point, **body) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Point)
+
+
+def test_openai_async(server: Running) -> None:
+    async def main() -> list[Any]:
+        async with server.async_client() as client:
+            body = USUAL | {"tool_choice": NAMED}
+            whole, stream = await asyncio.gather(
+                client.chat.completions.create(**body),
+                client.chat.completions.create(**body, stream=True),
+            )
+            chunks = [chunk async for chunk in stream]
+            return [whole.choices[0].message.tool_calls, chunks]
+
+    (call,), chunks = asyncio.run(main())
+    (streamed,) = (c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or [])
+    assert streamed.function.arguments == call.function.arguments
+    Line.model_validate_json(call.function.arguments)
+
+
+def test_instructor(server: Running) -> None:
+    """In its default mode, a function that is named."""
+    client = instructor.from_openai(server.client())
+    found = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_model=Line, max_retries=0
+    )
+    assert isinstance(found, Line)
+
+
+def test_pydantic_ai(server: Running) -> None:
+    """An output type is a tool, of which it requires one."""
+    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    model = OpenAIChatModel("tiny", provider=provider)
+    agent = pydantic_ai.Agent(model, output_type=Line, retries=0)
+    eos = str(server.tokenizer.eos_token_id)  # the model would write call after call
+    settings: Any = {"logit_bias": {eos: 100}, "max_tokens": 150}
+    assert isinstance(agent.run_sync("x = 1", model_settings=settings).output, Line)
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_langchain(server: Running, method: str) -> None:
+    chat = ChatOpenAI(model="tiny", base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    assert isinstance(chat.with_structured_output(Line, method=method).invoke("x = 1"), Line)
+    if method == "function_calling":
+        bound = chat.bind_tools([Point], tool_choice="any", parallel_tool_calls=False)
+        (call,) = bound.invoke("x = 1").tool_calls
+        Point.model_validate(call["args"])
+        chunks = list(bound.stream("x = 1"))
+        (call,) = sum(chunks[1:], chunks[0]).tool_calls
+        Point.model_validate(call["args"])

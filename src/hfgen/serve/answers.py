@@ -29,17 +29,33 @@ class Message:
         self.parser = parser
         self.opening = [] if parser is None else response_events_to_chunks(parser.initial_events)
 
-    def items(self, event: EngineEvent) -> list[str | ToolCall]:
-        """What an event adds: text, ``ReasoningText``, and calls that are complete."""
+    def items(self, text: str, is_end: bool) -> list[str | ToolCall]:
+        """What more ``text`` adds: text, ``ReasoningText``, and calls that are complete."""
         if self.parser is None:
-            return [event.text] if event.text else []
+            return [text] if text else []
         found, self.opening = self.opening, []
-        if event.text:
-            found += response_events_to_chunks(self.parser.feed(event.text))
-        if event.finish_reason is not None:
+        if text:
+            found += response_events_to_chunks(self.parser.feed(text))
+        if is_end:
             with suppress(ValueError, RuntimeError):  # cut off amid a tool call, which is left out
                 found += response_events_to_chunks(self.parser.finalize()[1])
         return found
+
+    def whole(self, text: str, request_id: str, row: int) -> dict[str, Any]:
+        """The fields of a message that is ``text``."""
+        if self.parser is None:
+            return {"content": text}
+        items = self.items(text, is_end=True)
+        calls = [item for item in items if isinstance(item, ToolCall)]
+        thoughts = "".join(item for item in items if isinstance(item, ReasoningText)).strip()
+        rest = "".join(item for item in items if type(item) is str).strip()
+        message: dict[str, Any] = {"content": rest if rest or not calls else None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls:
+            own = enumerate(calls)
+            message["tool_calls"] = [tool_call(request_id, row, n, call) for n, call in own]
+        return message
 
 
 @dataclass(slots=True)
@@ -57,7 +73,8 @@ class ChatChoices:
 
     def gain(self, event: EngineEvent) -> list[Choice]:
         """The choices of an event; its log-probabilities are with the first of them."""
-        choices = [self.choice(self.delta(item)) for item in self.message.items(event)]
+        items = self.message.items(event.text, event.finish_reason is not None)
+        choices = [self.choice(self.delta(item)) for item in items]
         if event.logprobs:
             choices = choices or [self.choice({"content": ""})]
             tokens = content(event.logprobs, self.pieces)

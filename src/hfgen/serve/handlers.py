@@ -19,7 +19,6 @@ from transformers.cli.serving.utils import (
     Modality,
     build_response_parser,
     get_response_template,
-    parse_assistant_message,
 )
 
 from ..engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
@@ -29,7 +28,8 @@ from ..logs import logger
 from ..openai_api import chat_response, completion_response, generate_kwargs, prompts_of, usage
 from ..openai_api.responses import echoed
 from ..text import Pieces
-from .answers import ChatChoices, Message, TextChoices, chunks, tool_call
+from .answers import ChatChoices, Message, TextChoices, chunks
+from .tools import USUAL, Tools, reader_of
 
 #: New tokens of an answer that neither the request nor the model limits, as upstream has it.
 NEW_TOKENS = 1024
@@ -91,6 +91,8 @@ class EngineHandler(BaseHandler):
 
     body: dict[str, Any]
     fields: dict[str, Any]
+    #: Reads thoughts and calls of answers, as upstream's parsers take it.
+    reader: Any
     #: The field of a body that has its messages.
     messages = "messages"
 
@@ -101,6 +103,14 @@ class EngineHandler(BaseHandler):
             own.body = body = unfolded(body)
             own.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
             check(own.fields, body)
+            tools = Tools.of(body)
+            model, processor = self.model_manager.only
+            own.reader, format = reader_of(model, processor, tools)
+            calls = tools.grammar(format, own.fields.get("grammar"))
+            if calls is not None:
+                own.fields["grammar"] = calls
+            if not tools.functions:
+                body = {name: value for name, value in body.items() if name != "tools"}
             answer = await own.answer(body, request_id)
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -141,7 +151,8 @@ class EngineHandler(BaseHandler):
                         f"`{self.messages}` has content of type {kind!r}, but this model reads "
                         f"{', '.join(kinds)}."
                     )
-        return BaseHandler.get_processor_inputs_from_messages(messages, modality)
+        given = [{n: v for n, v in each.items() if v is not None} for each in messages]
+        return BaseHandler.get_processor_inputs_from_messages(given, modality)
 
     async def add(self, service: Service, inputs: Any, **kwargs: Any) -> ServiceRequest:
         """Put a prompt, its ids or the model's inputs, into the engine."""
@@ -154,6 +165,12 @@ class EngineHandler(BaseHandler):
         inputs = dict(inputs) if hasattr(inputs, "keys") else inputs
         priority = self.body.get("priority", 0)
         return await service.add(inputs, priority=priority, **self.fields | kwargs)
+
+    async def begin(self, service: Service, inputs: Any) -> ServiceRequest:
+        """The request of a chat; if its answer is read by the model's own template, it has special tokens."""
+        template = get_response_template(self.reader, self.model_manager.only[0])
+        own = {} if template in (None, USUAL) else {"skip_special_tokens": False}
+        return await self.add(service, inputs, **own)
 
     def common(self, request_id: str, kind: str) -> dict[str, Any]:
         """What the chunks of a stream have in common."""
@@ -219,26 +236,10 @@ class ChatHandler(EngineHandler, ChatCompletionHandler):
             raise ValueError(
                 f"`messages` has to be a list of messages, but is {body.get('messages')!r}."
             )
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            raise ValueError(
-                "`tool_choice` has to be 'auto' or 'none': requiring a call is not supported."
-            )
         for name, usual in OF_TEMPLATES.items():
             if body.get(name) not in (None, usual):
                 raise ValueError(f"`{name}` is not supported: use `chat_template_kwargs`.")
         return generate_kwargs(body, is_chat=True, defaults=self.defaults())
-
-    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        if body.get("tool_choice") == "none":
-            body = {name: value for name, value in body.items() if name != "tools"}
-        return await super().answer(body, request_id)
-
-    async def begin(self, model: Any, processor: Any, inputs: Any, service: Service) -> Any:
-        """The request; where its text is parsed, it has special tokens."""
-        is_parsed = get_response_template(processor, model) is not None
-        return await self.add(
-            service, inputs, **({"skip_special_tokens": False} if is_parsed else {})
-        )
 
     async def _streaming(
         self,
@@ -252,11 +253,10 @@ class ChatHandler(EngineHandler, ChatCompletionHandler):
         tools: Any = None,
     ) -> StreamingResponse:
         def choices_of(row: int) -> ChatChoices:
-            parser = build_response_parser(processor, model, inputs["input_ids"], tools=tools)
-            return ChatChoices(row, Message(parser), pieces, request_id)
+            return ChatChoices(row, self.message(inputs, tools), pieces, request_id)
 
         pieces = self.pieces
-        request = await self.begin(model, processor, inputs, gen_manager)
+        request = await self.begin(gen_manager, inputs)
         lines = chunks(
             request, choices_of, self.common(request_id, "chat.completion.chunk"), self.count
         )
@@ -273,32 +273,20 @@ class ChatHandler(EngineHandler, ChatCompletionHandler):
         gen_manager: Service,
         tools: Any = None,
     ) -> JSONResponse:
-        output = await result_of(await self.begin(model, processor, inputs, gen_manager))
+        output = await result_of(await self.begin(gen_manager, inputs))
         body = chat_response(output, model=model_id, tokenizer=self.tokenizer, id=request_id)
         for choice in body["choices"]:
             message = choice["message"]
-            try:
-                text, thoughts, calls = parse_assistant_message(
-                    processor,
-                    model,
-                    message["content"],
-                    inputs["input_ids"],
-                    message["content"],
-                    tools,
-                )
-            except (ValueError, RuntimeError):  # cut off amid a tool call
-                continue
-            message["content"] = text
-            if thoughts:
-                message["reasoning_content"] = thoughts
-            if calls:
-                message["tool_calls"] = [
-                    tool_call(request_id, choice["index"], number, call)
-                    for number, call in enumerate(calls)
-                ]
-                is_end = choice["finish_reason"] == "stop"
-                choice["finish_reason"] = "tool_calls" if is_end else choice["finish_reason"]
+            read = self.message(inputs, tools)
+            message |= read.whole(message["content"], request_id, choice["index"])
+            if "tool_calls" in message and choice["finish_reason"] == "stop":
+                choice["finish_reason"] = "tool_calls"
         return JSONResponse(body)
+
+    def message(self, inputs: Any, tools: Any) -> Message:
+        """What reads an answer to a chat's ``inputs``."""
+        model = self.model_manager.only[0]
+        return Message(build_response_parser(self.reader, model, inputs["input_ids"], tools=tools))
 
 
 class TextHandler(EngineHandler):

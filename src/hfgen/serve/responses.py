@@ -10,7 +10,6 @@ from transformers.cli.serving.utils import (
     BaseGenerateManager,
     BaseHandler,
     _StreamError,
-    get_response_template,
 )
 
 from ..engine.serving import Service, ServiceRequest
@@ -41,19 +40,22 @@ class ResponsesHandler(EngineHandler, ResponseHandler):
         """As upstream, but that no stream is the default, as OpenAI has it."""
         return await super().answer({"stream": False, **body}, request_id)
 
-    async def _streaming(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._streaming(*args, **await self.added(*args, **kwargs))
+    async def _streaming(
+        self, request_id: str, model: Any, _: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        added = await self.added(*args, **kwargs)
+        return super()._streaming(request_id, model, self.reader, *args, **added)
 
-    async def _non_streaming(self, *args: Any, **kwargs: Any) -> Any:
-        return await super()._non_streaming(*args, **await self.added(*args, **kwargs))
+    async def _non_streaming(
+        self, request_id: str, model: Any, _: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        added = await self.added(*args, **kwargs)
+        return await super()._non_streaming(request_id, model, self.reader, *args, **added)
 
     async def added(self, *args: Any, gen_manager: Service, **kwargs: Any) -> dict[str, Any]:
         """The keyword arguments, with a manager that has the request in place of the service."""
-        _, model, processor, _, _, inputs, _ = args
-        is_parsed = get_response_template(processor, model) is not None
-        own = {"skip_special_tokens": False} if is_parsed else {}
-        request = await self.add(gen_manager, inputs, **own)
-        return kwargs | {"gen_manager": OneRequest(request)}
+        _, _, inputs, _ = args
+        return kwargs | {"gen_manager": OneRequest(await self.begin(gen_manager, inputs))}
 
 
 class OneRequest(BaseGenerateManager):
@@ -78,7 +80,7 @@ class OneRequest(BaseGenerateManager):
         try:
             async for event in self.request:
                 self.total_tokens += len(event.token_ids)
-                for item in message.items(event):
+                for item in message.items(event.text, event.finish_reason is not None):
                     self.queue.put_nowait(item)
         except Exception as error:
             self.queue.put_nowait(_StreamError(str(error)))
