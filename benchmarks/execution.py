@@ -34,8 +34,6 @@ from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.plots import save, subplots
 from benchmarks.side_by_side import Call, Spread, call, frozen_garbage, machine, read_bandwidth
 from hfgen.evaluate import perplexity
-from hfgen.linears.forward import ROWS as ALL_ROWS
-from hfgen.linears.forward import PackedForward
 
 #: Of the largest, half the layers: the packed copies of all ways have to fit into memory.
 SUBJECTS = models.SUBJECTS | {"1b": partial(models.random_1b, 8)}
@@ -69,7 +67,6 @@ WAYS: dict[str, Way] = {
     "optimize, compiled, int8": Way(
         "hfgen", {"compile": True, "weights": "int8"}, only=("small", "135m", "1b")
     ),
-    "optimize, bf16": Way("hfgen", {"weights": "bf16"}),
     "optimize, int8": Way("hfgen", {"weights": "int8"}),
     "optimize, int4": Way("hfgen", {"weights": "int4"}),
 }
@@ -248,17 +245,10 @@ def _megabytes(model: Any) -> float:
 
 
 def quality(model: nn.Module) -> float:
-    """Perplexity of a held-out text by the kernels that were chosen, at any number of rows."""
-    forwards = [vars(module).get("forward") for module in model.modules()]
-    packed = [forward for forward in forwards if isinstance(forward, PackedForward)]
-    before = [forward.rows for forward in packed]
-    for forward in packed:
-        forward.rows = frozenset(ALL_ROWS)
+    """Perplexity of a held-out text by the kernels that were chosen."""
     tokenizer, text = hfgen.builtin_model()[1], inspect.getsource(ftplib)
     window, stride = perplexity.sizes(model)
     score = perplexity.score(model, tokenizer, "text", text, window=window, stride=stride)
-    for forward, rows in zip(packed, before, strict=True):
-        forward.rows = rows
     return math.exp(sum(score.nats) / sum(score.counts))
 
 
@@ -274,13 +264,12 @@ def gain(times: Times, all_times: list[Times], over: Sequence[str] = UPSTREAM) -
 def report(results: list[Result], facts: dict[str, Any]) -> str:
     """The page."""
     lines = [
-        "# Execution: linear layers by the fastest kernels, and compiled steps",
+        "# Execution: linear layers by other kernels, and compiled steps",
         "",
         f"Greedy, prompts of {PROMPT_LENGTH} tokens. All ways take turns. *First*: ms of a call of one new token; *ms per token*: of "
         "the steps that follow; *products*: of these, the linear layers by themselves. *Gain*: of these steps over upstream's best way, the median of the rounds (quartiles). *Bandwidth*: the floor, in which the float32 weights are read once, by the "
         "time. *MB*: weights, packed copies included. *Equal*: tokens that are those of upstream in float32; after one that "
-        "differs, a row is another text. *Perplexity*: of a held-out file of Python, with the chosen kernels at every number "
-        "of rows. Weights are values of bfloat16.",
+        "differs, a row is another text. *Perplexity*: of a held-out file of Python. Weights are values of bfloat16.",
         "",
         f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), load "
         f"{facts['load']}. torch {facts['torch']}, transformers {facts['transformers']}, hfgen "

@@ -1,7 +1,6 @@
 """How long the first call of a compiled 30-layer model takes: with an empty cache of the compiler, and after that.
 
-``python -m benchmarks.first_call`` writes ``first_call.{md,json}``. Each call is the first one of its process; the
-kernels of ``hfgen.optimize`` have been measured before.
+``python -m benchmarks.first_call`` writes ``first_call.{md,json}``. Each call is the first one of its process.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def main(
     facts = machine()
     cold, warm = [], []
     with tempfile.TemporaryDirectory() as folder:
-        eager = first_call("eager", folder)  # measures the kernels, too
+        eager = first_call("eager", folder)
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             cold.append(first_call("compiled", folder))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -31,7 +31,6 @@ from hfgen.drafters.early_exit import first_layers
 from hfgen.drafters.lookup import PromptLookup
 from hfgen.drafters.schedule import Adaptive, Constant, Heuristic
 from hfgen.execution import Executor
-from hfgen.linears import Choice, Report
 from hfgen.strategies.verification import (
     DraftColumn,
     GreedyMatch,
@@ -707,24 +706,22 @@ def test_columns_that_a_row_cannot_fill_are_not_fed() -> None:
     assert 0 < schedule.width([8, 3, 5]) <= 3
 
 
-def test_costs_are_measured_ones_where_the_model_was_prepared() -> None:
+def test_costs_of_an_optimised_model_follow_from_the_bytes_that_it_reads() -> None:
     """They decide on lengths of drafts, and never of those that draws of torch's generator depend on."""
     model, _ = hfgen.builtin_model()
-    model.optimization = Report(
-        weights=None,
-        choices=(
-            Choice((8, 8), "float32", 10, times={"own": {1: 100.0, 2: 100.0, 4: 200.0, 8: 400.0}}),
-        ),
-        left_alone={}, tokens="", extra_bytes=0, seconds=0.0,
-    )  # fmt: skip
-    fixed, measured = (costs_of(model, 1, 0.3, may_be_measured=may) for may in (False, True))
+    n_bytes = 2 * sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
+    )
+    hfgen.optimize(model, kernels="own")
+    fixed, by_bytes = (costs_of(model, 1, 0.3, decides_draws=it) for it in (True, False))
     assert fixed == Costs(1, 0.3)
-    assert measured.products == ((1, 1000.0), (2, 1000.0), (4, 2000.0), (8, 4000.0))
-    assert measured.forward(0) == 1.0
-    costs = [measured.forward(n) for n in range(20)]
-    assert costs == sorted(costs)
-    steep = [measured.forward(n + 1) - measured.forward(n) for n in (1, 3, 7, 15)]
-    assert steep == pytest.approx([steep[0]] * 4)  # beyond what was measured, too
+    assert by_bytes == Costs(1, 0.3, 2 * n_bytes, len(model.model.layers))
+    assert by_bytes.forward(0) == 1.0
+    for kernel_bytes in (2 * n_bytes, n_bytes, n_bytes // 2):  # of float32, fp16 and int8
+        costs = [Costs(1, 0.3, kernel_bytes, 8).forward(n) for n in range(20)]
+        assert costs == sorted(costs)
+        steep = [costs[n + 1] - costs[n] for n in (1, 7, 15)]
+        assert steep == pytest.approx([steep[0]] * 3)
 
 
 def test_cost_of_a_draft_is_the_measured_one() -> None:

@@ -17,27 +17,12 @@ from transformers import DynamicCache
 import hfgen
 from hfgen.execution import compiled_layers
 from hfgen.execution.compiled_layers import CompiledLayer, LayerGraph, find_layers
-from hfgen.linears import choice, kernels, known, measure, whole
-from hfgen.linears.forward import ROWS, PackedForward
+from hfgen.linears import kernels
+from hfgen.linears.forward import PackedForward
 from tests import tiny
 from tests.test_length_classes import check, solo
 
 STATIC = {"cache_implementation": "static", "disable_compile": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_measuring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Linear layers are as they are, unless a test says otherwise."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(choice, "measure", lambda modules, fitting: _times(fitting, None))
-        patch.setattr(whole, "measure_steps", lambda *_: {})
-        yield
-
-
-def _times(fitting: Any, best: str | None) -> dict[str, dict[int, float]]:
-    found = {name: dict.fromkeys(ROWS, 5.0 if name == best else 20.0) for name in fitting}
-    return {measure.OWN: dict.fromkeys(ROWS, 10.0), **found}
 
 
 def llama() -> Any:
@@ -54,7 +39,7 @@ def compiled() -> Iterator[Any]:
     """Graphs are made by the compiler's front end, and run operator by operator."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled_layers, "BACKEND", "eager")
-        yield hfgen.optimize(llama(), compile=True)
+        yield hfgen.optimize(llama(), compile=True, kernels="own")
 
 
 @pytest.fixture
@@ -138,7 +123,7 @@ def test_no_other_graph_for_other_rows_and_lengths(compiled, graphs, options):
 
 def test_one_graph_is_for_all_layers(graphs, monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    model = hfgen.optimize(llama(), compile=True)
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
     generate(model, tiny.prompt(1, 9))
     assert graphs() == 1
     generate(model, tiny.prompt(3, 5))
@@ -158,7 +143,9 @@ def test_drafts_of_any_length_are_verified_by_one_graph(compiled, graphs):
 
 
 def test_an_assistant_is_compiled_by_itself(plain, compiled):
-    draft = hfgen.optimize(hfgen.mix_into(tiny.llama(num_hidden_layers=1)).eval(), compile=True)
+    draft = hfgen.optimize(
+        hfgen.mix_into(tiny.llama(num_hidden_layers=1)).eval(), compile=True, kernels="own"
+    )
     expected = generate(plain, padded(9, 5))
     found = generate(compiled, padded(9, 5), assistant_model=draft)
     assert torch.equal(found, expected)
@@ -188,7 +175,7 @@ def test_the_engine(plain, compiled, fixed_shapes):
 
 
 def test_the_compilers_own_code_gives_the_same_tokens(plain):
-    with hfgen.optimized(llama(), compile=True) as model:
+    with hfgen.optimized(llama(), compile=True, kernels="own") as model:
         for inputs in (tiny.prompt(1, 9), padded(9, 4, 7)):
             assert torch.equal(generate(model, inputs), generate(plain, inputs))
         assert model.optimization.graph.failure is None
@@ -233,7 +220,7 @@ def test_guards_are_checked_again_for_other_kinds_of_steps(plain, compiled, guar
 @pytest.mark.parametrize("change", ["weight", "module", "constant"])
 def test_a_change_between_calls_with_one_cache_is_seen(monkeypatch, change):
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    model, other = hfgen.optimize(llama(), compile=True), llama()
+    model, other = hfgen.optimize(llama(), compile=True, kernels="own"), llama()
     ids = tiny.prompt(1, 9)
     texts = []
     for each in (model, other):
@@ -250,13 +237,12 @@ def test_a_change_between_calls_with_one_cache_is_seen(monkeypatch, change):
     assert torch.equal(*texts)
 
 
-def packing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Let a kernel be the fastest by far."""
-    monkeypatch.setattr(known, "read", dict)
-    monkeypatch.setattr(choice, "measure", lambda modules, fitting: _times(fitting, name))
+def packing(monkeypatch: pytest.MonkeyPatch, name: str = "onednn") -> str:
+    """A kernel that this machine has, and a quick compiler."""
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    if not kernels._works(name):
+    if not kernels.works(name):
         pytest.skip(reason="this machine has no such kernel")
+    return name
 
 
 @pytest.fixture
@@ -271,8 +257,8 @@ def used(monkeypatch) -> list[str]:
 
 
 def test_packed_weights_stay_packed(plain, monkeypatch, used):
-    packing(monkeypatch, "onednn")
-    model = hfgen.optimize(llama(), compile=True)
+    kernel = packing(monkeypatch)
+    model = hfgen.optimize(llama(), compile=True, kernels=kernel)
     found = generate(model, tiny.prompt(1, 9), max_new_tokens=4)
     used.clear()
     assert torch.equal(generate(model, tiny.prompt(1, 9), max_new_tokens=4), found)
@@ -282,8 +268,8 @@ def test_packed_weights_stay_packed(plain, monkeypatch, used):
 
 
 def test_layers_with_packed_weights_share_graphs(plain, monkeypatch, graphs):
-    packing(monkeypatch, "onednn")
-    model = hfgen.optimize(llama(), compile=True)
+    kernel = packing(monkeypatch)
+    model = hfgen.optimize(llama(), compile=True, kernels=kernel)
     generate(model, tiny.prompt(1, 9))
     assert graphs() == 1
     ids = tiny.prompt(2, 4).repeat(1, 5)
@@ -297,10 +283,9 @@ def test_layers_with_packed_weights_share_graphs(plain, monkeypatch, graphs):
 def test_models_that_share_weights_keep_their_kernels(monkeypatch, used):
     model = llama()
     shared = {id(weight): weight for weight in model.parameters()}
-    twins = {name: copy.deepcopy(model, dict(shared)) for name in ("onednn", "bf16")}
+    twins = {name: copy.deepcopy(model, dict(shared)) for name in ("onednn", "int8")}
     for name, twin in twins.items():
-        packing(monkeypatch, name)
-        hfgen.optimize(twin, compile=True, weights="bf16")
+        hfgen.optimize(twin, compile=True, kernels=packing(monkeypatch, name))
     for _ in range(2):
         for name, twin in twins.items():
             used.clear()
@@ -309,8 +294,8 @@ def test_models_that_share_weights_keep_their_kernels(monkeypatch, used):
 
 
 def test_a_packed_weight_is_packed_again_where_a_graph_uses_it(monkeypatch, used):
-    packing(monkeypatch, "onednn")
-    model, other = hfgen.optimize(llama(), compile=True), llama()
+    kernel = packing(monkeypatch)
+    model, other = hfgen.optimize(llama(), compile=True, kernels=kernel), llama()
     before = generate(model, tiny.prompt(1, 9))
     for each in (model, other):
         projection = each.model.layers[2].mlp.down_proj
@@ -321,8 +306,8 @@ def test_a_packed_weight_is_packed_again_where_a_graph_uses_it(monkeypatch, used
 
 
 def test_a_packed_layer_in_a_graph_of_the_users(monkeypatch, used):
-    packing(monkeypatch, "onednn")
-    model = hfgen.optimize(torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 16)))
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 16))
+    model = hfgen.optimize(layers, kernels=packing(monkeypatch))
     function = torch.compile(model.eval(), backend="eager", fullgraph=True)
     x = torch.randn(2, 3, 64)
     with torch.no_grad():
@@ -334,7 +319,7 @@ def test_a_packed_layer_in_a_graph_of_the_users(monkeypatch, used):
 
 def test_a_changed_weight_is_seen(plain, monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    model, other = hfgen.optimize(llama(), compile=True), llama()
+    model, other = hfgen.optimize(llama(), compile=True, kernels="own"), llama()
     generate(model, tiny.prompt(1, 9))
     for each in (model, other):
         with torch.no_grad():
@@ -395,7 +380,7 @@ def test_a_cache_of_another_type_is_converted_as_without_graphs(compiled):
 
 
 def test_restore_leaves_no_trace(plain):
-    model = hfgen.optimize(llama(), compile=True)
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
     assert all(isinstance(layer.forward, CompiledLayer) for layer in model.model.layers)
     assert find_layers(model) == {}
     hfgen.restore(model)
@@ -407,7 +392,7 @@ def test_restore_leaves_no_trace(plain):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_are_compiled_by_themselves(plain, monkeypatch, copied):
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    model = hfgen.optimize(llama(), compile=True)
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
     twin = copied(model)
     forwards = [layer.forward for layer in twin.model.layers]
     assert [f.module for f in forwards] == list(twin.model.layers)
@@ -432,7 +417,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(plain, monkeypatch):
         raise RuntimeError("No working C++ compiler found")
 
     monkeypatch.setattr(compiled_layers, "BACKEND", broken)
-    model = hfgen.optimize(llama(), compile=True)
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
     for _ in range(2):
         for ids in (tiny.prompt(1, 9), tiny.prompt(3, 5)):
             assert torch.equal(generate(model, ids), generate(plain, ids))
@@ -444,7 +429,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(plain, monkeypatch):
 def test_a_torch_that_is_too_old_compiles_no_layer_and_says_so(plain, graphs, monkeypatch):
     monkeypatch.setattr(compiled_layers, "OLDEST_TORCH", "99.1")
     monkeypatch.setattr(compiled_layers.logger, "warning", lambda text: None)
-    model = hfgen.optimize(llama(), compile=True)
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
     assert torch.equal(generate(model, tiny.prompt(1, 9)), generate(plain, tiny.prompt(1, 9)))
     assert f"torch 99.1 or newer is needed, not {torch.__version__}" in str(model.optimization)
     assert graphs() == 0
@@ -462,7 +447,7 @@ def test_a_layer_that_keeps_something_runs_as_it_is(plain, monkeypatch):
 
     for layer in model.model.layers:
         layer.mlp.__class__ = Keeping
-    hfgen.optimize(model, compile=True)
+    hfgen.optimize(model, compile=True, kernels="own")
     assert torch.equal(generate(model, tiny.prompt(1, 9)), generate(plain, tiny.prompt(1, 9)))
     assert model.model.layers[1].mlp.kept.shape[1] == 1
     assert "sets attributes of itself" in str(model.optimization)
@@ -471,7 +456,7 @@ def test_a_layer_that_keeps_something_runs_as_it_is(plain, monkeypatch):
 def test_a_failure_behind_the_first_call_costs_no_token(plain, monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     monkeypatch.setattr(compiled_layers.logger, "warning", lambda text: None)
-    model = hfgen.optimize(llama(), compile=True)
+    model = hfgen.optimize(llama(), compile=True, kernels="own")
     generate(model, tiny.prompt(1, 9))
     function, left = model.optimization.graph._function, [3]
 
@@ -490,7 +475,7 @@ def test_a_failure_behind_the_first_call_costs_no_token(plain, monkeypatch):
 
 def test_a_model_without_such_layers():
     for other in (torch.nn.Sequential(torch.nn.Linear(4, 4)), tiny.t5()):
-        report = hfgen.optimize(other, compile=True).optimization
+        report = hfgen.optimize(other, compile=True, kernels="own").optimization
         assert "no decoder layer can be compiled" in str(report)
 
 

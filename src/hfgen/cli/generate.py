@@ -41,7 +41,7 @@ def generate(
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, times, memory.")
     ] = False,
     optimize: Annotated[
-        bool, typer.Option("--optimize", help="Use the fastest kernels for this CPU.")
+        bool, typer.Option("--optimize", help="Use faster kernels for this CPU.")
     ] = False,
     compile: Annotated[
         bool, typer.Option("--compile", help="With --optimize: also compile decoder layers.")

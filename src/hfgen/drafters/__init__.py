@@ -143,7 +143,7 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
     rows, length = setup.run.ids.shape
     # Prompt lookup may overshoot, by no more than it knows.
     longest = setup.max_length if is_lookup else setup.max_length - length
-    costs = costs_of(setup.run.model, rows, drafter.cost, may_be_measured=not setup.needs_logits)
+    costs = costs_of(setup.run.model, rows, drafter.cost, decides_draws=setup.needs_logits)
     schedule = make(max(min(int(n_tokens), longest), 1), costs)
     if name == "heuristic" and isinstance(schedule, Heuristic) and isinstance(drafter, Assistant):
         schedule.kept_in = drafter.model.generation_config

@@ -1,8 +1,7 @@
-"""Costs of forward passes of several tokens: constants, or ``hfgen.optimize``'s report, but never a clock."""
+"""Costs of forward passes of several tokens, by constants and by the bytes that a model reads: no clock."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,9 @@ FIRST, FIRST_ROW, NEXT, ROW = 0.35, 0.03, 0.037, 0.12
 #: Rows beyond which the first token costs no more.
 MANY_ROWS = 8
 
+#: Bytes of packed weights that a microsecond reads, and those that it multiplies with one more token: as
+#: kernels of all widths do on a core of an EPYC with AVX512 (``benchmarks.execution``).
+READ, MULTIPLIED = 2e4, 2.2e5
 #: Microseconds that a layer takes besides its products, for one row; and for each further one.
 LAYER_TIME, ROW_TIME = 550.0, 45.0
 #: The same for the first token after one in each row, for which keys and values are repeated: in one
@@ -30,51 +32,44 @@ LAYER = 2e6
 class Costs:
     """Times of a call of ``rows``, in forwards of the target that take one token of each row.
 
-    ``drafter``: of a drafted token. ``products``: microseconds of all linear layers of the target by
-    the number of tokens, ascending, as measured when the model was prepared, or nothing; ``layers``:
-    how many layers it has.
+    ``drafter``: of a drafted token. ``n_bytes``: of the packed weights of a model that is optimised, or
+    0; ``layers``: how many layers it has.
     """
 
     rows: int = 1
     drafter: float = 0.0
-    products: tuple[tuple[int, float], ...] = ()
+    n_bytes: int = 0
     layers: int = 0
 
     def forward(self, n: float) -> float:
         """Of a forward of ``n`` tokens more than one, in each row."""
         if n <= 0:
             return 1.0
-        if self.products:
+        if self.n_bytes:
             return self._time(n) / self._time(0)
         first = FIRST + FIRST_ROW * (min(self.rows, MANY_ROWS) - 1)
         more = NEXT * self.rows * max(n - 1, 0.0) / (1 + ROW * (self.rows - 1))
         return 1 + first * min(n, 1.0) + more
 
     def _time(self, n: float) -> float:
-        """Microseconds of the same, as far as they are known."""
+        """Microseconds of the same in an optimised model."""
         others = LAYER_TIME + ROW_TIME * (self.rows - 1)
         others += (FIRST_TIME + FIRST_ROW_TIME * (self.rows - 1)) * min(n, 1.0)
         others += TOKEN_TIME * self.rows * n
-        return self._products(self.rows * (1 + n)) + self.layers * others
-
-    def _products(self, n_tokens: float) -> float:
-        """Microseconds of the linear layers: on the line through the two nearest numbers of tokens."""
-        at = bisect_left(self.products, n_tokens, key=lambda point: point[0])
-        at = min(max(at, 1), len(self.products) - 1)
-        (low, before), (high, after) = self.products[at - 1], self.products[at]
-        return before + (after - before) * (n_tokens - low) / (high - low)
+        products = self.n_bytes * (1 / READ + self.rows * (1 + n) / MULTIPLIED)
+        return products + self.layers * others
 
 
-def costs_of(target: Any, rows: int, drafter: float, may_be_measured: bool) -> Costs:
+def costs_of(target: Any, rows: int, drafter: float, decides_draws: bool) -> Costs:
     """``drafter``: of a drafted token, in forwards of ``target``.
 
-    ``may_be_measured``: whether draft lengths may follow from what `hfgen.optimize` measured. They may
-    where they decide about time and rounding alone.
+    ``decides_draws``: whether draws of torch's generator depend on draft lengths, which are then the same
+    with and without `hfgen.optimize`.
     """
-    report = vars(target).get("optimization") if may_be_measured else None
+    report = None if decides_draws else vars(target).get("optimization")
     if report is None:
         return Costs(rows, drafter)
-    return Costs(rows, drafter, tuple(report.products().items()), n_layers(target))
+    return Costs(rows, drafter, report.read_bytes, n_layers(target))
 
 
 def relative_cost(draft: Any, target: Any) -> float:

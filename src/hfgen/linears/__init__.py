@@ -1,6 +1,6 @@
-"""``hfgen.optimize``: runs linear layers with the fastest kernels for this CPU, chosen by measurement."""
+"""``hfgen.optimize``: runs linear layers with faster kernels for this CPU. Processor, type and weights decide which."""
 
 from .choice import optimize, optimized, restore
-from .report import Choice, Report
+from .report import Report
 
-__all__ = ["Choice", "Report", "optimize", "optimized", "restore"]
+__all__ = ["Report", "optimize", "optimized", "restore"]

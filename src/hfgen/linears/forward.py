@@ -14,19 +14,9 @@ from torch import library as operators
 
 from .kernels import DTYPES, Product, named
 
-#: Numbers of rows that are measured; the last one stands for all above the one before.
-ROWS = (1, 2, 4, 8, 16, 128)
 #: Places of a weight that are compared at each call, and values at each: a cache line of bfloat16 is read
 #: in any case, and small edits change few values of such types.
 N_PLACES, N_VALUES = 8, 16
-
-
-def bucket(rows: int) -> int:
-    """The measured number of rows that stands for ``rows``."""
-    return next((size for size in ROWS[:-1] if rows <= size), ROWS[-1])
-
-
-_BUCKETS = [bucket(rows) for rows in range(ROWS[-2] + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +37,16 @@ class Packed:
 class PackedForward:
     """Set as ``forward`` of an ``nn.Linear``, which stays as it is in everything else.
 
-    The layer's own forward runs for numbers of rows for which it is faster, in training mode, where
-    gradients are recorded and under autocast; and wherever weight or activations are not dense tensors
-    of one type on the CPU. A weight shows its changes by object, address, version and a few values,
+    The layer's own forward runs in training mode, where gradients are recorded and under autocast; and
+    wherever weight or activations are not dense tensors of one type on the CPU. A weight shows its changes by object, address, version and a few values,
     since an edit through ``.data`` leaves the version as it is. It is then packed again. Copies and
     pickles pack at their first call. A compiled graph has an operator that comes back here: it finds
     this object by a ``number (1,)``, which is an argument of the graph, so that layers can share graphs.
     """
 
-    def __init__(self, module: nn.Linear, kernel: str, rows: frozenset[int]) -> None:
+    def __init__(self, module: nn.Linear, kernel: str) -> None:
         self.module = module
         self.kernel = named(kernel)
-        self.rows = rows
         self._packed: Packed | None = None
         n = next(_numbers)
         with torch.inference_mode(False):
@@ -66,12 +54,12 @@ class PackedForward:
         _BY_TENSOR[id(self.number)] = _BY_NUMBER[n] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedForward, (self.module, self.kernel.name, self.rows)
+        return PackedForward, (self.module, self.kernel.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedForward:
         # A module that is being copied is in the memo; a copy of this object alone stays with it.
         module = memo.get(id(self.module), self.module)
-        return PackedForward(module, self.kernel.name, self.rows)
+        return PackedForward(module, self.kernel.name)
 
     def __call__(self, input: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() or self.module.training):
@@ -79,7 +67,7 @@ class PackedForward:
                 if _is_exporting():  # for other processes, where this object is not
                     return own_forward(self.module)(input)
                 return torch.ops.hfgen.linear(input, self.number, self.module.out_features)
-            if (found := self.of_rows(input)) is not None:
+            if (found := self.compute(input)) is not None:
                 return found
         return own_forward(self.module)(input)
 
@@ -90,12 +78,6 @@ class PackedForward:
         del vars(view)["forward"]
         vars(view)["_buffers"] = {"number": self.number}
         return view
-
-    def of_rows(self, x: Tensor) -> Tensor | None:
-        """``compute`` where it is faster than the layer's own forward, else None."""
-        n = x.numel() // max(self.module.in_features, 1)
-        size = _BUCKETS[n] if n < len(_BUCKETS) else ROWS[-1]
-        return self.compute(x) if size in self.rows else None
 
     def compute(self, x: Tensor) -> Tensor | None:
         """The layer by its kernel: ``(..., in)`` to ``(..., out)``; None if it cannot be used."""
@@ -143,7 +125,7 @@ _BY_TENSOR: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
 def _linear(x: Tensor, number: Tensor, n_out: int) -> Tensor:
     """The operator in compiled graphs: as ``PackedForward`` does it."""
     forward = _BY_TENSOR.get(id(number)) or _BY_NUMBER[int(number)]
-    found = forward.of_rows(x)
+    found = forward.compute(x)
     return own_forward(forward.module)(x) if found is None else found
 
 

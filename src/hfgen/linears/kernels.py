@@ -10,23 +10,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 #: What computes a layer: activations ``(..., in)`` and a bias ``(out,)`` or None to ``(..., out)``.
 Product = Callable[[Tensor, Tensor | None], Tensor]
 
 #: Values of ``weights=`` besides None.
-WEIGHTS = ("fp16", "bf16", "int8", "int4")
+WEIGHTS = ("fp16", "int8", "int4")
 #: Types of weights that are looked at.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Share of a row's norm. A sum of some hundred products in float32 rounds more: about 2**-21 of it.
 ROUNDING = 2**-22
-#: The kernel of fp16 for weights that it does not hold exactly.
-ROUNDED_FP16 = "fp16, rounded"
+#: The name of the layer's own forward method.
+OWN = "own"
 #: Weights of a row of a matrix that share a scale in int4.
 GROUP = 32
 #: Rows that the int4 kernel packs together.
 INT4_ROWS = 16
-#: Values of a row that the int8 kernel reads at once. It reads past the end of others, and may crash.
+#: Values of a row that ``_weight_int8pack_mm`` reads at once. It reads past the end of others, and may crash.
 INT8_VALUES = 16
 
 
@@ -34,7 +35,7 @@ INT8_VALUES = 16
 class Kernel:
     """One way to compute a linear layer.
 
-    ``weights``: the argument that allows it; None: it keeps the values. ``bits``: of a packed weight;
+    ``weights``: the argument that asks for it; None: it keeps the values. ``bits``: of a packed weight;
     None: as many as it has.
     """
 
@@ -54,10 +55,24 @@ class Kernel:
         return weight.numel() * (self.bits or 8 * weight.element_size()) // 8
 
 
-def candidates(weights: str | None) -> list[Kernel]:
-    """The kernels that ``weights`` allows and this machine has."""
-    allowed = (kernel for kernel in KERNELS if kernel.weights in (None, weights))
-    return [kernel for kernel in allowed if _works(kernel.name)]
+def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
+    """The kernels of this machine for weights of ``dtype``, the fastest first, as benchmarks found them.
+
+    They follow from the argument, the type and the processor. No clock is read here: kernels differ in
+    rounding, so that a measurement would decide which tokens come out.
+    """
+    names = {
+        "fp16": ("fp16", "fp16, rounded"),
+        "int8": ("int8", "int8, weights only"),
+        "int4": ("int4",),
+    }.get(weights or "", ())
+    if dtype == torch.float32:
+        names += ("fp16", "onednn")
+    elif dtype == torch.bfloat16 and _has_bfloat16():
+        names += ("onednn",)
+    elif dtype == torch.bfloat16 or not _mkldnn_has("fp16"):
+        names += ("fp16",)
+    return [named(name) for name in names if works(name)]
 
 
 def named(name: str) -> Kernel:
@@ -65,8 +80,20 @@ def named(name: str) -> Kernel:
     return _BY_NAME[name]
 
 
+def _has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16. oneDNN converts it to float32 otherwise."""
+    has = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return has is not None and has() and _mkldnn_has("bf16")
+
+
+def _mkldnn_has(name: str) -> bool:
+    """Whether oneDNN multiplies ``"bf16"`` or ``"fp16"`` on this processor."""
+    has = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return has is not None and bool(has())
+
+
 @cache
-def _works(name: str) -> bool:
+def works(name: str) -> bool:
     """Whether this machine and this torch have a kernel: it is tried out on a small layer."""
     kernel, generator = named(name), torch.Generator().manual_seed(0)
     plain: Any = {"generator": generator, "device": "cpu", "dtype": torch.float32}
@@ -109,12 +136,8 @@ def _inexact_in_fp16(weight: Tensor) -> str | None:
     return None
 
 
-def _not_float32(weight: Tensor) -> str | None:
-    return None if weight.dtype == torch.float32 else f"it is in {_short(weight)} already"
-
-
 def _not_for_onednn(weight: Tensor) -> str | None:
-    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _works("bf16")):
+    if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _mkldnn_has("bf16")):
         return None
     return f"it is in {_short(weight)}"
 
@@ -153,31 +176,36 @@ def _onednn(weight: Tensor) -> Product:
     return lambda x, bias: linear(x, packed, bias, "none", [], "")
 
 
-def _bf16(weight: Tensor) -> Product:
-    product = _onednn(weight.detach().bfloat16())
-
-    def run(x: Tensor, bias: Tensor | None) -> Tensor:
-        return _plus(product(x.bfloat16(), None).to(x.dtype), bias)
-
-    return run
-
-
 def _fp16(weight: Tensor) -> Product:
     """fbgemm: weights of fp16, activations and sums of float32 (``linear_dynamic_fp16``)."""
     packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float(), None)
     return _in_float32(_scripted(_Fp16(packed)))
 
 
-def _dynamic_int8(weight: Tensor) -> Product:
-    """A scale per row of the weight, and one for all activations of a call (``linear_dynamic``)."""
-    values = weight.detach().float()
-    scales = (values.abs().amax(1) / 127).clamp(min=1e-12)
-    zeros = torch.zeros_like(scales, dtype=torch.long)
+def _int8(weight: Tensor) -> Product:
+    """fbgemm: a scale for each row of the weight, and one for each row of activations."""
+    return _in_float32(_scripted(_Int8(_packed_int8(weight), halves=_saturates())))
+
+
+def _packed_int8(weight: Tensor) -> Any:
+    values = functional.pad(weight.detach().float(), (0, 2))  # see ``_Int8``
+    scales, zeros = _scales(values), torch.zeros(len(values), dtype=torch.long, device="cpu")
     with warnings.catch_warnings():  # torch will drop such tensors; the kernel is then not there
         warnings.simplefilter("ignore")
         quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
-    packed = torch.ops.quantized.linear_prepack(quantised, None)
-    return _in_float32(_scripted(_Int8(packed)))
+    return torch.ops.quantized.linear_prepack(quantised, None)
+
+
+def _scales(values: Tensor) -> Tensor:
+    """A scale for each row of a weight in int8."""
+    return (values.abs().amax(1) / 127).clamp(min=1e-12)
+
+
+@cache
+def _saturates() -> bool:
+    """Whether sums of two products of 8 bits overflow 16 bits, as on processors without VNNI."""
+    ones = torch.ones(8, 64, dtype=torch.float32, device="cpu")
+    return bool(_Int8(_packed_int8(ones), halves=False)(ones).min() < 60)
 
 
 class _Fp16(nn.Module):
@@ -190,9 +218,23 @@ class _Fp16(nn.Module):
 
 
 class _Int8(_Fp16):
+    """``linear_dynamic`` has one scale for all activations: from their least and largest value.
+
+    So that a row does not depend on others, each row is divided by its largest absolute value, and -1 and 1
+    are appended to it. The weight has two columns of zeros for them. Sums of integers are exact.
+    """
+
+    def __init__(self, packed: object, halves: bool) -> None:
+        super().__init__(packed)
+        self.halves = halves  # of the range of activations: 7 bits
+        self.ends = torch.tensor([[-1.0, 1.0]], dtype=torch.float32, device="cpu")
+
     def forward(self, x: Tensor) -> Tensor:
-        # Half the range of activations: sums of pairs overflow 16 bits where there is no VNNI.
-        return torch.ops.quantized.linear_dynamic(x, self.packed, True)
+        largest = x.abs().amax(-1, keepdim=True).clamp_(min=1e-12)
+        ends = torch.zeros_like(largest) + self.ends
+        # NaN and infinite values make their row NaN, by ``largest``, and no other.
+        values = torch.cat([x / largest, ends], -1).nan_to_num_()
+        return torch.ops.quantized.linear_dynamic(values, self.packed, self.halves) * largest
 
 
 def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -218,10 +260,10 @@ def _in_float32(linear: Callable[[Tensor], Tensor]) -> Product:
     return run
 
 
-def _int8(weight: Tensor) -> Product:
+def _int8_weights(weight: Tensor) -> Product:
     """A scale per row; activations of bfloat16, since under float32 it is 13 times slower and more."""
     values = weight.detach().float()
-    scales = (values.abs().amax(1) / 127).clamp(min=1e-12)
+    scales = _scales(values)
     packed = (values / scales[:, None]).round().to(torch.int8)
     scales = scales.bfloat16()
     return _in_bfloat16(lambda x: torch._weight_int8pack_mm(x, packed, scales), len(values))
@@ -259,10 +301,9 @@ def _plus(found: Tensor, bias: Tensor | None) -> Tensor:
 KERNELS = (
     Kernel("onednn", None, None, _onednn, _not_for_onednn),
     Kernel("fp16", None, 16, _fp16, _inexact_in_fp16),
-    Kernel(ROUNDED_FP16, "fp16", 16, _fp16, overflow),
-    Kernel("bf16", "bf16", 16, _bf16, _not_float32),
-    Kernel("int8, dynamic", "int8", 8, _dynamic_int8, _not_finite),
-    Kernel("int8", "int8", 8, _int8, _odd_for_int8),
+    Kernel("fp16, rounded", "fp16", 16, _fp16, overflow),
+    Kernel("int8", "int8", 8, _int8, _not_finite),
+    Kernel("int8, weights only", "int8", 8, _int8_weights, _odd_for_int8),
     Kernel("int4", "int4", 4, _int4, _odd_for_int4),
 )
 _BY_NAME = {kernel.name: kernel for kernel in KERNELS}
