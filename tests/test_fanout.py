@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+import accelerate
 import pytest
 import torch
 import transformers
 
 import hfgen
+from hfgen.logs import logger
 from tests import tiny
 from tests.parity.harness import FAMILIES
 
@@ -338,3 +342,221 @@ def test_a_great_length_takes_no_memory(options: dict[str, Any]) -> None:
     limit = [transformers.MaxLengthCriteria(10)]
     output = model.generate(IDS, max_length=10**12, stopping_criteria=limit, **kwargs, **options)
     assert torch.equal(output, model.generate(IDS, max_length=10, **kwargs, **options))
+
+
+# ---------------------------------------------------------------- noise, and states of the model's own
+
+
+class Noisy(transformers.LlamaForCausalLM):
+    """Adds noise to its logits."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits + torch.randn_like(outputs.logits)
+        return outputs
+
+
+class NoisyButDeclared(Noisy):
+    """Says that it is row-wise, and is not: its draws are found out, and taken back."""
+
+    is_row_wise = True
+
+
+class WithField(transformers.LlamaForCausalLM):
+    """Carries an output of its own from step to step."""
+
+    def forward(
+        self, input_ids: Any, attention_mask: Any = None, own_states: Any = None, **kwargs: Any
+    ) -> Any:
+        outputs = super().forward(input_ids, attention_mask, **kwargs)
+        states = outputs.logits[:, -1:] if own_states is None else own_states[0] / 2
+        assert len(states) == len(input_ids)
+        outputs.logits = outputs.logits + states
+        outputs["own_states"] = [outputs.logits[:, -1:]]
+        return outputs
+
+    def prepare_inputs_for_generation(
+        self, *args: Any, own_states: Any = None, **kwargs: Any
+    ) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return inputs | {"own_states": own_states}
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, kwargs: Any, **others: Any) -> Any:
+        kwargs = super()._update_model_kwargs_for_generation(outputs, kwargs, **others)
+        return kwargs | {"own_states": outputs["own_states"]}
+
+
+class WithList(transformers.LlamaForCausalLM):
+    """Keeps the rows of its forwards in a list, and attends to none but those."""
+
+    def forward(self, input_ids: Any, **kwargs: Any) -> Any:
+        if kwargs["past_key_values"].get_seq_length() == 0:
+            self.seen = []
+        self.seen.append(input_ids[:, -1])
+        outputs = super().forward(input_ids, **kwargs)
+        for tokens in self.seen:
+            outputs.logits[torch.arange(len(input_ids)), -1, tokens] -= 1.0
+        return outputs
+
+
+class Memory:
+    """An object of an attention layer, as H2O and SnapKV patch them in."""
+
+    mean: torch.Tensor
+
+    def follow(self, states: torch.Tensor) -> torch.Tensor:
+        if states.shape[1] > 1:
+            self.mean = states.mean(1, keepdim=True)
+        assert len(self.mean) == len(states)
+        self.mean = (self.mean + states[:, -1:]) / 2
+        return states + self.mean
+
+
+def attention_with_memory(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not hasattr(self, "memory"):
+        self.memory = Memory()
+    return PLAIN_ATTENTION(self, self.memory.follow(hidden_states), *args, **kwargs)
+
+
+PLAIN_ATTENTION = transformers.models.llama.modeling_llama.LlamaAttention.forward
+
+
+class Follow(accelerate.hooks.ModelHook):
+    """A hook of accelerate's kind, of the caller's, with a memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return self.memory.follow(output)
+
+
+def as_class(cls: type) -> Any:
+    model = tiny.llama()
+    model.__class__ = cls
+    return model
+
+
+def with_own_forward() -> Any:
+    model, memory = tiny.llama(), Memory()
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda states: forward(memory.follow(states))
+    return model
+
+
+def with_model_hook() -> Any:
+    model = tiny.llama()
+    accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, Follow())
+    return model
+
+
+def with_patched_attention() -> Any:
+    model = tiny.llama()
+    for layer in model.model.layers:
+        layer.self_attn.forward = types.MethodType(attention_with_memory, layer.self_attn)
+    return model
+
+
+def with_adapter_that_trains() -> Any:
+    """LoRA with dropout in the adapters alone."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    model = tiny.llama()
+    peft.inject_adapter_in_model(config, model)
+    for module in model.modules():
+        module.train("Dropout" in type(module).__name__)
+    return model
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "trains": lambda: tiny.gpt2().train(),  # with the dropout of its config, 0.1
+    "adapter trains": with_adapter_that_trains,
+    "noise": lambda: as_class(Noisy),
+    "noise, declared row-wise": lambda: as_class(NoisyButDeclared),
+    "output field": lambda: as_class(WithField),
+    "list": lambda: as_class(WithList),
+    "own forward of a layer": with_own_forward,
+    "accelerate hook": with_model_hook,
+    "patched attention of layers": with_patched_attention,
+}
+
+
+@pytest.mark.parametrize("mode", [*BEAMS_AND_SAMPLES[:3], "several of the beams", "greedy"])
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_what_is_not_known_to_be_row_wise_is_not_shared(
+    make: Callable[[], Any], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hfgen.execution import shared_prompt
+
+    monkeypatch.setattr(shared_prompt, "_NOT_SHARED", WeakSet())
+    kwargs = {"attention_mask": MASK, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    kwargs |= {"return_dict_in_generate": True, "output_logits": True} | MODES.get(mode, {})
+    results = []
+    for mix in (lambda model: model, hfgen.mix_into):
+        model = mix(make())
+        torch.manual_seed(3)
+        outputs = model.generate(IDS, **kwargs)
+        results.append((outputs.sequences, outputs.logits[0], torch.get_rng_state()))
+    for theirs, mine in zip(*results, strict=True):
+        assert torch.equal(theirs, mine)
+
+
+def test_attention_that_a_library_patches_for_all_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class is seen to be patched after a call that was shared."""
+    model = hfgen.mix_into(tiny.llama())
+    assert rows_and_lengths(model, IDS, num_beams=3)[0][0] == (2, 6)
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    monkeypatch.setattr(attention, "forward", attention_with_memory)
+    shapes, output = rows_and_lengths(model, IDS, num_beams=3)
+    assert shapes[0] == (6, 6)
+    assert torch.equal(output, tiny.llama().generate(IDS, num_beams=3, max_new_tokens=4))
+    model.train()
+    monkeypatch.undo()
+    assert rows_and_lengths(model, IDS, num_beams=3)[0][0] == (6, 6)
+    assert rows_and_lengths(model.eval(), IDS, num_beams=3)[0][0] == (2, 6)
+
+
+def test_a_class_that_says_that_it_is_row_wise_is_shared() -> None:
+    class Mine(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model = hfgen.mix_into(as_class(Mine))
+    assert rows_and_lengths(model, IDS, num_beams=2)[0][0] == (4, 6)
+    Mine.is_row_wise = True
+    assert rows_and_lengths(model, IDS, num_beams=2)[0][0] == (2, 6)
+
+
+def prepared(way: str) -> Any:
+    model = hfgen.mix_into(tiny.llama())
+    if way == "adapters":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.5)
+        peft.inject_adapter_in_model(config, model)
+        return model.eval()
+    if way == "offloaded":
+        return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    return hfgen.optimize(model, weights="int8")
+
+
+@pytest.mark.parametrize("way", ["adapters", "offloaded", "optimized"])
+def test_libraries_layers_are_shared(way: str) -> None:
+    assert rows_and_lengths(prepared(way), IDS, num_beams=2)[0][0] == (2, 6)
+
+
+@pytest.mark.parametrize("name", list(OWN)[4:])
+def test_requests_to_a_model_with_states_of_its_own_do_not_mix(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning_once", said.append)
+    model = hfgen.mix_into(OWN[name]())
+    prompts = [[11, 12, 13, 14], [12, 13, 14, 15], [16, 17, 18, 19, 20, 21]]
+    kwargs = {"max_new_tokens": 5, "eos_token_id": None}
+    expected = [model.generate(torch.tensor([ids]), **kwargs)[0, len(ids) :] for ids in prompts]
+    results = hfgen.generate_many(model, prompts, **kwargs)
+    for result, tokens in zip(results, expected, strict=True):
+        assert result.sequences[0].token_ids == tokens.tolist()
+    assert said[0].startswith("The engine decodes one request at a time")

@@ -15,6 +15,7 @@ from . import families, rows, validate
 from .batch import row_dim
 from .caches.table import cache_kind
 from .call import Call, ModelKwargs, Prompt, SharedPrompt
+from .execution.row_states import is_row_wise
 from .healing import follow_length, heal_tokens
 from .logs import logger
 
@@ -89,7 +90,7 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
         is_ids = prompt.main_input_name == "input_ids"
         ids = prompt.main_input if is_ids else prompt.model_kwargs.pop("input_ids")
     expand_size = max(config.num_beams, config.num_return_sequences)
-    if expand_size > 1 and not config.token_healing:
+    if expand_size > 1 and not config.token_healing and is_row_wise(model):
         call.shared_prompt = SharedPrompt(ids, dict(prompt.model_kwargs), expand_size)
     ids, prompt.model_kwargs = model._expand_inputs_for_generation(
         input_ids=ids,

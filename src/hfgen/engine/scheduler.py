@@ -61,6 +61,7 @@ class Scheduler:
         self.prefill_tokens = prefill_tokens
         self.max_queue = max_queue
         self.optimistic = optimistic
+        self.one_at_a_time = False  # admit no item while another one is in prefill or decoding
         self.waiting: list[Item] = []  # in policy order
         self.prefilling: list[Item] = []
         self.decoding: list[Item] = []
@@ -200,6 +201,8 @@ class Scheduler:
         return item.n_rows <= self.max_rows and item.n_bytes <= self.max_bytes
 
     def _fits(self, item: Item) -> bool:
+        if self.one_at_a_time and self.n_rows:
+            return False
         n_rows, n_bytes = self.n_rows + item.n_rows, self.n_bytes + self._to_reserve(item)
         return n_rows <= self.max_rows and n_bytes <= self.max_bytes and self._could_fit(item)
 

@@ -13,6 +13,8 @@ import torch
 from .. import families
 from ..batch import Batch
 from ..execution import hides_padding
+from ..execution.row_states import foreign_code
+from ..logs import logger
 from ..stopping import FinishReason
 from ..streaming import StreamEvent
 from . import host
@@ -53,7 +55,13 @@ class Steps:
     def enter(self, request: EngineRequest) -> None:
         """Queue a request; from any thread. Raises ``QueueFullError`` and ``DoesNotFitError``."""
         assert request.item is not None
+        if (code := foreign_code(self.model)) is not None:
+            logger.warning_once(
+                f"The engine decodes one request at a time: {code} may keep states of its rows. If it "
+                "computes each row by itself, set the attribute `is_row_wise = True` on this function or class."
+            )
         with self.lock:
+            self.scheduler.one_at_a_time = code is not None
             self.scheduler.add(request.item, request.added)
             self.requests[request.item] = request
 

@@ -19,7 +19,7 @@ from ..batch import Batch, map_outputs
 from ..caches import layers
 from ..caches.table import is_upstreams
 from ..call import Run
-from .row_states import counts_rows, have_changed, module_tensors
+from .row_states import has_list_of_rows, have_changed, is_row_wise, module_tensors
 
 #: Rows leave when the batch can become smaller by that share; each time, the cache is copied.
 WORTHWHILE = 1 / 8
@@ -77,9 +77,9 @@ class ActiveRows:
         given = [model_kwargs[name] for name in others]
         if not all(value is cache or isinstance(value, plain) for value in given):
             return False
-        if hasattr(model, "_reorder_cache") or counts_rows(model, model_kwargs, self.n_rows):
+        if hasattr(model, "_reorder_cache") or has_list_of_rows(model_kwargs, self.n_rows):
             return False
-        if have_changed(model, self.states):
+        if not is_row_wise(model) or have_changed(model, self.states):
             return False
         if not isinstance(cache, Cache):
             return cache is None

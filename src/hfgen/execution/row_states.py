@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers.utils import ModelOutput
 
 from .. import buffers
@@ -15,35 +20,97 @@ from ..call import ModelKwargs
 #: Packages whose hooks, of models and of modules, look at each row by itself.
 LIBRARIES = ("accelerate", "torch", "transformers", __name__.partition(".")[0])
 
+#: Packages whose layers, adapters and quantised layers among them, do so in eval mode.
+LIBRARIES_OF_LAYERS = (
+    *LIBRARIES,
+    *("aqlm", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu"),
+    *("fp_quant", "gptqmodel", "hqq", "huggingface_hub", "liger_kernel", "optimum", "peft"),
+    *("quark", "sinq", "spqr_quant", "torchao", "vptq"),
+)
+
 #: Tensors by module and name, each with how often it was written to.
 ModuleTensors = dict[tuple[int, str], tuple[torch.Tensor, int | None]]
 
 
-def counts_rows(model: Any, model_kwargs: ModelKwargs, n_rows: int) -> bool:
-    """Whether a hook that is not ``is_row_wise``, or a list with an entry per row, needs all rows."""
+def is_row_wise(model: Any) -> bool:
+    """Whether a forward is known to compute each row by itself, without noise or states of its own.
+
+    Modules that train are not known to: dropout draws a mask for each row.
+    """
+    return foreign_code(model) is None and not any(part.training for part in model.modules())
+
+
+def foreign_code(model: Any) -> str | None:
+    """The name of code in ``model`` that is not known to compute each row by itself, if there is any.
+
+    Of the libraries' code it is known. Other classes, functions on instances, and hooks declare it by an
+    attribute ``is_row_wise``.
+    """
+    if not isinstance(model, nn.Module):
+        return type(model).__name__
+    classes: dict[type, None] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
+                return f"{type(module).__name__}.{name}"
+        if type(module) not in classes:
+            classes |= dict.fromkeys(type(module).__mro__)
+    for cls in classes:
+        attributes = vars(cls)
+        if attributes.get("is_row_wise"):  # a subclass has to say so again
+            continue
+        for name, value in attributes.items():
+            value = getattr(value, "__func__", value)  # of a class method
+            if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
+                return f"{cls.__name__}.{name}"
+    own_hooks = (hook for hook in _hooks(model) if not _is_row_wise(hook))
+    return next((getattr(hook, "__qualname__", type(hook).__name__) for hook in own_hooks), None)
+
+
+def has_list_of_rows(model_kwargs: ModelKwargs, n_rows: int) -> bool:
+    """Whether an argument is a list with an entry per row, which may be the caller's for all rows."""
     lists = (value for value in model_kwargs.values() if isinstance(value, list | tuple))
-    return any(len(value) == n_rows for value in lists) or not all(map(_is_row_wise, _hooks(model)))
+    return any(len(value) == n_rows for value in lists)
 
 
 def has_own_hooks(model: Any) -> bool:
     """Whether a hook is of no library that is known: it may count forwards, say."""
-    return not all(map(_is_librarys, _hooks(model)))
+    return not all(map(_is_of, _hooks(model)))
+
+
+_FUNCTIONS = frozenset((FunctionType, MethodType, partial))
 
 
 def _hooks(model: Any) -> Iterator[Any]:
+    yield from torch_module._global_forward_pre_hooks.values()
+    yield from torch_module._global_forward_hooks.values()
     for module in model.modules():
         yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if (hook := vars(module).get("_hf_hook")) is not None:  # accelerate's
+            yield from (hook, *getattr(hook, "hooks", ()))
 
 
-def _is_row_wise(hook: Any) -> bool:
+def _is_row_wise(hook: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
     if (said := getattr(hook, "is_row_wise", None)) is not None:
         return bool(said)
-    return _is_librarys(hook)
+    return _is_of(hook, libraries)
 
 
-def _is_librarys(hook: Any) -> bool:
-    hook = getattr(hook, "func", hook)  # of a partial
-    return str(getattr(hook, "__module__", "")).partition(".")[0] in LIBRARIES
+def _is_row_wise_code(function: Any) -> bool:
+    return _is_row_wise(function, LIBRARIES_OF_LAYERS)
+
+
+def _is_of(function: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
+    """Whether a function or hook, and what it wraps, is of ``libraries``."""
+    while function is not None:
+        inner = getattr(function, "func", function)  # of a partial
+        inner = getattr(inner, "__func__", inner)
+        module = getattr(inner, "__globals__", {}).get("__name__") or inner.__module__
+        package = str(module).partition(".")[0]
+        if package not in libraries and package not in sys.stdlib_module_names:  # contextlib's, …
+            return False
+        function = getattr(function, "__wrapped__", None) or getattr(inner, "__wrapped__", None)
+    return True
 
 
 def module_tensors(model: Any) -> ModuleTensors:

@@ -19,18 +19,18 @@ from .. import families
 from ..batch import map_outputs
 from ..caches import layers
 from ..call import Call, ModelKwargs, Prompt, Run, SharedPrompt
-from .row_states import LIBRARIES, counts_rows, has_other_caches, have_changed, module_tensors
+from .recorders import generator_states, set_generator_states
+from .row_states import has_list_of_rows, has_other_caches, have_changed, module_tensors
 
-#: The hooks that expand the inputs of a call.
-EXPANDING = ("_expand_inputs_for_generation", "_expand_multimodal_outputs")
-#: Classes of models of which a forward has left states of its rows outside of the cache.
+#: Classes of models of which a forward has drawn, or left states of its rows outside of the cache.
 _NOT_SHARED: WeakSet[type] = WeakSet()
 
 
 def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     """Forward the prompt of each row, once where rows have the same one.
 
-    A forward that leaves states of its rows outside of the cache is undone; all rows are forwarded.
+    A forward that draws, or leaves states of its rows outside of the cache, is undone; then all rows are
+    forwarded.
     """
     call, shared = run.call, None
     if call is not None:  # its tensors are not needed after this
@@ -38,11 +38,14 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     cache = run.model_kwargs.get("past_key_values")
     if _can_fan_out(shared, run.model, run.ids, cache):
         states, spare = module_tensors(run.model), copy.deepcopy(cache)
+        generators = generator_states(run.ids.device)
         outputs = _prefill_prompts(run, shared, is_first_iteration)
-        if not (have_changed(run.model, states) or has_other_caches(outputs)):
+        draws = not all(map(torch.equal, generators, generator_states(run.ids.device)))
+        if not (draws or have_changed(run.model, states) or has_other_caches(outputs)):
             del spare
             _expand(run, shared, outputs)
             return outputs
+        set_generator_states(run.ids.device, generators)
         _NOT_SHARED.add(type(run.model))
         vars(cache).clear()
         vars(cache).update(vars(spare))
@@ -120,15 +123,8 @@ def _can_fan_out(
     plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
     others = (value for name, value in shared.model_kwargs.items() if name != "past_key_values")
     return (
-        all(_is_librarys(model, name) for name in EXPANDING)
-        and not hasattr(model, "_reorder_cache")  # RAG reorders documents, too
-        and not counts_rows(model, shared.model_kwargs, len(ids))
+        not hasattr(model, "_reorder_cache")  # RAG reorders documents, too
+        and not has_list_of_rows(shared.model_kwargs, len(ids))
         and type(model) not in _NOT_SHARED
         and all(isinstance(value, plain) for value in others)
     )
-
-
-def _is_librarys(model: Any, hook: str) -> bool:
-    """Whether a hook is not the caller's own, which may do more than repeat rows."""
-    owner = next(cls for cls in type(model).__mro__ if hook in vars(cls))
-    return owner.__module__.partition(".")[0] in LIBRARIES
