@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import families
+from ..execution.row_states import foreign_code
+from ..logs import logger
 from ..prefix import PrefixCache
 
 
@@ -71,6 +73,17 @@ def check_arguments(model: Any, tokenizer: Any, prefix_cache: Any) -> None:
         raise TypeError(f"`tokenizer` has to be a tokenizer that is loaded, but is {tokenizer!r}.")
     if not isinstance(prefix_cache, PrefixCache | None):
         raise TypeError(f"`prefix_cache` has to be a PrefixCache, but is {prefix_cache!r:.80}.")
+
+
+def keeps_states(model: Any) -> bool:
+    """Whether code in ``model`` may keep states of its rows, so that requests cannot take turns; warns once."""
+    if (code := foreign_code(model)) is None:
+        return False
+    logger.warning_once(
+        f"The engine decodes one request at a time: {code} may keep states of its rows. If it computes "
+        "each row by itself, set the attribute `is_row_wise = True` on this function or class."
+    )
+    return True
 
 
 def check_numbers(priority: Any, timeout: Any) -> None:

@@ -13,8 +13,6 @@ import torch
 from .. import families
 from ..batch import Batch
 from ..execution import hides_padding
-from ..execution.row_states import foreign_code
-from ..logs import logger
 from ..stopping import FinishReason
 from ..streaming import StreamEvent
 from . import host
@@ -25,6 +23,7 @@ from .joined import JoinedRows
 from .memory import Memory
 from .plain import PlainRow, is_plain
 from .prefill import forward, groups, may_share
+from .prompts import keeps_states
 from .request import EngineEvent, EngineRequest
 from .scheduler import Chunk, Item, Scheduler
 from .stats import EngineStats
@@ -55,13 +54,9 @@ class Steps:
     def enter(self, request: EngineRequest) -> None:
         """Queue a request; from any thread. Raises ``QueueFullError`` and ``DoesNotFitError``."""
         assert request.item is not None
-        if (code := foreign_code(self.model)) is not None:
-            logger.warning_once(
-                f"The engine decodes one request at a time: {code} may keep states of its rows. If it "
-                "computes each row by itself, set the attribute `is_row_wise = True` on this function or class."
-            )
+        one_at_a_time = keeps_states(self.model)
         with self.lock:
-            self.scheduler.one_at_a_time = code is not None
+            self.scheduler.one_at_a_time = one_at_a_time
             self.scheduler.add(request.item, request.added)
             self.requests[request.item] = request
 
