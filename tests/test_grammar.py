@@ -205,6 +205,33 @@ def test_sequences_that_a_search_has_not_found_are_unfinished(loaded):
     assert output.finish_reasons == ["eos" if found else "unfinished" for found in is_found]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_beams_of_few_texts_do_not_see_what_ends_their_neighbours(loaded, seed):
+    """With fewer texts than beams, hypotheses are left over whose scores are equal."""
+    model, tokenizer = loaded
+    asked = {
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "do_sample": True,
+        "top_p": 0.5,
+        "early_stopping": True,
+        "length_penalty": 2.0,
+        "max_new_tokens": 12,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "tokenizer": tokenizer,
+    }
+    choice = G.choice(["int", "float", "complex"])
+    prompts = ["def add(a, b):\n    return", "import os\nclass A:\n    def f("]
+    alone = tokenizer(prompts[:1], return_tensors="pt")
+    both = tokenizer(prompts, return_tensors="pt", padding=True)
+    expected = model.generate(**alone, **asked, seed=seed, grammar=choice)
+    rows = {"seed": [seed, 7], "grammar": [choice, None], "stop_token_ids": [None, [1413, 268]]}
+    output = model.generate(**both, **asked, **rows)
+    assert output.texts[:3] == expected.texts
+    torch.testing.assert_close(output.sequences_scores[:3], expected.sequences_scores)
+
+
 def test_beams_of_one_prompt_find_the_likeliest_text(loaded):
     """By hand: the scores of both texts, as the masked and normalised model gives them."""
     grammar, prompt = G.regex("[ab]{3}"), PROMPTS[:1]

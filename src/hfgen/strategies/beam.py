@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
@@ -60,12 +61,11 @@ class Beam(NextToken):
         self.followers = [f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")]
         device, eos = run.ids.device, config._eos_token_tensor
         self.n_candidates = self.n_candidates_of(config)
-        #: ``(batch, 1)``: how many of them are a prompt's own, where prompts have ending tokens of their own.
-        self.n_own: torch.Tensor | None = None
+        #: How many candidates each prompt has, where prompts have ending tokens of their own.
+        self.n_own: list[int] | None = None
         if run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids"):
-            own = [self.n_candidates_of(each) for each in run.rows.configs]
-            self.n_candidates = max(own)
-            self.n_own = torch.tensor(own, device=device)[:, None]
+            self.n_own = [self.n_candidates_of(each) for each in run.rows.configs]
+            self.n_candidates = max(self.n_own)
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
@@ -123,7 +123,7 @@ class Beam(NextToken):
         self.all_done = candidates.is_done.all()
         self.add_finished(run, candidates)
         candidates.scores = candidates.scores + candidates.is_done.float() * NEG_INF
-        return candidates.best(self.beams)
+        return candidates.best(self.beams, self.n_own)
 
     def candidates(
         self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
@@ -160,16 +160,21 @@ class Beam(NextToken):
         parents = take(self.running.parents[searches], beam)
         parents = torch.cat([parents, parent[:, :, None]], dim=2)
         is_done = run.criteria(ids.flatten(0, 1), run.scores).view(index.shape)
-        scores = totals.gather(1, index)
         if self.n_own is not None:
-            is_others = torch.arange(index.shape[1], device=index.device) >= self.n_own[searches]
-            is_done, scores = is_done | is_others, scores.masked_fill(is_others, 2 * NEG_INF)
-        return Hypotheses(ids, parents, scores, is_done)
+            n_own = torch.tensor(self.n_own, device=index.device)[:, None]
+            is_others = torch.arange(index.shape[1], device=index.device) >= n_own
+            is_done = is_done | is_others
+        return Hypotheses(ids, parents, totals.gather(1, index), is_done)
 
     def likeliest(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
         """Indices ``(batch, n_candidates)`` of the highest of ``totals (batch, beams * vocab)``."""
-        scores, index = torch.topk(totals, k=self.n_candidates)  # NaN counts as the largest
-        self.invalid.note(scores[:, 0], run.ids.shape[1] - self.prompt_length)
+        if self.n_own is None:
+            index = torch.topk(totals, k=self.n_candidates).indices
+        else:
+            own = zip(totals, self.n_own, strict=True)
+            index = pad_sequence([row.topk(n).indices for row, n in own], batch_first=True)
+        best = totals.gather(1, index[:, :1])[:, 0]  # NaN counts as the largest
+        self.invalid.note(best, run.ids.shape[1] - self.prompt_length)
         return index
 
     def add_finished(self, run: Run, candidates: Hypotheses) -> None:
@@ -183,7 +188,9 @@ class Beam(NextToken):
         scores = scores + (~self.can_improve).float() * NEG_INF
         scores = scores + (~ends_now) * NEG_INF
         newcomers = Hypotheses(candidates.ids, candidates.parents, scores, ends_now)
-        self.finished = self.finished.beside(newcomers, self.fill).best(self.beams)
+        both = self.finished.beside(newcomers, self.fill)
+        n_own = self.n_own and [self.beams + n for n in self.n_own]
+        self.finished = both.best(self.beams, n_own)
 
     def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
         """Scores by generated length to the power of the length penalty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,16 @@ class Hypotheses:
     scores: torch.Tensor  # (batch, n)
     is_done: torch.Tensor  # (batch, n)
 
-    def best(self, n: int) -> Hypotheses:
-        """The ``n`` of each prompt with the best scores, in descending order."""
-        return self.at(torch.topk(self.scores, k=n).indices)
+    def best(self, n: int, n_first: Sequence[int] | None = None) -> Hypotheses:
+        """The ``n`` of each prompt with the best scores, in descending order.
+
+        ``n_first``: how many of each prompt's hypotheses are considered. topk orders equal scores by
+        how many there are, so a prompt has to be considered as it is alone.
+        """
+        if n_first is None:
+            return self.at(torch.topk(self.scores, k=n).indices)
+        parts = zip(self.scores, n_first, strict=True)
+        return self.at(torch.stack([row[:m].topk(n).indices for row, m in parts]))
 
     def at(self, index: torch.Tensor) -> Hypotheses:
         """Those at ``index (batch, m)`` of each prompt."""
