@@ -161,6 +161,8 @@ PENALTIES: dict[str, dict[str, Any]] = {
     "dry": {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_sequence_breakers": []},
     "n-grams": {"no_repeat_ngram_size": 2},
     "n-grams of 1": {"no_repeat_ngram_size": 1},
+    "tokens of the prompt": {"encoder_repetition_penalty": 0.4},
+    "n-grams of the prompt": {"encoder_no_repeat_ngram_size": 1},
 }
 
 
@@ -171,22 +173,37 @@ def model() -> Any:
 
 def generate(model: Any, **options: Any) -> torch.Tensor:
     """A batch of three, of which one row is padded."""
-    ids = tiny.prompt(3, 7)
-    ids[1, :3] = 0
-    mask = (ids != 0).long()
     options = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0, **options}
+    ids, mask = tiny.prompt(3, 7), torch.ones(3, 7, dtype=torch.long)
+    ids[1, :3], mask[1, :3] = options["pad_token_id"], 0
     return model.generate(ids, attention_mask=mask, **options)
 
 
 @pytest.mark.parametrize("name", PENALTIES)
-def test_rows_with_penalties_are_solo_calls(model: Any, name: str) -> None:
-    ours, ids = generate(model, **PENALTIES[name]), tiny.prompt(3, 7)
-    assert ours.tolist() != generate(model).tolist()
-    for row, start in enumerate((0, 3, 0)):
-        alone = model.generate(
-            ids[row : row + 1, start:], max_new_tokens=30, eos_token_id=None, **PENALTIES[name]
-        )
-        assert ours[row, 7:].tolist() == alone[0, 7 - start :].tolist()
+@pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3}], ids=["plain", "lookup"])
+def test_rows_with_penalties_are_solo_calls(model: Any, name: str, drafts: dict[str, Any]) -> None:
+    options = {"eos_token_id": None, **PENALTIES[name], **drafts}
+    ids = tiny.prompt(3, 7)
+    assert generate(model, **options).tolist() != generate(model).tolist()
+    solo = [
+        model.generate(ids[row : row + 1, start:], max_new_tokens=30, **options)[0, 7 - start :]
+        for row, start in enumerate((0, 3, 0))
+    ]
+    for pad in (0, int(solo[1][0]), int(solo[1][9])):  # also tokens that the padded row generates
+        ours = generate(model, **options, pad_token_id=pad)
+        assert ours[:, 7:].tolist() == [row.tolist() for row in solo]
+
+
+@pytest.mark.parametrize("name", ["tokens of the prompt", "n-grams of the prompt", "n-grams of 1"])
+def test_rows_of_an_encoder_decoder_with_penalties_are_solo_calls(name: str) -> None:
+    model, options = hfgen.mix_into(tiny.t5()), {"max_new_tokens": 12, **PENALTIES[name]}
+    ids = tiny.prompt(2, 7)
+    expected = model.generate(ids[1:, :4], **options)[0].tolist()
+    for pad in {0, *expected}:
+        padded = torch.stack([ids[0], torch.cat([ids[1, :4], torch.full((3,), pad)])])
+        mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+        found = model.generate(padded, attention_mask=mask, **options)[1].tolist()
+        assert found[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("name", PENALTIES)

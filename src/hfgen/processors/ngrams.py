@@ -11,7 +11,7 @@ from transformers.generation import logits_process as upstream
 
 from .context import Context
 from .history import Counted, Distinct, RowStates
-from .repetition import encoder_ids, warn_without_prompt
+from .repetition import encoder_ids, pads, warn_without_prompt
 
 
 class NGrams:
@@ -60,21 +60,24 @@ class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
 
     is_row_wise = True
 
-    def __init__(self, ngram_size: int) -> None:
+    def __init__(self, ngram_size: int, n_pads: torch.Tensor | None = None) -> None:
+        """``n_pads (rows,)``: columns of padding at the start of each row, which are in no n-gram."""
         super().__init__(ngram_size)
-        self.distinct = Distinct(Counted())
-        self.ngrams = RowStates(lambda: NGrams(ngram_size))
+        self.distinct = Distinct(Counted(n_pads=n_pads))
+        self.ngrams = RowStates(lambda: NGrams(ngram_size), n_pads)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[-1] < self.ngram_size:
             return scores
-        if input_ids.ndim != 2:  # of several codebooks
-            return super().__call__(input_ids, scores)
+        n_pads = self.ngrams.n_pads
+        if input_ids.ndim != 2 or (n_pads is not None and len(n_pads) != len(input_ids)):
+            return super().__call__(input_ids, scores)  # of several codebooks
         if self.ngram_size == 1:
             tokens = self.distinct.tokens(input_ids, scores.shape[-1])
             return pad(scores, (0, 1)).scatter_(1, tokens, -math.inf)[:, :-1]
         if not scores.is_cpu:
-            return super().__call__(input_ids, scores)
+            ids = self.distinct.counted.tokens(input_ids, 0, input_ids.shape[1], scores.shape[-1])
+            return super().__call__(ids, scores)
         self.ngrams.follow(input_ids)
         return without(scores, [state.repeating() for state in self.ngrams.states])
 
@@ -88,7 +91,7 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
     """Rules out the token that would complete an n-gram of the encoder's input."""
 
     def __init__(self, encoder_ngram_size: int, encoder_input_ids: torch.Tensor) -> None:
-        """``encoder_input_ids (batch, length)``; sequences are rows of the prompts, in their order."""
+        """``encoder_input_ids (batch, length)``, -1 for padding; sequences are rows of the prompts, in their order."""
         super().__init__(encoder_ngram_size, encoder_input_ids)
         #: ``(batch, n_ngrams, size)``; ``None`` if the input is shorter than one.
         self.ngrams: torch.Tensor | None = None
@@ -105,6 +108,7 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
         self.ngrams = self.ngrams.to(scores.device)
         ngrams = self.ngrams.repeat_interleave(len(scores) // len(self.ngrams), dim=0)
         has_begun = (ngrams[..., :-1] == input_ids[:, None, start:]).all(dim=-1)
+        has_begun &= ngrams[..., -1] >= 0
         last = torch.where(has_begun, ngrams[..., -1], -1)
         if last.is_cpu and (last >= vocab).any():  # elsewhere, to look is to wait
             raise IndexError(
@@ -128,11 +132,13 @@ def without(scores: torch.Tensor, banned: list[Iterable[int]]) -> torch.Tensor:
 
 def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor:
     warn_without_prompt(context, "no_repeat_ngram_size")
-    return NoRepeatNGramLogitsProcessor(size)
+    return NoRepeatNGramLogitsProcessor(size, pads(context))
 
 
 def encoder_no_repeat_ngram(size: int, context: Context) -> upstream.LogitsProcessor | None:
-    if (ids := encoder_ids(context, "encoder_no_repeat_ngram_size")) is None:
+    if (found := encoder_ids(context, "encoder_no_repeat_ngram_size")) is None:
         return None
+    ids, is_token = found
+    ids = ids.where(is_token, -1)
     # Upstream's time grows with the size, also above the length, where no n-gram is left.
     return EncoderNoRepeatNGramLogitsProcessor(min(size, ids.shape[1] + 1), ids)

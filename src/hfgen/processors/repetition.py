@@ -110,8 +110,11 @@ class OccurrencePenalty(Counts, LogitsProcessor):
 
 
 def encoder_repetition_penalty(value: float, context: Context) -> upstream.LogitsProcessor | None:
-    ids = encoder_ids(context, "encoder_repetition_penalty")
-    return None if ids is None else EncoderRepetitionPenaltyLogitsProcessor(value, ids)
+    if (found := encoder_ids(context, "encoder_repetition_penalty")) is None:
+        return None
+    ids, is_token = found
+    first = ids.gather(1, is_token.int().argmax(dim=1, keepdim=True))  # which counts anyhow
+    return EncoderRepetitionPenaltyLogitsProcessor(value, ids.where(is_token, first))
 
 
 def repetition_penalty(penalty: Any, context: Context) -> RepetitionPenaltyLogitsProcessor:
@@ -153,11 +156,16 @@ def _restriction(context: Context) -> tuple[int | None, torch.Tensor | None]:
     return context.own("penalty_window"), excluded
 
 
-def encoder_ids(context: Context, argument: str) -> torch.Tensor | None:
+def encoder_ids(context: Context, argument: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The main input ``(batch, length)``, and which of it the mask shows; a warning if it is no ids."""
     if (ids := context.encoder_ids) is None:
         reason = "it works on token ids, and the input of this call has none."
         warnings.warn(f"`{argument}` is ignored: {reason}", stacklevel=2)
-    return ids
+        return None
+    mask = context.model_kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 2 or len(mask) % len(ids) or mask.shape[1] < ids.shape[1]:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    return ids, mask[:: len(mask) // len(ids), -ids.shape[1] :].to(ids.device) != 0
 
 
 def warn_without_prompt(context: Context, argument: str) -> None:
