@@ -144,7 +144,7 @@ NOT_FIELDS = [
     (
         ValueError,
         {"length_penalty": 100, "num_beams": 2, "max_new_tokens": 3000},
-        "`length_penalty` is the power of the length that scores are divided by: 3000 to the power",
+        "scores are divided by: 3000 to the power",
     ),
     (ValueError, {"low_memory": True, "num_beams": 2}, "`low_memory=True` is no longer supported"),
     (ValueError, {"bad_words_ids": [[5, 97]]}, "`bad_words_ids` has the token 97, but the model's"),

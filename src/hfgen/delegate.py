@@ -19,7 +19,8 @@ def runs_elsewhere(request: Request) -> Callable[[Any, Request], Any] | None:
     """The function that runs the call elsewhere, if its arguments ask for that."""
     if isinstance(request.custom_generate, str):
         return generate_from_repository
-    return generate_paged if request.kwargs.get("cache_implementation") == "paged" else None
+    is_paged = str(request.kwargs.get("cache_implementation")) == "paged"  # an array equals no text
+    return generate_paged if is_paged else None
 
 
 def generate_from_repository(model: Any, request: Request) -> Any:

@@ -20,6 +20,7 @@ from .kinds import (
     FLAG_OR_NEVER,
     FLOAT,
     GRAMMAR,
+    INT64,
     INTEGER,
     MARKER,
     N_BEST,
@@ -31,7 +32,6 @@ from .kinds import (
     PENALTY,
     POSITIVE,
     REPETITION,
-    SEED,
     SEQUENCES,
     SHARE,
     SIZE,
@@ -120,7 +120,7 @@ PER_ROW: dict[str, Field] = {
     # Special tokens
     "eos_token_id": Field(TOKENS),
     # Sampling
-    "seed": Field(INTEGER, SEED, is_own=True),
+    "seed": Field(SIZE, INT64, is_own=True),
     "temperature": Field(
         NUMBER,
         Range("a float above 0; 0 decodes greedily", lambda x: is_zero(x) or is_positive_float(x)),
@@ -195,7 +195,7 @@ PER_ROW: dict[str, Field] = {
     "dry_allowed_length": Field(SIZE, at_least(1), is_own=True, default=2),
     "dry_sequence_breakers": Field(BREAKERS, is_own=True),
     # Thinking
-    "thinking_token_budget": Field(SIZE, at_least(0), is_own=True),
+    "thinking_token_budget": Field(SIZE, INT64, is_own=True),
     "thinking_start": Field(MARKER, is_own=True, default="<think>"),
     "thinking_end": Field(MARKER, is_own=True, default="</think>"),
     "thinking_message": Field(MARKER, is_own=True),

@@ -38,6 +38,10 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
     # An overridden ``heal_tokens`` may do without a tokenizer.
     if call.config.token_healing and getattr(model.heal_tokens, "__func__", None) is heal_tokens:
         validate.require_tokenizer(call.mode_kwargs.get("tokenizer"), "token_healing", True)
+        if model.config.is_encoder_decoder and model_kwargs.get("decoder_input_ids") is None:
+            raise ValueError(
+                "`token_healing` has nothing to heal: pass text as `decoder_input_ids`."
+            )
     if not model.config.is_encoder_decoder:  # these infer their own masks and positions
         _warn_of_right_padding(call, prompt)
         if name == "inputs_embeds":  # without a cache, the embeddings would be fed at every step

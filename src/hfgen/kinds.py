@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
@@ -68,7 +68,7 @@ def _is_token(value: Any) -> bool:
 def _is_token_list(value: Any) -> bool:
     if getattr(value, "ndim", 1) != 1:  # of a tensor or an array
         return False
-    is_collection = isinstance(value, Iterable) and not isinstance(value, str | bytes | dict)
+    is_collection = isinstance(value, Collection) and not isinstance(value, str | bytes | dict)
     return is_collection and all(map(_is_token, value))
 
 
@@ -91,7 +91,7 @@ def tokens_in(value: Any) -> Iterator[int]:
     elif isinstance(value, dict):
         for sequence in value:
             yield from sequence
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, Iterable):
         for item in value:
             # A bias in a list is a pair of a sequence and a number.
             yield from tokens_in(item[0] if _is_bias(item) else item)
@@ -103,10 +103,18 @@ def _is_bias(item: Any) -> bool:
     return isinstance(item, list) and len(item) == 2 and isinstance(item[0], list | tuple)
 
 
+def _is_text(value: Any) -> bool:
+    """Whether ``value`` is a text that UTF-8 has bytes for: lone surrogates have none."""
+    return (
+        isinstance(value, str) and value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
+    )
+
+
 def _is_strings(value: Any) -> bool:
     strings = [value] if isinstance(value, str) else value
-    is_collection = isinstance(strings, list | tuple | set) and len(strings) > 0
-    return is_collection and all(isinstance(string, str) and string for string in strings)
+    return (
+        isinstance(strings, list | tuple | set) and len(strings) > 0 and all(map(_is_text, strings))
+    )
 
 
 def _are_names(value: Any) -> bool:
@@ -116,7 +124,7 @@ def _are_names(value: Any) -> bool:
 
 def _are_breakers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(
-        isinstance(item, str) or (_is_tokens(item) and item not in ("", [], ())) for item in value
+        _is_text(item) or (_is_tokens(item) and item not in ([], ())) for item in value
     )
 
 
@@ -157,7 +165,13 @@ FLAG_OR_NEVER = Kind(
 )
 FLAG_OR_LAYERS = Kind("True or False, or a list of layers", _is_flag_or_layers, option=FLAG.option)
 INTEGER = Kind("an integer", is_integer, int, "an integer", False)
-SIZE = Kind("an integer", lambda n: n is not True and is_integer(n), int, "an integer", False)
+SIZE = Kind(
+    "an integer",
+    lambda n: n is not True and "bool" not in str(getattr(n, "dtype", "")) and is_integer(n),
+    int,
+    "an integer",
+    False,
+)
 NUMBER = Kind("a number", is_number, _plain_number, "a number", False)
 FLOAT = Kind(
     "a number", is_number, float, "a number", False
@@ -165,12 +179,10 @@ FLOAT = Kind(
 TOKEN = Kind("a token id", _is_token, int, "an integer", False)
 TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens)
 TOKEN_LIST = Kind("a list of token ids", _is_token_list, _plain_tokens)
-STRINGS = Kind("a non-empty string or a list of them", _is_strings)
+STRINGS = Kind("a non-empty string of Unicode or a list of them", _is_strings)
 MARKER = Kind(
-    "a non-empty string or a non-empty list of token ids",
-    lambda value: (
-        bool(value) if isinstance(value, str) else _is_token_list(value) and len(list(value)) > 0
-    ),
+    "a non-empty string of Unicode or a non-empty list of token ids",
+    lambda value: _is_text(value) or (_is_token_list(value) and len(value) > 0),
     lambda value: value if isinstance(value, str) else _plain_tokens(value),
 )
 REPETITION = Kind(
@@ -182,7 +194,12 @@ PAIR = Kind("a pair (start, factor)", _is_pair)
 WORDS = Kind("a list of lists of token ids", _builds(_upstream("NoBadWordsLogitsProcessor")))
 BIASES = Kind(
     "a non-empty dictionary {(id, …): bias} or list [[[id, …], bias], …]",
-    _builds(_upstream("SequenceBiasLogitsProcessor")),
+    lambda value: (
+        _builds(_upstream("SequenceBiasLogitsProcessor"))(value)
+        and all(
+            is_number(bias) for _, bias in (value.items() if isinstance(value, dict) else value)
+        )
+    ),
 )
 WATERMARK = Kind(
     "a WatermarkingConfig or its fields in a dict",
@@ -209,7 +226,7 @@ GRAMMAR = Kind(
 #: Of which scores log-probabilities are: the model's, or as processors leave them; or these as they are.
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
-SEED = Range("from 0 to 2**63 - 1", lambda seed: 0 <= seed < 2**63)
+INT64 = Range("from 0 to 2**63 - 1", lambda n: 0 <= n < 2**63)
 
 #: More sequences than this fit into no memory.
 MAX_ROWS = 2**24
@@ -224,5 +241,8 @@ SEQUENCES = Range(f"at least 1, and at most {MAX_ROWS:,}", lambda n: 1 <= n <= M
 POSITIVE = Range("at least 0, and finite", lambda x: 0 <= x < math.inf)
 SHARE = Range("between 0 and 1; 0 is off", lambda x: 0 <= x <= 1)
 CUTOFF = Range("at least 0 and below 1; 0 is off", lambda x: 0 <= x < 1)
-PENALTY = Range("a float above 0; 1 is off", lambda x: is_positive_float(x) and x < math.inf)
+PENALTY = Range(  # scores divided by less overflow
+    "a float above 0 (2**-64 or more); 1 is off",
+    lambda x: is_positive_float(x) and 2.0**-64 <= x < math.inf,
+)
 N_BEST = Range("at least 0, or -1 for the whole vocabulary", lambda n: n >= -1)

@@ -19,7 +19,7 @@ from hfgen.cli.loading import check_device, check_dtype, check_source
 from hfgen.cli.report import CliError, out, say
 from hfgen.cli.short_forms import SHORT_FORMS, fields_of
 from hfgen.cli.topics import LEGEND, METAVARS, option_name, panels
-from hfgen.kinds import SEED
+from hfgen.kinds import INT64
 
 T = TypeVar("T")
 
@@ -248,8 +248,8 @@ def check_memory(memory: float) -> None:
 
 def check_seed(seed: int) -> None:
     """Raise ``CliError`` for a number that is no seed."""
-    if not SEED.accepts(seed):
-        raise CliError(f"a seed has to be {SEED.words}, but is {seed}")
+    if not INT64.accepts(seed):
+        raise CliError(f"a seed has to be {INT64.words}, but is {seed}")
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:

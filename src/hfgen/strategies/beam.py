@@ -46,8 +46,8 @@ class Beam(NextToken):
             float(max(length, 1)) ** float(config.length_penalty)
         except OverflowError:
             raise ValueError(
-                f"`length_penalty` is the power of the length that scores are divided by: {length} to "
-                f"the power of {config.length_penalty} is too large for a float."
+                f"`length_penalty` is the power of the length (`max_new_tokens`) that scores are divided by: "
+                f"{length} to the power of {config.length_penalty} is too large for a float."
             ) from None
 
     def __init__(self, run: Run) -> None:

@@ -28,7 +28,9 @@ ON_OUTPUT = (
 
 def check_cache_implementation(name: Any) -> None:
     """Raise ``ValueError`` for a ``cache_implementation`` that there is none of."""
-    if table.is_upstreams(name) or (isinstance(name, str) and name in table.CACHES):
+    if name is None or (
+        isinstance(name, str) and (table.is_upstreams(name) or name in table.CACHES)
+    ):
         return
     names = table.names()
     nearest = difflib.get_close_matches(str(name), names, n=1)

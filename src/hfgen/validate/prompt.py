@@ -167,6 +167,14 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
                 f"`{name}` has the token {outside[0]}, but the model's vocabulary has the ids 0 to "
                 f"{size - 1}."
             )
+    for config in call.configs if (call.config.num_beams or 1) > 1 else ():
+        ends = [getattr(config, name, None) for name in ("eos_token_id", "stop_token_ids")]
+        n_ends = sum(1 for value in ends if value is not None for _ in tokens_in(value))
+        if n_ends >= size:
+            raise ValueError(
+                f"`eos_token_id` and `stop_token_ids` have {n_ends} ids, and the vocabulary {size}: beams "
+                "need a token that ends none."
+            )
     for config, name in itertools.product(call.configs, ("logprobs", "prompt_logprobs")):
         if (count := getattr(config, name, None)) is not None and count > size:
             raise ValueError(
