@@ -699,6 +699,23 @@ def test_what_a_call_may_lose_is_bounded() -> None:
     assert n_rounds / speed <= n_rounds * (1 + Adaptive.SHARE) + Adaptive.MOST
 
 
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 8}, {"assistant_early_exit": 1}])
+def test_drafts_change_tokens_in_bfloat16_only_where_two_are_equally_likely(
+    options: dict[str, Any],
+) -> None:
+    """A forward of several tokens rounds differently; docs/speculation.md says so."""
+    model = hfgen.mix_into(tiny.llama()).to(torch.bfloat16)
+    call: dict[str, Any] = {"do_sample": False, "max_new_tokens": 160, "eos_token_id": None}
+    for ids in tiny.prompt(8).split(1):
+        plain, drafted = (model.generate(ids, **call, **more)[0] for more in ({}, options))
+        if (differs := plain != drafted).any():
+            at = int(differs.nonzero()[0])
+            with torch.no_grad():
+                logits = model(plain[None, :at]).logits[0, -1].float()
+            likely = logits[torch.stack([plain[at], drafted[at]])]
+            assert logits.max() - likely.min() <= 4 * 2.0**-7 * logits.abs().max()
+
+
 def test_columns_that_a_row_cannot_fill_are_not_fed() -> None:
     assert Constant(8).width([8, 3, 5]) == 8
     schedule = Adaptive(8)

@@ -279,6 +279,15 @@ def test_short_prompts_pass_a_long_one_for_a_while(n_tokens: int, sizes: list[in
     assert all(new.clock_at_arrival <= n_tokens / AGING for new in passed)
 
 
+def test_a_prompt_of_sixty_tokens_does_not_wait_for_six_hundred_short_ones() -> None:
+    scheduler = Scheduler(max_rows=1, prefill_tokens=64, policy="srpt")
+    added(scheduler, Item(3))
+    run_step(scheduler)
+    item = Item(60)
+    scheduler.add(item, 0)
+    assert 20 <= len(overtakers(scheduler, item, lambda: [Item(3)])) <= 60
+
+
 @given(
     policy=policies,
     items=st.lists(

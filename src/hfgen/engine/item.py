@@ -33,7 +33,7 @@ class Item:
     n_reserved: float = field(default=0, init=False)  # bytes, in prefill and decoding
     was_taken_out: bool = field(default=False, init=False)
     n_overtaken: int = field(default=0, init=False)  # items that passed it when it did not fit
-    clock_at_arrival: int = field(default=0, init=False)  # tokens prefilled for all items
+    clock_at_arrival: int = field(default=0, init=False)  # of the scheduler
     key: tuple[float, int] = field(default=(0.0, 0), init=False)  # of the policy, then by arrival
 
     @property

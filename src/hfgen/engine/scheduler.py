@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from .errors import DoesNotFitError, QueueFullError
 from .item import Chunk, Item
-from .policies import POLICIES
+from .policies import PER_REQUEST, POLICIES
 
 MAX_OVERTAKEN = 32  # so many items may pass one that does not fit; then nothing passes it
 LOOKAHEAD = 32  # so many items behind one that does not fit are looked at in a step
@@ -69,7 +69,7 @@ class Scheduler:
         self.n_bytes: float = 0
         self._policy = POLICIES[policy]
         self._n_added = 0
-        self._clock = 0  # tokens prefilled for all items
+        self._clock = 0  # tokens prefilled for all items, and `PER_REQUEST` for each that began
 
     def add(self, item: Item, now: float) -> None:
         """Put a new item into the queue; ``now`` is when it arrived.
@@ -217,7 +217,9 @@ class Scheduler:
         self._remove(item)
         item.n_reserved = self._to_reserve(item)
         item.state = "prefill"
-        item.admitted = now if item.admitted is None else item.admitted
+        if item.admitted is None:
+            item.admitted = now
+            self._clock += PER_REQUEST
         self.prefilling.append(item)
         self.n_rows += item.n_rows
         self.n_bytes += item.n_reserved
