@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -190,6 +191,37 @@ def test_several_prompts(server: Running) -> None:
     assert answer.choices[0].text == solo(server, "class A", max_new_tokens=6).texts[0]
 
 
+def test_the_prompt_may_be_the_beginning_of_the_answer(server: Running) -> None:
+    messages: Any = [
+        {"role": "user", "content": PROMPT},
+        {"role": "assistant", "content": "    x ="},
+    ]
+    body: Any = {"model": "tiny", "temperature": 0, "max_tokens": 16}
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    for more in goes_on, {"continue_final_message": True}:
+        answer = server.client().chat.completions.create(messages=messages, extra_body=more, **body)
+        expected = solo(server, f"{PROMPT}\n    x =").texts[0]
+        assert answer.choices[0].message.content == expected
+
+
+#: Bodies of completions that `generate` refuses, and what the message has to say in the body's words.
+IN_WORDS = [
+    ({"n": 5, "num_beams": 4}, r"^`n` \(5\) has to be smaller or equal to `num_beams`"),
+    ({"prompt": [10**9]}, r"^`prompt\[0, 0\]` is 1000000000"),
+    ({"logit_bias": {"99999": 1}}, "^`logit_bias` has the token 99999"),
+    ({"guided_regex": "("}, "^`guided_regex` regex"),
+    ({"best_of": 2}, r"^`best_of` \(=2\) is not supported: use `n`, and choose by `logprobs`"),
+    ({"echo": 1}, "^`echo` has to be true or false"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), IN_WORDS)
+def test_errors_have_the_names_of_the_body(server: Running, body: Any, message: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"} | body)
+    assert answer.status_code == 400
+    assert re.search(message, answer.json()["error"]["message"])
+
+
 def test_fields_of_generate_by_their_own_names(server: Running) -> None:
     own = {"top_k": 3, "min_p": 0.1, "priority": 2}
     (choice,) = asked(server, False, False, seed=5, extra_body=own)
@@ -234,8 +266,7 @@ WRONG = {
     "tool_choice": "always",
     "prompt_logprobs": 1,
     "priority": "high",
-    "documents": ["x"],
-    "continue_final_message": True,
+    "chat_template_kwargs": {"chat_template": "x"},
     "temprature": 1,
 }
 

@@ -78,7 +78,9 @@ def test_a_full_queue(guarded: Running) -> None:
     client = guarded.client(api_key=KEY)
     body: Any = {"model": "tiny", "prompt": "x", "stream": True, **LONG}
     guarded.engine.also["logits_processor"] = [Slow()]
-    running_one, waiting = (client.completions.create(**body) for _ in range(2))
+    running_one = client.completions.create(**body)
+    wait_for(lambda: guarded.engine.n_rows == 1)
+    waiting = client.completions.create(**body)
     wait_for(lambda: (guarded.engine.n_rows, guarded.engine.n_waiting) == (1, 1))
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(**body)

@@ -5,7 +5,7 @@ with the further fields of vLLM's server and hfgen's own. Everything here is pla
 """
 
 from .prompts import prompts_of
-from .requests import generate_kwargs
+from .requests import generate_kwargs, in_words_of
 from .responses import chat_response, completion_response, error_body, finish_reason, usage
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "error_body",
     "finish_reason",
     "generate_kwargs",
+    "in_words_of",
     "prompts_of",
     "usage",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ OF_THE_SERVER = frozenset(
 #: Unsupported fields of OpenAI, with their neutral value, which is accepted, and the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
     "audio": (None, "answers are text only"),
+    "best_of": (1, "use `n`, and choose by `logprobs`"),
     "function_call": (None, "use `tools`"),
     "functions": (None, "use `tools`"),
     "modalities": (["text"], "answers are text only"),
@@ -49,6 +51,24 @@ CHECKED_AS = {
     "stop": "stop_strings",
     "top_logprobs": "logprobs",
 }
+#: Further arguments of ``generate`` that come from fields with other names.
+FROM: dict[str, tuple[str, ...]] = {
+    "sequence_bias": ("logit_bias",),
+    "grammar": ("response_format", "structured_outputs", *GUIDED, "tools", "text"),
+    "input_ids": ("prompt", "messages", "input"),
+    "max_completion_tokens": ("max_output_tokens", "max_completion_tokens"),
+}
+
+
+def in_words_of(body: Mapping[str, Any], message: str) -> str:
+    """``message`` about arguments of ``generate`` with the names of the fields that ``body`` has."""
+
+    def field(match: re.Match[str]) -> str:
+        name = match[1]
+        names = FROM.get(name, [n for n, own in CHECKED_AS.items() if own == name != "logprobs"])
+        return "`" + next((n for n in [name, *names] if n in body), [*names, name][0])
+
+    return re.sub(r"`(\w+)", field, message)
 
 
 #: White space between the tokens of JSON: as much as it likes, a small model writes without end.
@@ -174,7 +194,7 @@ def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> d
     if name in PARAMS:
         param = PARAMS[name]
         if param.reason is not None and value != param.default:
-            raise ValueError(f"`{name}` (={value!r}) is not supported: {param.reason}.")
+            raise ValueError(f"`{name}` (={value!r}) is not supported.")
         return {} if value in ([], "") else param.becomes(_checked(name, value))
     if name in OWN:
         return {name: _checked(name, value)}

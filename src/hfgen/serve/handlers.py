@@ -12,11 +12,8 @@ from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
-from jinja2 import TemplateError
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import (
     BaseHandler,
-    Modality,
     build_response_parser,
     get_response_template,
 )
@@ -25,10 +22,18 @@ from ..engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
 from ..engine.serving import Service, ServiceRequest
 from ..families import max_positions
 from ..logs import logger
-from ..openai_api import chat_response, completion_response, generate_kwargs, prompts_of, usage
+from ..openai_api import (
+    chat_response,
+    completion_response,
+    generate_kwargs,
+    in_words_of,
+    prompts_of,
+    usage,
+)
 from ..openai_api.responses import echoed
 from ..text import Pieces
 from .answers import ChatChoices, Message, TextChoices, chunks
+from .chats import inputs_of
 from .tools import USUAL, Tools, reader_of
 
 #: New tokens of an answer that neither the request nor the model limits, as upstream has it.
@@ -36,14 +41,6 @@ NEW_TOKENS = 1024
 
 #: Fields of a generation config that a client sends along, and the model decides.
 OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cache")
-
-#: Arguments of chat templates that other servers take, and the values that change nothing.
-OF_TEMPLATES = {"documents": [], "continue_final_message": False, "add_generation_prompt": True}
-
-#: The kinds of content of a message, and those of it that only some models read.
-TEXTS = ("text", "input_text", "output_text")
-SEEN = ("image_url", "input_image", "video_url")
-HEARD = ("input_audio", "audio_url")
 
 #: Of the likeliest tokens that an answer tells of in each place, as OpenAI has it.
 MAX_LOGPROBS = 20
@@ -53,8 +50,8 @@ RETRY_AFTER = 1
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
-    """Turns what is raised before a request is in the engine into a status."""
+def refusals(body: dict[str, Any]) -> Iterator[None]:
+    """Turns what is raised before the request of ``body`` is in the engine into a status."""
     try:
         yield
     except HTTPException:
@@ -64,12 +61,13 @@ def refusals() -> Iterator[None]:
     except EngineClosedError as error:
         raise HTTPException(503, str(error)) from error
     except DoesNotFitError as error:
-        advice = "lower `n` or `max_tokens`, or shorten the prompt"
-        raise HTTPException(400, f"{error}: {advice}") from error
-    except KeyError as error:
-        raise HTTPException(400, f"The request lacks {error}.") from error
-    except (AttributeError, IndexError, TemplateError, TypeError, ValueError) as error:
-        raise HTTPException(400, str(error)) from error
+        advice = "Lower `n` or `max_tokens`, or shorten the prompt."
+        raise HTTPException(400, f"{error} {advice}") from error
+    except (IndexError, ValueError) as error:
+        raise HTTPException(400, in_words_of(body, str(error))) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        message = f"The request cannot be read: {in_words_of(body, str(error))}"
+        raise HTTPException(400, message) from error
 
 
 async def result_of(request: ServiceRequest) -> Any:
@@ -99,7 +97,7 @@ class EngineHandler(BaseHandler):
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer, or raise ``HTTPException``: 400, 429, 500 or 503."""
         own = copy.copy(self)
-        with refusals():
+        with refusals(body):
             own.body = body = unfolded(body)
             own.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
             check(own.fields, body)
@@ -115,8 +113,8 @@ class EngineHandler(BaseHandler):
             return await answer if inspect.isawaitable(answer) else answer
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        """Upstream's ``handle_request``, which calls ``_streaming`` or ``_non_streaming``."""
-        return await super().handle_request(body, request_id)
+        """The response, or a coroutine that returns it."""
+        raise NotImplementedError
 
     def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
         """The fields of generation that a body asks for. Raises ``ValueError``."""
@@ -127,34 +125,13 @@ class EngineHandler(BaseHandler):
         config = self.model_manager.only[0].generation_config
         return {name: value for name, value in vars(config).items() if value is not None}
 
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        """Nothing: ``parameters`` has refused what is not known."""
+    def inputs(self, messages: Any, body: dict[str, Any]) -> Any:
+        """The inputs of the model for a chat; raises ``ValueError``."""
+        model, processor = self.model_manager.only
+        modality = self.model_manager.get_model_modality(model, processor=processor)
+        return inputs_of(model, processor, modality, messages, body, self.messages)
 
-    def _build_generation_config(self, *_: Any, **__: Any) -> None:
-        """Nothing: the engine gets ``fields``."""
-
-    def get_processor_inputs_from_messages(self, messages: list[Any], modality: Any) -> list[Any]:
-        """Upstream's, which drops the parts that the model does not read; here they are refused."""
-        kinds = [*TEXTS, *(SEEN if modality is not Modality.LLM else ())]
-        kinds += HEARD if modality is Modality.MULTIMODAL else ()
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise ValueError(
-                    f"`{self.messages}` has to have objects with `role` and `content`, but one is "
-                    f"{message!r:.80}."
-                )
-            content = message.get("content")
-            for part in content if isinstance(content, list) else ():
-                kind = part.get("type") if isinstance(part, dict) else part
-                if kind not in kinds:
-                    raise ValueError(
-                        f"`{self.messages}` has content of type {kind!r}, but this model reads "
-                        f"{', '.join(kinds)}."
-                    )
-        given = [{n: v for n, v in each.items() if v is not None} for each in messages]
-        return BaseHandler.get_processor_inputs_from_messages(given, modality)
-
-    async def add(self, service: Service, inputs: Any, **kwargs: Any) -> ServiceRequest:
+    async def add(self, inputs: Any, **kwargs: Any) -> ServiceRequest:
         """Put a prompt, its ids or the model's inputs, into the engine."""
         model = self.model_manager.only[0]
         length = inputs["input_ids"].shape[-1] if hasattr(inputs, "keys") else len(inputs)
@@ -164,13 +141,14 @@ class EngineHandler(BaseHandler):
             kwargs["generation_mode"] = "text"
         inputs = dict(inputs) if hasattr(inputs, "keys") else inputs
         priority = self.body.get("priority", 0)
+        service: Service = self.generation_state.service
         return await service.add(inputs, priority=priority, **self.fields | kwargs)
 
-    async def begin(self, service: Service, inputs: Any) -> ServiceRequest:
+    async def begin(self, inputs: Any) -> ServiceRequest:
         """The request of a chat; if its answer is read by the model's own template, it has special tokens."""
         template = get_response_template(self.reader, self.model_manager.only[0])
         own = {} if template in (None, USUAL) else {"skip_special_tokens": False}
-        return await self.add(service, inputs, **own)
+        return await self.add(inputs, **own)
 
     def common(self, request_id: str, kind: str) -> dict[str, Any]:
         """What the chunks of a stream have in common."""
@@ -228,65 +206,37 @@ def default_length(model: Any, prompt_length: int) -> int:
     return max(1, min(NEW_TOKENS, room))
 
 
-class ChatHandler(EngineHandler, ChatCompletionHandler):
+class ChatHandler(EngineHandler):
     """``/v1/chat/completions``."""
 
     def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise ValueError(
-                f"`messages` has to be a list of messages, but is {body.get('messages')!r}."
-            )
-        for name, usual in OF_TEMPLATES.items():
-            if body.get(name) not in (None, usual):
-                raise ValueError(f"`{name}` is not supported: use `chat_template_kwargs`.")
         return generate_kwargs(body, is_chat=True, defaults=self.defaults())
 
-    async def _streaming(
-        self,
-        request_id: str,
-        model: Any,
-        processor: Any,
-        model_id: str,
-        inputs: Any,
-        gen_config: Any,
-        gen_manager: Service,
-        tools: Any = None,
-    ) -> StreamingResponse:
-        def choices_of(row: int) -> ChatChoices:
-            return ChatChoices(row, self.message(inputs, tools), pieces, request_id)
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        model_id, model, _ = self._resolve_model(body)
+        inputs, pieces = self.inputs(body.get("messages"), body), self.pieces
 
-        pieces = self.pieces
-        request = await self.begin(gen_manager, inputs)
-        lines = chunks(
-            request, choices_of, self.common(request_id, "chat.completion.chunk"), self.count
-        )
-        return StreamingResponse(lines, media_type="text/event-stream")
+        def message() -> Message:
+            ids, tools = inputs["input_ids"], body.get("tools")
+            return Message(build_response_parser(self.reader, model, ids, tools=tools))
 
-    async def _non_streaming(
-        self,
-        request_id: str,
-        model: Any,
-        processor: Any,
-        model_id: str,
-        inputs: Any,
-        gen_config: Any,
-        gen_manager: Service,
-        tools: Any = None,
-    ) -> JSONResponse:
-        output = await result_of(await self.begin(gen_manager, inputs))
-        body = chat_response(output, model=model_id, tokenizer=self.tokenizer, id=request_id)
-        for choice in body["choices"]:
-            message = choice["message"]
-            read = self.message(inputs, tools)
-            message |= read.whole(message["content"], request_id, choice["index"])
-            if "tool_calls" in message and choice["finish_reason"] == "stop":
+        request = await self.begin(inputs)
+        if body.get("stream"):
+            lines = chunks(
+                request,
+                lambda row: ChatChoices(row, message(), pieces, request_id),
+                self.common(request_id, "chat.completion.chunk"),
+                self.count,
+            )
+            return StreamingResponse(lines, media_type="text/event-stream")
+        output = await result_of(request)
+        response = chat_response(output, model=model_id, tokenizer=self.tokenizer, id=request_id)
+        for choice in response["choices"]:
+            own = choice["message"]
+            own |= message().whole(own["content"], request_id, choice["index"])
+            if "tool_calls" in own and choice["finish_reason"] == "stop":
                 choice["finish_reason"] = "tool_calls"
-        return JSONResponse(body)
-
-    def message(self, inputs: Any, tools: Any) -> Message:
-        """What reads an answer to a chat's ``inputs``."""
-        model = self.model_manager.only[0]
-        return Message(build_response_parser(self.reader, model, inputs["input_ids"], tools=tools))
+        return JSONResponse(response)
 
 
 class TextHandler(EngineHandler):
@@ -298,7 +248,7 @@ class TextHandler(EngineHandler):
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         model_id, _, _ = self._resolve_model(body)
         prompts = prompts_of(body, self.tokenizer, is_chat=False)
-        service, pieces, echo = self.generation_state.service, self.pieces, bool(body.get("echo"))
+        pieces, echo = self.pieces, bool(body.get("echo"))
         if body.get("stream"):
             if len(prompts) > 1:
                 raise ValueError("With `stream`, `prompt` has to be a single prompt.")
@@ -306,7 +256,7 @@ class TextHandler(EngineHandler):
                 raise ValueError("With `echo` and `logprobs`, `stream` has to be false.")
             opening = echoed(prompts[0], self.tokenizer) if echo else ""
             lines = chunks(
-                await self.add(service, prompts[0]),
+                await self.add(prompts[0]),
                 lambda row: TextChoices(row, pieces, opening),
                 self.common(request_id, "text_completion"),
                 self.count,
@@ -314,7 +264,7 @@ class TextHandler(EngineHandler):
             return StreamingResponse(lines, media_type="text/event-stream")
         async with AsyncExitStack() as stack:
             requests = [
-                await stack.enter_async_context(await self.add(service, prompt, has_events=False))
+                await stack.enter_async_context(await self.add(prompt, has_events=False))
                 for prompt in prompts
             ]
             outputs = [await result_of(request) for request in requests]

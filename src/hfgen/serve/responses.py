@@ -12,14 +12,14 @@ from transformers.cli.serving.utils import (
     _StreamError,
 )
 
-from ..engine.serving import Service, ServiceRequest
+from ..engine.serving import ServiceRequest
 from ..openai_api import generate_kwargs
 from .answers import Message
 from .handlers import EngineHandler, result_of
 
 #: Parameters of ``/v1/responses`` and their names in a chat.
 OF_RESPONSES = {"max_output_tokens": "max_completion_tokens", "temperature": "temperature"}
-OF_RESPONSES |= {"top_p": "top_p", "seed": "seed"}
+OF_RESPONSES |= {name: name for name in ("top_p", "seed", "stop")}
 
 
 class ResponsesHandler(EngineHandler, ResponseHandler):
@@ -32,30 +32,22 @@ class ResponsesHandler(EngineHandler, ResponseHandler):
             raise ValueError("`input` has to be text or a list, but is missing.")
         BaseHandler._validate_request(self, body)
         chat = {OF_RESPONSES[name]: body[name] for name in OF_RESPONSES if name in body}
-        form = (body.get("text") or {}).get("format") or {"type": "text"}
+        form = body.get("text") or {}
+        form = form.get("format", {"type": "text"}) if isinstance(form, dict) else form
+        if not isinstance(form, dict):
+            raise ValueError(f"`text` has to have an object `format`, but is {body['text']!r:.80}.")
         chat["response_format"] = form | {"json_schema": form}  # which are one level here
         return generate_kwargs(chat, is_chat=True, defaults=self.defaults())
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        """As upstream, but that no stream is the default, as OpenAI has it."""
-        return await super().answer({"stream": False, **body}, request_id)
-
-    async def _streaming(
-        self, request_id: str, model: Any, _: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        added = await self.added(*args, **kwargs)
-        return super()._streaming(request_id, model, self.reader, *args, **added)
-
-    async def _non_streaming(
-        self, request_id: str, model: Any, _: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        added = await self.added(*args, **kwargs)
-        return await super()._non_streaming(request_id, model, self.reader, *args, **added)
-
-    async def added(self, *args: Any, gen_manager: Service, **kwargs: Any) -> dict[str, Any]:
-        """The keyword arguments, with a manager that has the request in place of the service."""
-        _, _, inputs, _ = args
-        return kwargs | {"gen_manager": OneRequest(await self.begin(gen_manager, inputs))}
+        """Upstream's; no stream is the default, as OpenAI has it."""
+        model_id, model, _ = self._resolve_model(body)
+        body = body | {"tools": self._normalize_tools(body.get("tools"))}
+        inputs = self.inputs(self._normalize_input(body), body)
+        answer = super()._streaming if body.get("stream") else super()._non_streaming
+        given = request_id, model, self.reader, model_id, body, inputs, None
+        request = OneRequest(await self.begin(inputs))
+        return answer(*given, gen_manager=request, tools=body["tools"])
 
 
 class OneRequest(BaseGenerateManager):

@@ -1,0 +1,89 @@
+"""From the messages of a request to the inputs of the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.cli.serving.utils import BaseHandler, Modality
+
+#: The kinds of content of a message, and those of it that only some models read.
+TEXTS = ("text", "input_text", "output_text")
+SEEN = ("image_url", "input_image", "video_url")
+HEARD = ("input_audio", "audio_url")
+
+#: Arguments of the methods that fill a template: no client sets them.
+RESERVED = {
+    name
+    for owner in (PreTrainedTokenizerBase, ProcessorMixin)
+    for name in inspect.signature(owner.apply_chat_template).parameters
+}
+
+
+def inputs_of(
+    model: Any,
+    processor: Any,
+    modality: Modality,
+    messages: Any,
+    body: Mapping[str, Any],
+    name: str,
+) -> Any:
+    """The inputs of ``model``, on its device: ``messages``, of the field ``name``, in its chat template.
+
+    ``body`` may have ``tools``, ``documents``, ``chat_template_kwargs``, ``add_generation_prompt`` and
+    ``continue_final_message``. Raises ``ValueError`` for what cannot be read, or not by this model.
+    """
+    check(messages, modality, name)
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise ValueError(f"`chat_template_kwargs` has to be an object, but is {variables!r:.80}.")
+    if reserved := sorted(variables.keys() & RESERVED):
+        raise ValueError(f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable.")
+    is_continued = bool(body.get("continue_final_message"))
+    opens = body.get("add_generation_prompt")
+    options = {"documents": body["documents"]} if body.get("documents") else {}
+    given = [{n: v for n, v in message.items() if v is not None} for message in messages]
+    try:
+        given = BaseHandler.get_processor_inputs_from_messages(given, modality)
+        parts = (part for each in given for part in each["content"] if isinstance(part, dict))
+        has_video = any(part["type"] == "video" for part in parts)
+        inputs = processor.apply_chat_template(
+            given,
+            tools=body.get("tools") or None,
+            add_generation_prompt=not is_continued if opens is None else bool(opens),
+            continue_final_message=is_continued,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            load_audio_from_video=modality is Modality.MULTIMODAL and has_video,
+            **({"num_frames": 32} if has_video else {}),  # as upstream: all frames are too many
+            **options,
+            **variables,
+        )
+    except Exception as error:  # the template's own, of a wrong call, of an image that is none
+        raise ValueError(f"`{name}` cannot be read: {error}") from error
+    return inputs.to(model.device)
+
+
+def check(messages: Any, modality: Modality, name: str) -> None:
+    """Raise ``ValueError`` for messages of another shape, and for content that the model does not read."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"`{name}` has to be a list of messages, but is {messages!r:.80}.")
+    kinds = [*TEXTS, *(SEEN if modality is not Modality.LLM else ())]
+    kinds += HEARD if modality is Modality.MULTIMODAL else ()
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else message
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(content, str | list | None):
+            raise ValueError(
+                f"`{name}` has to have objects with `role` and `content`, but one is {message!r:.80}."
+            )
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else part
+            if kind not in kinds:
+                read = ", ".join(kinds)
+                raise ValueError(
+                    f"`{name}` has content of type {kind!r}, but this model reads {read}."
+                )
