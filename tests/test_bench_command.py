@@ -33,15 +33,15 @@ def test_every_shape_under_both_libraries(
     tmp_path: Path, tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch
 ):
     seen = []
-    original = measure.generate
+    original = measure.new_tokens
 
-    def generate(loaded: Any, inputs: Any, config: Any) -> Any:
-        found = original(loaded, inputs, config)
+    def new_tokens(loaded: Any, inputs: Any, output: Any) -> Any:
+        rows = original(loaded, inputs, output)
         is_ours = isinstance(loaded.model, hfgen.GenerationMixin)
-        seen.append((is_ours, *inputs["input_ids"].shape, *{len(row) for row in found.rows}))
-        return found
+        seen.append((is_ours, *inputs["input_ids"].shape, *{len(row) for row in rows}))
+        return rows
 
-    monkeypatch.setattr(measure, "generate", generate)
+    monkeypatch.setattr(measure, "new_tokens", new_tokens)
     sizes = ["--prompt-tokens", "3,5", "--new-tokens", 4, "--batch-sizes", "1,2", "--repeat", 2]
     plot = tmp_path / "plot.png"
     result = run(*sizes, "--json", "--plot", plot)
@@ -50,6 +50,7 @@ def test_every_shape_under_both_libraries(
     for is_ours in (True, False):  # a warm-up, two timed, and one for memory
         for length, rows in ((3, 1), (3, 2), (5, 1), (5, 2)):
             assert seen.count((is_ours, rows, length, 4)) == 4
+            assert seen.count((is_ours, rows, length, 1)) == 3
     report = json.loads(result.stdout)
     assert len(report["cases"]) == 4
     for case in report["cases"]:
@@ -58,7 +59,8 @@ def test_every_shape_under_both_libraries(
             found = case[name]
             times = zip(found["first"], found["total"], found["tokens_per_second"], strict=True)
             for first, total, speed in times:
-                assert 0 < first < total
+                assert first > 0
+                assert total > 0
                 assert speed == pytest.approx(4 * case["batch_size"] / total)
             assert found["peak_bytes"] > 0
     table = run(*sizes)
@@ -92,15 +94,27 @@ def test_a_plot_that_cannot_be_written_costs_no_table(
     assert "cannot write to" in result.stderr
 
 
+def test_the_plain_call_is_timed(tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch):
+    """A streamer, or a processor that holds back the end, costs the two libraries different times."""
+    calls = []
+    monkeypatch.setattr(
+        type(tiny_model.model),
+        "generate",
+        lambda self, **call: calls.append(call) or torch.ones(1, 9),
+    )
+    bench.seconds(tiny_model, {"input_ids": torch.ones(1, 5)}, 4)
+    plain = {"max_new_tokens": 4, "eos_token_id": None, "do_sample": False, "num_beams": 1}
+    assert [call | {"input_ids": 0} for call in calls] == [plain | {"input_ids": 0}]
+
+
 def test_times_are_those_of_forwards(tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch):
     """By a clock that each forward puts on by a second: one forward of the prompt, one per token after it."""
-    now, original = [0.0], measure.Clock
+    now = [0.0]
 
     def advance(*_: Any) -> None:
         now[0] += 1
 
-    monkeypatch.setattr(measure, "Clock", lambda: original(started=now[0]))
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     handle = tiny_model.model.register_forward_pre_hook(advance)
     case = bench.run_case(tiny_model, bench.Shape(4, 5, 2), 2)
     handle.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -33,7 +34,10 @@ class Shape:
 
 @dataclass(slots=True)
 class Runs:
-    """One library on one shape, a value for each timed run, in seconds; ``peak_bytes`` of one more."""
+    """One library on one shape, a value for each timed run, in seconds; ``peak_bytes`` of one more.
+
+    ``first``: of a call of one new token; ``per_token``: of each further one, by the difference.
+    """
 
     first: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
@@ -131,7 +135,10 @@ def check(loaded: Loaded, shapes: Sequence[Shape]) -> None:
 
 
 def run_case(loaded: Loaded, shape: Shape, repeat: int) -> Case:
-    """Each library in turn: once to warm up, ``repeat`` times timed, once for its memory."""
+    """Each library in turn: once to warm up, ``repeat`` times timed, once for its memory.
+
+    The calls are plain ones: greedy, without a streamer or a processor.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -139,26 +146,35 @@ def run_case(loaded: Loaded, shape: Shape, repeat: int) -> Case:
     vocab = loaded.model.config.get_text_config().vocab_size
     ids = torch.randint(vocab, size, generator=generator).to(loaded.model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    fields = {"max_new_tokens": shape.new_tokens, "min_new_tokens": shape.new_tokens}
-    config = options.generation_config({**fields, "do_sample": False}, loaded.model, 1)
     case = Case(shape, {name: Runs() for name in LIBRARIES})
     for turn in range(repeat + 2):
         for name in LIBRARIES if turn % 2 else reversed(LIBRARIES):
             runs = case.runs[name]
             with upstream(loaded) if name == "transformers" else nullcontext():
                 if turn == repeat + 1:
-                    runs.peak_bytes = peak_bytes(loaded, inputs, config)
+                    runs.peak_bytes = peak_bytes(loaded, inputs, shape.new_tokens)
                     continue
-                found = measure.generate(loaded, inputs, config)
-            if turn and found.first is not None:
-                runs.first.append(found.first)
-                runs.total.append(found.seconds)
-                if found.per_token is not None:
-                    runs.per_token.append(found.per_token)
+                first = seconds(loaded, inputs, 1)
+                total = seconds(loaded, inputs, shape.new_tokens)
+            if turn:
+                runs.first.append(first)
+                runs.total.append(total)
+                if shape.new_tokens > 1:
+                    runs.per_token.append((total - first) / (shape.new_tokens - 1))
     return case
 
 
-def peak_bytes(loaded: Loaded, inputs: dict[str, Any], config: Any) -> int:
+def seconds(loaded: Loaded, inputs: dict[str, Any], new_tokens: int) -> float:
+    """Of one call, which does not end before ``new_tokens``."""
+    lengths = {"max_new_tokens": new_tokens, "eos_token_id": None}
+    start = time.perf_counter()
+    with measure.named_errors():
+        output = loaded.model.generate(**inputs, **lengths, do_sample=False, num_beams=1)
+    measure.new_tokens(loaded, inputs, output)  # as numbers of the host: a GPU has to end for them
+    return time.perf_counter() - start
+
+
+def peak_bytes(loaded: Loaded, inputs: dict[str, Any], new_tokens: int) -> int:
     """The most memory that tensors of one call take at a time, besides weights and inputs."""
     import torch
 
@@ -167,10 +183,10 @@ def peak_bytes(loaded: Loaded, inputs: dict[str, Any], config: Any) -> int:
     if loaded.model.device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        measure.generate(loaded, inputs, config)
+        seconds(loaded, inputs, new_tokens)
         return torch.cuda.max_memory_allocated() - before
     with LiveBytes() as live:
-        measure.generate(loaded, inputs, config)
+        seconds(loaded, inputs, new_tokens)
     return live.peak
 
 
