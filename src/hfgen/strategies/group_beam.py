@@ -38,7 +38,7 @@ class GroupBeam(NBestBeam):
             )
         if penalty is None or not penalty > 0:
             raise ValueError(
-                f"`num_beam_groups`={groups} needs a `diversity_penalty` above 0, but it is {penalty}."
+                f"`diversity_penalty` has to be above 0 for `num_beam_groups`={groups}, but is {penalty}."
             )
 
     def __init__(self, run: Run) -> None:
