@@ -88,7 +88,11 @@ NOT_FIELDS = [
     (ValueError, {"num_beams": 0}, "`num_beams` has to be at least 1, and at most"),
     (ValueError, {"num_return_sequences": 0}, "`num_return_sequences` has to be at least 1"),
     (ValueError, {"prefill_chunk_size": 0}, "`prefill_chunk_size` has to be at least 1, but is 0"),
-    (ValueError, {"stop_strings": []}, "`stop_strings` has to be a non-empty string of Unicode or a list"),
+    (
+        ValueError,
+        {"stop_strings": []},
+        "`stop_strings` has to be a non-empty string of Unicode or a list",
+    ),
     (
         ValueError,
         {"stop_strings": "x"},

@@ -101,6 +101,37 @@ def test_a_stop_ends_its_row(mode: str, stop: dict[str, Any], expected: str, oth
     assert generated(output) == [expected, other]
 
 
+@IN_EVERY_MODE
+@pytest.mark.parametrize(
+    ("stop", "least", "free", "held"),
+    [
+        ({"stop_strings": ["b", "e"]}, 4, "aab", "aabbcé d, e"),
+        ({"stop_strings": "b"}, 3, "aab", "aabb"),
+        ({"stop_strings": ["bc", "c"]}, 4, "aabbc", "aabbc"),  # its end lies behind the minimum
+        ({"stop_regex": "[bd]"}, 5, "aab", "aabbcé d"),
+        ({"repetition_detection": {"max_pattern_size": 1, "min_count": 2}}, 3, "aa", "aabb"),
+    ],
+)
+def test_min_tokens_holds_back_every_stop(
+    mode: str, stop: dict[str, Any], least: int, free: str, held: str
+) -> None:
+    text, stop = "aabbcé d, e<eos>", MODES[mode] | stop
+    for options, expected in (({"min_new_tokens": least}, free), ({"min_tokens": least}, held)):
+        assert generated(write(text, "uvw<eos>" + "z" * 9, **stop, **options))[0] == expected
+
+
+def test_min_tokens_holds_back_tokens_that_end_a_row() -> None:
+    for ending in ({}, {"stop_token_ids": ids_of("c")}):
+        output = write("c<eos>", min_tokens=3, max_new_tokens=5, **ending)
+        same = write("c<eos>", min_new_tokens=3, max_new_tokens=5, **ending)
+        assert torch.equal(output.sequences, same.sequences)
+
+
+def test_rows_have_minimums_of_their_own() -> None:
+    output = write(*["abcdbcd<eos>"] * 3, stop_strings="c", min_tokens=[None, 3, 4])
+    assert generated(output) == ["abc", "abcdbc", "abcdbc"]
+
+
 @pytest.mark.parametrize("stop", ["c", ["c", "v"], [["c"], "w"], [None, "v"]])
 def test_stop_is_another_name_of_stop_strings(stop: Any) -> None:
     expected = generated(write("abcde<eos>", "uvw<eos>", stop_strings=stop))
@@ -324,7 +355,7 @@ def test_no_stop_token_before_the_least_number_of_tokens() -> None:
         ({"stop_regex": "a"}, "`stop_regex` .* needs text"),
         ({"stop_regex": ""}, "`stop_regex` has to be a non-empty string"),
         ({"ignore_eos": True}, "`ignore_eos=True` leaves nothing to end a row"),
-        ({"thinking_token_budget": -1}, "`thinking_token_budget` has to be at least 0"),
+        ({"thinking_token_budget": -1}, "`thinking_token_budget` has to be from 0"),
         (
             {"thinking_token_budget": 3},
             "`thinking_token_budget` needs the tokens of `thinking_start`",

@@ -23,11 +23,13 @@ def forced(budget: int, ids: list[int], prompt_length: int, message: list[int]) 
     """What a row has to go on with, by reading it from its start: markers are 1 2 and 3 4."""
     n, is_open, closing = 0, False, [*message, 3, 4]
     for at in range(1, len(ids) + 1):
-        n += is_open and at > prompt_length
+        n += is_open
         if ids[max(at - 2, 0) : at] == [1, 2]:
             is_open, n = True, 0
         elif ids[max(at - 2, 0) : at] == [3, 4]:
             is_open = False
+        if at == prompt_length:
+            n = min(n, budget)
     return closing[n - budget] if is_open and n >= budget else None
 
 
@@ -82,7 +84,9 @@ def test_thoughts_are_closed(mode: str) -> None:
 def test_a_message_and_thoughts_that_the_prompt_begins() -> None:
     options = {"thinking_token_budget": 3, "thinking_message": ". So", **MARKERS}
     output = write("abcdefghijklm<eos>", prompts=["x[t]yz"], **options)
-    assert generated(output, 6) == ["abc. So[/t]lm<eos>"]
+    assert generated(output, 6) == ["a. So[/t]jklm<eos>"]  # two thoughts are in the prompt
+    output = write("abcdefghijklm<eos>", prompts=["x[t]uvwxyz"], **options)
+    assert generated(output, 10) == [". So[/t]ijklm<eos>"]
     output = write("abcdefg<eos>", prompts=["[t]yz[/t]"], **options)
     assert generated(output, 9) == ["abcdefg<eos>"]
     output = write("t]abcdefghijklmn<eos>", prompts=["x["], **options)

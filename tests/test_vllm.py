@@ -32,7 +32,7 @@ TAKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "stop_token_ids": ([4, 5], {"stop_token_ids": [4, 5]}),
     "ignore_eos": (True, {"ignore_eos": True}),
     "max_tokens": (9, {"max_new_tokens": 9}),
-    "min_tokens": (2, {"min_new_tokens": 2}),
+    "min_tokens": (2, {"min_tokens": 2}),
     "logprobs": (4, {"logprobs": 4}),
     "prompt_logprobs": (2, {"prompt_logprobs": 2}),
     "logprob_token_ids": ([1, 2], {"logprob_token_ids": [1, 2]}),
@@ -168,6 +168,16 @@ def test_bad_words_are_banned_at_starts_and_after_spaces() -> None:
     assert not banned.removeprefix("def add(a, b):\n    return").lstrip().startswith(word)
     with pytest.raises(ValueError, match=r"`bad_words`.*pass the model's tokenizer"):
         model.generate(**inputs, bad_words=[word])
+
+
+def test_bad_words_and_their_parts_in_the_prompt_do_not_count() -> None:
+    model, tokenizer = hfgen.builtin_model()
+    inputs = tokenizer("def add(a, b):\n    return a +", return_tensors="pt")
+    options = {"max_new_tokens": 2, "tokenizer": tokenizer}
+    plain = tokenizer.decode(model.generate(**inputs, **options)[0])
+    continued = plain.removeprefix("def add(a, b):\n    return")
+    free = model.generate(**inputs, **options, bad_words=[continued.strip()])
+    assert tokenizer.decode(free[0]) == plain  # the prompt has its first word
 
 
 def test_greedy_parameters_come_without_those_of_sampling(caplog: pytest.LogCaptureFixture) -> None:

@@ -108,6 +108,7 @@ PER_ROW: dict[str, Field] = {
     "max_new_tokens": Field(INTEGER, at_least(0)),
     "min_length": Field(INTEGER),
     "min_new_tokens": Field(INTEGER, at_least(0)),
+    "min_tokens": Field(SIZE, INT64, is_own=True),
     "max_time": Field(NUMBER),
     # Stopping and texts
     "stop_strings": Field(STRINGS),

@@ -114,7 +114,7 @@ PARAMS: dict[str, Param] = {
     "stop_token_ids": Param(None, lambda value: {"stop_token_ids": value} if value else {}),
     "ignore_eos": Param(False, lambda value: {"ignore_eos": True} if value else {}),
     "max_tokens": Param(16, _max_tokens),
-    "min_tokens": Param(0, lambda value: {"min_new_tokens": value} if value else {}),
+    "min_tokens": Param(0, lambda value: {"min_tokens": value} if value else {}),
     "logprobs": Param(None, _count("logprobs")),
     "prompt_logprobs": Param(None, _count("prompt_logprobs")),
     "prompt_logprob_token_ids": Param(

@@ -47,7 +47,6 @@ CHECKED_AS = {
     "n": "num_return_sequences",
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
     "stop": "stop_strings",
     "top_logprobs": "logprobs",
 }

@@ -125,6 +125,7 @@ PROCESSORS: list[Builder] = [
     Row("allowed_token_ids", lambda tokens, c: vocabulary.AllowedTokens(list(tokens), c.device)),
     Row("min_length", lengths.min_length, lambda n: n <= 0, off=0, reads=ENDING),
     Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
+    Row("min_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
     vocabulary.prefix_constrained,
     OfAll("grammar", grammar.processor),
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),

@@ -15,7 +15,7 @@ KEPT = 256
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Forces the end of a thinking section of which ``budget`` tokens have been generated.
+    """Forces the end of a thinking section that has ``budget`` tokens, those in the prompt included.
 
     A section begins behind the tokens ``start``, in the prompt or in what is generated, and ends with
     the tokens ``end``. What is forced are ``message`` and ``end``, which do not count; another section
@@ -41,7 +41,7 @@ class ThinkingBudget(LogitsProcessor):
         self.start, self.end, self.forced = (
             torch.tensor(ids, device=device) for ids in (start, end, [*message, *end])
         )
-        #: By length: tokens generated of each row's open section, ``(rows,)``, -1 outside of one.
+        #: By length: tokens of each row's open section, ``(rows,)``, -1 outside of one.
         self.counts: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,10 @@ class ThinkingBudget(LogitsProcessor):
         return torch.where(is_forced[:, None], forced, scores)
 
     def n_thought(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """How many tokens of an open section have been generated: ``(rows,)``, -1 outside of one."""
+        """How many tokens an open section has: ``(rows,)``, -1 outside of one.
+
+        Those in the prompt count as ``budget`` tokens at most: the end is forced from its first token on.
+        """
         n_rows, length = input_ids.shape
         before = self.counts.get(length - 1)
         if before is not None and len(before) == n_rows:
@@ -64,7 +67,8 @@ class ThinkingBudget(LogitsProcessor):
             n_thought = n_thought.masked_fill(ends_in(input_ids, self.end), -1)
         else:
             opened, closed = last(input_ids, self.start), last(input_ids, self.end)
-            n_thought = (length - opened).clamp(max=length - self.prompt_length)
+            n_in_prompt = (self.prompt_length - opened).clamp(min=0, max=self.budget)
+            n_thought = n_in_prompt + length - opened.clamp(min=self.prompt_length)
             n_thought = n_thought.masked_fill(opened <= closed, -1)
         self.counts[length] = n_thought
         self.counts.pop(length - KEPT, None)

@@ -101,13 +101,24 @@ def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor | N
     return PrefixConstrainedLogitsProcessor(allowed, context.config.num_beams)
 
 
+class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
+    """Rules out the token that would complete a bad word behind the prompt."""
+
+    prompt_length = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return super().__call__(input_ids[:, self.prompt_length :], scores)
+
+
 def bad_words(words: str | list[str], context: Context) -> NoBadWordsLogitsProcessor:
     """Rules out words, at the start of a text and after a space (vLLM's ``bad_words``)."""
     given = [words] if isinstance(words, str) else words
     texts = [prefix + word.lstrip() for word in given for prefix in ("", " ")]
     encoded = (context.tokenizer.encode(text, add_special_tokens=False) for text in texts)
     ids = {tuple(tokens) for tokens in encoded if tokens}
-    return NoBadWordsLogitsProcessor([list(tokens) for tokens in sorted(ids)], context.eos)
+    processor = BadWordsOfAnswer([list(tokens) for tokens in sorted(ids)], context.eos)
+    processor.prompt_length = context.prompt_length
+    return processor
 
 
 def begin_suppress_tokens(tokens: Any, context: Context) -> SuppressTokensAtBeginLogitsProcessor:

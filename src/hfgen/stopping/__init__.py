@@ -105,6 +105,11 @@ class Context:
     #: Tokens of each row that were not generated: nothing stops at them.
     prompt_length: int = 0
 
+    @property
+    def min_tokens(self) -> int:
+        """So many tokens a row gets before anything but its length ends it."""
+        return getattr(self.config, "min_tokens", None) or 0
+
     def values(self, name: str) -> list[Any]:
         """A field's values, one per prompt; one in all where prompts do not differ."""
         if self.rows is None:  # the config of a model that is not mixed lacks hfgen's own fields
@@ -132,13 +137,16 @@ def max_length(length: int | torch.Tensor, context: Context) -> MaxLengthCriteri
 def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
     validate.require_tokenizer(context.tokenizer, "stop_strings", strings)
     criterion = StopStringCriteria(context.tokenizer, strings, context.prompt_length)
+    criterion.min_tokens = context.min_tokens
     # Without an EOS, upstream lets rows run on until all have ended. A row that leaves cannot.
     criterion.ends_rows = bool(getattr(context.config, "drop_finished", False))
     return criterion
 
 
 def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:
-    return StopRegexCriteria(context.tokenizer, patterns, context.prompt_length)
+    criterion = StopRegexCriteria(context.tokenizer, patterns, context.prompt_length)
+    criterion.min_tokens = context.min_tokens
+    return criterion
 
 
 def stop_tokens(tokens: Any, context: Context) -> StopTokenCriteria:
@@ -156,18 +164,22 @@ def assistant_confidence(threshold: float, context: Context) -> ConfidenceCriter
     return ConfidenceCriteria(threshold) if context.config.is_assistant else None
 
 
+#: What holds back stops.
+HELD = ("min_tokens",)
+
 #: Rows in the order in which the criteria are asked; the caller's own follow.
 CRITERIA: list[Callable[[Any], StoppingCriteria | None]] = [
     Row("max_length", max_length, off=0),
     Row("max_time", lambda seconds, c: MaxTimeCriteria(max_time=seconds)),
-    Row("stop_strings", stop_strings),
+    Row("stop_strings", stop_strings, reads=HELD),
     eos,
     Row("stop_token_ids", stop_tokens, lambda tokens: tokens == []),
-    Row("stop_regex", stop_regex),
+    Row("stop_regex", stop_regex, reads=HELD),
     Row(
         "repetition_detection",
-        lambda detection, c: RepetitionCriteria(detection, c.prompt_length),
+        lambda detection, c: RepetitionCriteria(detection, c.prompt_length, c.min_tokens),
         lambda detection: detection.max_pattern_size == 0,
+        reads=HELD,
     ),
     OfAll("grammar", grammar.criterion),
     Row("assistant_confidence_threshold", assistant_confidence, lambda threshold: threshold <= 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,19 +39,22 @@ class TextCriteria(StoppingCriteria):
 
     pieces: Pieces
     prompt_length: int
+    #: No row ends with one of its first tokens.
+    min_tokens: int = 0
     #: Lengths of ``input_ids`` at which a row was ended.
     hits: set[int]
 
     #: How many tokens at the end of a row can have to do with a stop.
     n_tokens: int
 
-    def find(self, ids: Sequence[int]) -> Found | None:
-        """What ends a row with the last of its generated ``ids``, if anything does."""
+    def find(self, ids: Sequence[int], n_held: int = 0) -> Found | None:
+        """What ends a row with the last of its generated ``ids``, and not within the first ``n_held``."""
         raise NotImplementedError
 
     def found(self, ids: Sequence[int], n: int) -> Found | None:
         """``find`` of the first ``n`` generated ids."""
-        return self.find(ids[max(0, n - self.n_tokens) : n])
+        start = max(0, n - self.n_tokens)
+        return self.find(ids[start:n], self.min_tokens - start)
 
     def n_begun(self, ids: Sequence[int]) -> int:
         """Bytes at the end of the text of ``ids`` with which a stop may have begun."""
@@ -69,8 +73,12 @@ class TextCriteria(StoppingCriteria):
         return sorted(hit - self.prompt_length for hit in self.hits)
 
     def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
-        found = self.found(ids, n)
+        found = None if n <= self.min_tokens else self.found(ids, n)
         return None if found is None else FinishReason("stop", found.stop)
+
+    def may_end(self, input_ids: torch.Tensor) -> bool:
+        """Whether ``input_ids (rows, length)`` have more generated tokens than ``min_tokens``."""
+        return input_ids.shape[1] - self.prompt_length > self.min_tokens
 
     def ended(self, input_ids: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Bools ``(rows,)``, true for ``rows``; copies to a device only if there are any."""
@@ -103,13 +111,14 @@ class StopStringCriteria(transformers.StopStringCriteria, TextCriteria):
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
         newest = input_ids[:, self.prompt_length :][:, -1:].flatten().tolist()
         rows = [row for row, token in enumerate(newest) if self.endings[token]]
-        if rows:
+        if rows and self.may_end(input_ids):
             start = max(self.prompt_length, input_ids.shape[1] - self.n_tokens)
             tails = input_ids[:, start:].tolist()
-            rows = [row for row in rows if self.find(tails[row]) is not None]
-        return self.ended(input_ids, rows)
+            found = [row for row in rows if self.find(tails[row]) is not None]
+            return self.ended(input_ids, found)
+        return self.ended(input_ids, [])
 
-    def find(self, ids: Sequence[int]) -> Found | None:
+    def find(self, ids: Sequence[int], n_held: int = 0) -> Found | None:
         """The string that is complete first; of those that end alike, the longest."""
         if not ids or not (endings := self.endings[ids[-1]]):
             return None
@@ -172,11 +181,12 @@ class StopRegexCriteria(TextCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
         start = max(self.prompt_length, input_ids.shape[1] - self.n_tokens)
-        tails = input_ids[:, start:].tolist()
-        rows = [row for row, ids in enumerate(tails) if self.find(ids) is not None]
+        tails = input_ids[:, start:].tolist() if self.may_end(input_ids) else []
+        n_held = self.min_tokens - start + self.prompt_length
+        rows = [row for row, ids in enumerate(tails) if self.find(ids, n_held) is not None]
         return self.ended(input_ids, rows)
 
-    def find(self, ids: Sequence[int]) -> Found | None:
+    def find(self, ids: Sequence[int], n_held: int = 0) -> Found | None:
         """The match that is complete first; of those that end alike, the longest."""
         pieces = self.pieces.of(ids[-self.n_tokens :])
         if not pieces:
@@ -186,10 +196,13 @@ class StopRegexCriteria(TextCriteria):
         whole = text.rstrip(_SURROGATES)
         # The token before the window is there for `^` and for what looks behind.
         first = len(pieces[0].decode(errors="surrogateescape")) if len(pieces) > WINDOW else 0
+        held = len(b"".join(pieces[: max(n_held, 0)]).decode(errors="surrogateescape"))
         matches = [
             (match.end(), match.start(), pattern.pattern)
             for pattern in self.patterns
-            if (match := pattern.search(whole, first))
+            for match in itertools.islice(
+                (m for m in pattern.finditer(whole, first) if m.end() > held), 1
+            )
         ]
         if not matches:
             return None

@@ -80,16 +80,19 @@ class RepetitionCriteria(StoppingCriteria):
 
     ends_rows = True
 
-    def __init__(self, detection: RepetitionDetection, prompt_length: int = 0) -> None:
-        """``prompt_length``: so many tokens of each row were not generated."""
+    def __init__(
+        self, detection: RepetitionDetection, prompt_length: int = 0, min_tokens: int = 0
+    ) -> None:
+        """``prompt_length``: so many tokens were not generated; ``min_tokens``: so many have to be."""
         self.detection, self.prompt_length = detection, prompt_length
+        self.min_tokens = min_tokens
         self.smallest = max(detection.min_pattern_size, 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
         detection, length = self.detection, input_ids.shape[1] - self.prompt_length
         largest = min(detection.max_pattern_size, length // detection.min_count)
-        if largest < self.smallest:
+        if largest < self.smallest or length < self.min_tokens:
             return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
         sizes = torch.arange(self.smallest, largest + 1, device=input_ids.device)
         n_same = sizes[:, None] * (detection.min_count - 1)
@@ -104,6 +107,8 @@ class RepetitionCriteria(StoppingCriteria):
 
     def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
         count = self.detection.min_count
+        if n < self.min_tokens:
+            return None
         for size in range(self.smallest, self.detection.max_pattern_size + 1):
             start = n - size * count
             if start < 0:

@@ -216,8 +216,9 @@ def validate_generated_length(
             f"`{name}` has {input_ids_length} tokens and `max_length` is {longest}, so there is no "
             "room to generate. Raise `max_length`, or better, set `max_new_tokens`."
         )
-    for field, before in (("min_length", 0), ("min_new_tokens", input_ids_length)):
-        value = getattr(config, field)
+    counts = (("min_length", 0), *((n, input_ids_length) for n in ("min_new_tokens", "min_tokens")))
+    for field, before in counts:
+        value = getattr(config, field, None)
         if value is not None and value + before > longest:
             default = " (its default)" if has_default_max_length else ""
             _warn(
