@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import openai
@@ -115,13 +116,14 @@ def running(
     tokenizer: Any,
     settings: Settings | None = None,
     name: str = "tiny",
+    drafts: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Running]:
     """A server in a thread of its own; ``tokenizer`` may be a processor, ``options`` are the engine's."""
     engine = Watched(model, getattr(tokenizer, "tokenizer", tokenizer), **options)
     servers: list[Any] = []
     arguments = name, model, tokenizer, engine, settings or Settings(port=0), servers.append
-    thread = threading.Thread(target=lambda: asyncio.run(serve(*arguments)))
+    thread = threading.Thread(target=lambda: asyncio.run(serve(*arguments, drafts=drafts)))
     thread.start()
     try:
         wait_for(lambda: not thread.is_alive() or (servers and servers[0].started))

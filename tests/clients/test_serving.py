@@ -191,6 +191,21 @@ def test_several_prompts(server: Running) -> None:
     assert answer.choices[0].text == solo(server, "class A", max_new_tokens=6).texts[0]
 
 
+def test_an_assistant_drafts(server: Running) -> None:
+    """The answers are those without it, and it forwards; beams do without."""
+    draft, calls = hfgen.builtin_model(draft=True)[0], []
+    draft.register_forward_hook(lambda *_: calls.append(1))
+    with running(server.model, server.tokenizer, drafts={"assistant_model": draft}) as drafted:
+        for body in {"temperature": 0}, {"seed": 3}, {"num_beams": 2}, {"temperature": 0, "n": 1}:
+            n_calls = len(calls)
+            for is_chat in False, True:
+                both = [
+                    asked(each, is_chat, is_chat, extra_body=body) for each in (server, drafted)
+                ]
+                assert both[0] == both[1]
+            assert (len(calls) > n_calls) == ("num_beams" not in body)
+
+
 def test_the_prompt_may_be_the_beginning_of_the_answer(server: Running) -> None:
     messages: Any = [
         {"role": "user", "content": PROMPT},

@@ -239,7 +239,10 @@ def test_the_command(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = ["serve", "--model", str(folder), "--port", str(port), "--device", "cpu"]
-    arguments += ["--log-level", "info"]
+    template = tmp_path / "other.jinja"
+    template.write_text("{{ messages[0].content }}{{ messages[0].content }}")
+    arguments += ["--log-level", "info", "--optimize", "--assistant", str(folder)]
+    arguments += ["--chat-template", str(template)]
     process = subprocess.Popen(
         [sys.executable, "-m", "hfgen", *arguments],
         env=os.environ | {"HFGEN_API_KEY": KEY, "HF_HUB_OFFLINE": "1"},
@@ -265,6 +268,9 @@ def test_the_command(tmp_path: Path) -> None:
         answer = client.completions.create(prompt="x", extra_body={"ignore_eos": True}, **usual)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 4
+        chat = client.chat.completions.create(messages=[{"role": "user", "content": "ab"}], **usual)
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens == len("abab")
         process.send_signal(signal.SIGINT)
         requests, _ = process.communicate(timeout=60)
         assert process.returncode == 0

@@ -33,12 +33,15 @@ class Loaded:
 
     def mode_kwargs(self) -> dict[str, Any]:
         """The arguments of ``generate`` that stand beside the config and the inputs."""
-        kwargs: dict[str, Any] = {"tokenizer": self.tokenizer}
-        if self.assistant is not None:
-            kwargs["assistant_model"] = self.assistant.model
-            if len(self.assistant.tokenizer) != len(self.tokenizer):
-                kwargs["assistant_tokenizer"] = self.assistant.tokenizer
-        return kwargs
+        return {"tokenizer": self.tokenizer, **self.drafting()}
+
+    def drafting(self) -> dict[str, Any]:
+        """The arguments of ``generate`` with which the assistant drafts; none without one."""
+        if self.assistant is None:
+            return {}
+        model, tokenizer = self.assistant.model, self.assistant.tokenizer
+        own = {} if len(tokenizer) == len(self.tokenizer) else {"assistant_tokenizer": tokenizer}
+        return {"assistant_model": model, **own}
 
 
 def load(

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from hfgen.cli import files, options
-from hfgen.cli.loading import BUILTIN, load, quiet
+from hfgen.cli.generate import optimize_model
+from hfgen.cli.loading import BUILTIN, Loaded, load, quiet
 from hfgen.cli.report import CliError, say
 
 MEBIBYTE = 2**20
@@ -57,6 +58,10 @@ def serve(
         int, typer.Option("--prefill-tokens", min=1, help="Prompt tokens forwarded per step.")
     ] = 2048,
     policy: Annotated[str, typer.Option("--policy", help=f"{', '.join(POLICIES)}.")] = "fcfs",
+    assistant: options.AssistantOption = None,
+    optimize: Annotated[
+        bool, typer.Option("--optimize", help="Use faster kernels for this CPU.")
+    ] = False,
     prefix_cache: Annotated[
         bool,
         typer.Option("--prefix-cache", help="Reuse the keys and values of common prompt prefixes."),
@@ -100,13 +105,18 @@ def serve(
         import hfgen
         from hfgen.serve.server import Settings, serve
 
-        loaded, processor = load_served(model, dtype, device, trust_remote_code)
+        served, processor = load_served(model, dtype, device, trust_remote_code)
         if template is not None:
             processor.chat_template = template
+        drafts = assistant and load(assistant, None, dtype, device, trust_remote_code)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        loaded = Loaded(model, served, tokenizer, drafts or None)
+        if optimize:
+            optimize_model(loaded, compile=False)
         try:
             engine = hfgen.Engine(
-                loaded,
-                getattr(processor, "tokenizer", processor),
+                served,
+                tokenizer,
                 max_rows=max_rows,
                 memory=memory,
                 prefill_tokens=prefill_tokens,
@@ -121,7 +131,7 @@ def serve(
     settings = Settings(host, port, api_key, int(max_request_mb * MEBIBYTE), log_level)
     say(f"{model} at http://{host}:{port}/v1 (Ctrl-C ends it)")
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve(model, loaded, processor, engine, settings))
+        asyncio.run(serve(model, served, processor, engine, settings, drafts=loaded.drafting()))
 
 
 def load_served(

@@ -8,6 +8,7 @@ one choice there and no log-probabilities.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Response
@@ -25,11 +26,9 @@ from .metrics import Metrics
 from .responses import ResponsesHandler
 
 
-def application(
-    name: str, model: Any, processor: Any, service: Service, metrics: Metrics
-) -> FastAPI:
+def application(manager: OneModel, service: Service, metrics: Metrics) -> FastAPI:
     """The web application: upstream's routes, ``/metrics``, and errors in the shape of OpenAI's."""
-    manager, state = OneModel(name, model, processor), EngineState(service)
+    state = EngineState(service)
     app: FastAPI = build_server(
         manager,
         ChatHandler(manager, state),
@@ -70,8 +69,8 @@ def application(
 class OneModel(ModelManager):
     """Holds the model that was loaded at the start, and no other."""
 
-    def __init__(self, name: str, model: Any, processor: Any) -> None:
-        self.only = model, processor
+    def __init__(self, name: str, model: Any, processor: Any, drafts: Mapping[str, Any]) -> None:
+        self.only, self.drafts = (model, processor), drafts
         super().__init__(force_model=name)
 
     @staticmethod

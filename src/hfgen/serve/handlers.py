@@ -140,6 +140,9 @@ class EngineHandler(BaseHandler):
         if hasattr(model, "has_talker"):  # it would speak, too
             kwargs["generation_mode"] = "text"
         inputs = dict(inputs) if hasattr(inputs, "keys") else inputs
+        is_text = not isinstance(inputs, dict) or inputs.keys() <= {"input_ids", "attention_mask"}
+        if is_text and ((self.fields | self.defaults()).get("num_beams") or 1) == 1:
+            kwargs |= self.model_manager.drafts
         priority = self.body.get("priority", 0)
         service: Service = self.generation_state.service
         return await service.add(inputs, priority=priority, **self.fields | kwargs)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import uvicorn
 
 from ..engine.engine import Engine
 from ..engine.serving import Service
-from .adapter import application
+from .adapter import OneModel, application
 from .guard import Guard
 from .metrics import Metrics
 
@@ -39,18 +40,20 @@ async def serve(
     engine: Engine,
     settings: Settings,
     on_start: Callable[[uvicorn.Server], None] = lambda server: None,
+    drafts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Serve ``model`` under ``name`` until the process gets a signal, or the server is told to exit.
 
     ``processor``: a tokenizer, or a processor of other inputs as well. ``on_start`` gets the server
-    before it listens. Raises ``SystemExit`` if the port is taken.
+    before it listens. ``drafts``: arguments of each ``generate`` that can draft, as
+    ``assistant_model``. Raises ``SystemExit`` if the port is taken.
     """
     logging.getLogger("transformers.cli.serving").setLevel(
         logging.ERROR
     )  # it warns of every request
     metrics = Metrics(engine)
     async with Service(engine, metrics.observe) as service:
-        app = application(name, model, processor, service, metrics)
+        app = application(OneModel(name, model, processor, drafts), service, metrics)
         guarded = Guard(app, settings.api_key, settings.max_bytes)
         config = uvicorn.Config(
             guarded,
