@@ -150,7 +150,7 @@ def test_a_call_lets_go_of_what_it_prepared():
 def test_every_mode_of_upstream_has_a_row():
     assert set(MODES) == set(GenerationMode)
     for mode in MODES.values():
-        assert vars(hfgen.GenerationMixin)[mode.hook] is mode.decode
+        assert getattr(hfgen.GenerationMixin, mode.hook) is mode.decode
 
 
 def test_a_greedy_call_enters_few_files_before_its_first_forward():

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -512,7 +513,7 @@ def test_unpatch_restores_upstream_exactly(model: Any, expected: Tensor, spy: Sp
         assert spy.steps == 6
     finally:
         hfgen.unpatch()
-    assert during["generate"] is vars(hfgen.GenerationMixin)["generate"]
+    assert during["generate"] is hfgen.GenerationMixin.generate
     assert during.keys() >= UPSTREAM.keys()
     assert attributes() == UPSTREAM
     assert torch.equal(generated(model), expected)
@@ -662,3 +663,156 @@ def test_patched_models_of_one_class_and_another(spy: Spy) -> None:
     with hfgen.patched():
         assert torch.equal(generated(model), expected)
     assert spy.steps == 6
+
+
+# ---------------------------------------------------------------- methods that libraries replace
+
+
+def contrasting_sample(
+    self: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Tensor:
+    """In the shape of VCD, OPERA, …: logits are contrasted with those of the last token alone."""
+    unfinished = torch.ones(len(input_ids), dtype=torch.long)
+    outputs = self._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=True)
+    while True:
+        kwargs = self._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder=self.config.is_encoder_decoder
+        )
+        logits = 2 * outputs.logits[:, -1] - self(input_ids[:, -1:], use_cache=False).logits[:, -1]
+        scores = logits_processor(input_ids, logits.float())
+        if generation_config.do_sample:
+            tokens = torch.multinomial(scores.softmax(-1), num_samples=1)
+        else:
+            tokens = scores.argmax(-1, keepdim=True)
+        input_ids = torch.cat([input_ids, tokens], dim=1)
+        unfinished = unfinished & ~stopping_criteria(input_ids, None)
+        if unfinished.max() == 0:
+            return input_ids
+        inputs = self.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **kwargs)
+        outputs, model_kwargs = self(**inputs, return_dict=True), kwargs
+
+
+def wrapped(name: str) -> Any:
+    """Transformers' method, with another result: the shape of patches that call what they replace."""
+    upstreams = getattr(transformers.GenerationMixin, name)
+
+    @functools.wraps(upstreams)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = upstreams(self, *args, **kwargs)
+        if name == "_get_logits_processor":
+            result.append(transformers.SuppressTokensLogitsProcessor(range(0, 96, 2)))
+        elif name == "generate":
+            result = result.flip(1)
+        elif name == "_get_top_k_continuations":
+            result = (result[0] - torch.arange(result[0].shape[1]) / 2, *result[1:])
+        elif name == "_expand_inputs_for_generation":
+            result = (result[0] + 1, result[1])
+        return result
+
+    return method
+
+
+REPLACEMENTS = {
+    "_sample": contrasting_sample,
+    **{
+        name: wrapped(name)
+        for name in (
+            *("generate", "_get_logits_processor", "_expand_inputs_for_generation"),
+            "_get_top_k_continuations",
+        )
+    },
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam samples": {"num_beams": 2, "do_sample": True},
+}
+
+
+def of_all_calls(model: Any) -> dict[str, list]:
+    calls = {name: {"inputs": IDS, "pad_token_id": 3} | kwargs for name, kwargs in CALLS.items()}
+    return {name: generated(model, **kwargs).tolist() for name, kwargs in calls.items()}
+
+
+@pytest.mark.parametrize("name", REPLACEMENTS)
+@pytest.mark.parametrize("way", ["mixed", "base class", "patched"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["replaced before", "replaced after"])
+def test_a_method_that_a_library_replaces_is_called(
+    way: str, is_first: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As upstream, in all orders of events; and no longer once it is put back."""
+    plain = of_all_calls(_built("llama"))
+    with monkeypatch.context() as context:
+        context.setattr(transformers.GenerationMixin, name, REPLACEMENTS[name])
+        expected = of_all_calls(_built("llama"))
+    assert expected != plain
+    with ExitStack() as stack:
+
+        def replace() -> None:
+            context = stack.enter_context(monkeypatch.context())
+            context.setattr(transformers.generation.utils.GenerationMixin, name, REPLACEMENTS[name])
+
+        if is_first:
+            replace()
+        model = _copy()
+        if way == "mixed":
+            hfgen.mix_into(model)
+        elif way == "patched":
+            stack.enter_context(hfgen.patched())
+        else:
+            model.__class__ = type("Mine", (LlamaForCausalLM, hfgen.GenerationMixin), {})
+        if not is_first:
+            replace()
+        assert of_all_calls(model) == expected
+    assert of_all_calls(model) == plain
+    assert attributes() == UPSTREAM
+
+
+@pytest.mark.parametrize("mixed", ["before", "after"])
+@pytest.mark.parametrize("name", REPLACEMENTS)
+def test_a_method_that_a_library_puts_on_a_model_class_is_called(
+    name: str, mixed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hfgen.mix_into(_copy()) if mixed == "before" else _copy()
+    monkeypatch.setattr(LlamaForCausalLM, name, REPLACEMENTS[name], raising=False)
+    assert of_all_calls(hfgen.mix_into(model)) == of_all_calls(_built("llama"))
+
+
+def test_what_a_library_replaces_while_patched_outlives_it(model: Any, expected: Tensor) -> None:
+    mixin: Any = transformers.GenerationMixin
+    upstreams = mixin._sample
+    with hfgen.patched():
+        mixin._sample = contrasting_sample
+        assert not torch.equal(generated(model), expected)
+    try:
+        assert mixin._sample is contrasting_sample
+        assert mixin.generate is UPSTREAM["generate"]
+        assert not torch.equal(generated(model), expected)
+        with pytest.raises(TypeError, match="has a `_sample` of its own"):
+            hfgen.mix_into(model).stream(IDS)
+    finally:
+        mixin._sample = upstreams
+    assert attributes() == UPSTREAM
+
+
+def test_a_candidate_generator_that_a_library_replaces_is_asked(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    upstreams = transformers.GenerationMixin._get_candidate_generator
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(type(self).__name__)
+        return upstreams(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "_get_candidate_generator", method)
+    generated(hfgen.mix_into(model), inputs=IDS[:1], prompt_lookup_num_tokens=2)
+    assert asked == ["LlamaForCausalLM"]

@@ -122,7 +122,7 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
     else:
         config.do_sample = any(params.values("do_sample"))
         mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
-    method: Any = request.custom_generate or getattr(type(model), mode.hook)
+    method: Any = request.custom_generate or mode.method_of(type(model))
     has_defaults = rows.has_default_lengths(model, request)
     call = Call(request, config, mode, mode_kwargs, *has_defaults, method, rows=params)
     return call, model_kwargs

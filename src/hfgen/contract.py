@@ -62,12 +62,12 @@ def moved_names(folder: Path) -> list[str]:
 
 def hooks() -> dict[str, list[str]]:
     """The methods that take the place of transformers', and the names of their parameters."""
-    from .mixin import GenerationMixin  # imports much of transformers, which may have moved
+    from . import mixin  # imports much of transformers, which may have moved
 
     found = {}
-    for name, attribute in vars(GenerationMixin).items():
+    for name, attribute in mixin.OWN.items():
         function = getattr(attribute, "__func__", attribute)
-        if callable(function) and not name.startswith("__") and name not in OWN:
+        if callable(function) and name not in OWN:
             found[name] = list(inspect.signature(function).parameters)
     return found
 

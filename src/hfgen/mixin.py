@@ -38,7 +38,7 @@ from . import (
 from .call import Request
 from .execution import compiled, executor, step_inputs
 from .execution.prefill import prefill
-from .modes import HOOKS
+from .modes import HOOKS, Method
 from .outputs import GenerateOutput
 from .prepare import prepare
 from .streaming import AsyncStream, Stream
@@ -304,9 +304,13 @@ class GenerationMixin(transformers.GenerationMixin):
     _constrained_beam_search = HOOKS["_constrained_beam_search"]
 
 
-for _name, _hook in vars(GenerationMixin).items():
-    if isinstance(_hook, FunctionType):  # the stages are known as methods, in messages and to code
-        _hook.__qualname__ = f"{GenerationMixin.__name__}.{_name}"
+#: hfgen's methods; see ``modes.Method``.
+OWN = {name: value for name, value in vars(GenerationMixin).items() if not name.startswith("__")}
+for _name, _own in OWN.items():
+    if isinstance(_own, FunctionType):  # the stages are known as methods, in messages and to code
+        _own.__qualname__ = f"{GenerationMixin.__name__}.{_name}"
+    if hasattr(transformers.GenerationMixin, _name):
+        setattr(GenerationMixin, _name, Method(_name, _own))
 
 
 def driven(model: Any, request: Request) -> Request:
@@ -314,13 +318,12 @@ def driven(model: Any, request: Request) -> Request:
 
     Raises ``TypeError`` for a model with methods of its own, and ``ValueError`` for the arguments.
     """
-    name = type(model).__name__
     methods = ["generate"] if request.custom_generate else ["generate", *HOOKS]
     for method in methods:
-        if getattr(getattr(model, method), "__func__", None) is not vars(GenerationMixin)[method]:
+        if getattr(getattr(model, method), "__func__", None) is not OWN[method]:
             raise TypeError(
-                f"{name} has a `{method}` of its own, which cannot be decoded step by step. Call "
-                "generate(), with a streamer if it takes one."
+                f"{type(model).__name__} has a `{method}` of its own, which cannot be decoded step by step. "
+                "Call generate(), with a streamer if it takes one."
             )
     if request.streamer is not None:
         raise ValueError("`streamer` would get what stream() yields: leave it out.")

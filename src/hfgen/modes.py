@@ -20,6 +20,7 @@ from .caches import cache_kind
 from .call import Call, Run, Strategy
 from .drafters import Setup, checks
 from .execution import graphs
+from .execution.row_states import is_replaced
 from .kinds import is_zero
 from .logprobs import asks_for_any
 from .loop import finish
@@ -53,6 +54,17 @@ class Mode:
         """hfgen's function behind the hook."""
         return HOOKS[self.hook]
 
+    def method_of(self, cls: type) -> Any:
+        """The function with which models of ``cls`` decode.
+
+        That is transformers' beam search for a class, or a patched mixin, with methods of its own for parts of it.
+        """
+        method = getattr(cls, self.hook)
+        is_own_beams = self.hook == "_beam_search" and method is self.decode
+        if is_own_beams and any(is_replaced(name, cls) for name in PARTS_OF_BEAM_SEARCH):
+            return _upstreams_beam_search
+        return method
+
 
 def _assisted(run: Run, arguments: dict[str, Any]) -> Strategy:
     if is_zero(run.config.max_new_tokens):  # nothing to draft: the prompt as it is
@@ -62,6 +74,14 @@ def _assisted(run: Run, arguments: dict[str, Any]) -> Strategy:
     return Assisted(Setup(run, *drafting, get("inputs_tensor"), run.streamer is not None))
 
 
+#: The parts of transformers' beam search that are methods, which hfgen's does not call.
+PARTS_OF_BEAM_SEARCH = (
+    *("_flatten_beam_dim", "_unflatten_beam_dim", "_gather_beams", "_check_early_stop_heuristic"),
+    *("_beam_search_has_unfinished_sequences", "_get_top_k_continuations"),
+    *("_get_running_beams_for_next_iteration", "_update_finished_beams"),
+)
+
+_upstreams_beam_search = transformers.GenerationMixin._beam_search
 _K = GenerationMode
 _ROWS = (
     Mode(_K.GREEDY_SEARCH, "_sample", Sample),
@@ -104,6 +124,24 @@ def _hook(mode: Mode) -> Callable[..., Any]:
 
 #: The decoding methods of the mixin, by name.
 HOOKS = {mode.hook: _hook(mode) for mode in _ROWS}
+
+
+class Method:
+    """A method of hfgen's mixin, or what somebody has put into transformers' mixin in its place."""
+
+    def __init__(self, name: str, own: Any) -> None:
+        self.name, self.own = name, own
+        self.known: Any = None  # transformers', once it is known to be theirs
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        theirs = getattr(transformers.GenerationMixin, self.name, None)
+        if theirs is not self.own and theirs != self.known:
+            if is_replaced(self.name):
+                theirs = inspect.getattr_static(transformers.GenerationMixin, self.name)
+                bind = getattr(theirs, "__get__", None)
+                return theirs if bind is None else bind(instance, owner)
+            self.known = theirs
+        return self.own.__get__(instance, owner)
 
 
 def validate_generation_mode(

@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 from transformers import GenerationMixin as UpstreamMixin
 
-from .mixin import GenerationMixin, mixed_class
+from .execution.row_states import is_replaced
+from .mixin import OWN, GenerationMixin, mixed_class
 from .versions import warn_if_untested
 
 T = TypeVar("T")
@@ -117,8 +118,8 @@ def _refuse_arguments(function: str, given: tuple[object, ...]) -> None:
 def patch(*given: object) -> None:
     """Let every transformers model generate with hfgen until ``unpatch()``, one for each call.
 
-    hfgen's stages are put into ``transformers.GenerationMixin``, also for calls of ``super()``. Raises
-    ``TypeError`` for a model: ``mix_into`` takes one.
+    hfgen's stages are put into ``transformers.GenerationMixin``, also for calls of ``super()``; a method that
+    somebody else has put there stays. Raises ``TypeError`` for a model: ``mix_into`` takes one.
     """
     global _patches
     _refuse_arguments("patch", given)
@@ -128,10 +129,10 @@ def patch(*given: object) -> None:
             return
         try:
             warn_if_untested()
-            for name, attribute in vars(GenerationMixin).items():
-                if not name.startswith("__"):
+            for name, own in OWN.items():
+                if not (hasattr(UpstreamMixin, name) and is_replaced(name)):
                     _originals[name] = vars(UpstreamMixin).get(name)
-                    setattr(UpstreamMixin, name, attribute)
+                    setattr(UpstreamMixin, name, own)
         except BaseException:
             unpatch()
             raise
@@ -145,9 +146,11 @@ def unpatch(*given: object) -> None:
         _patches = max(0, _patches - 1)
         while _originals and _patches == 0:
             name, attribute = _originals.popitem()
+            if vars(UpstreamMixin).get(name) is not OWN[name]:
+                continue  # somebody has replaced it since
             if attribute is not None:
                 setattr(UpstreamMixin, name, attribute)
-            elif name in vars(UpstreamMixin):
+            else:
                 delattr(UpstreamMixin, name)
 
 

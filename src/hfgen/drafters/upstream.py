@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from ..batch import row_dim
 from ..call import ModelKwargs, Run
+from ..execution.row_states import is_replaced
 from ..processors import for_drafts, is_row_wise
 from .base import Draft, DraftContext, Drafter, Setup
 from .checks import has_foreign_generator
@@ -209,7 +210,8 @@ def make_overridden(setup: Setup) -> FromGenerators | None:
     """What a model's own ``_get_candidate_generator`` returns."""
     hook = setup.run.model._get_candidate_generator
     is_inherited = getattr(hook, "__func__", None) is GenerationMixin._get_candidate_generator
-    return None if is_inherited else _from_hook(setup)
+    is_upstreams = is_inherited and not is_replaced("_get_candidate_generator")
+    return None if is_upstreams else _from_hook(setup)
 
 
 def make_newer(setup: Setup) -> FromGenerators | None:

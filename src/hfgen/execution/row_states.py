@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from transformers import GenerationMixin as UpstreamMixin
 from transformers.utils import ModelOutput
 
 from .. import buffers
@@ -75,7 +76,7 @@ def has_list_of_rows(model_kwargs: ModelKwargs, n_rows: int) -> bool:
 
 def has_own_hooks(model: Any) -> bool:
     """Whether a hook is of no library that is known: it may count forwards, say."""
-    return not all(map(_is_of, _hooks(model)))
+    return not all(map(is_of, _hooks(model)))
 
 
 _FUNCTIONS = frozenset((FunctionType, MethodType, partial))
@@ -93,24 +94,31 @@ def _hooks(model: Any) -> Iterator[Any]:
 def _is_row_wise(hook: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
     if (said := getattr(hook, "is_row_wise", None)) is not None:
         return bool(said)
-    return _is_of(hook, libraries)
+    return is_of(hook, libraries)
 
 
 def _is_row_wise_code(function: Any) -> bool:
     return _is_row_wise(function, LIBRARIES_OF_LAYERS)
 
 
-def _is_of(function: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
+def is_of(function: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
     """Whether a function or hook, and what it wraps, is of ``libraries``."""
     while function is not None:
         inner = getattr(function, "func", function)  # of a partial
         inner = getattr(inner, "__func__", inner)
-        module = getattr(inner, "__globals__", {}).get("__name__") or inner.__module__
+        module = getattr(inner, "__globals__", {}).get("__name__") or getattr(
+            inner, "__module__", ""
+        )
         package = str(module).partition(".")[0]
         if package not in libraries and package not in sys.stdlib_module_names:  # contextlib's, …
             return False
         function = getattr(function, "__wrapped__", None) or getattr(inner, "__wrapped__", None)
     return True
+
+
+def is_replaced(name: str, cls: type = UpstreamMixin) -> bool:
+    """Whether the method ``name`` of ``cls``, by default of transformers' mixin, is of no library."""
+    return not is_of(getattr(cls, name, None))
 
 
 def module_tensors(model: Any) -> ModuleTensors:
