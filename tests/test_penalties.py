@@ -126,14 +126,17 @@ def test_penalties_are_llama_cpps(seed: int, window: int) -> None:
 
 
 @with_llama_cpp
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("allowed", [1, 2, 4])
 @pytest.mark.parametrize("breakers", [[], [2], [0, 3]], ids=str)
-def test_dry_is_llama_cpps(seed: int, allowed: int, breakers: list[int]) -> None:
+@pytest.mark.parametrize("last_n", [None, 1, 5, 12, 40])
+def test_dry_is_llama_cpps(
+    seed: int, allowed: int, breakers: list[int], last_n: int | None
+) -> None:
     draw = random.Random(seed)
     alphabet = draw.choice([2, 3, VOCAB])
-    ours = DryPenalty(0.8, 1.3, allowed, Breakers(breakers))
-    theirs = Sampler.dry(0.8, 1.3, allowed, 512, [[token] for token in breakers])
+    ours = DryPenalty(0.8, 1.3, allowed, Breakers(breakers), last_n=last_n)
+    theirs = Sampler.dry(0.8, 1.3, allowed, last_n or 512, [[token] for token in breakers])
     ids: list[int] = []
     for step in range(60):
         new = some_tokens(draw, 1, alphabet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -138,13 +139,20 @@ CHAIN: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 
 
 @with_llama_cpp
+@pytest.mark.parametrize("is_shuffled", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_the_whole_chain_is_llama_cpps(seed: int) -> None:
+def test_the_whole_chain_is_llama_cpps(seed: int, is_shuffled: bool) -> None:
+    """Without the tokens of -inf that its top_n_sigma leaves in the list for the next sampler."""
     scores = logits(seed, vocab=40)
     ids = torch.randint(0, 40, (1, 9), generator=torch.Generator().manual_seed(seed))
     options: dict[str, Any] = {"do_sample": True, "penalty_window": 6, "sampler_order": "llama.cpp"}
     expected: Any = scores[0].tolist()
-    for name, arguments, fields in CHAIN:
+    chain_of = list(CHAIN)
+    if is_shuffled:
+        random.Random(seed).shuffle(chain_of)
+        called = {"typical": "typical_p", "temp_ext": "temperature"}
+        options["sampler_order"] = [called.get(name, name) for name, _, _ in chain_of]
+    for name, arguments, fields in chain_of:
         sampler = Sampler(name, *arguments)
         if name == "penalties":
             sampler.accept(*ids[0].tolist())
@@ -154,7 +162,30 @@ def test_the_whole_chain_is_llama_cpps(seed: int) -> None:
     config = hfgen.GenerationConfig(**options)
     chain = model._get_logits_processor(config, input_ids_seq_length=2, device="cpu")
     assert len(chain) == len(CHAIN) + 2
-    check_left(chain(ids, scores), expected)
+    if len(expected) > 1:
+        check_left(chain(ids, scores), expected)
+    else:  # llama.cpp does not divide the score of a token that is left alone
+        assert sorted(left(chain(ids, scores))) == sorted(expected)
+
+
+@pytest.mark.parametrize("mirostat", [1, [1, 2], [None, 2]])
+def test_llama_cpp_runs_mirostat_without_other_samplers(mirostat: Any) -> None:
+    model = hfgen.mix_into(tiny.llama())
+    alone: dict[str, Any] = {"do_sample": True, "seed": [1, 2], "max_new_tokens": 12, "top_k": 0}
+    alone |= {"temperature": 0.8, "mirostat": mirostat, "eos_token_id": None}
+    others = {
+        "top_p": 0.3,
+        "min_p": 0.2,
+        "top_k": 2,
+        "repetition_penalty": 3.0,
+        "xtc_probability": 0.5,
+    }
+    others |= {"dry_multiplier": 3.0, "dry_sequence_breakers": [], "dynatemp_range": 0.5}
+    ids, expected = tiny.prompt(2), model.generate(tiny.prompt(2), **alone)
+    together = model.generate(ids, **alone | others, sampler_order="llama.cpp")
+    rows = [0, 1] if mirostat != [None, 2] else [1]
+    assert torch.equal(together[rows], expected[rows])
+    assert not torch.equal(model.generate(ids, **alone | others)[1], expected[1])
 
 
 # By hand

@@ -194,6 +194,9 @@ PER_ROW: dict[str, Field] = {
         default=1.75,
     ),
     "dry_allowed_length": Field(SIZE, at_least(1), is_own=True, default=2),
+    "dry_penalty_last_n": Field(
+        SIZE, Range("at least -1; -1 is the whole text, 0 is off", lambda n: n >= -1), is_own=True
+    ),
     "dry_sequence_breakers": Field(BREAKERS, is_own=True),
     # Thinking
     "thinking_token_budget": Field(SIZE, INT64, is_own=True),

@@ -45,6 +45,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "adaptive_decay": ("adaptive_target",),
     "dry_base": ("dry_multiplier",),
     "dry_allowed_length": ("dry_multiplier",),
+    "dry_penalty_last_n": ("dry_multiplier",),
     "dry_sequence_breakers": ("dry_multiplier",),
     "penalty_window": PENALTIES,
     "penalty_exclude_ids": PENALTIES,

@@ -73,6 +73,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "dry_multiplier": "penalise tokens that continue a repetition",
         "dry_base": "growth of this penalty per repeated token",
         "dry_allowed_length": "penalise repetitions of N tokens and more",
+        "dry_penalty_last_n": "look for repetitions in the last N tokens",
         "dry_sequence_breakers": "repetitions end at these texts or ids",
         "encoder_repetition_penalty": "above 1: favour tokens of the prompt",
         "encoder_no_repeat_ngram_size": "no N tokens of the prompt occur again",

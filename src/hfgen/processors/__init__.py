@@ -6,6 +6,7 @@ Each row of a table builds one processor from the ``Context`` of the call, or ``
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import not_
@@ -96,7 +97,7 @@ def _is_no_cutoff(value: float) -> bool:
 EOS = ("eos_token_id",)
 ENDING = ("eos_token_id", "stop_token_ids")
 COUNTED = ("penalty_window", "penalty_exclude_ids")
-DRY = ("dry_base", "dry_allowed_length", "dry_sequence_breakers")
+DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
 
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
@@ -216,6 +217,8 @@ def get_logits_processor(
     )
     order = getattr(generation_config, "sampler_order", None)
     named = () if order is None else fields_of(order)
+    if order == "llama.cpp":
+        context = _with_mirostat_alone(context, named)
     given = logits_processor if logits_processor is not None else []
     early = [b for b in PROCESSORS if field_of(b) not in named] if named else PROCESSORS
     processors = self._merge_criteria_processor_list(_build(early, context), given)
@@ -230,6 +233,22 @@ def get_logits_processor(
 def _build(table: Sequence[Builder], context: Context) -> LogitsProcessorList:
     built = (builder(context) for builder in table)
     return LogitsProcessorList(processor for processor in built if processor is not None)
+
+
+def _with_mirostat_alone(context: Context, named: tuple[str, ...]) -> Context:
+    """``context`` in which a config with mirostat has no other sampler but a temperature, as in llama.cpp."""
+
+    def alone(config: Any) -> Any:
+        if not (config.do_sample and getattr(config, "mirostat", None)):
+            return config
+        config = copy.copy(config)
+        vars(config).update(dict.fromkeys(set(named) - {"temperature"}))
+        return config
+
+    rows = context.rows
+    if rows is not None:
+        rows = replace(rows, configs=[alone(config) for config in rows.configs])
+    return replace(context, config=alone(context.config), rows=rows)
 
 
 def _in_order(named: tuple[str, ...], context: Context, given: Any) -> Iterator[Any]:

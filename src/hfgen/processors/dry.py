@@ -25,25 +25,28 @@ _LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)
 class Repeats:
     """How long a repeat each token would make longer in one row; none reaches over a breaker."""
 
-    def __init__(self, allowed: int, breakers: Breakers) -> None:
-        self.automaton, self.breakers = SuffixAutomaton(allowed), breakers
+    def __init__(self, allowed: int, breakers: Breakers, last_n: int | None = None) -> None:
+        """``last_n``: only so many tokens at the end are read; ``None`` for all."""
+        self.automaton, self.breakers, self.last_n = SuffixAutomaton(allowed), breakers, last_n
         self.tokens: list[int] = []
         #: For each length, how many tokens have followed the last breaker.
         self.since_breaker = [0]
 
     def push(self, token: int) -> None:
         self.tokens.append(token)
-        self.automaton.push(token)
+        if self.last_n is None:
+            self.automaton.push(token)
         ends = self.breakers.ends(self.tokens)
         self.since_breaker.append(0 if ends else self.since_breaker[-1] + 1)
 
     def pop(self) -> None:
         self.tokens.pop()
-        self.automaton.pop()
+        if self.last_n is None:
+            self.automaton.pop()
         self.since_breaker.pop()
 
     def copy(self) -> Repeats:
-        other = Repeats(self.automaton.least, self.breakers)
+        other = Repeats(self.automaton.least, self.breakers, self.last_n)
         other.automaton = self.automaton.copy()
         other.tokens, other.since_breaker = self.tokens.copy(), self.since_breaker.copy()
         return other
@@ -56,8 +59,27 @@ class Repeats:
         if (limit := self.since_breaker[-1]) < self.automaton.least:
             return {}
         is_breaker = self.breakers.is_breaker
-        repeats = self.automaton.repeats().items()
-        return {t: min(n, limit) for t, n in repeats if t < vocab and not is_breaker(t)}
+        repeats = self.automaton.repeats() if self.last_n is None else self.repeats_in(self.last_n)
+        items = repeats.items()
+        return {t: min(n, limit) for t, n in items if t < vocab and not is_breaker(t)}
+
+    def repeats_in(self, n: int) -> dict[int, int]:
+        """``SuffixAutomaton.repeats`` of the last ``n`` tokens, by their Z-function (Gusfield 1997)."""
+        newest_first = self.tokens[: -n - 1 : -1]
+        size, least = len(newest_first), self.automaton.least
+        common, left, right = [0] * size, 0, 0
+        found: dict[int, int] = {}
+        for i in range(1, size):
+            k = min(right - i, common[i - left]) if i < right else 0
+            while i + k < size and newest_first[k] == newest_first[i + k]:
+                k += 1
+            common[i] = k
+            if i + k > right:
+                left, right = i, i + k
+            if k >= least:
+                token = newest_first[i - 1]
+                found[token] = max(found.get(token, 0), k)
+        return found
 
 
 @dataclass(eq=False)
@@ -72,11 +94,14 @@ class DryPenalty(LogitsProcessor):
     allowed: int
     breakers: Breakers
     n_pads: torch.Tensor | None = None
+    last_n: int | None = None
 
     is_row_wise = True
 
     def __post_init__(self) -> None:
-        self.history = RowStates(lambda: Repeats(self.allowed, self.breakers), self.n_pads)
+        self.history = RowStates(
+            lambda: Repeats(self.allowed, self.breakers, self.last_n), self.n_pads
+        )
         #: The exponent from which on the penalty stays the same.
         self.largest = math.inf if self.base <= 1 else _LARGEST_EXPONENT / math.log(self.base)
         self._penalties: dict[int, float] = {}
@@ -110,8 +135,12 @@ class DryPenalty(LogitsProcessor):
         self.history.reorder(index)
 
 
-def dry(multiplier: float, context: Context) -> DryPenalty:
+def dry(multiplier: float, context: Context) -> DryPenalty | None:
+    last_n = context.own("dry_penalty_last_n")
+    if last_n == 0:
+        return None
     given = context.own("dry_sequence_breakers")
     breakers = Breakers(DEFAULT_BREAKERS if given is None else given, context.tokenizer)
     base, allowed = float(context.own("dry_base")), int(context.own("dry_allowed_length"))
-    return DryPenalty(float(multiplier), base, allowed, breakers, pads(context))
+    last_n = None if last_n == -1 else last_n
+    return DryPenalty(float(multiplier), base, allowed, breakers, pads(context), last_n)
