@@ -13,6 +13,7 @@ import hfgen
 from hfgen import GenerationConfig
 from hfgen.logs import logger
 from hfgen.strategies.base import NextToken
+from tests import tiny
 from tests.tiny import llama
 
 LENGTHS = (7, 3, 5, 4)
@@ -226,6 +227,42 @@ def test_texts_stops_and_reasons_of_each_prompt() -> None:
         assert together.finish_reasons[row] == alone.finish_reasons[0]
         assert together.finish_reasons[row].stop == alone.finish_reasons[0].stop
     assert together.finish_reasons[0] == "stop"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"early_stopping": False, "max_new_tokens": 2, "temperature": 3.0},
+        {"early_stopping": True, "max_new_tokens": 9, "top_p": 0.9, "length_penalty": 0.0},
+        {"early_stopping": "never", "max_new_tokens": 2, "top_p": 0.9, "length_penalty": -1.0},
+    ],
+    ids=["open", "first", "never"],
+)
+def test_places_that_a_search_left_empty_stay_as_they_are_alone(model: Any, options: Any) -> None:
+    options = {
+        "num_beams": 4,
+        "num_return_sequences": 4,
+        "do_sample": True,
+        "eos_token_id": list(range(0, 97, 2)),
+        "allowed_token_ids": [4, 5],
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        **options,
+    }
+    n_empty = 0
+    for seed in range(12):
+        ids = tiny.prompt(3, 5, seed=seed)
+        mask = torch.ones_like(ids)
+        together = model.generate(ids, attention_mask=mask, seed=[1, 2, 3], **options)
+        for row in range(3):
+            alone = model.generate(
+                ids[row : row + 1], attention_mask=mask[:1], seed=row + 1, **options
+            )
+            places, n = slice(4 * row, 4 * row + 4), alone.beam_indices.shape[1]
+            assert torch.equal(together.sequences[places, : 5 + n], alone.sequences)
+            assert together.finish_reasons[places] == alone.finish_reasons
+            n_empty += int((alone.sequences_scores < -1e7).sum())
+    assert n_empty > 0
 
 
 # --- what is a list of values -------------------------------------------------------------------

@@ -83,6 +83,8 @@ class Beam(NextToken):
         scores[:, 0] = 0.0
         self.running = Hypotheses(ids, parents, scores, is_done)
         self.can_improve = torch.ones((self.batch, 1), dtype=torch.bool, device=device)
+        #: ``(batch, 1)``: whether the search of a prompt is over, as it would be alone.
+        self.is_over = ~self.can_improve
         #: So many tokens of each prompt are settled, and a streamer has them.
         self.n_settled = self.prompt_length
 
@@ -120,8 +122,10 @@ class Beam(NextToken):
 
     def advance(self, run: Run, candidates: Hypotheses) -> Hypotheses:
         """Put candidates that end into ``finished``; return those ``(batch, beams)`` that go on."""
-        self.all_done = candidates.is_done.all()
+        are_done = candidates.is_done.all(dim=1, keepdim=True)
+        self.all_done = are_done.all()
         self.add_finished(run, candidates)
+        self.is_over = self.is_over | are_done
         candidates.scores = candidates.scores + candidates.is_done.float() * NEG_INF
         return candidates.best(self.beams, self.n_own)
 
@@ -190,7 +194,7 @@ class Beam(NextToken):
         newcomers = Hypotheses(candidates.ids, candidates.parents, scores, ends_now)
         both = self.finished.beside(newcomers, self.fill)
         n_own = self.n_own and [self.beams + n for n in self.n_own]
-        self.finished = both.best(self.beams, n_own)
+        self.finished = both.best(self.beams, n_own, self.is_over)
 
     def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
         """Scores by generated length to the power of the length penalty."""
@@ -234,6 +238,7 @@ class Beam(NextToken):
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
         is_open = self.is_open(run)
+        self.is_over = self.is_over | ~is_open
 
         def settle(values: list[int]) -> None:
             all_done, is_full, can_improve, n_open = values

@@ -21,16 +21,23 @@ class Hypotheses:
     scores: torch.Tensor  # (batch, n)
     is_done: torch.Tensor  # (batch, n)
 
-    def best(self, n: int, n_first: Sequence[int] | None = None) -> Hypotheses:
+    def best(
+        self, n: int, n_first: Sequence[int] | None = None, stays: torch.Tensor | None = None
+    ) -> Hypotheses:
         """The ``n`` of each prompt with the best scores, in descending order.
 
         ``n_first``: how many of each prompt's hypotheses are considered. topk orders equal scores by
-        how many there are, so a prompt has to be considered as it is alone.
+        how many there are, so a prompt has to be considered as it is alone. ``stays (batch, 1)``:
+        prompts whose first ``n`` are returned in their order.
         """
         if n_first is None:
-            return self.at(torch.topk(self.scores, k=n).indices)
-        parts = zip(self.scores, n_first, strict=True)
-        return self.at(torch.stack([row[:m].topk(n).indices for row, m in parts]))
+            index = torch.topk(self.scores, k=n).indices
+        else:
+            parts = zip(self.scores, n_first, strict=True)
+            index = torch.stack([row[:m].topk(n).indices for row, m in parts])
+        if stays is not None:
+            index = torch.where(stays, torch.arange(n, device=index.device), index)
+        return self.at(index)
 
     def at(self, index: torch.Tensor) -> Hypotheses:
         """Those at ``index (batch, m)`` of each prompt."""
