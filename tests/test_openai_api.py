@@ -177,6 +177,8 @@ def test_the_prompt_of_a_chat():
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert "tools=1" in prompt(messages=[hello], tools=[tool])
     assert "tools" not in prompt(messages=[hello], tools=[tool], tool_choice="none")
+    with pytest.raises(ValueError, match="`tool_choice`"):  # a batch cannot require a call
+        prompt(messages=[hello], tools=[tool], tool_choice="required")
     assert "!" in prompt(messages=[hello], chat_template_kwargs={"loud": True})
     image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
     mute = {"role": "user", "content": [{"type": "text"}]}

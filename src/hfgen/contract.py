@@ -43,7 +43,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_output_capturing_hooks_installed": ("utils/output_capturing.py", "drafts by early exit"),
     "_pad_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
     "_reorder_cache": ("generation/utils.py", "beams of models with a cache of their own"),
-    "_resolve_model": ("cli/serving/chat_completion.py", "hfgen serve"),
     "_streaming": ("cli/serving/response.py", "hfgen serve"),
     "_tp_size": ("generation/utils.py", "the ranks of tensor parallelism"),
     "_timestamps": ("generation/continuous_batching/requests.py", "times of generate_batch"),

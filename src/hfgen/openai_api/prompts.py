@@ -18,6 +18,10 @@ def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> lis
         raise ValueError(f"`messages` has to be a list of messages, but is {messages!r}.")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("The tokenizer has no chat template: give one, or complete a prompt.")
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise ValueError(
+            "`tool_choice` has to be 'auto' or 'none': only `hfgen serve` requires calls."
+        )
     opens = body.get("add_generation_prompt")
     try:
         encoded = tokenizer.apply_chat_template(

@@ -1,54 +1,71 @@
-"""The application of ``transformers serve``, with the parts that are replaced to use an engine.
+"""The web application: its routes, and errors in the shape of OpenAI's.
 
-Of upstream's server, these stay: the application with its routes, the reading of messages and of media,
-chat templates, the parsing of thoughts and tool calls, and ``/v1/responses`` but for its parameters.
-Replaced are where models and generation come from, and the answers of chat and completions, which have
-one choice there and no log-probabilities.
+Of the server of ``transformers serve``, these parts are used: the reading of messages and of media, the
+parsing of thoughts and tool calls, and the format of ``/v1/responses``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import uuid
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerationState
 
-from ..engine.serving import Service
 from ..openai_api import error_body
-from .handlers import ChatHandler, TextHandler
+from .handlers import ChatHandler, EngineHandler, Served, TextHandler
 from .metrics import Metrics
 from .responses import ResponsesHandler
 
+#: Handlers by their paths; ``None`` for what only ``transformers serve`` offers.
+PATHS: dict[str, type[EngineHandler] | None] = {
+    "/v1/chat/completions": ChatHandler,
+    "/v1/completions": TextHandler,
+    "/v1/responses": ResponsesHandler,
+    "/v1/audio/transcriptions": None,
+    "/v1/systemone": None,
+}
 
-def application(manager: OneModel, service: Service, metrics: Metrics) -> FastAPI:
-    """The web application: upstream's routes, ``/metrics``, and errors in the shape of OpenAI's."""
-    state = EngineState(service)
-    app: FastAPI = build_server(
-        manager,
-        ChatHandler(manager, state),
-        completion_handler=TextHandler(manager, state),
-        response_handler=ResponsesHandler(manager, state),
-        transcription_handler=NotOffered(),
-        systemone_handler=NotOffered(),
-        generation_state=state,
-    )
+#: Names a request, and its response.
+REQUEST_ID = "x-request-id"
+
+
+def application(served: Served, metrics: Metrics) -> FastAPI:
+    """The application for one model."""
+    app = FastAPI()
+    only = {"id": served.name, "object": "model", "owned_by": "hfgen", "created": 0}
+    for path, kind in PATHS.items():
+        app.post(path)(not_offered if kind is None else endpoint(kind(served)))
 
     @app.get("/metrics")
     def show_metrics() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
+    @app.get("/health")
+    def show_health() -> JSONResponse:
+        is_running = served.service.is_running
+        status = {"status": "ok" if is_running else "unhealthy"}
+        return JSONResponse(status, 200 if is_running else 503)
+
+    @app.get("/v1/models")
+    def show_models() -> dict[str, Any]:
+        return {"object": "list", "data": [only]}
+
     @app.get("/v1/models/{model:path}")
     def show_model(model: str) -> dict[str, Any]:
-        (only,) = manager.get_gen_models()
-        if model != only["id"]:
-            raise HTTPException(404, f"The only model here is {only['id']!r}, not {model!r}.")
+        if model != served.name:
+            raise HTTPException(404, f"The only model here is {served.name!r}, not {model!r}.")
         return only
+
+    @app.post("/load_model")
+    def load_model(body: dict[str, Any]) -> Response:
+        """It is loaded: `transformers chat` asks for that before it begins."""
+        served.check_name(body)
+        status = {"status": "ready", "model": served.name, "cached": True}
+        return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(_: Any, error: StarletteHTTPException) -> JSONResponse:
@@ -66,54 +83,17 @@ def application(manager: OneModel, service: Service, metrics: Metrics) -> FastAP
     return app
 
 
-class OneModel(ModelManager):
-    """Holds the model that was loaded at the start, and no other."""
+def endpoint(handler: EngineHandler) -> Any:
+    """The function of a route; each request gets an id, or has its own."""
 
-    def __init__(self, name: str, model: Any, processor: Any, drafts: Mapping[str, Any]) -> None:
-        self.only, self.drafts = (model, processor), drafts
-        super().__init__(force_model=name)
+    async def answer(request: Request, body: dict[str, Any]) -> Any:
+        request_id = request.headers.get(REQUEST_ID) or str(uuid.uuid4())
+        response = await handler.handle_request(body, request_id)
+        response.headers[REQUEST_ID] = request_id
+        return response
 
-    @staticmethod
-    def process_model_name(model_id: str) -> str:
-        """Without a revision: answers name the model as requests do."""
-        return model_id
-
-    def load_model_and_processor(
-        self, model_id_and_revision: str, progress_callback: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
-        if model_id_and_revision != self.force_model:
-            raise ValueError(f"`model` has to be {self.force_model!r}.")
-        if progress_callback is not None:
-            progress_callback({"status": "ready", "model": self.force_model, "cached": True})
-        return self.only
-
-    def get_gen_models(self) -> list[dict[str, Any]]:
-        return [{"id": self.force_model, "object": "model", "owned_by": "hfgen", "created": 0}]
-
-    def shutdown(self) -> None:
-        """Nothing: the engine goes on with the model."""
+    return answer
 
 
-class EngineState(GenerationState):
-    """Gives every handler the one engine."""
-
-    def __init__(self, service: Service) -> None:
-        super().__init__()
-        self.service = service
-
-    def use_continuous_batching(self, model: Any, modality: Any) -> bool:
-        """Whether upstream's own engine is used: no, so that handlers make tensors, of images too."""
-        return False
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Service:
-        return self.service
-
-    def is_cb_alive(self) -> bool:
-        return self.service.is_running
-
-
-class NotOffered:
-    """In place of upstream's handlers that do not generate text."""
-
-    async def handle_request(self, *_: Any) -> None:
-        raise HTTPException(501, "`hfgen serve` does not offer this: use `transformers serve`.")
+def not_offered() -> None:
+    raise HTTPException(501, "`hfgen serve` does not offer this: use `transformers serve`.")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
 #: The kinds of content of a message, and those of it that only some models read.
@@ -22,19 +23,13 @@ RESERVED = {
 }
 
 
-def inputs_of(
-    model: Any,
-    processor: Any,
-    modality: Modality,
-    messages: Any,
-    body: Mapping[str, Any],
-    name: str,
-) -> Any:
+def inputs_of(model: Any, processor: Any, messages: Any, body: Mapping[str, Any], name: str) -> Any:
     """The inputs of ``model``, on its device: ``messages``, of the field ``name``, in its chat template.
 
     ``body`` may have ``tools``, ``documents``, ``chat_template_kwargs``, ``add_generation_prompt`` and
     ``continue_final_message``. Raises ``ValueError`` for what cannot be read, or not by this model.
     """
+    modality = ModelManager.get_model_modality(model, processor=processor)
     check(messages, modality, name)
     variables = body.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):

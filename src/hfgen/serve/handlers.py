@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse, StreamingResponse
-from transformers.cli.serving.utils import (
-    BaseHandler,
-    build_response_parser,
-    get_response_template,
-)
+from transformers.cli.serving.utils import build_response_parser, get_response_template
 
 from ..engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
 from ..engine.serving import Service, ServiceRequest
@@ -81,7 +77,33 @@ async def result_of(request: ServiceRequest) -> Any:
         raise HTTPException(500, message) from error
 
 
-class EngineHandler(BaseHandler):
+@dataclass(frozen=True)
+class Served:
+    """The model of the server, the engine that decodes with it, and arguments by which all requests draft."""
+
+    name: str
+    model: Any
+    processor: Any
+    service: Service
+    drafts: Mapping[str, Any]
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The model's own generation config, as far as it says something."""
+        config = vars(self.model.generation_config)
+        return {name: value for name, value in config.items() if value is not None}
+
+    def check_name(self, body: dict[str, Any]) -> None:
+        """Raise ``HTTPException`` if ``body`` is for another model."""
+        if body.get("model") not in (None, self.name):
+            raise HTTPException(400, f"`model` has to be {self.name!r}, but is {body['model']!r}.")
+
+
+class EngineHandler:
     """What the handlers share: parameters of a request, and its way into the engine.
 
     A copy of the handler serves each request, and knows its ``body`` and the ``fields`` of generation.
@@ -89,84 +111,69 @@ class EngineHandler(BaseHandler):
 
     body: dict[str, Any]
     fields: dict[str, Any]
-    #: Reads thoughts and calls of answers, as upstream's parsers take it.
-    reader: Any
     #: The field of a body that has its messages.
     messages = "messages"
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer, or raise ``HTTPException``: 400, 429, 500 or 503."""
         own = copy.copy(self)
         with refusals(body):
+            self.served.check_name(body)
             own.body = body = unfolded(body)
             own.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
             check(own.fields, body)
-            tools = Tools.of(body)
-            model, processor = self.model_manager.only
-            own.reader, format = reader_of(model, processor, tools)
-            calls = tools.grammar(format, own.fields.get("grammar"))
-            if calls is not None:
-                own.fields["grammar"] = calls
-            if not tools.functions:
-                body = {name: value for name, value in body.items() if name != "tools"}
-            answer = await own.answer(body, request_id)
-            return await answer if inspect.isawaitable(answer) else answer
+            return await own.answer(body, request_id)
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        """The response, or a coroutine that returns it."""
+        """The response."""
         raise NotImplementedError
 
     def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
         """The fields of generation that a body asks for. Raises ``ValueError``."""
         raise NotImplementedError
 
-    def defaults(self) -> dict[str, Any]:
-        """The model's own generation config, as far as it says something."""
-        config = self.model_manager.only[0].generation_config
-        return {name: value for name, value in vars(config).items() if value is not None}
+    async def begin(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any, ServiceRequest]:
+        """Of a chat: its inputs, what upstream's parsers read its answer with, and the request.
 
-    def inputs(self, messages: Any, body: dict[str, Any]) -> Any:
-        """The inputs of the model for a chat; raises ``ValueError``."""
-        model, processor = self.model_manager.only
-        modality = self.model_manager.get_model_modality(model, processor=processor)
-        return inputs_of(model, processor, modality, messages, body, self.messages)
+        An answer that the model's own template reads has special tokens.
+        """
+        model, processor, tools = self.served.model, self.served.processor, Tools.of(body)
+        reader, format = reader_of(model, processor, tools)
+        if (calls := tools.grammar(format, self.fields.get("grammar"))) is not None:
+            self.fields["grammar"] = calls
+        if get_response_template(reader, model) not in (None, USUAL):
+            self.fields["skip_special_tokens"] = False
+        shown = body if tools.functions else body | {"tools": None}
+        inputs = inputs_of(model, processor, messages, shown, self.messages)
+        return inputs, reader, await self.add(dict(inputs))
 
     async def add(self, inputs: Any, **kwargs: Any) -> ServiceRequest:
         """Put a prompt, its ids or the model's inputs, into the engine."""
-        model = self.model_manager.only[0]
-        length = inputs["input_ids"].shape[-1] if hasattr(inputs, "keys") else len(inputs)
-        if all(n not in self.fields | self.defaults() for n in ("max_new_tokens", "max_length")):
-            kwargs["max_new_tokens"] = default_length(model, length)
-        if hasattr(model, "has_talker"):  # it would speak, too
+        served, fields, is_ids = self.served, self.fields, not isinstance(inputs, dict)
+        own = fields | served.defaults
+        if "max_new_tokens" not in own and "max_length" not in own:
+            length = len(inputs) if is_ids else inputs["input_ids"].shape[-1]
+            kwargs["max_new_tokens"] = default_length(served.model, length)
+        if hasattr(served.model, "has_talker"):  # it would speak, too
             kwargs["generation_mode"] = "text"
-        inputs = dict(inputs) if hasattr(inputs, "keys") else inputs
-        is_text = not isinstance(inputs, dict) or inputs.keys() <= {"input_ids", "attention_mask"}
-        if is_text and ((self.fields | self.defaults()).get("num_beams") or 1) == 1:
-            kwargs |= self.model_manager.drafts
+        is_text = is_ids or inputs.keys() <= {"input_ids", "attention_mask"}
+        if is_text and (fields.get("num_beams") or own.get("num_beams") or 1) == 1:
+            kwargs |= served.drafts
         priority = self.body.get("priority", 0)
-        service: Service = self.generation_state.service
-        return await service.add(inputs, priority=priority, **self.fields | kwargs)
-
-    async def begin(self, inputs: Any) -> ServiceRequest:
-        """The request of a chat; if its answer is read by the model's own template, it has special tokens."""
-        template = get_response_template(self.reader, self.model_manager.only[0])
-        own = {} if template in (None, USUAL) else {"skip_special_tokens": False}
-        return await self.add(inputs, **own)
+        return await served.service.add(inputs, priority=priority, **fields | kwargs)
 
     def common(self, request_id: str, kind: str) -> dict[str, Any]:
         """What the chunks of a stream have in common."""
-        created, name = int(time.time()), self.model_manager.force_model
+        created, name = int(time.time()), self.served.name
         return {"id": request_id, "object": kind, "created": created, "model": name}
-
-    @property
-    def tokenizer(self) -> Any:
-        processor = self.model_manager.only[1]
-        return getattr(processor, "tokenizer", processor)
 
     @property
     def pieces(self) -> Any:
         """The texts of single tokens, if log-probabilities are asked for."""
-        return Pieces(self.tokenizer) if "logprobs" in self.fields else None
+        return Pieces(self.served.tokenizer) if "logprobs" in self.fields else None
 
     @property
     def count(self) -> Any:
@@ -213,17 +220,16 @@ class ChatHandler(EngineHandler):
     """``/v1/chat/completions``."""
 
     def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
-        return generate_kwargs(body, is_chat=True, defaults=self.defaults())
+        return generate_kwargs(body, is_chat=True, defaults=self.served.defaults)
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        model_id, model, _ = self._resolve_model(body)
-        inputs, pieces = self.inputs(body.get("messages"), body), self.pieces
+        served, pieces = self.served, self.pieces
+        inputs, reader, request = await self.begin(body.get("messages"), body)
 
         def message() -> Message:
             ids, tools = inputs["input_ids"], body.get("tools")
-            return Message(build_response_parser(self.reader, model, ids, tools=tools))
+            return Message(build_response_parser(reader, served.model, ids, tools=tools))
 
-        request = await self.begin(inputs)
         if body.get("stream"):
             lines = chunks(
                 request,
@@ -233,7 +239,8 @@ class ChatHandler(EngineHandler):
             )
             return StreamingResponse(lines, media_type="text/event-stream")
         output = await result_of(request)
-        response = chat_response(output, model=model_id, tokenizer=self.tokenizer, id=request_id)
+        common = {"model": served.name, "tokenizer": served.tokenizer, "id": request_id}
+        response = chat_response(output, **common)
         for choice in response["choices"]:
             own = choice["message"]
             own |= message().whole(own["content"], request_id, choice["index"])
@@ -246,18 +253,18 @@ class TextHandler(EngineHandler):
     """``/v1/completions``: of text or token ids, and of several prompts where it is no stream."""
 
     def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
-        return generate_kwargs(body, is_chat=False, defaults=self.defaults())
+        return generate_kwargs(body, is_chat=False, defaults=self.served.defaults)
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        model_id, _, _ = self._resolve_model(body)
-        prompts = prompts_of(body, self.tokenizer, is_chat=False)
+        served = self.served
+        prompts = prompts_of(body, served.tokenizer, is_chat=False)
         pieces, echo = self.pieces, bool(body.get("echo"))
         if body.get("stream"):
             if len(prompts) > 1:
                 raise ValueError("With `stream`, `prompt` has to be a single prompt.")
             if echo and pieces is not None:
                 raise ValueError("With `echo` and `logprobs`, `stream` has to be false.")
-            opening = echoed(prompts[0], self.tokenizer) if echo else ""
+            opening = echoed(prompts[0], served.tokenizer) if echo else ""
             lines = chunks(
                 await self.add(prompts[0]),
                 lambda row: TextChoices(row, pieces, opening),
@@ -271,5 +278,5 @@ class TextHandler(EngineHandler):
                 for prompt in prompts
             ]
             outputs = [await result_of(request) for request in requests]
-        common = {"model": model_id, "tokenizer": self.tokenizer, "id": request_id}
+        common = {"model": served.name, "tokenizer": served.tokenizer, "id": request_id}
         return JSONResponse(completion_response(outputs, echo=echo, **common))

@@ -37,17 +37,17 @@ class ResponsesHandler(EngineHandler, ResponseHandler):
         if not isinstance(form, dict):
             raise ValueError(f"`text` has to have an object `format`, but is {body['text']!r:.80}.")
         chat["response_format"] = form | {"json_schema": form}  # which are one level here
-        return generate_kwargs(chat, is_chat=True, defaults=self.defaults())
+        return generate_kwargs(chat, is_chat=True, defaults=self.served.defaults)
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         """Upstream's; no stream is the default, as OpenAI has it."""
-        model_id, model, _ = self._resolve_model(body)
         body = body | {"tools": self._normalize_tools(body.get("tools"))}
-        inputs = self.inputs(self._normalize_input(body), body)
-        answer = super()._streaming if body.get("stream") else super()._non_streaming
-        given = request_id, model, self.reader, model_id, body, inputs, None
-        request = OneRequest(await self.begin(inputs))
-        return answer(*given, gen_manager=request, tools=body["tools"])
+        inputs, reader, request = await self.begin(self._normalize_input(body), body)
+        given: Any = request_id, self.served.model, reader, self.served.name, body, inputs, None
+        more: Any = {"gen_manager": OneRequest(request), "tools": body["tools"]}
+        if body.get("stream"):
+            return self._streaming(*given, **more)
+        return await self._non_streaming(*given, **more)
 
 
 class OneRequest(BaseGenerateManager):

@@ -12,8 +12,9 @@ import uvicorn
 
 from ..engine.engine import Engine
 from ..engine.serving import Service
-from .adapter import OneModel, application
+from .adapter import application
 from .guard import Guard
+from .handlers import Served
 from .metrics import Metrics
 
 #: Seconds that open answers get when the server is stopped.
@@ -53,7 +54,7 @@ async def serve(
     )  # it warns of every request
     metrics = Metrics(engine)
     async with Service(engine, metrics.observe) as service:
-        app = application(OneModel(name, model, processor, drafts), service, metrics)
+        app = application(Served(name, model, processor, service, drafts), metrics)
         guarded = Guard(app, settings.api_key, settings.max_bytes)
         config = uvicorn.Config(
             guarded,

@@ -123,7 +123,7 @@ def reader_of(model: Any, processor: Any, tools: Tools) -> tuple[Any, Format | N
     """What reads answers as upstream's parsers take it, and the format of calls if it is JSON."""
     tokenizer = getattr(processor, "tokenizer", processor)
     template = get_response_template(processor, model)
-    format = Format.of(template, tokenizer)
+    format = Format.of(template, tokenizer) if tools.functions else None
     if not tools.functions or format is not None or (template and not tools.is_required):
         return processor, format
     tokenizer = copy.copy(tokenizer)
