@@ -176,11 +176,9 @@ NOT_FIELDS = [
 NOT_SAMPLED = [
     ({"temperature": -1.0}, "`temperature` has to be a float above 0"),
     ({"top_k": -3}, "`top_k` has to be a positive integer"),
-    ({"top_p": 1.5}, "`top_p` has to be between 0 and 1"),
+    ({"top_p": -0.5}, "`top_p` has to be between 0 and 1"),
     ({"min_p": -0.1}, "`min_p` has to be between 0 and 1"),
     ({"typical_p": 0}, "`typical_p` has to be above 0"),
-    ({"epsilon_cutoff": 1.5}, "`epsilon_cutoff` has to be at least 0 and below 1"),
-    ({"eta_cutoff": -1}, "`eta_cutoff` has to be at least 0 and below 1"),
     ({"top_h": 0.0}, "`top_h` has to be above 0"),
 ]
 
@@ -192,6 +190,42 @@ def test_fields_of_wrong_type_or_range(build, error, options, message):
     with pytest.raises(error, match=re.escape(message)):
         untouched.model.generate(IDS, **{"max_new_tokens": 4} | options)
     untouched.check()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_p": 2}, {"typical_p": 1.5}, {"epsilon_cutoff": 5}, {"eta_cutoff": -1}],
+    ids=name,
+)
+def test_values_that_upstream_takes_for_off_are_off_with_a_warning(options, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning_once", said.append)
+    found = []
+    for model in (tiny.llama(), hfgen.mix_into(tiny.llama())):
+        torch.manual_seed(0)
+        found.append(model.generate(IDS, do_sample=True, max_new_tokens=6, **options))
+    assert torch.equal(*found)
+    assert ["counts as off" in text and f"`{next(iter(options))}`" in text for text in said] == [
+        True
+    ]
+    each = {field: [value, 0.5] for field, value in options.items()}
+    model = hfgen.mix_into(tiny.llama())
+    alone = model.generate(IDS[:1], do_sample=True, seed=1, max_new_tokens=6, **options)
+    rows = model.generate(IDS, do_sample=True, seed=1, max_new_tokens=6, **each)
+    assert torch.equal(rows[:1], alone)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_processor_may_return_the_scores_of_the_first_tokens(do_sample):
+    found = []
+    for model in (tiny.llama(), hfgen.mix_into(tiny.llama())):
+        torch.manual_seed(0)
+        options = {"do_sample": do_sample, "max_new_tokens": 6}
+        options["logits_processor"] = [lambda ids, scores: scores[:, :10]]
+        found.append(model.generate(IDS, **options))
+    assert torch.equal(*found)
+    if not do_sample:
+        assert torch.equal(model.generate(IDS, prompt_lookup_num_tokens=3, **options), found[0])
 
 
 @pytest.mark.parametrize(("options", "message"), NOT_SAMPLED, ids=name)
@@ -486,8 +520,8 @@ def test_nan_scores_of_an_ended_row_do_not_matter(do_sample):
 
 @pytest.mark.parametrize(
     "returns",
-    [lambda s: s[:, :10], lambda s: s[:1], lambda s: s[None], lambda s: None],
-    ids=["fewer tokens", "fewer rows", "one more dimension", "nothing"],
+    [lambda s: s[:, :0], lambda s: s[:1], lambda s: s[None], lambda s: None],
+    ids=["no token", "fewer rows", "one more dimension", "nothing"],
 )
 @pytest.mark.parametrize("num_beams", [1, 2])
 def test_processors_that_return_another_shape(returns, num_beams):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,8 @@ class Field:
     #: Whether it is hfgen's own, and its default then: upstream has a table of defaults.
     is_own: bool = False
     default: Any = None
+    #: Values out of range that upstream takes for "off": old config files have them.
+    ignores: Callable[[Any], bool] | None = None
 
     def check(self, name: str, value: Any, is_used: bool = True) -> None:
         """Raise ``FieldError`` for a value of another kind, ``ValueError`` for one out of range."""
@@ -130,14 +132,22 @@ PER_ROW: dict[str, Field] = {
     "top_k": Field(
         SIZE, Range("a positive integer; 0 or -1 is off", lambda n: n >= -1), "do_sample"
     ),
-    "top_p": Field(NUMBER, Range("between 0 and 1; 1 is off", lambda x: 0 <= x <= 1), "do_sample"),
+    "top_p": Field(
+        NUMBER,
+        Range("between 0 and 1; 1 is off", lambda x: 0 <= x <= 1),
+        "do_sample",
+        ignores=lambda x: x > 1,
+    ),
     "min_p": Field(NUMBER, Range("between 0 and 1", lambda x: 0 <= x <= 1), "do_sample"),
     "top_h": Field(NUMBER, Range("above 0 and at most 1", lambda x: 0 < x <= 1), "do_sample"),
     "typical_p": Field(
-        NUMBER, Range("above 0 and at most 1; 1 is off", lambda x: 0 < x <= 1), "do_sample"
+        NUMBER,
+        Range("above 0 and at most 1; 1 is off", lambda x: 0 < x <= 1),
+        "do_sample",
+        ignores=lambda x: x > 1,
     ),
-    "epsilon_cutoff": Field(NUMBER, CUTOFF, "do_sample"),
-    "eta_cutoff": Field(NUMBER, CUTOFF, "do_sample"),
+    "epsilon_cutoff": Field(NUMBER, CUTOFF, "do_sample", ignores=lambda x: not 0 <= x < 1),
+    "eta_cutoff": Field(NUMBER, CUTOFF, "do_sample", ignores=lambda x: not 0 <= x < 1),
     "top_n_sigma": Field(NUMBER, POSITIVE, "do_sample", is_own=True),
     "top_a": Field(NUMBER, SHARE, "do_sample", is_own=True),
     "p_less": Field(FLAG, None, "do_sample", is_own=True),

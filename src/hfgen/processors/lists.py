@@ -46,11 +46,18 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
 
 
 def _check_scores(processor: Any, scores: Any, given: torch.Tensor, n_rows: int) -> None:
-    """Raise ``ValueError`` if a processor of the caller's returned what are no scores."""
-    shapes = (given.shape, (n_rows, *given.shape[1:]))
+    """Raise ``ValueError`` if a processor of the caller's returned what are no scores.
+
+    It may return those of the first tokens alone: others are not chosen then.
+    """
     if not isinstance(scores, torch.Tensor):
         returned = type(scores).__name__
-    elif scores.shape not in shapes:
+    elif (
+        scores.ndim != given.ndim
+        or len(scores) not in (len(given), n_rows)
+        or scores.shape[1:-1] != given.shape[1:-1]
+        or not 0 < scores.shape[-1] <= given.shape[-1]
+    ):
         returned = f"shape {tuple(scores.shape)}"
     elif not scores.is_floating_point() or scores.device != given.device:
         returned = f"a tensor of {scores.dtype} on {scores.device}"
@@ -58,7 +65,7 @@ def _check_scores(processor: Any, scores: Any, given: torch.Tensor, n_rows: int)
         return
     raise ValueError(
         f"{name_of(processor)} returned {returned}, but scores have to be floating-point numbers of the "
-        f"shape (rows, vocabulary) = {shapes[1]}, on {given.device}."
+        f"shape (rows, vocabulary) = {(n_rows, *given.shape[1:])}, on {given.device}."
     )
 
 

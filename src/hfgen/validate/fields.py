@@ -14,6 +14,7 @@ from ..caches import table
 from ..call import Call
 from ..fields import FIELDS, is_on, with_suggestions
 from ..kinds import LOGPROBS_MODES, is_zero
+from ..logs import logger
 
 #: Own fields whose results are attributes of the output, which has to be one then. Upstream ignores
 #: its own such fields, with a warning; an error says what to do before time is spent.
@@ -39,10 +40,20 @@ def check_cache_implementation(name: Any) -> None:
 
 
 def check_fields(values: dict[str, Any]) -> None:
-    """Raise ``FieldError`` or ``ValueError`` for the first of the config's fields that cannot hold."""
+    """Raise ``FieldError`` or ``ValueError`` for the first of the config's fields that cannot hold.
+
+    Warn of a value out of range that upstream takes for "off".
+    """
     for name, row in FIELDS.items():
         is_used = row.needs is None or is_on(row.needs, values.get(row.needs))
-        row.check(name, values.get(name), is_used)
+        value = values.get(name)
+        if value is not None and row.ignores and row.kind.accepts(value) and row.ignores(value):
+            if is_used and row.range is not None:
+                logger.warning_once(
+                    f"`{name}` has to be {row.range.words}, but is {value}: it counts as off."
+                )
+            continue
+        row.check(name, value, is_used)
     check_cache_implementation(values.get("cache_implementation"))
     if (order := values.get("sampler_order")) is not None:
         sampler_order.fields_of(order)
