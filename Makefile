@@ -77,8 +77,6 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.speculation
 	@$(BIN)/python -m benchmarks.speculation --optimize
-	@$(BIN)/python -m benchmarks.trees
-	@$(BIN)/python -m benchmarks.trees --optimize
 	@$(BIN)/python -m benchmarks.caches
 	@$(BIN)/python -m benchmarks.quantized_cache
 	@$(BIN)/python -m benchmarks.grammar

@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 if str(ROOT) not in sys.path:  # run as a file
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cache_report, engine, execution, quantized_cache, speculation, trees  # noqa: E402
+from benchmarks import cache_report, engine, execution, quantized_cache, speculation  # noqa: E402
 from benchmarks.cache_cases import Floor, Result  # noqa: E402
 from benchmarks.side_by_side import Comparison, Spread  # noqa: E402
 
@@ -466,7 +466,6 @@ BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "execution": ("execution", execution_block),
     "lm-eval": ("lm_eval_tails", lm_eval_block),
     "scale": ("scale", scale_block),
-    "trees": ("trees", trees.block),
 }
 
 

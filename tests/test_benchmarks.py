@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import typer
 
 import hfgen
 from benchmarks import (
-    bookkeeping,
     cache_cases,
     cache_report,
     caches,
@@ -30,8 +28,6 @@ from benchmarks import (
     side_by_side,
     speculation,
     stopping,
-    tree_decoding,
-    trees,
 )
 from benchmarks.cost import (
     Costs,
@@ -79,12 +75,6 @@ def test_all_modes_are_measured(subject: Subject) -> None:
     assert result.per_token("hfgen") == pytest.approx(
         result.comparisons[1].milliseconds("hfgen") / 8
     )
-
-
-def test_a_step_without_computing(subject: Subject) -> None:
-    found = bookkeeping.measure(subject, 1)
-    assert found.keys() == bookkeeping.CALLS.keys()
-    assert "forward" not in vars(subject.model)
 
 
 def test_what_is_written(subject: Subject, tmp_path: Path) -> None:
@@ -282,81 +272,6 @@ def test_first_layers_are_put_back(subject: Subject) -> None:
     with first_layers(subject.model, 1):
         assert not torch.equal(subject.model(subject.prompt).logits, before)
     assert torch.equal(subject.model(subject.prompt).logits, before)
-
-
-# --- trees --------------------------------------------------------------------------------------
-
-
-def test_trees_at_their_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "def f(x):\n    return x\n" * 6
-    monkeypatch.setattr(trees, "EDITS", [Edit("rename `x`", code, (("x", "y"),))])
-    trees.measure(1, 1, 8, 1, False, tmp_path)
-
-    raw = json.loads((tmp_path / "trees.json").read_text())["float32"]
-    assert len(raw["results"]) == len(raw["summary"]) == 4
-    for row in raw["summary"]:
-        ways = {way["variant"]: way for way in raw["results"][row["task"]]}
-        assert {name.partition(",")[0] for name in ways} == {"greedy", "hfgen", "chain", "tree"}
-        name, tokens_per_forward, *_ = row["tree"]
-        ((n_forwards, _),) = (forwards["target"] for forwards in ways[name]["forwards"])
-        assert tokens_per_forward == ways[name]["new_tokens"][0] / n_forwards
-    text = (tmp_path / "trees.md").read_text()
-    assert text.count("| greedy |") == 4
-    assert trees.block({"float32": raw}).count("\n| ") == 4
-
-
-def test_a_tree_with_one_branch_is_the_chain(subject: Subject) -> None:
-    given = overhead.arguments(subject, "greedy, no EOS") | {"max_new_tokens": 24}
-    constant = {"prompt_lookup_num_tokens": 4, "num_assistant_tokens_schedule": "constant"}
-    ways = [
-        Variant("greedy"),
-        Variant("hfgen", options=constant),
-        trees.prototype("chain", tree_decoding.Lookup, n_tokens=4),
-        trees.prototype("tree", tree_decoding.Lookup, n_tokens=4, n_branches=3, side=4),
-    ]
-    _, ours, chain, tree = race(subject.model, [given], ways, 1)
-    assert chain.forwards[0].target == ours.forwards[0].target
-    assert tree.n_forwards <= chain.n_forwards
-    assert tree.width > chain.width
-
-
-def test_any_branch_may_be_right(subject: Subject) -> None:
-    given = overhead.arguments(subject, "greedy, no EOS") | {"max_new_tokens": 13}
-    (right,) = subject.model.generate(**given).tolist()
-
-    class Foreseen:
-        """Wrong branches before the right one, and one that leaves it after a token."""
-
-        def draft(self, known: torch.Tensor, room: int) -> tree_decoding.Tree:
-            tree, tokens = tree_decoding.Tree(), right[len(known) :][: min(room, 3)]
-            wrong = [(token + 1) % tiny.VOCAB for token in tokens]
-            for branch in (wrong, tokens[:1] + wrong[1:], tokens):
-                node = tree_decoding.ROOT
-                for token in branch:
-                    node = tree.add(node, token)
-            return tree
-
-        def keep(self, path: object) -> None:
-            assert path in ([3, 6, 7], [])
-
-    variant = trees.prototype("tree", Foreseen)
-    _, tree = race(subject.model, [given], [Variant("greedy"), variant], 1)
-    assert tree.forwards[0].target == [16 + 8, 1 + 8, 1 + 8, 1]
-
-
-def test_a_model_drafts_its_own_choices(subject: Subject) -> None:
-    given = overhead.arguments(subject, "greedy, no EOS") | {"max_new_tokens": 12}
-    settings = {"model": copy.deepcopy(subject.model), "n_tokens": 3}
-    wide = {"n_next": 3, "n_lines": 3, "worth": 0.0}
-    ways = [
-        Variant("greedy"),
-        trees.prototype("chain", tree_decoding.ByModel, **settings),
-        trees.prototype("tree", tree_decoding.ByModel, **settings, **wide),
-    ]
-    _, chain, tree = race(subject.model, [given], ways, 1)
-    assert chain.forwards[0].target == [16 + 3, 1 + 3, 1 + 3]
-    assert tree.n_forwards == chain.n_forwards
-    assert tree.width > chain.width
 
 
 # --- caches -------------------------------------------------------------------------------------
