@@ -86,6 +86,7 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.scale
 	@$(BIN)/python -m benchmarks.engine
 	@$(BIN)/python -m benchmarks.execution
+	@$(BIN)/python -m benchmarks.peers
 	@$(BIN)/python -m benchmarks.first_call
 	@$(BIN)/python -m benchmarks.sampling
 	@$(BIN)/python scripts/update_readme_tables.py

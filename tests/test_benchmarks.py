@@ -24,6 +24,7 @@ from benchmarks import (
     logprobs,
     output,
     overhead,
+    peers,
     sampling,
     side_by_side,
     speculation,
@@ -574,3 +575,27 @@ def test_first_calls_are_held_against_their_targets() -> None:
     text = first_call.report([14.0, 16.0, 15.5], [2.0, 3.5, 2.5], 0.2, side_by_side.machine())
     assert "| empty | 15.5 (14.0 to 16.0) | 15: **missed** |" in text
     assert "| filled | 2.5 (2.0 to 3.5) | 3: met |" in text
+
+
+# ---------------------------------------------------------------- peers
+
+
+def test_peers_take_turns_in_processes_of_their_own(tmp_path: Path, subject: Subject) -> None:
+    ways = ["transformers, float32", "hfgen.optimize, int8"]
+    peers.write_files(subject, tmp_path)
+    results = peers.measure(tiny.VOCAB, tmp_path, ways, 1, 3, 1, prompt=24)
+    for result in results:
+        assert all(len(result.steps(rows)) == 1 for rows in peers.ROWS)
+        assert result.peak_bytes > 10**8
+        assert 0 < result.prompt[0] < 60
+    assert results[0].equal == 1.0
+    text = peers.report(results, {"other": "it is not installed"}, subject, 1e9, peers.machine())
+    assert text.count("\n| ") == 1 + len(ways)
+    assert "* Not measured: other: it is not installed." in text
+    peers.plot(results, tmp_path / "peers.png")
+
+
+def test_ways_without_their_library_or_files_have_no_row(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    absent = {way for way in peers.WAYS if peers.missing(way, tmp_path) is not None}
+    assert absent == {way for way in peers.WAYS if "transformers" not in way and "hfgen" not in way}
