@@ -327,6 +327,40 @@ def test_ids_may_be_asked_for_alone(llama: Any) -> None:
     assert ([token for token, _ in entry.asked], entry.top) == ([7, 8], ())
 
 
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("mode", [MODES[0], MODES[1]])
+def test_the_support_is_what_processors_have_left(llama: Any, call: str, mode: str) -> None:
+    options = CALLS[call] | {"max_new_tokens": 6, "eos_token_id": [2, 11], "pad_token_id": 0}
+    options |= {"suppress_tokens": [5, 6], "logprobs_support": True, "output_scores": True}
+    options |= {"logprobs": 1} if mode == MODES[1] else {}
+    output = decode(llama, padded(), **options, logprobs_mode=mode)
+    assert torch.equal(
+        output.sequences,
+        decode(llama, padded(), **options | {"logprobs_support": None, "logprobs": 0}).sequences,
+    )
+    paths = getattr(output, "beam_indices", None)
+    for row, entries in enumerate(output.logprobs):
+        for place, entry in enumerate(entries):
+            scored = row if paths is None else int(paths[row, place])
+            left = (output.scores[place][scored] > -math.inf).nonzero().flatten().tolist()
+            assert list(entry.support) == left
+            assert not {5, 6} & set(left)
+
+
+def test_the_support_in_streams_and_engines(llama: Any) -> None:
+    options = {"do_sample": True, "seed": 3, "top_k": 4, "max_new_tokens": 6}
+    options |= {"logprobs_support": True, "eos_token_id": None, "pad_token_id": 0}
+    prompt = tiny.prompt(1)
+    expected = decode(llama, {"input_ids": prompt}, **options).logprobs[0]
+    assert {len(entry.support) for entry in expected} == {4}
+    events = llama.stream(prompt, **options, return_dict_in_generate=True)
+    assert [entry for event in events for entry in event.logprobs or ()] == expected
+    engine = hfgen.Engine(llama)
+    requests = [engine.add(ids, **options) for ids in (prompt, tiny.prompt(1, seed=2))]
+    found = engine.result(requests[0]).sequences[0].logprobs
+    assert [entry.support for entry in found or ()] == [entry.support for entry in expected]
+
+
 def test_minus_one_is_the_whole_vocabulary(llama: Any) -> None:
     output = decode(llama, {"input_ids": tiny.prompt(1)}, max_new_tokens=1, logprobs=-1)
     (entry,) = output.logprobs[0]

@@ -14,7 +14,7 @@ from hfgen import GenerationConfig
 from hfgen.logs import logger
 from hfgen.strategies.base import NextToken
 from tests import tiny
-from tests.tiny import llama
+from tests.tiny import llama, t5
 
 LENGTHS = (7, 3, 5, 4)
 
@@ -286,6 +286,26 @@ def test_lists_are_configs_of_the_prompts(model: Any) -> None:
     assert torch.equal(given, model.generate(**batch, generation_config=configs))
     config = hfgen.GenerationConfig(do_sample=True, **lists)
     assert torch.equal(given, model.generate(**batch, generation_config=config))
+
+
+@pytest.mark.parametrize("make", [llama, t5], ids=["llama", "t5"])
+@pytest.mark.parametrize(
+    "way", [{}, {"num_beams": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 2}], ids=str
+)
+def test_guidance_of_each_row(make: Any, way: dict[str, Any]) -> None:
+    mixed: Any = hfgen.mix_into(make())
+    ids, negative = tiny.prompt(3), tiny.prompt(3, seed=5)
+    options = {"max_new_tokens": 9, "pad_token_id": 0, **way}
+    lists: dict[str, Any] = {"guidance_scale": [1.0, 2.5, None]}
+    lists |= {"seed": [1, 2, 3]} if "do_sample" in way else {}
+    together = mixed.generate(ids, negative_prompt_ids=negative, **options, **lists)
+    for row in range(3):
+        own = {name: values[row] for name, values in lists.items()}
+        negative_ids = negative[row : row + 1]
+        alone = mixed.generate(
+            ids[row : row + 1], negative_prompt_ids=negative_ids, **options, **own
+        )
+        assert torch.equal(together[row, : alone.shape[1]], alone[0])
 
 
 def test_none_in_a_list_leaves_the_field_to_the_config_and_the_defaults(model: Any) -> None:

@@ -60,7 +60,10 @@ NOT_BATCHED = (
 ).split()
 
 #: Fields of which a tensor of ids has nothing.
-NOT_IDS = "logprobs logprob_token_ids prompt_logprobs output_speculation output_metrics".split()
+NOT_IDS = (
+    "logprobs logprob_token_ids prompt_logprobs prompt_logprob_token_ids logprobs_support "
+    "output_speculation output_metrics"
+).split()
 
 
 def generate_paged(model: Any, request: Request) -> torch.Tensor:

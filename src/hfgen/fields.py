@@ -38,6 +38,7 @@ from .kinds import (
     STRINGS,
     TOKEN,
     TOKEN_LIST,
+    TOKEN_TABLE,
     TOKENS,
     WATERMARK,
     WORDS,
@@ -166,6 +167,7 @@ PER_ROW: dict[str, Field] = {
     ),
     "adaptive_decay": Field(NUMBER, CUTOFF, "do_sample", is_own=True, default=0.9),
     # Scores
+    "guidance_scale": Field(NUMBER, FINITE),
     "repetition_penalty": Field(NUMBER, PENALTY),
     "encoder_repetition_penalty": Field(NUMBER, PENALTY),
     "no_repeat_ngram_size": Field(SIZE),
@@ -217,6 +219,8 @@ PER_ROW: dict[str, Field] = {
     "logprobs": Field(SIZE, N_BEST, is_own=True),
     "logprob_token_ids": Field(TOKEN_LIST, outside=ValueError, is_own=True),
     "prompt_logprobs": Field(SIZE, N_BEST, is_own=True),
+    "prompt_logprob_token_ids": Field(TOKEN_TABLE, outside=ValueError, is_own=True),
+    "prompt_logprob_start": Field(SIZE, INT64, is_own=True),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.
@@ -233,7 +237,6 @@ PER_CALL: dict[str, Field] = {
         FLOAT, Range("between -128 and 128", lambda x: -128 <= x <= 128), "num_beams"
     ),
     "token_healing": Field(FLAG),
-    "guidance_scale": Field(NUMBER, FINITE),
     # Special tokens
     "pad_token_id": Field(TOKEN),
     "bos_token_id": Field(TOKENS),
@@ -285,6 +288,7 @@ PER_CALL: dict[str, Field] = {
     "output_speculation": Field(FLAG, is_own=True, default=False),
     "output_metrics": Field(FLAG, is_own=True, default=False),
     "drop_finished": Field(FLAG, is_own=True, default=False),
+    "logprobs_support": Field(FLAG, is_own=True),
     "logprobs_mode": Field(NAME, is_own=True, default="raw_logprobs"),
 }
 

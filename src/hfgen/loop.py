@@ -85,9 +85,10 @@ def begin(run: Run) -> Recording:
     run.observers = [recording]
     if run.config.return_dict_in_generate:
         run.observers.append(Results(run))
-    if run.asks_for("prompt_logprobs"):
+    if run.asks_for("prompt_logprobs", "prompt_logprob_token_ids"):
         run.observers.append(PromptRecorder(run))
-    if run.asks_for("logprobs", "logprob_token_ids"):
+    has_support = getattr(run.config, "logprobs_support", None)
+    if has_support or run.asks_for("logprobs", "logprob_token_ids"):
         run.observers.append(logprobs.Recorder(run))
     if run.streamer is not None:
         run.observers.append(Streaming(run.streamer))

@@ -177,7 +177,7 @@ def check_call(call: Call) -> None:
     config = call.config
     if call.strategy is None and any(map(asks_for_any, call.configs)):
         raise ValueError(
-            "`logprobs`, `logprob_token_ids` and `prompt_logprobs` are collected where hfgen decodes, "
+            "`logprobs`, `logprob_token_ids`, `prompt_logprobs` and the like are collected where hfgen decodes, "
             f"but {getattr(call.method, '__qualname__', call.method)} does here. Leave them out."
         )
     if getattr(config, "use_cuda_graph", False) and not getattr(call.strategy, "may_record", False):

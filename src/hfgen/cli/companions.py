@@ -20,7 +20,8 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 #: Fields with results of their own.
 RESULTS = (
-    *("logprobs", "logprob_token_ids", "prompt_logprobs"),
+    *("logprobs", "logprob_token_ids", "logprobs_support"),
+    *("prompt_logprobs", "prompt_logprob_token_ids"),
     *("output_metrics", "output_speculation"),
 )
 

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from ..call import Run, Step, Strategy
 from ..execution.prompt_logits import Body, PromptLogits
 from .result import Logprobs, Measures, measure
-from .settings import Asked, Settings, mode_of
+from .settings import Asked, Settings, ids_at, mode_of
 
 
 class PromptRecorder:
@@ -25,7 +25,7 @@ class PromptRecorder:
     def __init__(self, run: Run) -> None:
         self.prompt = PromptLogits(run)
         asked = [Asked.of_prompt(config) for config in run.configs]
-        self.settings = Settings(asked, mode_of(run.config))
+        self.settings, self.configs = Settings(asked, mode_of(run.config)), run.configs
         run.body = Body.of_prefill(run)
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
@@ -45,13 +45,15 @@ class PromptRecorder:
 
         Raises ``ValueError`` for a model that does not predict each token from those before.
         """
-        ids, vocab, start = self.prompt.ids, 0, 0
+        ids, vocab, start, asked = self.prompt.ids, 0, 0, self.asked_ids()
         found: list[Measures] = []
         for logits in self.prompt.of(body):
             n, vocab = logits.shape[1:]
             tokens = ids[:, start + 1 : start + 1 + n].to(logits.device)
+            of_tokens = asked[:, start + 1 : start + 1 + n].to(logits.device)
             start += n
-            found.append(_measured(logits[:, : tokens.shape[1]], tokens, self.settings))
+            logits = logits[:, : tokens.shape[1]]
+            found.append(_measured(logits, tokens, self.settings, of_tokens))
             del logits  # before there are others
         if start != ids.shape[1]:
             raise ValueError(
@@ -64,14 +66,29 @@ class PromptRecorder:
         is_token[:, 0] = False
         columns = (torch.cat([getattr(m, f.name) for m in found], dim=1) for f in fields(Measures))
         measures = Measures(*(_behind_first(column.to(ids.device)) for column in columns))
-        return Logprobs.of(ids, is_token, measures, None, self.settings, is_prompt=True)
+        return Logprobs.of(ids, is_token, measures, asked, self.settings, is_prompt=True)
+
+    def asked_ids(self) -> Tensor:
+        """``(prompts, length, m)``: ids to score at each token; -1 behind those of tokens with fewer."""
+        ids = self.prompt.ids
+        if all(config.prompt_logprob_token_ids is None for config in self.configs):
+            return ids.new_zeros((*ids.shape, 0))
+        n_pads = (self.prompt.is_token.cumsum(dim=1) == 0).sum(dim=1).tolist()
+        each = len(ids) // len(self.configs)
+        rows = [
+            [ids_at(self.configs[row // each], place - pads) for place in range(ids.shape[1])]
+            for row, pads in enumerate(n_pads)
+        ]
+        width = max(len(asked) for row in rows for asked in row)
+        padded = [[asked + [-1] * (width - len(asked)) for asked in row] for row in rows]
+        return torch.tensor(padded, dtype=torch.long, device=ids.device).view(*ids.shape, width)
 
 
-def _measured(logits: Tensor, tokens: Tensor, settings: Settings) -> Measures:
-    """What ``logits (rows, n, vocab)`` say of ``tokens (rows, n)``, which may be outside of it."""
+def _measured(logits: Tensor, tokens: Tensor, settings: Settings, asked: Tensor) -> Measures:
+    """What ``logits (rows, n, vocab)`` say of ``tokens (rows, n)``, which may be outside, and ``asked (rows, n, m)``."""
     shape, vocab = tokens.shape, logits.shape[-1]
     inside = tokens.clamp(0, vocab - 1).flatten()
-    flat = measure(logits.flatten(0, 1).float(), inside, settings)
+    flat = measure(logits.flatten(0, 1).float(), inside, settings, asked.clamp(min=0).flatten(0, 1))
     columns = (getattr(flat, f.name) for f in fields(Measures))
     return Measures(*(column.reshape(*shape, *column.shape[1:]) for column in columns))
 

@@ -21,6 +21,8 @@ class Position:
     rows: Tensor | None  # (m,): whose scores these are; ``None`` for all in order
     is_token: Tensor | None  # (m,): and no padding; ``None`` for all
     measures: Measures  # top and asked ones of all rows
+    #: ``(n, 2)``: rows and tokens that processors have left, if asked for.
+    support: Tensor | None = None
 
 
 class Recorder:
@@ -36,6 +38,7 @@ class Recorder:
         asked = [Asked.of(config) for config in run.configs]
         self.settings, self.n_rows = Settings(asked, mode_of(run.config)), len(run.ids)
         self.nothing = run.ids[:, :0]
+        self.has_support = bool(getattr(run.config, "logprobs_support", None))
         self.asked_ids = self.settings.token_ids(len(run.ids), run.ids.device)
         self.positions: list[Position] = []
 
@@ -50,7 +53,8 @@ class Recorder:
         if (scored := getattr(strategy, "scored", None)) is not None:
             rows, tokens = scored()
             measures = measure(scores[0], tokens, self.settings, self.asked_ids, rows)
-            self.positions.append(Position(tokens, rows, None, measures))
+            support = self.support(strategy, step, 0, self.n_rows)
+            self.positions.append(Position(tokens, rows, None, measures, support))
             return
         told = getattr(strategy, "is_token", None)
         is_token = None if told is None else told(run, step)
@@ -58,7 +62,18 @@ class Recorder:
             # A model with guidance of its own scores each row twice: first with its prompt.
             measures = measure(scores[place][: len(tokens)], tokens, self.settings, self.asked_ids)
             is_counted = None if is_token is None else is_token[:, place]
-            self.positions.append(Position(tokens, None, is_counted, measures))
+            support = self.support(strategy, step, place, len(tokens))
+            self.positions.append(Position(tokens, None, is_counted, measures, support))
+
+    def support(self, strategy: Strategy, step: Step, place: int, n_rows: int) -> Tensor | None:
+        """``(n, 2)``: rows and tokens that processors have left at a position of a step, if asked for."""
+        if not self.has_support:
+            return None
+        if step.scores is None:
+            raise ValueError(
+                f"`logprobs_support` needs `Step.scores`, which {type(strategy).__name__} does not set."
+            )
+        return (step.scores[place][:n_rows] > -torch.inf).nonzero()
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Tensor | None]) -> None:
         """Make ``output.logprobs`` of the sequences that are returned."""
@@ -77,7 +92,10 @@ class Recorder:
             [every if p.is_token is None else p.is_token for p in positions], dim=1
         )
         measures = _stacked([p.measures for p in positions])
-        return Logprobs.of(tokens, is_token, measures, self.asked_ids, self.settings)
+        support = [(p.support, None) for p in positions] if self.has_support else None
+        return Logprobs.of(
+            tokens, is_token, measures, self.asked_ids, self.settings, support=support
+        )
 
     def of_paths(self, sequences: Tensor, paths: Tensor, start: int = 0) -> Logprobs:
         """Of ``sequences (returned, length)``, whose last tokens the rows ``paths (returned, n)`` scored.
@@ -95,7 +113,12 @@ class Recorder:
             for place, position in enumerate(positions)
         ]
         asked_ids = self.asked_of(len(paths))
-        return Logprobs.of(tokens, is_token, _stacked(found), asked_ids, self.settings)
+        support = None
+        if self.has_support:
+            support = [(p.support, rows[:, place]) for place, p in enumerate(positions)]
+        return Logprobs.of(
+            tokens, is_token, _stacked(found), asked_ids, self.settings, support=support
+        )
 
     def asked_of(self, n: int) -> Tensor | None:
         """``(n, m)``: the ids that ``n`` returned sequences ask for, alike in all rows of a prompt."""

@@ -21,7 +21,8 @@ class TokenLogprob:
     ``logprob``: natural logarithm of its probability, or what ``logprobs_mode`` says instead.
     ``rank``: 1 for the likeliest; how many tokens have a higher value, and 1.
     ``top``: pairs ``(id, logprob)`` of the likeliest tokens, best first. ``asked``: pairs of the
-    ``logprob_token_ids``, in their order.
+    ``logprob_token_ids``, in their order. ``support``: with ``logprobs_support=True``, the ids that
+    processors and samplers have left to choose from.
     """
 
     token_id: int
@@ -29,6 +30,7 @@ class TokenLogprob:
     rank: int
     top: tuple[tuple[int, float], ...] = ()
     asked: tuple[tuple[int, float], ...] = ()
+    support: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,8 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
     Objects are made when a row is first looked at. The tensors have them all, on the model's device:
 
     ``token_ids``, ``token_logprobs``, ``ranks``: ``(rows, n)``. ``top_token_ids``, ``top_logprobs``:
-    ``(rows, n, k)`` with the ``k`` of the row that asks for most. ``asked_token_ids (rows, m)``,
-    ``asked_logprobs (rows, n, m)``. Where a row has no token, ``is_token (rows, n)`` is ``False``,
+    ``(rows, n, k)`` with the ``k`` of the row that asks for most. ``asked_token_ids (rows, m)``, of prompts
+    ``(rows, n, m)`` with -1 behind those of tokens with fewer, ``asked_logprobs (rows, n, m)``. Where a row has no token, ``is_token (rows, n)`` is ``False``,
     values are NaN and ranks 0.
     """
 
@@ -66,6 +68,9 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
     asked_logprobs: Tensor
     settings: Settings
     is_prompt: bool = False
+    #: Of each position: pairs ``(m, 2)`` of scored rows and tokens left, and the scored rows ``(rows,)``,
+    #: ``None`` for all in order.
+    support: Sequence[Any] | None = field(default=None, repr=False)
     _rows: dict[int, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -77,6 +82,7 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         asked_ids: Tensor | None,
         settings: Settings,
         is_prompt: bool = False,
+        support: Sequence[Any] | None = None,
     ) -> Logprobs:
         """``token_ids`` and ``is_token (rows, n)``; ``measures`` of ``(rows, n)`` positions."""
         if asked_ids is None:
@@ -93,6 +99,7 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
             measures.asked.masked_fill(is_none[..., None], nan),
             settings,
             is_prompt,
+            support,
         )
 
     @classmethod
@@ -142,7 +149,10 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
             return None
         k = self.top_token_ids.shape[-1]
         k = k if asked.n_top < 0 else min(asked.n_top, k)
-        m = len(asked.token_ids)
+        m, n = len(asked.token_ids), self.token_ids.shape[1]
+        asked_at = [asked.token_ids] * n
+        if self.is_prompt:
+            asked_at, m = self.asked_token_ids[row].tolist(), self.asked_token_ids.shape[-1]
         numbers = (self.is_token[row], self.token_ids[row], self.ranks[row])
         integers = torch.cat([torch.stack(numbers, dim=1), self.top_token_ids[row, :, :k]], dim=1)
         logprobs = (
@@ -151,16 +161,25 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
             self.asked_logprobs[row, :, :m],
         )
         found: list[TokenLogprob | None] = []
-        for (is_token, token, rank, *ids), (logprob, *values) in zip(
-            integers.tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True
+        for place, ((is_token, token, rank, *ids), (logprob, *values)) in enumerate(
+            zip(integers.tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True)
         ):
             if is_token:
                 top = tuple(zip(ids, values[:k], strict=True))
-                pairs = tuple(zip(asked.token_ids, values[k:], strict=True))
-                found.append(TokenLogprob(token, logprob, rank, top, pairs))
+                pairs = zip(asked_at[place], values[k:], strict=True)
+                given = tuple((id_, value) for id_, value in pairs if id_ >= 0)
+                left = self._support_of(row, place)
+                found.append(TokenLogprob(token, logprob, rank, top, given, left))
             elif self.is_prompt:
                 found.append(None)
         return found
+
+    def _support_of(self, row: int, place: int) -> tuple[int, ...]:
+        if self.support is None:
+            return ()
+        pairs, rows = self.support[place]
+        scored = row if rows is None else rows[row]
+        return tuple(pairs[pairs[:, 0] == scored, 1].tolist())
 
 
 def measure(

@@ -31,12 +31,16 @@ class Asked:
         """Of generated tokens. ``logprob_token_ids`` alone ask for the chosen token, too."""
         # A recipe may run on a model that is not mixed, whose config lacks the fields.
         n_top, ids = (getattr(config, name, None) for name in ("logprobs", "logprob_token_ids"))
-        return cls(0 if n_top is None and ids is not None else n_top, tuple(ids or ()))
+        has_more = ids is not None or getattr(config, "logprobs_support", None)
+        return cls(0 if n_top is None and has_more else n_top, tuple(ids or ()))
 
     @classmethod
     def of_prompt(cls, config: Any) -> Asked:
-        """Of the prompt's tokens."""
-        return cls(getattr(config, "prompt_logprobs", None))
+        """Of the prompt's tokens. ``prompt_logprob_token_ids`` are ``ids_at``."""
+        n_top, ids = (
+            getattr(config, f"prompt_{n}", None) for n in ("logprobs", "logprob_token_ids")
+        )
+        return cls(0 if n_top is None and ids is not None else n_top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,15 @@ class Settings:
         return ids.repeat_interleave(n_rows // len(ids), dim=0, output_size=n_rows)
 
 
+def ids_at(config: Any, place: int) -> list[int]:
+    """The ids to score as predictions of a prompt's token ``place``, counted from 0: a list for all, or one of each."""
+    ids = getattr(config, "prompt_logprob_token_ids", None) or []
+    place -= 1 + (getattr(config, "prompt_logprob_start", None) or 0)  # nothing predicts the first
+    if place < 0 or not ids or not isinstance(ids[0], list):
+        return ids if place >= 0 else []
+    return ids[place] if place < len(ids) else []
+
+
 def mode_of(config: Any) -> str:
     """The mode that a config asks for."""
     return getattr(config, "logprobs_mode", None) or MODES[0]
@@ -87,5 +100,7 @@ def asks_for_any(config: Any) -> bool:
 
 def reads(run: Run, which: str) -> bool:
     """Whether ``which``, "raw" or "processed" scores, have to stay as they are until a step is over."""
+    if which == "processed" and getattr(run.config, "logprobs_support", None):
+        return True
     asks = run.asks_for("logprobs", "logprob_token_ids")
     return asks and mode_of(run.config).startswith(which)

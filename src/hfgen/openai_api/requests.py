@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 #: hfgen's own names that a body may use. Fields that name files, or what is kept in memory, are not among them.
 OWN = frozenset(PER_ROW) | frozenset(
-    "num_beams early_stopping length_penalty guidance_scale token_healing sampler_order logprobs_mode".split()
+    "num_beams early_stopping length_penalty token_healing sampler_order logprobs_mode".split()
 )
 #: The fields of hfgen by which values are checked whose names in a body are others.
 CHECKED_AS = {

@@ -101,7 +101,7 @@ DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_bre
 
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
-    Row("guidance_scale", guidance, lambda v: v == 1.0),
+    Row("guidance_scale", guidance, lambda v: v == 1.0, off=1.0),
     Row("sequence_bias", lambda bias, c: vocabulary.SequenceBiasLogitsProcessor(bias)),
     Row("diversity_penalty", diversity_penalty, lambda penalty: not penalty),
     Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, lambda v: v == 1.0),

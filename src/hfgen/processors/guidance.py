@@ -12,16 +12,28 @@ from transformers.generation import logits_process as upstream
 from transformers.modeling_outputs import BaseModelOutput
 
 from .. import execution, ranks
+from .columns import expand
 from .context import Context
 
 
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(
     upstream.UnbatchedClassifierFreeGuidanceLogitsProcessor
 ):
-    """Guidance for decoder-only models; one negative prompt serves all beams of a row."""
+    """Guidance for decoder-only models; one negative prompt serves all beams of a row.
+
+    ``guidance_scale`` may be a column ``(prompts, 1)``, in which 1 leaves a row as it is.
+    """
 
     #: Other processes that take part in each forward, if parameters are sharded.
     company: ranks.Ranks | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not isinstance(scale := self.guidance_scale, torch.Tensor):
+            return super().__call__(input_ids, scores)
+        column = expand(scale, len(scores)).to(scores)
+        other = self.get_unconditional_logits(input_ids)[:, -1].log_softmax(dim=-1)
+        guided = column * (scores.log_softmax(dim=-1) - other) + other
+        return torch.where(column == 1, scores, guided)
 
     def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``(rows, length, vocab)`` of the unconditional branch for ``input_ids (rows, length)``."""
@@ -113,7 +125,7 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         return outputs.logits
 
 
-def guidance(scale: float, context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor:
+def guidance(scale: Any, context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor:
     branch = {
         "unconditional_ids": context.negative_prompt_ids,
         "unconditional_attention_mask": context.negative_prompt_attention_mask,

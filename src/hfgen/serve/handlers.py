@@ -203,10 +203,11 @@ def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
         raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
     if type(body.get("priority", 0)) is not int:
         raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
-    if body.get("prompt_logprobs") is not None:
-        raise ValueError(
-            "`prompt_logprobs` is not supported: a completion with `echo` and `logprobs` has them."
-        )
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        if body.get(name) is not None:
+            raise ValueError(
+                f"`{name}` is not supported: a completion with `echo` and `logprobs` has the prompt's."
+            )
 
 
 def default_length(model: Any, prompt_length: int) -> int:

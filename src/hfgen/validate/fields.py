@@ -24,6 +24,8 @@ ON_OUTPUT = (
     "logprobs",
     "logprob_token_ids",
     "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "logprobs_support",
 )
 
 

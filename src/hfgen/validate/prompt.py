@@ -94,7 +94,7 @@ def _check_mask_of(name: str, ids: torch.Tensor, mask_name: str, mask: torch.Ten
 
 def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | None) -> None:
     ids, name = call.request.negative_prompt_ids, "negative_prompt_ids"
-    if ids is None or call.config.guidance_scale in (None, 1):
+    if ids is None or all(config.guidance_scale in (None, 1) for config in call.configs):
         return
     _check_ids(name, ids, table)
     n_rows = prompt.batch_size * max(call.config.num_beams, call.config.num_return_sequences)
@@ -190,7 +190,8 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
 
 
 def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
-    fields = ("logprobs", "logprob_token_ids", "prompt_logprobs")
+    of_prompt = ("prompt_logprobs", "prompt_logprob_token_ids")
+    fields = ("logprobs", "logprob_token_ids", "logprobs_support", *of_prompt)
     pairs = itertools.product(call.configs, fields)
     asked = {name for config, name in pairs if getattr(config, name, None) is not None}
     if asked and families.makes_its_own_output(model):
@@ -198,8 +199,16 @@ def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
             f"`{min(asked)}` is an attribute of hfgen's output, but {type(model).__name__}.generate() "
             "returns one of its own. Leave it out."
         )
-    if "prompt_logprobs" not in asked:
+    if asked.isdisjoint(of_prompt):
         return
+    for config in call.configs:
+        table, start = config.prompt_logprob_token_ids, config.prompt_logprob_start or 0
+        n_rows = len(table) if table and isinstance(table[0], list) else 0
+        if not model.config.is_encoder_decoder and start + n_rows >= prompt.main_input.shape[1]:
+            raise ValueError(
+                f"`prompt_logprob_token_ids` has {n_rows} lists from `prompt_logprob_start`={start} on, but "
+                f"the prompt has {prompt.main_input.shape[1]} tokens, and nothing predicts the first."
+            )
     cache = families.given_cache(prompt.model_kwargs)
     try:
         is_filled = cache is not None and int(cache.get_seq_length()) > 0
