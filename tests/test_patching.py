@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerF
 
 import hfgen
 from hfgen import patching
+from tests.parity.bare_families import BARE_FAMILIES
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 
@@ -816,3 +817,62 @@ def test_a_candidate_generator_that_a_library_replaces_is_asked(
     monkeypatch.setattr(transformers.GenerationMixin, "_get_candidate_generator", method)
     generated(hfgen.mix_into(model), inputs=IDS[:1], prompt_lookup_num_tokens=2)
     assert asked == ["LlamaForCausalLM"]
+
+
+# ---------------------------------------------------------------- classes that are no PreTrainedModel
+
+
+def of_bare_class(build: Any, way: str) -> Any:
+    model = build()
+    if way == "instance":
+        assert hfgen.mix_into(model) is model
+    elif way == "class":
+        model.__class__ = hfgen.mix_into(type(model))
+    elif way == "base class":
+        model.__class__ = type("Mine", (type(model), hfgen.GenerationMixin), {})
+    return model
+
+
+@pytest.mark.parametrize("family", BARE_FAMILIES, ids=str)
+@pytest.mark.parametrize("way", ["instance", "class", "base class", "patched"])
+def test_a_class_that_is_no_pretrained_model_generates(family: Any, way: str, spy: Spy) -> None:
+    expected = of_all_calls(family.build())
+    assert spy.steps == 0
+    model = of_bare_class(family.build, way)
+    with hfgen.patched() if way == "patched" else nullcontext():
+        assert hfgen.is_active(model)
+        assert hfgen.is_active(type(model))
+        assert of_all_calls(model) == expected
+        assert spy.steps > 0
+        assert len(list(hfgen.mix_into(model).stream(IDS[:1], max_new_tokens=3))) == 3
+        assert hfgen.free_caches(model) == 0
+
+
+@pytest.mark.parametrize("family", BARE_FAMILIES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"drop_finished": True},
+        {"logprobs": 2, "prompt_logprobs": 2, "return_dict_in_generate": True},
+        {"prefix_cache": hfgen.PrefixCache()},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_hfgens_own_options_with_such_a_class(family: Any, options: dict[str, Any]) -> None:
+    model, kwargs = hfgen.mix_into(family.build()), {"pad_token_id": 3, "max_new_tokens": 6}
+    expected = model.generate(IDS, **kwargs)
+    for _ in range(2):
+        output = model.generate(IDS, **kwargs, **options)
+        assert torch.equal(getattr(output, "sequences", output), expected)
+
+
+def test_what_such_a_class_lacks_is_named() -> None:
+    module, session = (hfgen.mix_into(family.build()) for family in BARE_FAMILIES)
+    for model in (module, session):
+        with pytest.raises(ValueError, match="has none"):
+            model.generate(IDS, dola_layers="low")
+    with pytest.raises(TypeError, match="`model` has to be"):
+        hfgen.Engine(session)
+    result = next(iter(hfgen.generate_many(module, [IDS[0].tolist()], max_new_tokens=6)))
+    assert result.sequences[0].token_ids == generated(module, inputs=IDS[:1])[0, 4:].tolist()

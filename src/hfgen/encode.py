@@ -32,8 +32,9 @@ def maybe_prepare_encoder_kwargs_for_generation(
             model_input_name=model_input_name,
             generation_config=generation_config,
         )
-    sees = any(modality in self.input_modalities for modality in ("image", "video"))
-    if sees and self._supports_mm_encoder_outputs():
+    if self._supports_mm_encoder_outputs() and any(
+        modality in self.input_modalities for modality in ("image", "video")
+    ):
         return self._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)
     return model_kwargs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,17 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
+def modules_of(model: Any) -> Iterable[nn.Module]:
+    """All modules of a model; none of a class that only generates, as Optimum's."""
+    return model.modules() if isinstance(model, nn.Module) else ()
+
+
+def output_embeddings(model: Any) -> Any:
+    """The language modelling head; ``None`` if there is none, or the class does not tell."""
+    get = getattr(model, "get_output_embeddings", None)
+    return None if get is None else get()
+
+
 def is_sharded(model: Any) -> bool:
     """Whether parameters live on several devices that have to forward in step (ZeRO-3, FSDP).
 
@@ -28,7 +39,7 @@ def is_sharded(model: Any) -> bool:
     """
     if world_size() == 1:
         return False
-    return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, model.modules()))
+    return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, modules_of(model)))
 
 
 def whole_shape(weight: torch.Tensor) -> Sequence[int]:
@@ -109,7 +120,7 @@ def masks_filled_static_cache(model: Any) -> bool:
 
     Others cut their masks, or attend to all keys (GPT-Neo, FSMT, LED, …). Bloom counts by its mask.
     """
-    return bool(model._can_compile_fullgraph) and model.config.model_type != "bloom"
+    return getattr(model, "_can_compile_fullgraph", False) and model.config.model_type != "bloom"
 
 
 def tokens_before_prompt(model: Any) -> int:
@@ -190,7 +201,7 @@ def position_pad(model: Any) -> int | None:
 
 def counts_positions_of_ids(model: Any) -> bool:
     """Whether positions that are not given are counted from ids, and begin behind the pad's: RoBERTa's do."""
-    return any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
+    return any(hasattr(m, "create_position_ids_from_input_ids") for m in modules_of(model))
 
 
 def token_embedding(model: Any) -> nn.Embedding | None:
@@ -206,7 +217,8 @@ def token_embedding(model: Any) -> nn.Embedding | None:
 def position_table(model: Any) -> nn.Embedding | None:
     """The table of learned positions, if the decoder has one; that of an image's patches is another."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    for name, module in (decoder or model).named_modules():
+    decoder = decoder or model
+    for name, module in decoder.named_modules() if isinstance(decoder, nn.Module) else ():
         if isinstance(module, nn.Embedding) and ("pos" in name or name.endswith("wpe")):
             return module
     return None

@@ -55,7 +55,9 @@ def is_active(model: Any) -> bool:
 
 
 def _parts(function: str, model: Any) -> list[Any]:
-    """The models in ``model`` that generate; ``TypeError`` if it is no module."""
+    """The models in ``model`` that generate; ``TypeError`` for what is neither a module nor a model."""
+    if isinstance(model, UpstreamMixin) and not isinstance(model, nn.Module):
+        return [model]
     if not isinstance(model, nn.Module):
         inner = isinstance(getattr(model, "model", None), nn.Module)  # a pipeline, a trainer, …
         given = type(model).__name__ + (": pass its `.model`." if inner else ".")

@@ -15,7 +15,7 @@ INCOMPLETE = "\ufffd"
 
 def n_scores(model: Any) -> int:
     """The width of the model's logits."""
-    head = model.get_output_embeddings()
+    head = families.output_embeddings(model)
     weight = getattr(head, "weight", None)
     if weight is None:
         return int(model.config.get_text_config().vocab_size)

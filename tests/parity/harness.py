@@ -36,6 +36,7 @@ import hfgen
 from hfgen.caches.dynamic import upstream_kind
 from hfgen.execution import shared_prompt
 from hfgen.families import position_pad
+from tests.parity.bare_families import BARE_FAMILIES
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.parity.family import Family
@@ -53,7 +54,9 @@ from tests.parity.options import (
     usable_modes,
 )
 
-FAMILIES: dict[str, Family] = {f.name: f for f in (*DECODER_FAMILIES, *ENCODER_FAMILIES)}
+FAMILIES: dict[str, Family] = {
+    f.name: f for f in (*DECODER_FAMILIES, *ENCODER_FAMILIES, *BARE_FAMILIES)
+}
 
 #: Floats may differ by this much, absolutely and relatively.
 TOLERANCE = 1e-5
@@ -144,7 +147,8 @@ class Pristine:
     """A model as it was built: attributes, buffers and hooks, to start every call from there."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.attributes = [(module, dict(vars(module))) for module in model.modules()]
+        modules = model.modules() if isinstance(model, nn.Module) else [model]
+        self.attributes = [(module, dict(vars(module))) for module in modules]
         self.tables = [  # buffers, hooks, …
             (table, dict(table))
             for _, attributes in self.attributes

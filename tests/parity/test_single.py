@@ -7,6 +7,7 @@ from itertools import cycle
 
 import pytest
 
+from tests.parity.bare_families import BARE_FAMILIES
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.parity.family import Family
@@ -24,6 +25,8 @@ REPRESENTATIVES = (
     "bart",  # learned positions, an encoder
     "whisper",  # speech
     "qwen2_vl",  # images, positions of three dimensions
+    "bare_module",  # no PreTrainedModel
+    "session",  # no module, a cache of tuples
 )
 
 #: What an option needs beside it to be seen at work.
@@ -95,5 +98,6 @@ def test_family(family: Family) -> None:
 
 
 def test_there_are_enough_families() -> None:
-    assert len(FAMILIES) == len(DECODER_FAMILIES) + len(ENCODER_FAMILIES), "a name is used twice"
+    n_families = map(len, (DECODER_FAMILIES, ENCODER_FAMILIES, BARE_FAMILIES))
+    assert len(FAMILIES) == sum(n_families), "a name is used twice"
     assert len(FAMILIES) >= 70

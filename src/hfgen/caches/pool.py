@@ -13,7 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
+from .. import families
 from .growing import use_count
 
 #: By how much a cache that has got too short is lengthened beyond its length, at least.
@@ -226,10 +228,10 @@ def free_caches(model: nn.Module) -> int:
     ``model`` may be a wrapper (PEFT, ``torch.compile``) of models. A cache that is still in use stays.
     The next static cache is again no longer than its call needs. Raises ``TypeError`` for no model.
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module | GenerationMixin):
         raise TypeError(f"free_caches() takes a model, but got {type(model).__name__}.")
     n_bytes = 0
-    for module in model.modules():
+    for module in families.modules_of(model) or [model]:
         if (pool := _POOLS.get(module)) is not None:
             n_bytes += pool.free()
             pool.needed = 0

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-from .. import vocabularies
+from .. import families, vocabularies
 from ..kinds import is_integer
 from .schedule import schedule_named
 
@@ -197,7 +197,7 @@ def decoder_layers(model: Any) -> tuple[nn.Module, nn.Module, str]:
     n_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
     lists = (
         (module, name, child)
-        for module in decoder.modules()
+        for module in families.modules_of(decoder)
         for name, child in module.named_children()
         if isinstance(child, nn.ModuleList)
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..families import modules_of
+
 #: The time of a forward of ``n`` tokens more than one in each row, in forwards of one: 1 + FIRST for the first of them,
 #: and FIRST_ROW for each further row; NEXT for each after it in all rows, by the time of a forward of
 #: one, which grows by ROW a row. Fitted to 1 to 21 tokens of 1 and 8 rows of the built-in model on a busy
@@ -66,7 +68,7 @@ def costs_of(target: Any, rows: int, drafter: float, decides_draws: bool) -> Cos
     ``decides_draws``: whether draws of torch's generator depend on draft lengths, which are then the same
     with and without `hfgen.optimize`.
     """
-    report = None if decides_draws else vars(target).get("optimization")
+    report = None if decides_draws else getattr(target, "optimization", None)
     if report is None:
         return Costs(rows, drafter)
     return Costs(rows, drafter, report.read_bytes, n_layers(target))
@@ -76,9 +78,13 @@ def relative_cost(draft: Any, target: Any) -> float:
     """The time of a forward of the model ``draft``, in forwards of ``target``."""
 
     def size(model: Any) -> float:
-        return float(model.num_parameters() + LAYER * n_layers(model))
+        weights = (
+            weight.numel() for part in modules_of(model) for weight in part.parameters(False)
+        )
+        count = model.num_parameters() if hasattr(model, "num_parameters") else sum(weights)
+        return float(count + LAYER * n_layers(model))
 
-    return size(draft) / size(target)
+    return size(draft) / (size(target) or 1.0)
 
 
 def n_layers(model: Any) -> int:

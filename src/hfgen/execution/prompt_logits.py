@@ -211,12 +211,12 @@ class Body:
 
 def _bodies(model: Any) -> list[str]:
     """The paths of the modules that may be all of a model but its head, the outermost first."""
-    if not families.has_plain_head(model):
+    if not (families.has_plain_head(model) and hasattr(model, "_modules")):
         return []
-    names = (model.base_model_prefix, "model")
+    names = (getattr(model, "base_model_prefix", ""), "model")
     paths = [name for name in names if model._modules.get(name) is not None][:1]
     # OPT and decoders taken out of encoder-decoders call the decoder within, and not its owner.
-    decoder = model.get_decoder() if paths else None
+    decoder = model.get_decoder() if paths and hasattr(model, "get_decoder") else None
     inner = [path for path, module in model.named_modules() if module is decoder]
     return paths + [path for path in inner if path not in ("", *paths)]
 

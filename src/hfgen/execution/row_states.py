@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin as UpstreamMixin
 from transformers.utils import ModelOutput
 
-from .. import buffers
+from .. import buffers, families
 from ..call import ModelKwargs
 
 #: Packages whose hooks, of models and of modules, look at each row by itself.
@@ -60,10 +60,10 @@ def foreign_code(model: Any) -> str | None:
         attributes = vars(cls)
         if attributes.get("is_row_wise"):  # a subclass has to say so again
             continue
-        for name, value in attributes.items():
+        for value in attributes.values():
             value = getattr(value, "__func__", value)  # of a class method
             if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
-                return f"{cls.__name__}.{name}"
+                return cls.__name__
     own_hooks = (hook for hook in _hooks(model) if not _is_row_wise(hook))
     return next((getattr(hook, "__qualname__", type(hook).__name__) for hook in own_hooks), None)
 
@@ -85,7 +85,7 @@ _FUNCTIONS = frozenset((FunctionType, MethodType, partial))
 def _hooks(model: Any) -> Iterator[Any]:
     yield from torch_module._global_forward_pre_hooks.values()
     yield from torch_module._global_forward_hooks.values()
-    for module in model.modules():
+    for module in families.modules_of(model):
         yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if (hook := vars(module).get("_hf_hook")) is not None:  # accelerate's
             yield from (hook, *getattr(hook, "hooks", ()))
@@ -125,7 +125,7 @@ def module_tensors(model: Any) -> ModuleTensors:
     """The tensors that modules hold as plain attributes, and how often each was written to."""
     return {
         (id(module), name): (value, buffers.n_writes(value))
-        for module in model.modules()
+        for module in families.modules_of(model)
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
     }
@@ -143,7 +143,7 @@ def have_changed(model: Any, before: ModuleTensors) -> bool:
 @contextmanager
 def restored(model: Any) -> Iterator[None]:
     """After it, modules have the attributes that they had before, whatever forwards have left there."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    before = [(module, dict(vars(module))) for module in families.modules_of(model)]
     try:
         yield
     finally:

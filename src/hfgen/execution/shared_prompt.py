@@ -35,25 +35,30 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     call, shared = run.call, None
     if call is not None:  # its tensors are not needed after this
         shared, call.shared_prompt = call.shared_prompt, None
-    cache = run.model_kwargs.get("past_key_values")
+    cache, device = run.model_kwargs.get("past_key_values"), run.ids.device
+    before: list[torch.Tensor] = []
     if _can_fan_out(shared, run.model, run.ids, cache):
         states, spare = module_tensors(run.model), copy.deepcopy(cache)
-        generators = generator_states(run.ids.device)
+        before = generator_states(device)
         outputs = _prefill_prompts(run, shared, is_first_iteration)
-        draws = not all(map(torch.equal, generators, generator_states(run.ids.device)))
-        if not (draws or have_changed(run.model, states) or has_other_caches(outputs)):
+        after = generator_states(device)
+        is_quiet = all(map(torch.equal, before, after))
+        if is_quiet and not (have_changed(run.model, states) or has_other_caches(outputs)):
             del spare
             _expand(run, shared, outputs)
             return outputs
-        set_generator_states(run.ids.device, generators)
+        set_generator_states(device, before)
         _NOT_SHARED.add(type(run.model))
         vars(cache).clear()
         vars(cache).update(vars(spare))
         if layers.count(cache) is not None:
             layers.take(cache, _prompts_of_rows(run, shared))
-    return run.model._prefill(
+    outputs = run.model._prefill(
         run.ids, run.config, run.model_kwargs, is_first_iteration=is_first_iteration
     )
+    if before and all(map(torch.equal, before, generator_states(device))):
+        set_generator_states(device, after)  # BigBird has made layers in its first forward, not twice
+    return outputs
 
 
 def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -> ModelOutput:

@@ -102,7 +102,9 @@ def _reads_prompt(model: Any, call: Call) -> bool:
 
 def of_model(model: Any) -> Reason | None:
     """What rules stored prefixes out whatever the call is."""
-    modules = list(model.modules())
+    modules = list(families.modules_of(model))
+    if not modules:
+        return Reason(f"{type(model).__name__} is no module: its weights are not seen", False)
     if any(module.training for module in modules):
         return Reason("the model, or a part of it, is in training mode", is_choice=False)
     if any(tensor.is_meta for tensor in model.parameters()):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
+from .. import families
 from ..call import Run
 from ..execution import last_logits
 from .sample import Sample
@@ -39,7 +40,7 @@ class Dola(Sample):
                 f"DoLa (`dola_layers`={layers!r}) decodes with decoder-only models, and {name} is an "
                 "encoder-decoder."
             )
-        if model.get_output_embeddings() is None:
+        if families.output_embeddings(model) is None:
             raise ValueError(
                 f"DoLa (`dola_layers`={layers!r}) reads the layers with the model's output "
                 f"embeddings, and {name} has none."

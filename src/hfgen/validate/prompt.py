@@ -109,7 +109,8 @@ def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
     ids, mask = prompt.model_kwargs.get(name), prompt.model_kwargs.get("decoder_attention_mask")
     if ids is None or not model.config.is_encoder_decoder:
         return
-    if (table := families.token_embedding(model.get_decoder())) is None:
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if (table := families.token_embedding(decoder)) is None:
         return
     _check_ids(name, ids, table)
     fits = len(ids) == rows and ids.shape[1] > 0
@@ -145,7 +146,7 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
 def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for a field of the config that names a token which the model does not have."""
     given = prompt.model_kwargs
-    weight = getattr(model.get_output_embeddings(), "weight", None)
+    weight = getattr(families.output_embeddings(model), "weight", None)
     if weight is None:
         return
     size, idle = families.whole_shape(weight)[0], set()
@@ -281,7 +282,9 @@ def _check_length(model: Any, length: int) -> None:
     table = families.position_table(model)
     if table is not None and families.n_positions(table) < length:
         raise IndexError(f"{message}.")
-    if any(getattr(module, "rope_type", None) == "default" for module in model.modules()):
+    if any(
+        getattr(module, "rope_type", None) == "default" for module in families.modules_of(model)
+    ):
         logger.warning_once(
             f"{message}, or set rotary scaling: quality drops beyond the positions of the training."
         )
