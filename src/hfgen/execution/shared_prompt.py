@@ -57,7 +57,7 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
         run.ids, run.config, run.model_kwargs, is_first_iteration=is_first_iteration
     )
     if before and all(map(torch.equal, before, generator_states(device))):
-        set_generator_states(device, after)  # BigBird has made layers in its first forward, not twice
+        set_generator_states(device, after)  # drawn once: BigBird's first forward makes layers
     return outputs
 
 
