@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -292,6 +293,51 @@ def test_adapters_and_merges():
     torch.testing.assert_close(logits(merged, ids), logits(expected, ids))
 
 
+@pytest.mark.parametrize("weights", ["int8", None])
+def test_weights_can_lie_in_files(tmp_path, weights):
+    layer = nn.Sequential(nn.Linear(256, 128)).eval()
+    x, values = torch.randn(3, 256), layer[0].weight.detach().clone()
+    hfgen.optimize(layer, weights=weights, offload=tmp_path)
+    assert layer.optimization.file_bytes == values.nbytes
+    with torch.no_grad():
+        found = layer(x)
+    assert list(tmp_path.iterdir()) == []  # they have no names
+    assert torch.equal(layer.state_dict()["0.weight"], values)
+    layer.train()
+    layer(x).sum().backward()
+    with torch.no_grad():
+        layer.eval()[0].weight.mul_(2)  # in the file, and packed again
+        torch.testing.assert_close(layer(x) - layer[0].bias, 2 * (found - layer[0].bias))
+    assert torch.equal(hfgen.restore(layer)[0].weight, 2 * values)
+
+
+RESIDENT = """
+import sys, psutil, torch, hfgen
+layer = torch.nn.Sequential(torch.nn.Linear(4096, 4096)).eval()
+hfgen.optimize(layer, weights="int8", offload=sys.argv[1] if len(sys.argv) > 1 else None)
+with torch.no_grad():
+    layer(torch.randn(3, 4096))
+print(psutil.Process().memory_info().rss)
+"""
+
+
+def test_weights_in_files_take_no_memory(tmp_path):
+    in_memory, in_files = (
+        int(subprocess.check_output([sys.executable, "-c", RESIDENT, *more]))
+        for more in ([], [str(tmp_path)])
+    )
+    assert in_memory - in_files > 2**25  # of 2**26; the allocator keeps some
+
+
+def test_tied_weights_lie_in_one_file(tmp_path):
+    plain = model(tie_word_embeddings=True)
+    expected = logits(plain, tiny.prompt(2))
+    hfgen.optimize(plain, kernels="onednn", offload=tmp_path)
+    torch.testing.assert_close(logits(plain, tiny.prompt(2)), expected)
+    assert plain.lm_head.weight is plain.get_input_embeddings().weight
+    assert torch.equal(logits(hfgen.restore(plain), tiny.prompt(2)), expected)
+
+
 # --- weights that change ------------------------------------------------------------------------
 
 
@@ -508,6 +554,10 @@ def test_errors_by_name(monkeypatch):
         hfgen.restore(plain)
     with pytest.raises(TypeError, match="takes a model"):
         hfgen.restore(None)
+    with pytest.raises(ValueError, match="offload must be a folder, but '/no/such' is none"):
+        hfgen.optimize(plain, offload="/no/such")
+    with pytest.raises(TypeError, match="offload must be a folder, got 3"):
+        hfgen.optimize(plain, offload=3)
     with pytest.raises(TypeError, match="kernels must be a name, or names by layer, got 3"):
         hfgen.optimize(plain, kernels=3)
     for kernel in ("dynamic", {"lm_head": "dynamic"}, {"lm_head": None}):

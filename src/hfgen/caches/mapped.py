@@ -54,15 +54,25 @@ class Folder:
         try:
             with tempfile.TemporaryFile(dir=self.path) as file:
                 _reserve(file.fileno(), n_bytes)
-                mapping = mmap.mmap(file.fileno(), n_bytes)
+                return _mapped(file.fileno(), n_bytes, shape, dtype)
         except OSError as error:
             raise OSError(
                 error.errno,
                 f"The folder {self.path!r} of the offloaded cache has no place for a file of "
                 f"{n_bytes:,} bytes: {error.strerror}. {self.free_bytes:,} bytes are free",
             ) from error
-        # Detached, so that no tensor but this one holds the storage.
-        return torch.frombuffer(mapping, dtype=dtype).view(shape).detach()
+
+    def holding(self, values: Tensor) -> Tensor:
+        """A copy of ``values`` in a new file, none of which is in memory yet. ``OSError`` if there is no space."""
+        with tempfile.TemporaryFile(dir=self.path) as file:
+            file.write(values.detach().view(torch.uint8).numpy().data)
+            file.flush()
+            return _mapped(file.fileno(), values.nbytes, tuple(values.shape), values.dtype)
+
+
+def _mapped(file: int, n_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # Detached, so that no tensor but this one holds the storage.
+    return torch.frombuffer(mmap.mmap(file, n_bytes), dtype=dtype).view(shape).detach()
 
 
 def _reserve(file: int, n_bytes: int) -> None:

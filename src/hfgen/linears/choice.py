@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..caches.mapped import Folder
 from ..execution.compiled_layers import CompiledLayer, LayerGraph, find_layers
 from .forward import PackedForward, misfit, own_forward
 from .kernels import KERNELS, OWN, WEIGHTS, Kernel, named, overflow, preferred, works
@@ -25,7 +27,12 @@ Kernels = str | Mapping[str, str]
 
 
 def optimize(
-    model: T, *, weights: str | None = None, kernels: Kernels | None = None, compile: bool = False
+    model: T,
+    *,
+    weights: str | None = None,
+    kernels: Kernels | None = None,
+    compile: bool = False,
+    offload: str | os.PathLike[str] | None = None,
 ) -> T:
     """Compute the linear layers of ``model`` with faster kernels; return the model.
 
@@ -44,6 +51,9 @@ def optimize(
             layers, as in ``model.optimization.kernels``. ``"own"``: the layer's own forward method.
         compile: True also lets ``torch.compile`` make one graph of a decoder layer, which all layers use
             from the first call on. It takes some seconds then. Logits change by rounding.
+        offload: A folder. The weights of the layers that get a kernel are moved to unnamed files in it, from
+            which the layers' own forward methods, tied embeddings and ``state_dict`` read them; packed ones
+            stay in memory. ``restore`` brings them back, bit by bit.
 
     Raises:
         TypeError: ``model`` is no module, or an argument is of another type.
@@ -51,20 +61,25 @@ def optimize(
             or has weights on the meta device; ``weights="fp16"`` and a weight is too large for it;
             ``weights="int4"`` and no layer's shape fits; ``kernels`` names no such kernel or layer, a
             kernel that this machine does not have, or one that does not fit.
+        OSError: The folder of ``offload`` has no space. Weights that were moved already stay in files.
     """
     start = time.perf_counter()
     _check_arguments(model, weights, kernels, compile)
+    folder = None if offload is None else _folder(offload)
     _check_model(model)
     layers, left_alone = _layers(model)
     _check_weights(layers, weights)
     chosen = _chosen(layers, weights, kernels, left_alone)
-    extra_bytes = read_bytes = 0
+    extra_bytes = read_bytes = file_bytes = 0
     for name, module in layers.items():
         n_bytes = module.weight.numel() * module.weight.element_size()
         if (kernel := chosen.get(name)) is not None:
             forward = PackedForward(module, kernel.name)
             forward.packed()  # here, and not in the first call
             vars(module)["forward"] = forward
+            if folder is not None:
+                forward.move(folder.holding(module.weight))
+                file_bytes += n_bytes
             extra_bytes += (n_bytes := kernel.packed_bytes(module.weight))
         read_bytes += n_bytes
     graph, compiled = LayerGraph(), find_layers(model) if compile else {}
@@ -78,6 +93,7 @@ def optimize(
         left_alone=left_alone,
         tokens=_promise(chosen, compiles=bool(compiled)),
         extra_bytes=extra_bytes,
+        file_bytes=file_bytes,
         read_bytes=read_bytes,
         seconds=time.perf_counter() - start,
         graph=graph if compile else None,
@@ -99,8 +115,10 @@ def restore(model: T) -> T:
         state = vars(module)
         state.pop("optimization", None)
         for place in PLACES:
-            if not isinstance(state.get(place), SET_HERE):
+            if not isinstance(forward := state.get(place), SET_HERE):
                 continue
+            if isinstance(forward, PackedForward) and forward.is_offloaded:
+                forward.module.weight.data = forward.module.weight.data.clone()
             if place == "forward":
                 del state[place]
             else:
@@ -110,10 +128,15 @@ def restore(model: T) -> T:
 
 @contextmanager
 def optimized(
-    model: T, *, weights: str | None = None, kernels: Kernels | None = None, compile: bool = False
+    model: T,
+    *,
+    weights: str | None = None,
+    kernels: Kernels | None = None,
+    compile: bool = False,
+    offload: str | os.PathLike[str] | None = None,
 ) -> Iterator[T]:
     """``optimize`` within, ``restore`` after it; the same arguments and errors."""
-    optimize(model, weights=weights, kernels=kernels, compile=compile)
+    optimize(model, weights=weights, kernels=kernels, compile=compile, offload=offload)
     try:
         yield model
     finally:
@@ -148,6 +171,14 @@ def _check_arguments(model: Any, weights: Any, kernels: Any, compile: Any) -> No
             raise ValueError(f"kernels: {name!r} is none of {', '.join(map(repr, [OWN, *known]))}.")
         if name != OWN and not works(name):
             raise ValueError(f"kernels: this machine, or this torch, has no {name!r}.")
+
+
+def _folder(path: Any) -> Folder:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"offload must be a folder, got {path!r}.")
+    if not os.path.isdir(path):
+        raise ValueError(f"offload must be a folder, but {os.fspath(path)!r} is none.")
+    return Folder(path)
 
 
 def _check_model(model: nn.Module) -> None:

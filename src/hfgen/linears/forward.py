@@ -48,6 +48,7 @@ class PackedForward:
         self.module = module
         self.kernel = named(kernel)
         self._packed: Packed | None = None
+        self.is_offloaded = False
         n = next(_numbers)
         with torch.inference_mode(False):
             self.number = torch.tensor([n], device="cpu")
@@ -99,11 +100,17 @@ class PackedForward:
         return packed
 
     def _pack(self, weight: Tensor) -> Packed:
-        view = _samples(weight)
-        seen = weight, weight.data_ptr(), _version(weight), view, view.tobytes()
         with torch.no_grad():
             fits = self.kernel.misfit(weight) is None
-            return Packed(*seen, self.kernel.prepare(weight) if fits else None)
+            return _seen(weight, self.kernel.prepare(weight) if fits else None)
+
+    def move(self, values: Tensor) -> None:
+        """Let ``values``, which are those of the weight, take their place; the packed weight stays."""
+        packed, weight = self.packed(), self.module.weight
+        weight.data = values
+        if packed is not None:
+            self._packed = _seen(weight, packed.product)
+        self.is_offloaded = True
 
 
 class PackedLinear(nn.Linear):
@@ -137,6 +144,11 @@ _OPERATORS = operators.Library("hfgen", "DEF")
 _OPERATORS.define("linear(Tensor x, Tensor number, SymInt n_out) -> Tensor")
 _OPERATORS.impl("linear", _linear, "CompositeExplicitAutograd")
 operators.register_fake("hfgen::linear", _linear_shape, lib=_OPERATORS)
+
+
+def _seen(weight: Tensor, product: Product | None) -> Packed:
+    view = _samples(weight)
+    return Packed(weight, weight.data_ptr(), _version(weight), view, view.tobytes(), product)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:

@@ -20,7 +20,7 @@ class Report:
     ``kernels``: by name of the layer; ``optimize(model, kernels=...)`` takes it. ``layers``: shape
     ``(out, in)`` and type of each. ``left_alone``: why the others keep their own forward method.
     ``tokens``: whether generated tokens can be others than before. ``extra_bytes``: packed copies, beside
-    the weights. ``read_bytes``: weights of all ``layers`` as a step reads them. ``seconds``: of ``optimize``.
+    the weights. ``file_bytes``: weights that lie in files. ``read_bytes``: weights of all ``layers`` as a step reads them. ``seconds``: of ``optimize``.
     ``graph``: what decoder layers share with ``compile=True``; its ``failure`` says why they run as they
     are after all, if they do.
     """
@@ -31,6 +31,7 @@ class Report:
     left_alone: dict[str, str]
     tokens: str
     extra_bytes: int
+    file_bytes: int
     read_bytes: int
     seconds: float
     graph: LayerGraph | None = None
@@ -49,7 +50,8 @@ class Report:
         if self.graph is not None:
             lines.append(self._of_graph(self.graph))
         lines.append(f"tokens: {self.tokens}")
-        lines.append(f"{self.extra_bytes / 2**20:,.1f} MiB more, {self.seconds:.1f} s")
+        in_files = f", {self.file_bytes / 2**20:,.1f} MiB in files" if self.file_bytes else ""
+        lines.append(f"{self.extra_bytes / 2**20:,.1f} MiB more{in_files}, {self.seconds:.1f} s")
         return "\n".join(lines)
 
     def _of_graph(self, graph: LayerGraph) -> str:
