@@ -9,7 +9,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 import torch
 from torch import nn
