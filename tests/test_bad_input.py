@@ -457,39 +457,101 @@ def test_rotary_scaling_goes_beyond_the_positions():
 # --- while decoding -----------------------------------------------------------------------------
 
 
-def _nan_at(step: int, row: int, length: int = 7) -> Callable[..., torch.Tensor]:
+def _nan_at(step: int, row: int, n_rows: int) -> Callable[..., torch.Tensor]:
+    """A processor that makes the scores of prompt ``row`` of ``n_rows`` NaN, of all of its beams."""
+
     def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] == length + step:
-            scores = scores.clone()
-            scores[row, 5] = float("nan")
+        if ids.shape[1] != 7 + step:
+            return scores
+        scores, each = scores.clone(), len(scores) // n_rows
+        scores[row * each : (row + 1) * each, 5] = float("nan")
         return scores
 
+    processor.is_row_wise = True  # type: ignore[attr-defined]
     return processor
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_nan_scores_name_row_and_step(do_sample):
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"do_sample": True, "seed": 3},
+    "lookup": {"prompt_lookup_num_tokens": 2},
+    "seeded lookup": {"prompt_lookup_num_tokens": 2, "do_sample": True, "seed": 3},
+    "beams": {"num_beams": 2},
+    "sampled beams": {"num_beams": 2, "do_sample": True, "seed": 3},
+    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "constraints": {"num_beams": 3, "force_words_ids": [[40]]},
+    "contrastive": {"penalty_alpha": 0.5, "top_k": 3},
+    "dola": {"dola_layers": [0, 1]},
+    "rows leave": {"drop_finished": True},
+}
+
+
+@pytest.mark.parametrize("eos", [None, 90])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_of_nan_scores_ends_and_the_others_go_on(way, eos, monkeypatch):
+    warned: list[str] = []
+    monkeypatch.setattr(logger, "warning", warned.append)
+    model, ids = hfgen.mix_into(tiny.llama()), tiny.prompt(3)
+    options: dict[str, Any] = {
+        "max_new_tokens": 5,
+        "eos_token_id": eos,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "attention_mask": torch.ones_like(ids),
+    } | WAYS[way]
+    expected = model.generate(ids, **options)
+    for step in (0, 2):
+        warned.clear()
+        options["logits_processor"] = [_nan_at(step, row=1, n_rows=3)]
+        output = model.generate(ids, **options)
+        for row in (0, 2):
+            assert torch.equal(output.sequences[row], expected.sequences[row])
+            assert output.finish_reasons[row] == expected.finish_reasons[row]
+        assert output.finish_reasons[1] == "error"
+        assert (
+            len([text for text in warned if f"row 1 are NaN or infinite at step {step}" in text])
+            == 1
+        )
+        if step == 0:
+            assert set(output.sequences[1, 7:].tolist()) <= {0, -1}
+        events = list(stream := model.stream(ids, **options))
+        assert torch.equal(stream.result.sequences, output.sequences)
+        ends = {event.row: event.finish_reason for event in events if event.finish_reason}
+        assert [ends[row] for row in range(3)] == output.finish_reasons
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nan_scores_of_all_rows_are_named(way):
     model = hfgen.mix_into(tiny.llama())
-    with pytest.raises(hfgen.InvalidScoresError, match="row 1 are NaN or infinite at step 2"):
+    with pytest.raises(hfgen.InvalidScoresError, match="row 1 are NaN or infinite at step 1"):
         model.generate(
             IDS,
-            do_sample=do_sample,
             max_new_tokens=6,
             eos_token_id=None,
-            logits_processor=[_nan_at(2, row=1)],
+            logits_processor=[_nan_at(1, row=1, n_rows=2), _nan_at(2, row=0, n_rows=2)],
+            **WAYS[way],
         )
 
 
-def test_nan_scores_in_beams_name_the_prompt():
+def test_nan_scores_end_one_sequence_of_one_request():
     model = hfgen.mix_into(tiny.llama())
-    with pytest.raises(hfgen.InvalidScoresError, match="row 1 are NaN or infinite at step 2"):
-        model.generate(
-            IDS,
-            num_beams=2,
-            max_new_tokens=6,
-            eos_token_id=None,
-            logits_processor=[_nan_at(2, row=2)],
+    options = {"do_sample": True, "seed": 1, "max_new_tokens": 5, "eos_token_id": None}
+    with hfgen.Engine(model) as engine:
+        spoilt = engine.add(
+            IDS[:1],
+            num_return_sequences=2,
+            logits_processor=[_nan_at(2, row=1, n_rows=2)],
+            **options,
         )
+        lost = engine.add(IDS[:1], logits_processor=[_nan_at(2, row=0, n_rows=1)], **options)
+        whole = engine.add(IDS[1:], **options)
+        output = engine.result(spoilt)
+        assert output.error is None
+        assert [s.finish_reason for s in output.sequences] == ["length", "error"]
+        assert [len(s.token_ids) for s in output.sequences] == [5, 2]
+        assert isinstance(engine.result(lost).error, hfgen.InvalidScoresError)
+        expected = model.generate(IDS[1:], **options)[0, 7:].tolist()
+        assert engine.result(whole).sequences[0].token_ids == expected
 
 
 def test_nan_weights_are_found_at_the_first_step():

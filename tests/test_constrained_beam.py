@@ -377,20 +377,6 @@ def test_a_token_that_is_ruled_out_is_not_forced(caplog):
     assert output.sequences_scores.isfinite().all()
 
 
-def test_scores_that_are_nan_name_the_prompt():
-    def nan_in_the_second(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.index_fill(0, torch.arange(len(ids))[len(ids) // 2 :], torch.nan)
-
-    with pytest.raises(hfgen.InvalidScoresError, match="scores of row 1 are NaN"):
-        hfgen.mix_into(tiny.llama()).generate(
-            tiny.prompt(2),
-            max_new_tokens=4,
-            logits_processor=[nan_in_the_second],
-            num_beams=2,
-            force_words_ids=WORDS[:1],
-        )
-
-
 # --- what cannot be searched for ----------------------------------------------------------------
 
 MALFORMED: list[Any] = [[], [[]], [5], [[5, -1]], [[5, "a"]], [[[5], []]], [[[5], 6]], (5,), "hat"]

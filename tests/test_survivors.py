@@ -324,8 +324,12 @@ def test_trying_it_out_draws_nothing() -> None:
 def test_invalid_rows_are_named(kind: str) -> None:
     scores = SCORES[kind](3, LARGE, 5)
     scores[1] = TopKLogitsWarper(5)(None, scores[1:2])[0]
-    with pytest.raises(InvalidScoresError, match="row 0" if kind == "no row" else "row 2"):
-        InvalidScores().draw(scores, 1, 4)
+    row = 0 if kind == "no row" else 2
+    with pytest.raises(InvalidScoresError, match="row 0 are NaN"):
+        InvalidScores().draw(scores[row : row + 1], 1, 4)
+    (invalid := InvalidScores()).draw(scores, 1, 4)
+    assert invalid.since is not None
+    assert (invalid.since == 4).tolist() == [other == row for other in range(3)]
 
 
 # --- noise of a seed ----------------------------------------------------------------------------

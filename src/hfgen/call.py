@@ -227,6 +227,7 @@ class Run:
     extras: dict[str, Any] = field(default_factory=dict)  # hfgen's own attributes of the output
     ahead: Ahead | None = None  # reads stop flags late; written by ``execution.ahead``
     is_streamed: bool = False  # somebody waits for each token
+    invalid: Any = None  # which rows are lost (``strategies.base.InvalidScores``); by the strategy
     body: Body | None = None  # keeps what the prefill gives besides logits, for ``prompt_logprobs``
     prompts: torch.Tensor = field(init=False)  # the first ``ids``
 

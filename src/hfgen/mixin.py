@@ -188,7 +188,7 @@ class GenerationMixin(transformers.GenerationMixin):
         Raises:
             ValueError, TypeError, IndexError: An argument that cannot be used, before the first
                 forward. The model and the caller's objects are left as they were.
-            InvalidScoresError: Scores are NaN, so that no token can be chosen.
+            InvalidScoresError: Scores of all rows are NaN, so that no token can be chosen.
         """
         request = Request(
             inputs,

@@ -48,11 +48,18 @@ class Ending:
     cause: Any = None
 
     @classmethod
-    def of(cls, run: Run, causes: list[Any], row: int, ids: list[int], is_end: bool) -> Ending:
-        """That of a row with ``causes``; ``is_end``: it ended with the last of its generated ``ids``."""
+    def of(
+        cls, run: Run, causes: list[Any], row: int, n_rows: int, ids: list[int], is_end: bool
+    ) -> Ending:
+        """That of a row of ``n_rows`` with ``causes``; ``is_end``: it ended with the last of its ``ids``."""
+        lost = None if run.invalid is None else run.invalid.step_of(row, n_rows)
+        if lost is not None and not (is_end and ids):
+            return cls(ids[:lost], FinishReason("error"))
         if not ids:
             return cls(ids, FinishReason("length"))
         n, reason, cause = (at_end if is_end else first)(causes, ids)
+        if lost is not None and reason == "unfinished":
+            reason = FinishReason("error")
         return cls(ids[:n], own_reason(run, row, ids[:n], reason), cause)
 
 
@@ -77,7 +84,9 @@ class Results:
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
         """Give the output ``finish_reasons``, and ``texts`` and ``metrics`` if they are asked for."""
         has_texts = run.tokenizer is not None and hasattr(run.tokenizer, "decode")
-        if getattr(run.criteria, "length_only", False) and not (has_texts or self.has_metrics):
+        is_lost = run.invalid is not None and run.invalid.steps()
+        needs_look = has_texts or self.has_metrics or is_lost
+        if getattr(run.criteria, "length_only", False) and not needs_look:
             n_rows = len(result["sequences"])  # known without a look at them
             run.extras["finish_reasons"] = [FinishReason("length")] * n_rows
             return
@@ -99,7 +108,7 @@ class Results:
             rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
         is_search = parents is not None
         return [
-            Ending.of(run, causes.of(row, len(rows), is_search), row, ids, is_search)
+            Ending.of(run, causes.of(row, len(rows), is_search), row, len(rows), ids, is_search)
             for row, ids in enumerate(rows)
         ]
 

@@ -9,6 +9,7 @@ class FinishReason(str):
     * ``"eos"``: ``stop`` is the token's id.
     * ``"stop"``: ``stop`` is the stop string, the pattern, or the token's id.
     * ``"length"``, ``"time"``, ``"repetition"``, ``"cancelled"``.
+    * ``"error"``: no token could be chosen, since the row's scores were NaN or infinite.
     * ``"unfinished"``: a beam search found fewer ends than it returns sequences.
     * The name of a criterion of the caller's, or what it says as its ``finish_reason``.
     """

@@ -196,8 +196,9 @@ class Assisted:
             draft_logits = None if self.draft is None else self.draft.logits
             verified = verify(run, rows, self.verification, logits, draft_logits)
         # No further than where a row has just ended: it fed drafts after that, and not its padding.
-        lengths = [known for known, had in zip(rows.known, had_ended, strict=True) if not had]
-        n_advanced = min(min(lengths or [max(rows.known)]) - start, width)
+        pairs = enumerate(zip(rows.known, had_ended, strict=True))
+        lengths = [known for row, (known, had) in pairs if not had and not rows.is_lost(row)]
+        n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
         roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
         self.observe(before, start + n_advanced, n_advanced)
         commit(run, model_outputs, num_new_tokens=n_advanced)
@@ -245,10 +246,11 @@ class Assisted:
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.schedule.finish()
+        self.rows.invalid.conclude()
         return {"sequences": run.ids.contiguous()}
 
     def stop(self, run: Run) -> None:
-        run.finished = all(self.rows.has_ended) and run.ids.shape[1] == max(self.rows.known)
+        run.finished = all(self.rows.has_ended) and run.ids.shape[1] >= max(self.rows.known)
 
 
 def _masks_a_row(run: Run) -> bool:

@@ -14,6 +14,7 @@ from .. import draws, stopping
 from ..call import Run
 from ..execution import Executor
 from ..execution.active_rows import ActiveRows
+from ..logs import logger
 
 
 class NextToken:
@@ -42,7 +43,7 @@ class NextToken:
     def __init__(self, run: Run) -> None:
         self.executor = Executor(run, self.may_compile, self.may_record)
         self.active = ActiveRows(run)
-        self.invalid = InvalidScores()
+        self.invalid = run.invalid = InvalidScores()
         self.stops_by_length_only = getattr(run.criteria, "length_only", False)
 
     def prefill(self, run: Run) -> ModelOutput:
@@ -56,11 +57,12 @@ class NextToken:
 
     def check(self, run: Run, settle: Callable[[list[int]], None], *flags: torch.Tensor) -> None:
         """Let ``settle`` have the values of ``flags``, scalars: now, or behind the next forward."""
-        if run.ahead is None:
-            settle(self.invalid.read(*flags))
+        if run.ahead is not None:
+            run.ahead.ask(torch.stack(flags), settle)
+        elif flags[0].is_cpu:
+            settle([int(flag) for flag in flags])
         else:
-            gathered = self.invalid.gathered(*flags)
-            run.ahead.ask(gathered, lambda values: settle(self.invalid.checked(values, len(flags))))
+            settle(torch.stack(flags).tolist())
 
 
 def padding(run: Run) -> torch.Tensor | None:
@@ -81,18 +83,28 @@ class InvalidScoresError(ValueError, RuntimeError):
     """No token can be chosen from a row of scores. Upstream's sampling raises RuntimeError here."""
 
     def __init__(self, rows: list[int], step: int) -> None:
-        super().__init__(
-            f"The scores of row {', '.join(map(str, rows))} are NaN or infinite at step {step}, so no "
-            "token can be chosen. Check the attention mask, the dtype (float16 overflows), and what "
-            "rules tokens out (a `grammar` with `min_new_tokens`, a processor), or set "
-            "`remove_invalid_values=True`."
-        )
+        super().__init__(invalid_at(rows, step))
+
+
+def invalid_at(rows: list[int], step: int) -> str:
+    """What is wrong with ``rows`` since ``step``, and what may help."""
+    return (
+        f"The scores of row {', '.join(map(str, rows))} are NaN or infinite at step {step}, so no "
+        "token can be chosen. Check the attention mask, the dtype (float16 overflows), and what "
+        "rules tokens out (a `grammar` with `min_new_tokens`, a processor), or set "
+        "`remove_invalid_values=True`."
+    )
 
 
 class InvalidScores:
-    """At which step a row's scores were first invalid: raised at once on the CPU, else by ``read``."""
+    """At which step the scores of each row were first invalid; of beams, those of each prompt.
+
+    Such a row is lost: it ends there, and the others go on. ``InvalidScoresError`` is raised where no
+    row is left: at once on the CPU, else when the call has ended.
+    """
 
     def __init__(self) -> None:
+        #: ``(rows,)``: the step, or -1; ``None`` as long as no scores were looked at on a device.
         self.since: torch.Tensor | None = None
 
     def note(self, best: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
@@ -109,7 +121,7 @@ class InvalidScores:
         counts = is_invalid if among is None else is_invalid & among
         self.since = self.since.masked_fill(counts & (self.since < 0), step)
         if is_invalid.is_cpu:
-            self.raise_any()
+            self.steps()
 
     def draw(
         self, scores: torch.Tensor, n: int, step: int, among: torch.Tensor | None = None
@@ -130,24 +142,23 @@ class InvalidScores:
         self.note(totals := probabilities.sum(dim=-1), step, among)
         return torch.multinomial(probabilities.masked_fill(totals.isnan()[:, None], 1.0), n)
 
-    def read(self, *facts: torch.Tensor) -> list[int]:
-        """The values of ``facts``, scalars, in one read of the device; raises as ``raise_any`` does."""
-        if self.since is None and facts[0].is_cpu:
-            return [int(fact) for fact in facts]
-        return self.checked(self.gathered(*facts).tolist(), len(facts))
+    def steps(self) -> list[int]:
+        """``since`` on the host; empty if no row is lost. Raises if all are."""
+        steps = [] if self.since is None else self.since.tolist()
+        if steps and min(steps) >= 0:
+            first = min(steps)
+            raise InvalidScoresError([i for i, step in enumerate(steps) if step == first], first)
+        return steps if any(step >= 0 for step in steps) else []
 
-    def gathered(self, *facts: torch.Tensor) -> torch.Tensor:
-        """``facts``, scalars, as one tensor to be read, and behind them whether scores were invalid."""
-        return torch.stack([*facts, *([] if self.since is None else [(self.since >= 0).any()])])
+    def conclude(self) -> None:
+        """At the end of a call: one warning for the rows that are lost. Raises if all are."""
+        if steps := self.steps():
+            rows = [row for row, step in enumerate(steps) if step >= 0]
+            text = invalid_at(rows, min(steps[row] for row in rows))
+            logger.warning(f"{text} These rows have ended there, with the finish reason 'error'.")
 
-    def checked(self, values: list[int], n_facts: int) -> list[int]:
-        """Those of the values of ``gathered`` that are facts; raises as ``raise_any`` does."""
-        if any(values[n_facts:]):
-            self.raise_any()
-        return values[:n_facts]
-
-    def raise_any(self) -> None:
-        """Raise ``InvalidScoresError`` if scores have been invalid."""
-        since = [] if self.since is None else self.since.tolist()
-        if (first := min((step for step in since if step >= 0), default=-1)) >= 0:
-            raise InvalidScoresError([i for i, step in enumerate(since) if step == first], first)
+    def step_of(self, row: int, n_rows: int) -> int | None:
+        """The step at which row ``row`` of ``n_rows`` was lost; ``None`` if it was not."""
+        steps = [] if self.since is None else self.since.tolist()
+        step = steps[row * len(steps) // n_rows] if steps else -1
+        return None if step < 0 else step

@@ -164,11 +164,22 @@ class Beam(NextToken):
         parents = take(self.running.parents[searches], beam)
         parents = torch.cat([parents, parent[:, :, None]], dim=2)
         is_done = run.criteria(ids.flatten(0, 1), run.scores).view(index.shape)
+        scores = totals.gather(1, index)
+        if self.invalid.since is not None:
+            lost = (self.invalid.since >= 0).repeat_interleave(
+                self.batch // len(self.invalid.since)
+            )
+            self.end(lost[:, None])
+            scores = scores.masked_fill(lost[searches, None], 2 * NEG_INF)
         if self.n_own is not None:
             n_own = torch.tensor(self.n_own, device=index.device)[:, None]
             is_others = torch.arange(index.shape[1], device=index.device) >= n_own
             is_done = is_done | is_others
-        return Hypotheses(ids, parents, totals.gather(1, index), is_done)
+        return Hypotheses(ids, parents, scores, is_done)
+
+    def end(self, searches: torch.Tensor) -> None:
+        """End ``searches (batch, 1)`` with what they have found."""
+        self.is_over, self.can_improve = self.is_over | searches, self.can_improve & ~searches
 
     def likeliest(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
         """Indices ``(batch, n_candidates)`` of the highest of ``totals (batch, beams * vocab)``."""
@@ -320,7 +331,7 @@ class Beam(NextToken):
         return [None if end < 0 else end for end in self.settled_ends.tolist()]
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
-        self.invalid.raise_any()
+        self.invalid.conclude()
         n, found = run.config.num_return_sequences, self.finished
         parents = found.parents[:, :n].flatten(0, 1)
         n_steps = int((parents >= 0).sum(dim=1).max())

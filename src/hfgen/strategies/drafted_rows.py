@@ -9,7 +9,7 @@ from transformers import MaxLengthCriteria
 from .. import stopping
 from ..call import Run
 from ..processors import is_row_wise
-from .base import InvalidScoresError, padding
+from .base import InvalidScores, padding
 
 
 class DraftedRows:
@@ -18,6 +18,7 @@ class DraftedRows:
     def __init__(self, run: Run, max_length: int) -> None:
         (n_rows, length), device = run.ids.shape, run.ids.device
         self.prompt_length, self.max_length = length, max_length
+        self.invalid = run.invalid = InvalidScores()
         self.has_padding = n_rows == 1 or stopping.may_end_rows(run.criteria)
         self.pad = padding(run) if self.has_padding and n_rows > 1 else None
         self.is_row_wise = all(map(is_row_wise, (*run.processors, *run.criteria)))
@@ -103,7 +104,7 @@ class DraftedRows:
     def read(self, start: int, width: int, invalid_at: torch.Tensor) -> None:
         """Take what the device has found out to the host: the one wait for it in a round.
 
-        Raises ``InvalidScoresError`` for scores that are NaN: at the lengths ``invalid_at``, or -1.
+        Rows end whose scores are NaN, at the lengths ``invalid_at``, or -1; see ``check``.
         """
         self.write_padding(start, width)
         drafted = (self.guesses >= 0).sum(dim=1)
@@ -149,7 +150,24 @@ class DraftedRows:
         self.known, self.has_ended = known, has_ended
 
     def check(self, invalid_at: list[int]) -> None:
-        """Raise ``InvalidScoresError`` for scores that are NaN: at these lengths, -1 where none are."""
-        if (first := min((length for length in invalid_at if length >= 0), default=-1)) >= 0:
-            rows = [row for row, length in enumerate(invalid_at) if length == first]
-            raise InvalidScoresError(rows, first - self.prompt_length)
+        """End rows before scores that are NaN: at these lengths, -1 where none are. Raise if none is left."""
+        lost = {row: length for row, length in enumerate(invalid_at) if length >= 0}
+        if not lost:
+            return
+        if self.invalid.since is None:
+            self.invalid.since = torch.full((len(self.known),), -1)
+        for row, length in lost.items():
+            self.invalid.since[row] = length - self.prompt_length
+            self.known[row], self.has_ended[row] = length, True
+        self.invalid.steps()
+        device = self.tokens.device
+        self.device_known = torch.tensor(self.known, device=device)
+        self.device_ended = torch.tensor(self.has_ended, device=device)
+        self.has_padding = True
+        self.pad = self.tokens.new_zeros(()) if self.pad is None else self.pad
+        first = min(lost.values())
+        self.write_padding(first, self.tokens.shape[1] - first)
+
+    def is_lost(self, row: int) -> bool:
+        """Whether a row has ended since its scores were invalid."""
+        return self.invalid.step_of(row, len(self.known)) is not None

@@ -59,6 +59,9 @@ class NBestBeam(Beam):
             self.is_closed = self.is_closed | is_last.squeeze(1)
         return chosen
 
+    def end(self, searches: torch.Tensor) -> None:
+        self.is_closed = self.is_closed | searches.squeeze(1)
+
     def is_last(self, candidates: Hypotheses) -> torch.Tensor:
         """``(batch, 1)``: whether criteria leave a search nothing to go on with."""
         return candidates.is_done[:, : self.n_candidates].all(dim=1, keepdim=True)

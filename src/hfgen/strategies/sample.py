@@ -53,6 +53,10 @@ class Sample(NextToken):
         if run.scores is not None:
             run.scores += (scores,)
         tokens = self.choose(run, scores)
+        if self.invalid.since is not None:
+            self.unfinished = self.unfinished & (self.invalid.since < 0)
+            self.is_padded = len(tokens) > 1
+            self.pad = run.ids.new_zeros(()) if self.pad is None else self.pad
         if self.is_padded:
             tokens = torch.where(self.unfinished, tokens, self.pad)
         tokens = tokens[:, None]
@@ -81,10 +85,12 @@ class Sample(NextToken):
 
     def stop(self, run: Run) -> None:
         done = run.criteria(run.ids, run.scores)
+        self.was_unfinished = self.unfinished
         if self.stops_by_length_only:  # the host knows the length: nothing to wait for
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
-        self.was_unfinished = self.unfinished
+        if self.invalid.since is not None:
+            done = done | (self.invalid.since >= 0)
         if done.is_cpu and run.ahead is None and not any(done.tolist()):  # most steps end no row
             return
         self.unfinished = self.unfinished & ~done
@@ -109,5 +115,5 @@ class Sample(NextToken):
         return self.was_unfinished[:, None] if self.is_padded else None
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
-        self.invalid.raise_any()
+        self.invalid.conclude()
         return {"sequences": run.ids.contiguous()}

@@ -147,7 +147,8 @@ class Rows:
         entries = None if logprobs is None else tuple(logprobs[: len(tokens)])
         if not row.has_ended:
             return [StreamEvent(row.index, tuple(tokens), row.new_text(), entries)]
-        ending = Ending.of(self.run, self.causes(row), row.index, row.ids, is_end=True)
+        causes, place = self.causes(row), (row.index, self.n_rows)
+        ending = Ending.of(self.run, causes, *place, row.ids, is_end=True)
         text = ""
         if row.detokenizer is not None:
             text = text_of(self.run, row.index, ending, self.n_rows)[row.n_streamed :]
