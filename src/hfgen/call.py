@@ -218,12 +218,10 @@ class Run:
     rows_have_left: bool = False  # the cache has fewer than ``ids``; by ``execution.active_rows``
     tokenizer: Any = None
     streamer: BaseStreamer | None = None
-    #: What each prompt asks for, where they differ.
-    rows: RowParams | None = None
+    rows: RowParams | None = None  # what each prompt asks for, where they differ
     #: How rows choose tokens if they have seeds, or some are greedy and others sampled.
     row_choice: RowChoice | None = None
-    #: Told of each step by ``loop.drive``; written by ``loop.begin``.
-    observers: list[Observer] = field(default_factory=list)
+    observers: list[Observer] = field(default_factory=list)  # told of each step; by ``loop.begin``
     extras: dict[str, Any] = field(default_factory=dict)  # hfgen's own attributes of the output
     ahead: Ahead | None = None  # reads stop flags late; written by ``execution.ahead``
     is_streamed: bool = False  # somebody waits for each token
