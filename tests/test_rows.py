@@ -36,6 +36,7 @@ CHOICES: dict[str, list[Any]] = {
     "suppress_tokens": [None, [3, 4, 5]],
     "begin_suppress_tokens": [None, [9, 10, 11]],
     "min_new_tokens": [None, 3, 6],
+    "min_tokens": [None, 2, 5],
     "max_new_tokens": [1, 4, 9, 12],
     "eos_token_id": [2, [2, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24, 25, 26, 27, 28], None],
     "forced_eos_token_id": [None, 2],
@@ -48,6 +49,7 @@ CHOICES: dict[str, list[Any]] = {
     "penalty_exclude_ids": [None, [11, 12, 13]],
     "dry_multiplier": [0.0, 1.0, 2.0],
     "dry_allowed_length": [1, 2],
+    "dry_penalty_last_n": [None, -1, 0, 4],
     "top_n_sigma": [None, 1.0, 2.0],
     "top_a": [None, 0.3],
     "p_less": [None, True],
@@ -387,8 +389,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "`temperature` has 4, `top_k` has 3",
     ),
     "a wrong one": (
-        {"top_p": [0.5, 1.0, 3.0, 1.0], "do_sample": True},
-        "`top_p` has to be between",
+        {"temperature": [0.5, 1.0, -3.0, 1.0], "do_sample": True},
+        "`temperature` has to be a float above 0",
     ),
     "of beams": (
         {"num_beams": [1, 2, 1, 1]},
