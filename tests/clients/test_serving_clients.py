@@ -19,6 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from transformers import AddedToken
 
 import hfgen
 from tests import scripted, tiny
@@ -181,6 +182,7 @@ BY_ITSELF: dict[str, tuple[str, dict[str, Any], str, list[Any]]] = {
     "JSON in place of a call": ('{"x": 5<eos>', {"response_format": FORM}, '{"x": 5', []),
     "required": (f"{VALID}\n{VALID}<eos>", {"tool_choice": "required"}, "", [None] * 2),
     "cut off": (f"{WRITTEN}{WRITTEN[:-20]}", {}, "", [{"x": 123, "kind": 5}]),
+    "no call": (f"so{WRITTEN[:30]}</tool_call>!<eos>", {}, f"so{WRITTEN[:30]}</tool_call>!", []),
     "none": (f"{WRITTEN}<eos>", {"tool_choice": "none"}, WRITTEN, []),
 }
 
@@ -245,27 +247,39 @@ def test_responses_call_tools(server: Running) -> None:
         assert [(e.name, e.arguments) for e in done] == [("plot", call.arguments)]
 
 
-def test_the_model_has_a_format_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("begin", "end", "is_special"),
+    [("[CALL]", "[/CALL]", None), ("<tool_call>", "</tool_call>", False), ("<|c|>", "<|d|>", True)],
+    ids=["text", "tokens", "special tokens"],
+)
+def test_the_model_has_a_format_of_its_own(begin: str, end: str, is_special: bool | None) -> None:
     """With a template whose calls are JSON, required calls are written and read by it."""
     tokenizer = tiny.byte_tokenizer(TEMPLATE)
+    names = (begin, end, "<think>")
+    if is_special is not None:
+        tokenizer.add_tokens([AddedToken(name, special=is_special) for name in names])
+    transform = {"type": "function", "function": "{content}"}
+    call = {"open": begin, "close": end, "repeats": True, "content": "json", "transform": transform}
+    text = {"content": "text", "close": tokenizer.eos_token}
     tokenizer.response_template = {
         "start_anchor_pattern": r"\Z",
-        "fields": {
-            "tool_calls": {
-                "open": "[CALL]",
-                "close": "[/CALL]",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"content": "text", "close": "</s>"},
-        },
+        "fields": {"tool_calls": call, "content": text},
     }
-    with running(scripted.model(), tokenizer) as server:
-        body = USUAL | {"tool_choice": "required", "parallel_tool_calls": False}
-        _, (call,), reason = calls_of(server.client().chat.completions.create(**body), False)
-        assert reason == "tool_calls"
-        KINDS[call.function.name].model_validate_json(call.function.arguments)
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = hfgen.mix_into(tiny.llama(vocab_size=len(tokenizer), **special))
+    tools = [tool("plot", Point, strict=True)]
+    chat = tokenizer.apply_chat_template(MESSAGES, tools=tools)
+    said = f"<think>so{begin}{WRITTEN.split(chr(10))[1]}{end}{tokenizer.eos_token}"
+    script = Pushing([tokenizer.encode(said, add_special_tokens=False)], len(chat["input_ids"]))
+    with running(model, tokenizer) as server:
+        body = USUAL | {"tools": tools, "max_completion_tokens": 300}
+        required = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1}
+        for more, text_of in (required, ""), ({}, "<think>so"):
+            server.engine.also = {} if more else {"logits_processor": [script]}
+            answer = server.client().chat.completions.create(**body | more)
+            found, (called,), reason = calls_of(answer, False)
+            assert (found, reason) == (text_of, "tool_calls")
+            Point.model_validate_json(called.function.arguments)
 
 
 # ------------------------------------------------------------ libraries

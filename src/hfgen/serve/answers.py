@@ -27,6 +27,8 @@ class Message:
 
     def __init__(self, parser: Any = None) -> None:
         self.parser = parser
+        #: Text of which nothing has been returned.
+        self.unread = ""
         self.opening = [] if parser is None else response_events_to_chunks(parser.initial_events)
 
     def items(self, text: str, is_end: bool) -> list[str | ToolCall]:
@@ -34,18 +36,24 @@ class Message:
         if self.parser is None:
             return [text] if text else []
         found, self.opening = self.opening, []
-        if text:
+        self.unread += text
+        try:
             found += response_events_to_chunks(self.parser.feed(text))
+        except ValueError:  # no call, though it looks like one: from here on, all is text
+            self.parser = None
+            return [*found, self.unread]
         if is_end:
             with suppress(ValueError, RuntimeError):  # cut off amid a tool call, which is left out
                 found += response_events_to_chunks(self.parser.finalize()[1])
+        if found:
+            self.unread = ""
         return found
 
     def whole(self, text: str, request_id: str, row: int) -> dict[str, Any]:
         """The fields of a message that is ``text``."""
+        items = self.items(text, is_end=True)
         if self.parser is None:
             return {"content": text}
-        items = self.items(text, is_end=True)
         calls = [item for item in items if isinstance(item, ToolCall)]
         thoughts = "".join(item for item in items if isinstance(item, ReasoningText)).strip()
         rest = "".join(item for item in items if type(item) is str).strip()

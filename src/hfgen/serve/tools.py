@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,11 +80,14 @@ class Tools:
         elif answer is not None:
             rules = [f"start: {calls} | answer", f"call: {format.begin} rest"]
             rules.append(f"answer: {_json(json.loads(answer.text))}")
+        elif format.is_token:
+            rules = ["start: part* call?" if self.is_single else "start: (part* call)* part*"]
+            rules += [f"call: {format.begin} rest", f"part: TEXT{format.others}"]
+            rules.append(r"TEXT: /(.|\n)+/")
         else:
-            is_token = format.begin.startswith("<")
             rules = ["start: TEXT | call" if self.is_single else "start: call* TEXT"]
-            rules += ["call: opening rest", r"TEXT: /(.|\n)*/"]
-            rules.append(f"opening{'' if is_token else '[lazy]'}: TEXT {format.begin}")
+            rules += ["call: opening rest", f"opening[lazy]: TEXT {format.begin}"]
+            rules.append(r"TEXT: /(.|\n)*/")
         names = " | ".join(f"call_{number}" for number in range(len(self.functions)))
         rules += [f"rest: SPACE? ({names}) SPACE? {format.end}", r"SPACE: /[ \n]/"]
         for number, (name, function) in enumerate(self.functions.items()):
@@ -100,7 +104,9 @@ class Format:
 
     begin: str
     end: str
-    template: Any = None
+    #: Whether a call begins with a token of its own, and the other such tokens: "" or " | <[…]>".
+    is_token: bool
+    others: str
 
     @classmethod
     def of(cls, template: Any, tokenizer: Any) -> Format | None:
@@ -114,21 +120,32 @@ class Format:
             return None
         if parsed.get("tool_calls") != [{"type": "function", "function": called}]:
             return None
-        special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-        begin, end = (f"<[{special[s]}]>" if s in special else _quoted(s) for s in (begin, end))
-        return cls(begin, end, template)
+        added = tokenizer.added_tokens_decoder.items()
+        if template is USUAL and any(t.special and t.content in (begin, end) for _, t in added):
+            return None  # which would be left out of the text
+        # To llguidance, these are no text.
+        own = {t.content: i for i, t in added if t.special or re.fullmatch("<.*>", t.content)}
+        opening, closing = (f"<[{own[t]}]>" if t in own else _quoted(t) for t in (begin, end))
+        others = ",".join(str(i) for text, i in own.items() if text not in (begin, end))
+        return cls(opening, closing, begin in own, f" | <[{others}]>" if others else "")
 
 
 def reader_of(model: Any, processor: Any, tools: Tools) -> tuple[Any, Format | None]:
-    """What reads answers as upstream's parsers take it, and the format of calls if it is JSON."""
+    """What upstream's parsers read answers with, and the format of calls if it is JSON.
+
+    Raises ``ValueError`` if a call is required and there is none.
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
     template = get_response_template(processor, model)
     format = Format.of(template, tokenizer) if tools.functions else None
     if not tools.functions or format is not None or (template and not tools.is_required):
         return processor, format
+    format = Format.of(USUAL, tokenizer)
+    if format is None and tools.is_required:
+        raise ValueError("`tool_choice` cannot require a call: this model has no format for it.")
     tokenizer = copy.copy(tokenizer)
     tokenizer.response_template = USUAL
-    return tokenizer, Format.of(USUAL, tokenizer)
+    return tokenizer, format
 
 
 def _functions(tools: Any) -> dict[str, Mapping[str, Any]]:
