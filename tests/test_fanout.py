@@ -11,6 +11,7 @@ import accelerate
 import pytest
 import torch
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfgen
 from hfgen.logs import logger
@@ -458,6 +459,21 @@ def with_patched_attention() -> Any:
     return model
 
 
+def with_registered_attention() -> Any:
+    """An attention function that is registered by name, and keeps what it has seen on the layer."""
+
+    def attention(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
+        if output.shape[1] > 1:
+            module.memory = Memory()
+        return module.memory.follow(output.flatten(2)).view_as(output), weights
+
+    transformers.AttentionInterface.register("with_memory", attention)
+    model = tiny.llama()
+    model.config._attn_implementation = "with_memory"
+    return model
+
+
 def with_adapter_that_trains() -> Any:
     """LoRA with dropout in the adapters alone."""
     peft = pytest.importorskip("peft")
@@ -480,6 +496,7 @@ OWN: dict[str, Callable[[], Any]] = {
     "own forward of a layer": with_own_forward,
     "accelerate hook": with_model_hook,
     "patched attention of layers": with_patched_attention,
+    "registered attention": with_registered_attention,
 }
 
 

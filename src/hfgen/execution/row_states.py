@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin as UpstreamMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from .. import buffers, families
@@ -50,7 +51,9 @@ def foreign_code(model: Any) -> str | None:
     if not isinstance(model, nn.Module):
         return type(model).__name__
     classes: dict[type, None] = {}
+    attentions: set[str | None] = set()
     for module in model.modules():
+        attentions.add(getattr(vars(module).get("config"), "_attn_implementation", None))
         for name, value in vars(module).items():
             if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
                 return f"{type(module).__name__}.{name}"
@@ -64,6 +67,9 @@ def foreign_code(model: Any) -> str | None:
             value = getattr(value, "__func__", value)  # of a class method
             if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
                 return cls.__name__
+    for name, function in ALL_ATTENTION_FUNCTIONS.items():
+        if name in attentions and not _is_row_wise_code(function):
+            return str(name)
     own_hooks = (hook for hook in _hooks(model) if not _is_row_wise(hook))
     return next((getattr(hook, "__qualname__", type(hook).__name__) for hook in own_hooks), None)
 
