@@ -117,7 +117,10 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One subject: all times, the reports of ``optimize``, and the floor (ms per token)."""
+    """One subject: all times, the reports of ``optimize``, and floors: ms to read the weights once.
+
+    ``floor``: in float32; ``floors``: as each way reads them.
+    """
 
     subject: str
     title: str
@@ -127,6 +130,7 @@ class Result:
     reports: dict[str, str]
     megabytes: dict[str, float]  # of weights, packed ones included, by way
     perplexity: dict[str, float]  # by way; of the built-in model alone
+    floors: dict[str, float]
 
     @property
     def ways(self) -> list[str]:
@@ -209,6 +213,7 @@ def measure(
             for way in ways
             if subject.name == "small" and not WAYS[way].call
         },
+        {way: 1e3 * read_bytes(model) / bandwidth for way, model in found.items()},
     )
 
 
@@ -236,6 +241,12 @@ def products(model: nn.Module, rows: int, repeat: int = 7) -> float:
             layer(given[layer.in_features, layer.weight.dtype])
         seconds.append(time.perf_counter() - start)
     return 1e3 * statistics.median(seconds[1:])
+
+
+def read_bytes(model: Any) -> int:
+    """Bytes of weights that a step reads, by the report of an optimised model."""
+    report = getattr(model, "optimization", None)
+    return report.read_bytes if report else Subject("", "", model, torch.empty(0)).bytes_per_token
 
 
 def _megabytes(model: Any) -> float:
@@ -267,8 +278,8 @@ def report(results: list[Result], facts: dict[str, Any]) -> str:
         "# Execution: linear layers by other kernels, and compiled steps",
         "",
         f"Greedy, prompts of {PROMPT_LENGTH} tokens. All ways take turns. *First*: ms of a call of one new token; *ms per token*: of "
-        "the steps that follow; *products*: of these, the linear layers by themselves. *Gain*: of these steps over upstream's best way, the median of the rounds (quartiles). *Bandwidth*: the floor, in which the float32 weights are read once, by the "
-        "time. *MB*: weights, packed copies included. *Equal*: tokens that are those of upstream in float32; after one that "
+        "the steps that follow; *products*: of these, the linear layers by themselves. *Gain*: of these steps over upstream's best way, the median of the rounds (quartiles). *Bandwidth*: the time to read once the bytes of weights that this way "
+        "reads, by the time. *MB*: weights, packed copies included. *Equal*: tokens that are those of upstream in float32; after one that "
         "differs, a row is another text. *Perplexity*: of a held-out file of Python. Weights are values of bfloat16.",
         "",
         f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), load "
@@ -277,7 +288,7 @@ def report(results: list[Result], facts: dict[str, Any]) -> str:
     ]
     for result in results:
         size = f"{result.n_parameters / 1e6:.4g}M parameters"
-        lines += ["", f"## {result.title}, {size}; floor {result.floor:.2f} ms", ""]
+        lines += ["", f"## {result.title}, {size}; floor of float32 {result.floor:.2f} ms", ""]
         lines += [
             "| way | rows | first | ms per token | products | bandwidth | gain | equal | MB | perplexity |"
         ]
@@ -288,7 +299,7 @@ def report(results: list[Result], facts: dict[str, Any]) -> str:
                 lines.append(
                     f"| {times.way} | {rows} | {times.first_token:.1f} | {times.per_token:.2f} | "
                     f"{f'{times.products:.2f}' if times.products else ''} | "
-                    f"{result.floor / times.per_token:.0%} | {gain(times, result.of(rows))} | "
+                    f"{result.floors[times.way] / times.per_token:.0%} | {gain(times, result.of(rows))} | "
                     f"{times.equal:.0%} | {result.megabytes[times.way]:.0f} | "
                     f"{'' if quality is None else f'{quality:.2f}'} |"
                 )

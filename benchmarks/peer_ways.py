@@ -38,9 +38,14 @@ def token_name(i: int) -> str:
 
 
 def torch_model(
-    folder: Path, threads: int, dtype: str, ours: bool = True, options: dict[str, Any] | None = None
+    folder: Path,
+    threads: int,
+    dtype: str,
+    ours: bool = True,
+    options: dict[str, Any] | None = None,
+    offloads: bool = False,
 ) -> Decode:
-    """``options``: of ``hfgen.optimize``, if it is called."""
+    """``options``: of ``hfgen.optimize``, if it is called; ``offloads``: with weights in files."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -53,7 +58,7 @@ def torch_model(
 
         hfgen.mix_into(model)
         if options is not None:
-            hfgen.optimize(model, **options)
+            hfgen.optimize(model, **options, offload=folder if offloads else None)
 
     def decode(prompts: list[list[int]], n: int) -> list[list[int]]:
         ids = torch.tensor(prompts)
@@ -150,6 +155,9 @@ WAYS: dict[str, Way] = {
     "hfgen.optimize, int8": Way(
         8, partial(torch_model, dtype="float32", options={"weights": "int8"})
     ),
+    "hfgen.optimize, int8, weights in files": Way(
+        8, partial(torch_model, dtype="float32", options={"weights": "int8"}, offloads=True)
+    ),
     "hfgen.optimize, int8, compiled": Way(
         8, partial(torch_model, dtype="float32", options={"weights": "int8", "compile": True})
     ),
@@ -165,8 +173,13 @@ def serve(way: str, folder: Path, threads: int) -> None:
         tokens = decode(asked["prompts"], asked["n"])
         seconds = time.perf_counter() - start
         status = Path("/proc/self/status").read_text()  # rusage counts the process that started it
-        peak = 1024 * int(status.partition("VmHWM:")[2].split()[0])
-        print(json.dumps({"seconds": seconds, "tokens": tokens, "peak": peak}), flush=True)
+        peak, held = (
+            1024 * int(status.partition(name)[2].split()[0]) for name in ("VmHWM:", "VmRSS:")
+        )
+        print(
+            json.dumps({"seconds": seconds, "tokens": tokens, "peak": peak, "held": held}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ class Result:
         default_factory=list
     )  # seconds of a call of one token after ``PROMPT``
     peak_bytes: int = 0
+    held_bytes: int = 0  # after the last call
     equal: float = 0.0  # share of the tokens of one row that are transformers' in float32
 
     def steps(self, rows: int) -> list[float]:
@@ -236,7 +237,7 @@ def measure(
             long = child.ask(prompts=drawn[:1].tolist(), n=1)
             if turn:
                 result.prompt.append(long["seconds"])
-            result.peak_bytes = long["peak"]
+            result.peak_bytes, result.held_bytes = long["peak"], long["held"]
     reference = texts.get("transformers, float32")
     for way, child in children.items():
         child.close()
@@ -265,13 +266,13 @@ def report(
         f"{models.PROMPT_LENGTH} tokens, {results[0].new_tokens} new ones. Each way has a process, and they take turns; medians "
         "with quartiles. *Step*: a call less a call of one token, by the steps between. *Floor*: the time to read the weights "
         "of so many bits once. *Prompt*: a call of one token after "
-        f"{PROMPT}. *Memory*: the most that the process held, loading included. *Equal*: tokens that are those of transformers "
+        f"{PROMPT}. *Memory*: of the process at the end, and the most, loading included. *Equal*: tokens that are those of transformers "
         "in float32; after one that differs, a row is another text.",
         "",
         f"{facts['processor']}, {facts['threads']} thread(s), load {facts['load']}; {bandwidth / 1e9:.1f} GB/s are read. "
         f"torch {facts['torch']}, transformers {facts['transformers']}, hfgen {facts['hfgen']}.",
         "",
-        "| way | bits | 1 row, ms a step | of the floor | 8 rows, ms a step | prompt, ms | memory, MB | equal |",
+        "| way | bits | 1 row, ms a step | of the floor | 8 rows, ms a step | prompt, ms | memory, MB: end · most | equal |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for result in results:
@@ -279,7 +280,8 @@ def report(
         floor = 1e3 * size * result.bits / 8 / bandwidth
         lines.append(
             f"| {result.way} | {result.bits} | {cell(one)} | {one.median / floor:.1f} | {cell(eight)} | "
-            f"{cell(Spread.of([1e3 * s for s in result.prompt]))} | {result.peak_bytes / 1e6:,.0f} | {result.equal:.0%} |"
+            f"{cell(Spread.of([1e3 * s for s in result.prompt]))} | "
+            f"{result.held_bytes / 1e6:,.0f} · {result.peak_bytes / 1e6:,.0f} | {result.equal:.0%} |"
         )
     floors = ", ".join(
         f"{bits} bits {1e3 * size * bits / 8 / bandwidth:.1f} ms" for bits in (32, 16, 8)
@@ -291,6 +293,36 @@ def report(
 
 def cell(spread: Spread) -> str:
     return f"{spread.median:.1f} ({spread.low:.1f} to {spread.high:.1f})"
+
+
+def block(raw: dict[str, Any]) -> str:
+    """The table of docs/optimize.md."""
+    lines = [
+        "| way | bits | 1 row, ms a step | 8 rows | prompt, ms | memory, MB |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for each in raw["results"]:
+        by_rows = {
+            name: {int(rows): seconds for rows, seconds in each[name].items()}
+            for name in ("first", "whole")
+        }
+        result = Result(**each | by_rows)
+        one, eight = (Spread.of(result.steps(rows)).median for rows in ROWS)
+        prompt = 1e3 * Spread.of(result.prompt).median
+        lines.append(
+            f"| {result.way} | {result.bits} | {one:.1f} | {eight:.1f} | {prompt:.0f} | {result.held_bytes / 1e6:,.0f} |"
+        )
+    facts, size = raw["machine"], raw["bytes_per_bit"]
+    floors = ", ".join(
+        f"{bits} bits {1e3 * size * bits / raw['bandwidth']:.1f}" for bits in (32, 16, 8)
+    )
+    lines += [
+        "",
+        f"Reading the weights once, ms: {floors}. {facts['processor']}, {facts['threads']} thread(s), load "
+        f"{facts['load']}, torch {facts['torch']}, transformers {facts['transformers']}. "
+        "All figures: [peers.md](benchmarks/results/peers.md).",
+    ]
+    return "\n".join(lines)
 
 
 def plot(results: list[Result], path: Path) -> None:
@@ -339,6 +371,7 @@ def main(
     raw = {
         "machine": facts,
         "bandwidth": bandwidth,
+        "bytes_per_bit": subject.bytes_per_token / 32,
         "absent": absent,
         "results": list(map(asdict, results)),
     }

@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 if str(ROOT) not in sys.path:  # run as a file
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cache_report, engine, execution, quantized_cache, speculation  # noqa: E402
+from benchmarks import cache_report, engine, execution, peers, quantized_cache, speculation  # noqa: E402
 from benchmarks.cache_cases import Floor, Result  # noqa: E402
 from benchmarks.side_by_side import Comparison, Spread  # noqa: E402
 
@@ -464,6 +464,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "quantized-quality": ("quantized_cache", quality_block),
     "quantized-costs": ("quantized_cache", quantized_block),
     "execution": ("execution", execution_block),
+    "peers": ("peers", peers.block),
     "lm-eval": ("lm_eval_tails", lm_eval_block),
     "scale": ("scale", scale_block),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -593,6 +593,9 @@ def test_peers_take_turns_in_processes_of_their_own(tmp_path: Path, subject: Sub
     assert text.count("\n| ") == 1 + len(ways)
     assert "* Not measured: other: it is not installed." in text
     peers.plot(results, tmp_path / "peers.png")
+    raw = {"results": [asdict(result) for result in results], "machine": peers.machine()}
+    raw = json.loads(json.dumps(raw | {"bandwidth": 1e9, "bytes_per_bit": 1e6}))
+    assert peers.block(raw).count("\n| ") == len(ways)
 
 
 def test_ways_without_their_library_or_files_have_no_row(tmp_path: Path) -> None:
