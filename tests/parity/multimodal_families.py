@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import transformers
 from torch import nn
 
 from tests.parity.decoder_families import DRAFTS, STATEFUL
@@ -14,6 +15,8 @@ from tests.parity.encoder_families import (
     CLIP,
     CLIP_LLAMA,
     EMBEDDED,
+    FLOWING,
+    GRANITE_SPEECH,
     LLAMA,
     MEDIA,
     MEDIA2,
@@ -83,13 +86,12 @@ LATENT: Sizes = (
 
 def patch_rows(*shape: int, grid: str = "image_grid_thw", **more: int) -> MakeMedia:
     """Images of 4 x 4 patches of ``shape`` each, row after row; ``more`` are numbers of each image."""
+    dimensions = [1, 4, 4][-len(grid.rpartition("_")[2]) :]
 
     def media(rows: int, seed: int) -> Inputs:
         return {
             "pixel_values": noise(rows * 16, *shape, seed=seed),
-            grid: torch.tensor(
-                [[4, 4] if grid.endswith("hw") and "thw" not in grid else [1, 4, 4]] * rows
-            ),
+            grid: torch.tensor([dimensions] * rows),
             **{name: torch.full((rows,), value) for name, value in more.items()},
         }
 
@@ -147,6 +149,11 @@ def proteins(model: nn.Module, rows: int, padded: bool, seed: int) -> Inputs:
     ids = torch.randint(5, VOCAB, (rows, 6), generator=torch.Generator().manual_seed(seed))
     given = {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
     return text(model, rows, padded, seed) | given
+
+
+def conditioning(rows: int, seed: int) -> Inputs:
+    """What CLVP's conditioning encoder makes of a text and a voice: ``(rows, 4, 16)``."""
+    return {"conditioning_embeds": noise(rows, 4, 16, seed=seed)}
 
 
 SAM: Sizes = {
@@ -348,13 +355,8 @@ SOUNDS: list[Family] = [
     speech("musicflamingo", "MusicFlamingo", within(mel_and_mask("input_features_mask", 32), 8),
         SOUND | {"text_config": like("qwen2"),
         "audio_config": like("audioflamingo3_encoder", AUDIO_ENCODER), "audio_bos_token_id": 60, "audio_eos_token_id": 61}, seed=4, unsupported=NO_PLACES | UNSPLIT),
-    speech("granite_speech_plus", "GraniteSpeechPlus", within(mel(frames=8), 4), SOUND | {
-        "text_config": like("granite"), "encoder_config": {"input_dim": 8, "num_layers": 1,
-        "hidden_dim": 16, "feedforward_mult": 2, "num_heads": 2, "dim_head": 8, "output_dim": 8,
-        "context_size": 4, "max_pos_emb": 8, "conv_kernel_size": 3}, "projector_config": like(
-        "blip_2_qformer", BERT, encoder_hidden_size=16, cross_attention_frequency=1),
-        "has_lora_adapter": False, "downsample_rate": 2, "window_size": 4}, seed=13, unsupported=NO_PLACES |
-        UNSPLIT | NO_EMBEDS),
+    speech("granite_speech_plus", "GraniteSpeechPlus", within(mel(frames=8), 4), GRANITE_SPEECH,
+        seed=13, unsupported=NO_PLACES | UNSPLIT | NO_EMBEDS),
     speech("nemotron3_5_transcribe", "Nemotron3_5Transcribe",
         within(frames_and_mask(8, 16), 2), SOUND | {"text_config": like("qwen3"),
         "audio_config": {"asr_config": LLAMA | {"num_mel_bins": 8, "num_key_value_heads": 2},
@@ -368,19 +370,15 @@ SOUNDS: list[Family] = [
         "semantic_tokenizer_encoder_config": TOKENIZER |
         {"model_type": "vibevoice_acoustic_tokenizer_encoder"}, "audio_bos_token_id": 60,
         "audio_eos_token_id": 61, "acoustic_tokenizer_chunk_size": 16}, seed=2, unsupported=NO_PLACES | UNSPLIT),
-    audio("clvp", "Clvp", only(lambda rows, seed: {"conditioning_embeds": noise(rows, 4, 16, seed=seed)}),
-        SPECIAL | {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "n_inner": 32,
+    audio("clvp", "Clvp", only(conditioning), SPECIAL | {"bos_token_id": 6, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "n_inner": 32,
         "max_position_embeddings": 64, "max_text_tokens": 64, "num_mel_attn_blocks": 1}, head="ForCausalLM",
         config_class="ClvpDecoderConfig", seed=1, unsupported=NO_IDS | BLIND),
     audio("gradium_phonon_tts", "GradiumPhononTTS",
-        ending(60, frames_after_eos=1, eos_threshold=1.0, min_frames_before_eos=3), LLAMA | {
-        "num_key_value_heads": 2, "latent_dim": 4, "audio_prompt_token_id": MEDIA,
-        "audio_latent_token_id": MEDIA2, "audio_bos_token_id": 60, "audio_prompt_dim": 8, "flow_head_config": {
-        "hidden_size": 16, "num_hidden_layers": 1, "latent_dim": 4, "condition_dim": 16,
-        "frequency_embedding_size": 8, "loss_weighting_hidden_size": 8,
-        "loss_weighting_num_layers": 1}}, modes=ONE_BEAM, unsupported=TOKENS_ONLY | NO_EMBEDS |
+        ending(60, frames_after_eos=1, eos_threshold=1.0, min_frames_before_eos=3),
+        FLOWING | {"audio_prompt_dim": 8}, modes=ONE_BEAM, unsupported=TOKENS_ONLY | NO_EMBEDS |
         {"continuation": "a prompt ends with the start of sound"}),
 ]
 # fmt: on
 
-MULTIMODAL_FAMILIES: list[Family] = [*IMAGES, *SOUNDS]
+INSTALLED = set(dir(transformers))
+MULTIMODAL_FAMILIES: list[Family] = [f for f in (*IMAGES, *SOUNDS) if f.build.model in INSTALLED]

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.parity.decoder_families import DECODER_FAMILIES, NOT_BUILT
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.parity.family import Family
+from tests.parity.multimodal_families import MULTIMODAL_FAMILIES
+from tests.versions import since_5_23
 
-FAMILIES = [*DECODER_FAMILIES, *ENCODER_FAMILIES]
+FAMILIES = [*DECODER_FAMILIES, *ENCODER_FAMILIES, *MULTIMODAL_FAMILIES]
+
+#: Folders of transformers with a class that generates, and without a family here: the reason.
+FOLDERS_NOT_BUILT = {
+    "diffusion_gemma": "its own loop denoises blocks of tokens",
+    "gemma4_assistant": "drafts from the keys and values of a gemma4, cannot generate alone",
+    "gemma4_unified_assistant": "drafts from the keys and values of a gemma4_unified",
+    "granite_speech5": "no decoding: an argmax of one forward pass",
+    "lasr": "no decoding: an argmax of one forward pass",
+}
 
 #: Smallest lead of the best token over the second: far above rounding errors (1e-5 at most).
 MARGIN = 1e-3
@@ -23,6 +39,23 @@ NO_LOGITS = {
     "parakeet_rnnt",
     "parakeet_tdt",
 }
+
+
+def folder_of(model_class: type) -> str:
+    return model_class.__module__.split(".")[2]
+
+
+def generating_folders() -> set[str]:
+    """The folders of ``transformers.models`` with a class that generates."""
+    found = set()
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        if "GenerationMixin" in path.read_text(encoding="utf-8"):
+            module = import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            classes = [c for c in vars(module).values() if isinstance(c, type)]
+            own = [c for c in classes if c.__module__ == module.__name__]
+            if any(issubclass(c, PreTrainedModel) and c.can_generate() for c in own):
+                found.add(path.parent.name)
+    return found
 
 
 def leads(family: Family, model: torch.nn.Module, padded: bool, seed: int) -> torch.Tensor:
@@ -43,6 +76,12 @@ def leads(family: Family, model: torch.nn.Module, padded: bool, seed: int) -> to
 def test_there_are_enough_families() -> None:
     assert len(DECODER_FAMILIES) >= 50
     assert len(FAMILIES) >= 70
+
+
+@since_5_23
+def test_every_folder_that_generates_is_built_or_explained() -> None:
+    built = {folder_of(getattr(transformers, family.build.model)) for family in FAMILIES}
+    assert generating_folders() - built == set(FOLDERS_NOT_BUILT)
 
 
 def test_names_are_unique() -> None:

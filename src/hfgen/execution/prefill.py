@@ -105,7 +105,8 @@ def _prefill_in_chunks(
         kwargs = {name: v for name, v in model_kwargs.items() if name != "mm_encoder_outputs"}
         for name in ("attention_mask", "position_ids", *TOKEN_TYPES):
             if (tensor := kwargs.pop(name, None)) is not None:
-                kwargs[name] = tensor[..., past if name == "position_ids" else 0 : end]
+                is_cut = name == "position_ids" and tensor.shape[-1] > 1  # one is that of all
+                kwargs[name] = tensor[..., past if is_cut else 0 : end]
         if embeds is not None:
             kwargs["inputs_embeds"] = chunk
         model_inputs = self.prepare_inputs_for_generation(
