@@ -11,7 +11,7 @@ import jsonschema
 import pydantic
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import AddedToken, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
@@ -810,3 +810,18 @@ def test_a_tokenizer_without_an_eos():
     )  # fmt: skip
     assert output.shape[1] == 10
     assert all(re.fullmatch("[0-9]{3}", tokenizer.decode(row[7:])) for row in output)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_the_text_of_a_token_that_is_no_text(is_special: bool) -> None:
+    """It is refused; llguidance would allow the token, and then give the row up."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<think>", special=is_special)])
+    token = tokenizer.convert_tokens_to_ids("<think>")
+    model = hfgen.mix_into(tiny.llama(vocab_size=len(tokenizer), eos_token_id=0, pad_token_id=1))
+    call = {"tokenizer": tokenizer, "max_new_tokens": 8}
+    inputs = torch.tensor([tokenizer("hi").input_ids])
+    with pytest.raises(ValueError, match=rf"has the text '<think>', .*write it as <\[{token}\]>"):
+        model.generate(inputs, grammar=G.choice(["<think>yes"]), **call)
+    output = model.generate(inputs, grammar=G.lark(f'start: <[{token}]> "yes"'), **call)
+    assert tokenizer.decode(output[0]) == "hi<think>yes<eos>"

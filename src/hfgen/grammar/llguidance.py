@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -73,6 +74,12 @@ class LLGuidance:
         self.n_tokens = 1 + max(tokenizer.get_vocab().values())
         described = json.loads(backend.to_str())
         described["padding"] = described["truncation"] = None
+        #: Texts of tokens that llguidance takes for no text, by their ids.
+        self.not_text = {
+            token["id"]: token["content"]
+            for token in described["added_tokens"]
+            if token["special"] or re.fullmatch("<.*>", token["content"])
+        }
         flags = ("single_word", "lstrip", "rstrip", "normalized")
         end = {"id": self.n_tokens, "content": END, "special": True, **dict.fromkeys(flags, False)}
         described["added_tokens"].append(end)
@@ -115,6 +122,13 @@ class LLGuidance:
             if matcher.is_error():
                 raise ValueError(f"The grammar of row {row} failed: {matcher.get_error()}")
             array[row, byte] &= 255 - (1 << bit)  # END
+            forced = matcher.compute_ff_tokens()[:1]
+            if forced and forced[0] in self.not_text and not matcher.validate_tokens(forced):
+                raise ValueError(
+                    f"The grammar of row {row} has the text {self.not_text[forced[0]]!r}, which the "
+                    "tokenizer makes one token. llguidance takes that for no text: write it as "
+                    f"<[{forced[0]}]> in a Lark grammar."
+                )
 
 
 _LIBRARIES: WeakKeyDictionary[Any, tuple[int, LLGuidance]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""``hfgen serve``: the web server of ``transformers serve`` on hfgen's engine."""
+"""``hfgen serve``: a web server with OpenAI's interface on hfgen's engine."""
 
 from __future__ import annotations
 
