@@ -292,6 +292,34 @@ def test_transition_scores_of_logits_wider_than_the_vocabulary():
     assert got.tolist() == [[3.0, 8.0], [5.0, 15.0]]
 
 
+def test_early_exit_of_the_models_own_config_is_that_of_the_call():
+    found = []
+    for model in both(lambda: tiny.llama(num_hidden_layers=3)):
+        options = {"do_sample": True, "max_new_tokens": 12}
+        torch.manual_seed(0)
+        in_call = model.generate(tiny.prompt(1), assistant_early_exit=1, **options)
+        model.generation_config.assistant_early_exit = 1
+        torch.manual_seed(0)
+        found.append((in_call, model.generate(tiny.prompt(1), **options)))
+    (theirs, their_own), (ours, our_own) = found
+    assert torch.equal(theirs, ours)
+    assert torch.equal(ours, our_own)
+    assert not torch.equal(theirs, their_own)
+
+
+def test_an_ensemble_of_an_encoder_decoder_with_itself_is_greedy_decoding():
+    """Upstream's assistant reads its text twice from round 2 on, and so weighs other scores."""
+    n_other = {False: 0, True: 0}
+    for seed in range(12):
+        ids = tiny.prompt(1, seed=seed)
+        greedy = tiny.bart().generate(ids, max_new_tokens=14)
+        for is_ours, build in ((False, tiny.bart), (True, lambda: hfgen.mix_into(tiny.bart()))):
+            options = {"assistant_model": tiny.bart(), "assistant_ensemble_weight": 0.2}
+            found = build().generate(ids, max_new_tokens=14, **options)
+            n_other[is_ours] += not torch.equal(found, greedy)
+    assert n_other[True] == 0 < n_other[False]
+
+
 # --- accepted here, an error upstream -----------------------------------------------------------
 
 
