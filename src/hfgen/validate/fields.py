@@ -123,13 +123,10 @@ STOPS = (
 
 def check_stops(config: Any, tokenizer: Any) -> None:
     """Raise ``ValueError`` for stops without a tokenizer, and for patterns that cannot be searched for."""
-    if config.stop_strings is not None:
-        require_tokenizer(tokenizer, "stop_strings", config.stop_strings)
-    if getattr(config, "bad_words", None) is not None:
-        require_tokenizer(tokenizer, "bad_words", config.bad_words)
+    for name in ("stop_strings", "bad_words", "stop_regex"):
+        if (value := getattr(config, name, None)) is not None:
+            require_tokenizer(tokenizer, name, value)
     patterns = getattr(config, "stop_regex", None)
-    if patterns is not None:
-        require_tokenizer(tokenizer, "stop_regex", patterns)
     for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
         try:
             matches_nothing = re.compile(pattern).search("") is not None
