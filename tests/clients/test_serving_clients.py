@@ -233,6 +233,21 @@ def test_wrong_tools_are_named(server: Running, body: dict[str, Any], message: s
         server.client().chat.completions.create(**USUAL | body)
 
 
+def test_calls_and_their_results_go_back(server: Running) -> None:
+    """As an agent sends them: templates get the arguments of a call as an object."""
+    client = server.client()
+    asked = client.chat.completions.create(**USUAL | {"tool_choice": NAMED}).choices[0].message
+    (call,) = asked.tool_calls or []
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    body = USUAL | {"messages": [*MESSAGES, asked, result], "max_completion_tokens": 4}
+    answer = client.chat.completions.create(**body)
+    called = asked.model_dump(exclude_none=True)["tool_calls"]
+    called[0]["function"]["arguments"] = json.loads(call.function.arguments)
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": called}, result]
+    chat = server.tokenizer.apply_chat_template(messages, tools=TOOLS)
+    assert answer.usage.prompt_tokens == len(chat["input_ids"])
+
+
 def test_responses_call_tools(server: Running) -> None:
     client = server.client()
     flat: Any = [{"type": "function", "name": "plot", "parameters": Point.model_json_schema()}]
