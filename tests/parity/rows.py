@@ -148,7 +148,9 @@ def solo(config: GenerationConfig) -> GenerationConfig:
 
 def differences(case: RowCase, dtype: torch.dtype, counts: Counter[str]) -> list[str]:
     """Which rows of a case have other tokens than alone, as ``rows_beside_solo`` says it."""
-    rng, model = random.Random(case.seed), ours(case.family).to(dtype)
+    rng, model = random.Random(case.seed), ours(case.family)
+    if isinstance(model, torch.nn.Module):  # others compute in one dtype
+        model.to(dtype)
     inputs = FAMILIES[case.family].inputs(model, case.rows, case.padded, case.seed)
     configs = [random_config(rng, case.way) for _ in range(case.rows)]
     rows = range(case.rows)
