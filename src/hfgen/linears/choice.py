@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from torch import nn
@@ -82,6 +83,10 @@ def optimize(
                 file_bytes += n_bytes
             extra_bytes += (n_bytes := kernel.packed_bytes(module.weight))
         read_bytes += n_bytes
+    with suppress(
+        AttributeError, OSError, TypeError
+    ):  # glibc keeps what was freed; others have no such call
+        ctypes.CDLL(None).malloc_trim(0)
     graph, compiled = LayerGraph(), find_layers(model) if compile else {}
     for name, index in compiled.items():
         layer = model.get_submodule(name)
