@@ -520,6 +520,12 @@ Seeds, order and thread count are fixed: the same Python, torch ({torch}) and pr
 {sample}
 ```
 
+**Repetition.** Greedy decoding of such a small model falls into loops. `hfgen generate` therefore adds
+`frequency_penalty=0.3`, `dry_multiplier=0.8`, `dry_allowed_length=3`, `dry_sequence_breakers=[]`, unless an option
+says more than where to stop and what to show. Over 64 new tokens after each of 20 short prompts, 2% of the sequences of 6
+tokens occurred before, against 35% of plain greedy decoding; 10 of the 20 texts can be parsed, against 7 (last line left out).
+The generation config of the model has no such values: a call from Python is plain.
+
 **Licence.** The training text is the Python standard library's source, under the Python Software Foundation License
 (`LICENSE-PSF.txt`); that licence goes with these files.
 """

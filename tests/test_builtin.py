@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import socket
 import sysconfig
@@ -199,8 +200,11 @@ def test_late_positions_are_as_good_as_early_ones(
     assert losses[:, 512:].mean().item() < losses[:, :512].mean().item() + 0.2
 
 
-def test_the_demo_does_not_loop(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_demo_completes_a_function(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    call = {"stop_strings": "\n\n", "tokenizer": tokenizer, "return_dict_in_generate": True}
     inputs = tokenizer(demo.PROMPT, return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=demo.NEW_TOKENS, do_sample=False)[0]
-    lines = [line for line in tokenizer.decode(ids).splitlines() if line.strip()]
-    assert max(map(lines.count, lines)) <= 2
+    output = model.generate(**inputs, max_new_tokens=demo.NEW_TOKENS, do_sample=False, **call)
+    assert output.finish_reasons == ["stop"]
+    ast.parse(demo.PROMPT + output.texts[0])

@@ -36,6 +36,7 @@ from hfgen.cli import (
     chat,
     compare,
     demo,
+    generate,
     loading,
     main,
     measure,
@@ -955,29 +956,51 @@ def test_logit_gap_follows_the_beam() -> None:
 
 @pytest.mark.usefixtures("tiny_builtin")
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "NEW_TOKENS", 4)
-    monkeypatch.setattr(demo, "REPEAT", 1)
+    monkeypatch.setattr(demo, "ROUNDS", (1, 2))
+    monkeypatch.setattr(demo, "SECONDS", 0.0)
+    monkeypatch.setattr(demo, "REQUESTS", 3)
+    monkeypatch.setattr(demo, "LONG", 40)
     result = run("demo")
-    assert (result.code, result.err) == (0, "")
-    for words in ("time to first token", "per output token", "tokens per second", "peak memory"):
+    assert (result.code, result.err) == (0, ""), result.out
+    for words in ("first token after", "seed=1", "4 beams", "8 samples", "turn 2", "one by one"):
         assert words in result.out
-    for mode in demo.MODES:
-        assert f"{mode} " in result.out
-    assert "Every token is identical to transformers'." in result.out
+    assert (
+        result.out.count(" same") == len(demo.ROWS) + 6 + 1
+    )  # the last is the title's "same work"
     answer = next(json.loads(line) for line in result.out.splitlines() if line.startswith("{"))
     assert list(answer) == list(demo.SCHEMA["required"])
-    assert "It can be parsed, and is what the schema says." in result.out
-    assert result.out.endswith(f"{probabilities.LEGEND}\n")
+    assert "It fits the schema." in result.out
+    assert result.out.endswith("Every token is the same.\n")
+    assert "±" not in result.out.partition("tokens\n")[2].partition("The long")[0]  # of one run
     assert max(map(len, result.out.splitlines())) <= 80
-    monkeypatch.setitem(compare.LIBRARIES, "hfgen", other_weights)
+    monkeypatch.setattr(demo, "upstream", other_weights)
     differing = run("demo")
     assert differing.code == 1
     assert "tokens differ" in differing.out
 
 
 @pytest.mark.parametrize(
+    ("arguments", "has_penalties"),
+    [
+        ([], True),
+        (["--max-new-tokens", "4", "--stop", "x", "--logprobs", "1"], True),
+        (["--num-beams", "2"], False),
+        (["--do-sample", "false"], False),
+        (["--repetition-penalty", "1.1"], False),
+        (["--model", "builtin-draft"], False),
+    ],
+)
+@pytest.mark.usefixtures("tiny_builtin")
+def test_the_builtin_model_gets_penalties_unless_an_option_says_how_to_decode(
+    arguments: list[str], has_penalties: bool
+) -> None:
+    options = json.loads(run("generate", "ab", "--json", *arguments).out)["options"]
+    assert (options | generate.BUILTIN_FIELDS == options) == has_penalties
+
+
+@pytest.mark.parametrize(
     ("missing", "says"),
-    [("llguidance", "'hfgen[grammar]'"), ("jsonschema", "It can be parsed (js")],
+    [("llguidance", "'hfgen[grammar]'"), ("jsonschema", "It can be parsed. jsonschema")],
 )
 def test_the_demo_without_what_is_optional(
     missing: str,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -17,7 +17,6 @@ from rich.table import Table
 
 from hfgen.cli import measure
 from hfgen.cli.compare import compare_call
-from hfgen.cli.demo import MODES, SEED
 from hfgen.cli.loading import load, quiet
 from hfgen.cli.options import DebugOption, generation_config
 from hfgen.cli.report import duration, out, print_json
@@ -38,6 +37,12 @@ OPTIONAL: dict[str, tuple[tuple[str, ...], str]] = {
 
 PROMPT = "def add(a, b):"
 NEW_TOKENS = 24
+SEED = 0
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.95},
+    "beam search (4)": {"do_sample": False, "num_beams": 4},
+}
 SECONDS = 10.0  # no mode but the first is begun after this
 STYLES = {"ok": "green", "note": "yellow", "broken": "bold red"}
 

@@ -23,8 +23,17 @@ from hfgen.cli.report import (
     say,
     why,
 )
+from hfgen.cli.topics import TOPICS
 
 NEW_TOKENS = 64
+
+#: What keeps the built-in model from repeating itself, measured in its card (``builtin/README.md``).
+BUILTIN_FIELDS: dict[str, Any] = {
+    "frequency_penalty": 0.3,
+    "dry_multiplier": 0.8,
+    "dry_allowed_length": 3,
+    "dry_sequence_breakers": [],
+}
 
 
 def generate(
@@ -55,9 +64,13 @@ def generate(
 
     Every field of GenerationConfig is an option, as in
     --max-new-tokens 64 --temperature 0.7 --seed 3 --stop '\\n\\n' --eos-token-id '\\[1, 2]' --no-use-cache.
-    Without a length it stops after 64 new tokens.
+    Without a length it stops after 64 new tokens. The built-in model gets penalties on repetition,
+    unless an option says more than where to stop and what to show.
     """
     fields: dict[str, Any] = context.obj
+    neutral = {name for topic in ("Length", "Stopping", "Output") for name in TOPICS[topic]}
+    if model == "builtin" and assistant is None and neutral.issuperset(fields):
+        fields = BUILTIN_FIELDS | fields
     if stream and as_json:
         raise CliError("--stream and --json exclude each other: leave one out")
     if compile and not optimize:

@@ -131,9 +131,9 @@ def duration(seconds: float | None) -> str:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """The median, and half of the range; a dash for none."""
-    if not values:
-        return "-"
+    """The median, and half of the range where there are several; a dash for none."""
+    if len(values) < 2:
+        return f"{values[0]:,.{digits}f}" if values else "-"
     half = (max(values) - min(values)) / 2
     return f"{statistics.median(values):,.{digits}f} ±{half:,.{digits}f}"
 
