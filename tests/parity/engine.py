@@ -33,10 +33,11 @@ WAYS = ("plain", "plain", "plain", "copies", "beams", "lookup")
 #: Log-probabilities may differ by this much, and scores of beams by ``NEAR``.
 TOLERANCE = 1e-4
 
-#: Families whose rows depend on each other, also in transformers, so that a request is no solo call.
+#: Families of which a request is no solo call, in transformers neither.
 ENTANGLED = {
     "rwkv": "its attention in plain torch mixes the states of all rows",
     "rag_token": "its inputs have a row per document",
+    "vibevoice_asr": "its encoder adds noise of torch's generator to the sound",
 }
 
 
