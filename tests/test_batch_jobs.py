@@ -139,7 +139,7 @@ WRONG: list[tuple[Any, str]] = [
     (request("w6", CHAT, messages=[]), "`messages`"),
     (request("w7", prompt="x", stream=True), "`stream`"),
     (request("w8", prompt="x", n=40), "rows"),
-    (request("w9", prompt="x", n=2, temperature=0), "return"),
+    (request("w9", prompt="x", n=2, temperature=0), "`temperature` above 0"),
     (request("w10", prompt="x", bad_words=[" "], logit_bias={"999": 1}), "999"),
 ]
 
