@@ -37,6 +37,9 @@ BESIDE_UPSTREAM = {
         seed=177,
         options={"renormalize_logits": True, "max_cache_len": 40, "outputs": ["logits"]},
     ),
+    "chunks of a prompt whose tokens all have one position": Case(
+        "clvp", GREEDY, 2, seed=1, options={"prefill_chunk_size": 3}
+    ),
     "a model that writes to the attribute of a processor": Case(
         "dia", GREEDY, 2, seed=379, options={"repetition_penalty": 1.3}
     ),
