@@ -87,6 +87,7 @@ class Running:
     model: Any
     tokenizer: Any
     url: str
+    thread: threading.Thread
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **self.options(options))
@@ -123,12 +124,22 @@ def running(
     engine = Watched(model, getattr(tokenizer, "tokenizer", tokenizer), **options)
     servers: list[Any] = []
     arguments = name, model, tokenizer, engine, settings or Settings(port=0), servers.append
-    thread = threading.Thread(target=lambda: asyncio.run(serve(*arguments, drafts=drafts)))
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(serve(*arguments, drafts=drafts))
+        except hfgen.engine.errors.EngineError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         wait_for(lambda: not thread.is_alive() or (servers and servers[0].started))
         port = servers[0].servers[0].sockets[0].getsockname()[1]
-        yield Running(engine, model, tokenizer, f"http://127.0.0.1:{port}")
+        yield Running(engine, model, tokenizer, f"http://127.0.0.1:{port}", thread)
     finally:
         servers[0].should_exit = True
         thread.join()
+    if errors:
+        raise errors[0]

@@ -20,6 +20,8 @@ import pytest
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 
 import hfgen
+from hfgen.engine.errors import EngineError
+from hfgen.serve.limits import MEBIBYTE, Limits
 from hfgen.serve.server import Settings
 from tests import scripted, tiny
 from tests.clients.server import LINES, Running, running, wait_for
@@ -32,7 +34,7 @@ LONG = {"max_tokens": 60, "extra_body": {"ignore_eos": True}}
 def guarded() -> Iterator[Running]:
     """One row, one place in the queue, a key, and requests of 10,000 bytes at most."""
     model = tiny.llama(vocab_size=258, eos_token_id=0, pad_token_id=1)
-    settings = Settings(port=0, api_key=KEY, max_bytes=10_000)
+    settings = Settings(port=0, api_key=KEY, limits=Limits(max_request_mb=10_000 / MEBIBYTE))
     tokenizer = tiny.byte_tokenizer(LINES)
     with running(hfgen.mix_into(model), tokenizer, settings, max_rows=1, max_queue=1) as found:
         yield found
@@ -110,16 +112,16 @@ def test_a_model_without_a_chat_template() -> None:
 
 
 def test_an_engine_that_breaks() -> None:
-    """What is open fails, later requests are told so, and whoever watches the server sees it."""
+    """What is open fails, and the server ends with the reason instead of refusing what comes."""
     model = tiny.llama(vocab_size=258, eos_token_id=0, pad_token_id=1)
-    with running(hfgen.mix_into(model), tiny.byte_tokenizer()) as server:
-        server.engine.breaks = True
-        for status in 500, 503, 503:
+    with pytest.raises(EngineError, match="the engine has failed: RuntimeError: the engine broke"):
+        with running(hfgen.mix_into(model), tiny.byte_tokenizer()) as server:
+            server.engine.breaks = True
             body = {"model": "tiny", "prompt": "x", "max_tokens": 5}
             answer = httpx.post(f"{server.url}/v1/completions", json=body)
-            assert answer.status_code == status
+            assert answer.status_code == 500
             assert answer.json()["error"]["type"] == "server_error"
-        assert httpx.get(f"{server.url}/health").status_code == 503
+            wait_for(lambda: not server.thread.is_alive())
 
 
 @pytest.mark.parametrize("path", ["responses", "chat/completions", "completions"])
@@ -137,7 +139,7 @@ def test_hanging_up(guarded: Running, path: str, is_stream: bool) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
     with socket.create_connection(("127.0.0.1", int(guarded.url.rpartition(":")[2]))) as client:
         content = json.dumps(body).encode()
-        lines = [f"POST /v1/{path} HTTP/1.1", "host: x", "content-type: application/json"]
+        lines = [f"POST /v1/{path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json"]
         lines += [f"content-length: {len(content)}", *(f"{k}: {v}" for k, v in headers.items())]
         client.sendall("\r\n".join([*lines, "", ""]).encode() + content)
         if is_stream:

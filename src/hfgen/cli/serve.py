@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import functools
+import inspect
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +17,43 @@ from hfgen.cli import files, options
 from hfgen.cli.generate import optimize_model
 from hfgen.cli.loading import BUILTIN, Loaded, load, quiet
 from hfgen.cli.report import CliError, say
+from hfgen.serve.limits import Limits
 
-MEBIBYTE = 2**20
-LOCAL = ("localhost", "127.0.0.1", "::1")
 POLICIES = ("fcfs", "srpt", "priority")
 LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
+def with_limits(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with an option for each field of ``Limits``, in place of its argument ``limits``."""
+
+    @functools.wraps(command)
+    def whole(**given: Any) -> None:
+        own = {each.name: given.pop(each.name) for each in fields(Limits)}
+        try:
+            limits = Limits(**own)
+        except ValueError as error:
+            raise CliError(str(error)) from error
+        command(**given, limits=limits)
+
+    parameters = dict(inspect.signature(command, eval_str=True).parameters)
+    del parameters["limits"]
+    for each in fields(Limits):
+        kind = type(each.default)
+        name = "--" + each.name.replace("_", "-")
+        option = typer.Option(name, help=each.metadata["help"], rich_help_panel="Limits")
+        parameters[each.name] = inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=each.default,
+            annotation=Annotated[kind, option],
+        )
+    whole.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    whole.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    del whole.__wrapped__
+    return whole
+
+
+@with_limits
 def serve(
     model: options.ModelOption = "builtin",
     host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
@@ -40,12 +73,6 @@ def serve(
         int,
         typer.Option("--max-queue", min=1, help="Requests that may wait; further ones get 429."),
     ] = 256,
-    max_request_mb: Annotated[
-        float,
-        typer.Option(
-            "--max-request-mb", help="Maximum size of a request in MiB; larger ones get 413."
-        ),
-    ] = 16.0,
     memory: Annotated[
         float,
         typer.Option(
@@ -78,6 +105,8 @@ def serve(
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
     debug: options.DebugOption = False,
+    *,
+    limits: Limits,
 ) -> None:
     """Serve a model with OpenAI's interface, at http://HOST:PORT/v1, until Ctrl-C.
 
@@ -88,8 +117,6 @@ def serve(
         raise CliError("--host is empty: give an address, such as 127.0.0.1")
     if api_key == "":
         raise CliError("--api-key is empty: give a key, or leave it out")
-    if not 0 < max_request_mb < math.inf:
-        raise CliError(f"--max-request-mb takes a number above 0, but is {max_request_mb:g}")
     if log_level not in LEVELS:
         raise CliError(f"--log-level takes one of {', '.join(LEVELS)}, but {log_level!r} was given")
     if policy not in POLICIES:
@@ -102,8 +129,15 @@ def serve(
     except ImportError as error:
         raise CliError(str(error)) from error
     with quiet(debug):
+        from hfgen.engine.errors import EngineError
+        from hfgen.serve.server import LOCAL, Settings, bound, serve
+
+        try:
+            listener = bound(host, port)
+        except OSError as error:
+            raise CliError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
         import hfgen
-        from hfgen.serve.server import Settings, serve
 
         served, processor = load_served(model, dtype, device, trust_remote_code)
         if template is not None:
@@ -128,10 +162,22 @@ def serve(
             raise CliError(str(error)) from error
     if api_key is None and host not in LOCAL:
         say(f"[yellow]hfgen:[/] anybody who reaches {host} may use the model: give --api-key")
-    settings = Settings(host, port, api_key, int(max_request_mb * MEBIBYTE), log_level)
-    say(f"{model} at http://{host}:{port}/v1 (Ctrl-C ends it)")
+    settings = Settings(host, listener.getsockname()[1], api_key, limits, log_level)
+    say(f"{model} at http://{host}:{settings.port}/v1 (Ctrl-C ends it)")
+    running = serve(
+        model,
+        served,
+        processor,
+        engine,
+        settings,
+        drafts=loaded.drafting(),
+        listener=listener,
+    )
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve(model, served, processor, engine, settings, drafts=loaded.drafting()))
+        try:
+            asyncio.run(running)
+        except EngineError as error:
+            raise CliError(str(error)) from error
 
 
 def load_served(

@@ -9,6 +9,15 @@ class EngineError(RuntimeError):
     __str__ = BaseException.__str__  # without the quotes that KeyError puts around its message
 
 
+def as_exception(error: BaseException) -> Exception:
+    """An exception that ends one request: a panic of a library or an exit within it ends no thread."""
+    if isinstance(error, Exception):
+        return error
+    found = EngineError(f"{type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found
+
+
 class QueueFullError(EngineError):
     """As many requests wait as ``max_queue`` allows."""
 

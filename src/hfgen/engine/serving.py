@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from .errors import EngineClosedError
+from .errors import EngineClosedError, as_exception
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .request import EngineEvent, EngineRequest, RequestOutput
+
+
+#: Requests that are prepared between two steps: those that decode wait for it.
+MAX_ADDED = 8
 
 
 class Service:
@@ -37,6 +41,8 @@ class Service:
         self._is_over = False
         self._loop: Any = None
         self._thread: threading.Thread | None = None
+        #: Set when the thread has ended: by ``close``, or with ``error``.
+        self.ended = asyncio.Event()
 
     @property
     def is_running(self) -> bool:
@@ -125,7 +131,8 @@ class Service:
         rest, self._open = self._open, {}
         reason = self.error or self._closed_error()
         with suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
-            self._send([(box, _End(error=reason)) for box in rest.values()])
+            self._send([(box, _End(error=as_exception(reason))) for box in rest.values()])
+            self._loop.call_soon_threadsafe(self.ended.set)
         self._is_over = True
         self.engine.serve_in(None)
         self._refuse_commands()
@@ -134,11 +141,15 @@ class Service:
         """Do what was asked for, waiting for it if the engine has no work; ``False``: close."""
         with suppress(Empty):
             command = self._commands.get(block=not self.engine.has_work)
+            n_added = 0
             while command is not None:
                 if isinstance(command, _Cancel):
                     self._cancel(command.box)
                 else:
                     self._add(command)
+                    n_added += 1
+                    if n_added == MAX_ADDED:
+                        return True
                 command = self._commands.get_nowait()
             return False
         return True
@@ -147,8 +158,8 @@ class Service:
         box = command.box
         try:
             box.request = self.engine.add(command.prompt, **command.kwargs)
-        except Exception as error:
-            self._send([(box, _End(error=error))])
+        except BaseException as error:  # a panic of a library is none of Exception
+            self._send([(box, _End(error=as_exception(error)))])
         else:
             self._open[box.request.id] = box
             self._send([(box, _ADDED)])

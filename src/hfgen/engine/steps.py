@@ -18,7 +18,7 @@ from ..streaming import StreamEvent
 from . import host
 from .classes import Classes
 from .decoding import Decoding
-from .errors import DoesNotFitError
+from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
 from .memory import Memory
 from .plain import PlainRow, is_plain
@@ -342,9 +342,11 @@ class Steps:
 
     @contextmanager
     def failures_of(self, request: EngineRequest) -> Iterator[None]:
-        """What is raised within ends the request, and no other."""
+        """Catch an exception and end this request with it, whatever its class; others go on."""
         try:
             yield
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             if request.item in self.requests:
-                self.end(request, error)
+                self.end(request, as_exception(error))

@@ -17,12 +17,16 @@ from .source import source_of
 
 try:
     import llguidance
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 except ImportError:  # an extra; `library_of` says so
     llguidance = None  # type: ignore[assignment]
 
 #: So many compiled grammars are kept per tokenizer.
 N_KEPT = 64
+
+#: llguidance's units of work for the states of a lexer: a tenth of its default. With it,
+#: ``(a{1000}){1000}`` takes 0.06 s and a megabyte; with the default, 1 s and 207 MB.
+LEXER_FUEL = 100_000
 
 #: Up to so many masks take less time than to wake threads for them.
 N_ALONE = 8
@@ -98,7 +102,8 @@ class LLGuidance:
         return LLExecutor()
 
     def _compiled(self, grammar: Grammar) -> Matcher:
-        matcher = LLMatcher(self.tokenizer, source_of(grammar), log_level=0)
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+        matcher = LLMatcher(self.tokenizer, source_of(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"`grammar` {grammar} is refused by llguidance: {matcher.get_error()}")
         for warning in matcher.get_grammar_warnings():

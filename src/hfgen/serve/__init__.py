@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 
-import transformers
 from packaging import version
 
 __all__ = ["PACKAGES", "TESTED", "check_requirements"]
@@ -16,7 +16,7 @@ TESTED = ("5.23",)
 PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
 
 
-def check_requirements(installed: str = transformers.__version__) -> None:
+def check_requirements(installed: str | None = None) -> None:
     """Raise ``ImportError`` if a package is missing, or transformers is of an untested version.
 
     To be called before ``hfgen.serve.adapter`` is imported, which subclasses what is in
@@ -24,6 +24,7 @@ def check_requirements(installed: str = transformers.__version__) -> None:
     """
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ImportError(f"serving needs {', '.join(missing)}: pip install 'hfgen[serve]'")
+    installed = installed or importlib.metadata.version("transformers")
     parsed = version.parse(installed)
     if f"{parsed.major}.{parsed.minor}" not in TESTED:
         tested = ", ".join(f"{each}.x" for each in TESTED)

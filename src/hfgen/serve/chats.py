@@ -10,6 +10,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
+from . import media
+from .limits import Limits
+
 #: The kinds of content of a message, and those of it that only some models read.
 TEXTS = ("text", "input_text", "output_text")
 SEEN = ("image_url", "input_image", "video_url")
@@ -23,14 +26,21 @@ RESERVED = {
 }
 
 
-def inputs_of(model: Any, processor: Any, messages: Any, body: Mapping[str, Any], name: str) -> Any:
+def inputs_of(
+    model: Any,
+    processor: Any,
+    messages: Any,
+    body: Mapping[str, Any],
+    name: str,
+    limits: Limits,
+) -> Any:
     """The inputs of ``model``, on its device: ``messages``, of the field ``name``, in its chat template.
 
-    ``body`` may have ``tools``, ``documents``, ``chat_template_kwargs``, ``add_generation_prompt`` and
+    Media are checked against ``limits``. ``body`` may have ``tools``, ``documents``, ``chat_template_kwargs``, ``add_generation_prompt`` and
     ``continue_final_message``. Raises ``ValueError`` for what cannot be read, or not by this model.
     """
     modality = ModelManager.get_model_modality(model, processor=processor)
-    check(messages, modality, name)
+    check_kinds(messages, modality, name)
     variables = body.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         raise ValueError(f"`chat_template_kwargs` has to be an object, but is {variables!r:.80}.")
@@ -42,6 +52,7 @@ def inputs_of(model: Any, processor: Any, messages: Any, body: Mapping[str, Any]
     given = [{n: v for n, v in message.items() if v is not None} for message in messages]
     try:
         given = BaseHandler.get_processor_inputs_from_messages(given, modality)
+        media.inlined(given, limits, name)
         parts = (part for each in given for part in each["content"] if isinstance(part, dict))
         has_video = any(part["type"] == "video" for part in parts)
         inputs = processor.apply_chat_template(
@@ -62,12 +73,10 @@ def inputs_of(model: Any, processor: Any, messages: Any, body: Mapping[str, Any]
     return inputs.to(model.device)
 
 
-def check(messages: Any, modality: Modality, name: str) -> None:
-    """Raise ``ValueError`` for messages of another shape, and for content that the model does not read."""
+def check_messages(messages: Any, name: str) -> None:
+    """Raise ``ValueError`` for messages of another shape."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"`{name}` has to be a list of messages, but is {messages!r:.80}.")
-    kinds = [*TEXTS, *(SEEN if modality is not Modality.LLM else ())]
-    kinds += HEARD if modality is Modality.MULTIMODAL else ()
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else message
         is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
@@ -75,6 +84,14 @@ def check(messages: Any, modality: Modality, name: str) -> None:
             raise ValueError(
                 f"`{name}` has to have objects with `role` and `content`, but one is {message!r:.80}."
             )
+
+
+def check_kinds(messages: Any, modality: Modality, name: str) -> None:
+    """Raise ``ValueError`` for content that the model does not read."""
+    kinds = [*TEXTS, *(SEEN if modality is not Modality.LLM else ())]
+    kinds += HEARD if modality is Modality.MULTIMODAL else ()
+    for message in messages:
+        content = message.get("content")
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else part
             if kind not in kinds:

@@ -1,12 +1,15 @@
-"""Checks before the application: API key, request size, and disconnected clients."""
+"""Checks before the application: host, API key, size and JSON of a body, and disconnected clients."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
+
+from .limits import Limits
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -19,28 +22,49 @@ OPEN_PATHS = ("/health",)
 class Guard:
     """An ASGI application (asgi.readthedocs.io) around another one.
 
-    * A request without the key is answered with 401, one of more than ``max_bytes`` with 413.
+    * A request to a host that is not the server's is answered with 421, one without the key with 401, one
+      that is too large with 413, too slow with 408, and no JSON object within the limits with 400.
     * When the client hangs up, the task that answers it is cancelled: in Starlette, only streams are.
     """
 
-    def __init__(self, app: Any, api_key: str | None, max_bytes: int) -> None:
-        self.app, self.api_key, self.max_bytes = app, api_key, max_bytes
+    def __init__(self, app: Any, api_key: str | None, limits: Limits, hosts: Sequence[str]) -> None:
+        """``hosts``: the names by which clients may call the server; any if it is empty."""
+        self.app, self.api_key, self.limits, self.hosts = app, api_key, limits, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if self.hosts and hostname(headers.get(b"host", b"")) not in self.hosts:
+            names = ", ".join(self.hosts)
+            await refuse(send, 421, f"`Host` has to be one of {names} (--allowed-hosts)")
+            return
         if not self.may_enter(scope["path"], headers.get(b"authorization", b"")):
             challenge = [(b"www-authenticate", b"Bearer")]
             await refuse(send, 401, "the API key is missing or wrong", challenge)
             return
         length = headers.get(b"content-length", b"")
-        too_long = length.isdigit() and int(length) > self.max_bytes
-        body = None if too_long else await self.read(receive)
-        if body is None:
-            await refuse(send, 413, f"the request is larger than {self.max_bytes:,} bytes")
+        too_long = length.isdigit() and int(length) > self.limits.max_bytes
+        body = None
+        try:
+            if not too_long:
+                body = await asyncio.wait_for(self.read(receive), self.limits.receive_seconds)
+        except asyncio.TimeoutError:
+            seconds = f"{self.limits.receive_seconds:g} seconds (--receive-seconds)"
+            await refuse(send, 408, f"the request took more than {seconds}")
             return
+        if body is None:
+            size = f"{self.limits.max_bytes:,} bytes (--max-request-mb)"
+            await refuse(send, 413, f"the request is larger than {size}")
+            return
+        is_form = headers.get(b"content-type", b"").startswith(b"multipart/")
+        if scope["method"] == "POST" and scope["path"].startswith("/v1/") and not is_form:
+            try:
+                await asyncio.to_thread(self.limits.read, body)
+            except ValueError as error:
+                await refuse(send, 400, str(error))
+                return
         await answer(self.app, scope, body, receive, send)
 
     def may_enter(self, path: str, authorization: bytes) -> bool:
@@ -57,10 +81,18 @@ class Guard:
         while True:
             message = await receive()
             body += message.get("body", b"")
-            if len(body) > self.max_bytes:
+            if len(body) > self.limits.max_bytes:
                 return None
             if not message.get("more_body", False):
                 return bytes(body)
+
+
+def hostname(host: bytes) -> str:
+    """The name in a ``Host`` header, without its port; empty if it is none."""
+    try:
+        return urlsplit(f"//{host.decode('latin-1')}").hostname or ""
+    except ValueError:
+        return ""
 
 
 async def answer(app: Any, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:

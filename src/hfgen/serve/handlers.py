@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import HTTPException
@@ -17,6 +20,8 @@ from transformers.cli.serving.utils import build_response_parser, get_response_t
 from ..engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
 from ..engine.serving import Service, ServiceRequest
 from ..families import max_positions
+from ..grammar import Grammar
+from ..grammar.llguidance import library_of
 from ..logs import logger
 from ..openai_api import (
     chat_response,
@@ -29,7 +34,8 @@ from ..openai_api import (
 from ..openai_api.responses import echoed
 from ..text import Pieces
 from .answers import ChatChoices, Message, TextChoices, chunks
-from .chats import inputs_of
+from .chats import TEXTS, check_messages, inputs_of
+from .limits import Limits
 from .tools import USUAL, Tools, reader_of
 
 #: New tokens of an answer that neither the request nor the model limits, as upstream has it.
@@ -40,6 +46,15 @@ OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cac
 
 #: Of the likeliest tokens that an answer tells of in each place, as OpenAI has it.
 MAX_LOGPROBS = 20
+
+#: The fields of a body that limit its answer.
+ANSWER_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
+
+#: Fields of a body that say what the prompt is.
+PROMPTS = ("messages", "prompt", "input", "instructions", "tools", "documents")
+
+#: Requests of a kind that are prepared at once.
+N_WORKERS = 4
 
 #: Seconds after which a client that was refused may come again.
 RETRY_AFTER = 1
@@ -86,6 +101,10 @@ class Served:
     processor: Any
     service: Service
     drafts: Mapping[str, Any]
+    limits: Limits
+    #: Threads for templates, tokenizers and grammars, and for media, which may come slowly.
+    pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
+    media_pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
 
     @property
     def tokenizer(self) -> Any:
@@ -122,10 +141,39 @@ class EngineHandler:
         own = copy.copy(self)
         with refusals(body):
             self.served.check_name(body)
-            own.body = body = unfolded(body)
-            own.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
-            check(own.fields, body)
-            return await own.answer(body, request_id)
+            await own.prepared(own.read, body)
+            return await own.answer(own.body, request_id)
+
+    def read(self, body: dict[str, Any]) -> None:
+        """Set ``body`` and ``fields`` of this request. Raises ``ValueError``."""
+        self.served.limits.check(body, PROMPTS)
+        self.body = body = unfolded(body)
+        self.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
+        check(self.fields, body)
+        most = self.served.service.engine.scheduler.max_rows
+        for name, field in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
+            if (asked := self.fields.get(field) or 1) > most:
+                raise ValueError(f"`{name}` is at most {most} (--max-rows), but is {asked}.")
+        self.compile()
+
+    def compile(self) -> None:
+        """Compile the request's grammar here, so that the engine's thread finds it."""
+        if isinstance(grammar := self.fields.get("grammar"), Grammar):
+            library_of(self.served.tokenizer).matcher(grammar)
+
+    async def prepared(
+        self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False
+    ) -> Any:
+        """What ``prepare`` returns, run in a worker thread. Raises ``ValueError`` if it takes too long."""
+        pool = self.served.media_pool if is_slow else self.served.pool
+        running = asyncio.get_running_loop().run_in_executor(pool, prepare, *args)
+        seconds = self.served.limits.prepare_seconds
+        try:
+            return await asyncio.wait_for(running, seconds)
+        except asyncio.TimeoutError:
+            raise ValueError(
+                f"The request took more than {seconds:g} seconds (--prepare-seconds) to prepare."
+            ) from None
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         """The response."""
@@ -140,22 +188,33 @@ class EngineHandler:
 
         An answer that the model's own template reads has special tokens.
         """
+        check_messages(messages, self.messages)
+        contents = (message.get("content") for message in messages)
+        parts = (part for parts in contents if isinstance(parts, list) for part in parts)
+        has_media = any(not isinstance(p, dict) or p.get("type") not in TEXTS for p in parts)
+        inputs, reader = await self.prepared(self.of_chat, messages, body, is_slow=has_media)
+        return inputs, reader, await self.add(dict(inputs))
+
+    def of_chat(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any]:
+        """The inputs of the model for a chat, and what reads its answer. Raises ``ValueError``."""
         model, processor, tools = self.served.model, self.served.processor, Tools.of(body)
         reader, format = reader_of(model, processor, tools)
         if (calls := tools.grammar(format, self.fields.get("grammar"))) is not None:
             self.fields["grammar"] = calls
+            self.compile()
         if get_response_template(reader, model) not in (None, USUAL):
             self.fields["skip_special_tokens"] = False
         shown = body if tools.functions else body | {"tools": None}
-        inputs = inputs_of(model, processor, messages, shown, self.messages)
-        return inputs, reader, await self.add(dict(inputs))
+        given = messages, shown, self.messages, self.served.limits
+        return inputs_of(model, processor, *given), reader
 
     async def add(self, inputs: Any, **kwargs: Any) -> ServiceRequest:
         """Put a prompt, its ids or the model's inputs, into the engine."""
         served, fields, is_ids = self.served, self.fields, not isinstance(inputs, dict)
         own = fields | served.defaults
+        length = len(inputs) if is_ids else inputs["input_ids"].shape[-1]
+        self.check_length(length)
         if "max_new_tokens" not in own and "max_length" not in own:
-            length = len(inputs) if is_ids else inputs["input_ids"].shape[-1]
             kwargs["max_new_tokens"] = default_length(served.model, length)
         if hasattr(served.model, "has_talker"):  # it would speak, too
             kwargs["generation_mode"] = "text"
@@ -164,6 +223,25 @@ class EngineHandler:
             kwargs |= served.drafts
         priority = self.body.get("priority", 0)
         return await served.service.add(inputs, priority=priority, **fields | kwargs)
+
+    def check_length(self, length: int) -> None:
+        """Raise ``ValueError`` for a prompt, or a prompt and an answer, of more tokens than positions."""
+        positions, n_new = max_positions(self.served.model), self.fields.get("max_new_tokens")
+        if positions is None:
+            return
+        if length + (0 if n_new == 0 else 1) > positions:
+            name = self.messages if self.messages in self.body else "prompt"
+            raise ValueError(
+                f"`{name}` has {length:,} tokens, but the model has {positions:,} positions."
+            )
+        if n_new is not None and length + n_new > positions:
+            room = positions - length
+            if any(self.body.get(name) is not None for name in ANSWER_LENGTHS):
+                raise ValueError(
+                    f"`max_tokens` is at most {room:,} behind this prompt: the model has "
+                    f"{positions:,} positions."
+                )
+            self.fields["max_new_tokens"] = room
 
     def common(self, request_id: str, kind: str) -> dict[str, Any]:
         """What the chunks of a stream have in common."""
@@ -258,7 +336,8 @@ class TextHandler(EngineHandler):
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         served = self.served
-        prompts = prompts_of(body, served.tokenizer, is_chat=False)
+        read = partial(prompts_of, is_chat=False)
+        prompts = await self.prepared(read, body, served.tokenizer)
         pieces, echo = self.pieces, bool(body.get("echo"))
         if body.get("stream"):
             if len(prompts) > 1:

@@ -136,13 +136,15 @@ class StopStringCriteria(transformers.StopStringCriteria, TextCriteria):
 
     def n_begun(self, ids: Sequence[int]) -> int:
         text = b"".join(self.pieces.of(ids))
-        begun = (
-            n
-            for spelled in (string.encode() for string in self.stop_strings)
-            for n in range(1, len(spelled))
-            if text.endswith(spelled[:n])
-        )
-        return max(begun, default=0)
+        return max(_n_begun(text, spelled) for _, spelled in self.endings.strings)
+
+
+def _n_begun(text: bytes, spelled: bytes) -> int:
+    """How many bytes at the end of ``text`` are the first of ``spelled``, but not all of them."""
+    start = text.find(spelled[0], max(0, len(text) - len(spelled) + 1))
+    while start >= 0 and not spelled.startswith(text[start:]):
+        start = text.find(spelled[0], start + 1)
+    return len(text) - start if start >= 0 else 0
 
 
 class _Endings(dict[int, tuple[tuple[str, bytes], ...]]):

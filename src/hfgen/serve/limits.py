@@ -1,0 +1,151 @@
+"""``Limits``: what a server takes. Each field is an option of ``hfgen serve`` and a row of docs/serving.md."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MEBIBYTE = 2**20
+
+#: The largest integers of other systems; JSON has no limit.
+LARGEST = 2**63
+
+
+def limit(default: Any, help: str) -> Any:
+    """A field with its default and the help of its option."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a server. Seconds are wall time; sizes are of one request unless the help says otherwise."""
+
+    max_request_mb: float = limit(16.0, "Size of a body in MiB; larger ones get 413.")
+    max_values: int = limit(500_000, "Values in a body.")
+    max_depth: int = limit(64, "Nested lists and objects in a body.")
+    max_prompt_chars: int = limit(1_000_000, "Characters of all prompts, messages and tools.")
+    max_items: int = limit(1024, "Prompts, messages, tools, and texts of any other field.")
+    max_field_chars: int = limit(65_536, "Characters of a field that is no prompt.")
+    max_stops: int = limit(64, "Stop strings.")
+    stop_regex: bool = limit(False, "Take `stop_regex`: a pattern can take forever.")
+    max_media: int = limit(16, "Images, sounds and videos.")
+    max_media_mb: float = limit(8.0, "Size of one of them in MiB.")
+    max_pixels: int = limit(16_000_000, "Pixels of an image.")
+    media_hosts: str = limit(
+        "", "Hosts from which media may be fetched, with commas; none by default."
+    )
+    media_folder: str = limit("", "A folder whose files may be used as media; none by default.")
+    media_seconds: float = limit(10.0, "Time in which a host has to answer with one of them.")
+    prepare_seconds: float = limit(
+        10.0, "Time to prepare a request: media, template, tokens, grammar."
+    )
+    receive_seconds: float = limit(30.0, "Time to send the headers, and then the body.")
+    max_connections: int = limit(1024, "Open connections; further ones get 503.")
+    allowed_hosts: str = limit(
+        "", "Names by which clients may call the server, with commas; on loopback, its own names."
+    )
+    grace_seconds: float = limit(5.0, "Time that open answers get when the server is stopped.")
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not 0 < value < math.inf:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} takes a number above 0, but is {value:g}")
+
+    @property
+    def max_bytes(self) -> int:
+        """Of a body."""
+        return int(self.max_request_mb * MEBIBYTE)
+
+    def read(self, body: bytes) -> dict[str, Any]:
+        """The JSON object of a body.
+
+        Raises ``ValueError`` for what is no object, nested too deeply, has too many values, numbers that
+        are not finite or above 64 bits, or text that is no Unicode.
+        """
+        if sum(body.count(sign) for sign in (b",", b"[", b"{")) > self.max_values:
+            raise ValueError(f"The body has more than {self.max_values:,} values.")
+        try:
+            found = json.loads(body)
+        except RecursionError:
+            raise ValueError(self._too_deep) from None
+        except ValueError as error:
+            raise ValueError(f"The body has to be a JSON object: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError("The body has to be a JSON object.")
+        for name, value in found.items():
+            for each, depth in leaves(value):
+                if depth >= self.max_depth:
+                    raise ValueError(f"`{printable(name)}`: {self._too_deep}")
+                if isinstance(each, str) and not each.isascii():
+                    check_unicode(name, each)
+                elif isinstance(each, float) and not math.isfinite(each):
+                    raise ValueError(f"`{printable(name)}` has a number that is not finite.")
+                elif type(each) is int and not -LARGEST < each < LARGEST:
+                    raise ValueError(f"`{printable(name)}` has a number of more than 64 bits.")
+        return found
+
+    @property
+    def _too_deep(self) -> str:
+        return f"The body has more than {self.max_depth} nested lists or objects."
+
+    def check(self, body: Mapping[str, Any], prompts: tuple[str, ...]) -> None:
+        """Raise ``ValueError`` for fields that are too large; those in ``prompts`` say what the prompt is."""
+        n_chars = 0
+        for name, value in body.items():
+            texts = [each for each, _ in leaves(value) if isinstance(each, str)]
+            size = sum(map(len, texts))
+            if name in prompts:
+                n_chars += size
+                n_items = len(value) if isinstance(value, list) and _has_items(value) else 1
+                if n_chars > self.max_prompt_chars:
+                    raise ValueError(
+                        f"`{name}`: the prompt has more than {self.max_prompt_chars:,} characters."
+                    )
+            else:
+                n_items = len(texts)
+                if size > self.max_field_chars:
+                    raise ValueError(f"`{name}` has more than {self.max_field_chars:,} characters.")
+            if n_items > self.max_items:
+                raise ValueError(f"`{name}` has more than {self.max_items:,} items.")
+        for name in ("stop", "stop_strings"):
+            stops = body.get(name)
+            if isinstance(stops, list) and len(stops) > self.max_stops:
+                raise ValueError(f"`{name}` has more than {self.max_stops:,} strings.")
+        if body.get("stop_regex") is not None and not self.stop_regex:
+            raise ValueError("`stop_regex` is not allowed: the server was started without it.")
+
+
+def leaves(value: Any) -> Iterator[tuple[Any, int]]:
+    """Keys and values without parts in ``value``, and the number of lists and objects around each."""
+    waiting = [(value, 0)]
+    while waiting:
+        each, depth = waiting.pop()
+        if isinstance(each, dict):
+            waiting += [(part, depth + 1) for pair in each.items() for part in pair]
+        elif isinstance(each, list):
+            waiting += [(part, depth + 1) for part in each]
+        if not each or not isinstance(each, dict | list):
+            yield each, depth
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raise ``ValueError`` for a lone surrogate, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"`{printable(name)}` has a lone surrogate: no Unicode text.") from None
+
+
+def printable(name: str) -> str:
+    return name[:80].encode(errors="replace").decode()
+
+
+def _has_items(value: list[Any]) -> bool:
+    """Whether a list holds prompts or messages, not the ids of one prompt."""
+    return not isinstance(value[0], int) if value else False
