@@ -22,7 +22,14 @@ def tokenizer() -> Any:
 
 @cache
 def model() -> Any:
-    return hfgen.mix_into(tiny.llama(vocab_size=len(tokenizer()), eos_token_id=0, pad_token_id=1))
+    return hfgen.mix_into(
+        tiny.llama(
+            vocab_size=len(tokenizer()),
+            max_position_embeddings=2048,
+            eos_token_id=0,
+            pad_token_id=1,
+        )
+    )
 
 
 class Script(LogitsProcessor):

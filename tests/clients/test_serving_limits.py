@@ -114,14 +114,16 @@ def test_a_model_without_a_chat_template() -> None:
 def test_an_engine_that_breaks() -> None:
     """What is open fails, and the server ends with the reason instead of refusing what comes."""
     model = tiny.llama(vocab_size=258, eos_token_id=0, pad_token_id=1)
-    with pytest.raises(EngineError, match="the engine has failed: RuntimeError: the engine broke"):
-        with running(hfgen.mix_into(model), tiny.byte_tokenizer()) as server:
-            server.engine.breaks = True
-            body = {"model": "tiny", "prompt": "x", "max_tokens": 5}
-            answer = httpx.post(f"{server.url}/v1/completions", json=body)
-            assert answer.status_code == 500
-            assert answer.json()["error"]["type"] == "server_error"
-            wait_for(lambda: not server.thread.is_alive())
+    failed = pytest.raises(
+        EngineError, match="the engine has failed: RuntimeError: the engine broke"
+    )
+    with failed, running(hfgen.mix_into(model), tiny.byte_tokenizer()) as server:
+        server.engine.breaks = True
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 5}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        wait_for(lambda: not server.thread.is_alive())
 
 
 @pytest.mark.parametrize("path", ["responses", "chat/completions", "completions"])

@@ -79,6 +79,7 @@ class Limits:
         if not isinstance(found, dict):
             raise ValueError("The body has to be a JSON object.")
         for name, value in found.items():
+            check_unicode(name, name)
             for each, depth in leaves(value):
                 if depth >= self.max_depth:
                     raise ValueError(f"`{printable(name)}`: {self._too_deep}")

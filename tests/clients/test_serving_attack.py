@@ -1,0 +1,526 @@
+"""Hostile requests to a real ``hfgen serve``, with a client beside them whose answers keep coming."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import psutil
+import pytest
+
+from tests.clients.server import wait_for
+
+#: Seconds that another request may hold up the victim.
+HELD_UP = 1.0
+
+#: Bodies of the fuzzer; ``HFGEN_FUZZ=5000`` sends so many.
+N_BODIES = int(os.environ.get("HFGEN_FUZZ", "600"))
+
+LINES = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+VICTIM = {"model": "builtin", "prompt": "import os\n", "max_tokens": 4, "temperature": 0}
+
+
+class Served:
+    """A process that serves the built-in model."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+        self.memory = psutil.Process(process.pid).memory_info
+        self.client = httpx.Client(base_url=url, timeout=60)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.client.post(
+            f"/v1/{path}", content=content, headers={"content-type": "application/json"}
+        )
+
+
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Served]:
+    (folder / "chat.jinja").write_text(LINES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "hfgen", "serve", "--port", str(port)]
+    command += ["--chat-template", str(folder / "chat.jinja"), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert "http://127.0.0.1" in process.stderr.readline()
+            served = Served(process, f"http://127.0.0.1:{port}")
+            wait_for(lambda: is_up(served))
+            served.post("completions", VICTIM)
+            yield served
+            served.client.close()
+        finally:
+            process.kill()
+
+
+def is_up(served: Served) -> bool:
+    try:
+        return served.client.get("/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served")) as found:
+        yield found
+        assert is_up(found)
+
+
+@contextmanager
+def victim(served: Served) -> Iterator[list[float]]:
+    """Seconds of requests that are sent one after the other while the block runs."""
+    expected = served.post("completions", VICTIM).json()["choices"][0]["text"]
+    seconds: list[float] = []
+    is_over = threading.Event()
+    wrong: list[str] = []
+
+    def ask() -> None:
+        with httpx.Client(base_url=served.url, timeout=60) as client:
+            while not is_over.is_set():
+                start = time.monotonic()
+                answer = client.post("/v1/completions", json=VICTIM)
+                seconds.append(time.monotonic() - start)
+                if answer.status_code != 200 or answer.json()["choices"][0]["text"] != expected:
+                    wrong.append(answer.text)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield seconds
+    finally:
+        is_over.set()
+        thread.join()
+    assert not wrong
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "completions", {"model": "builtin", "prompt": "x", "max_tokens": 2, **fields}
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    messages = [{"role": "user", "content": "x"}]
+    return "chat/completions", {"model": "builtin", "messages": messages, "max_tokens": 2, **fields}
+
+
+def raw(text: str) -> tuple[str, bytes]:
+    return "completions", text.encode()
+
+
+def image(url: Any) -> tuple[str, dict[str, Any]]:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return chat(messages=[{"role": "user", "content": [part]}])
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+
+#: Name → request, and what its error has to name; an empty text allows an answer.
+ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
+    "a word that panics": (
+        completion(dry_multiplier=1.0, dry_sequence_breakers=[" " * 10_500_000]),
+        "dry_sequence_breakers",
+    ),
+    "a template": (chat(chat_template_kwargs={"chat_template": NESTED}), "chat_template_kwargs"),
+    "padding": (
+        chat(chat_template_kwargs={"padding": "max_length", "max_length": 10**9}),
+        "chat_template_kwargs",
+    ),
+    "a fetched image": (image("http://127.0.0.1:9/x.png"), "messages"),
+    "a file": (image("/etc/passwd"), "messages"),
+    "rows": (completion(n=2**21, temperature=1), "n"),
+    "beams": (completion(num_beams=2**21), "num_beams"),
+    "a large regex": (completion(guided_regex="(a{1000}){1000}", max_tokens=8), ""),
+    "a deep regex": (completion(guided_regex="(" * 5000 + "a" + ")" * 5000), "guided_regex"),
+    "a slow regex": (completion(stop_regex="(a+)+$"), "stop_regex"),
+    "a long prompt": (completion(prompt="x " * 20_000), "prompt"),
+    "a long word": (completion(prompt="x" * 15_000_000), "prompt"),
+    "a word at the limit": (completion(prompt="a" * 999_000), "prompt"),
+    "words at the limit": (completion(prompt="a " * 499_000), "prompt"),
+    "a long stop": (completion(stop="x" * 10_000_000), "stop"),
+    "a stop at the limit": (completion(stop="\n" * 60_000, max_tokens=30), ""),
+    "many stops": (completion(stop=["x"] * 100_000), "stop"),
+    "many choices": (completion(guided_choice=[f"{i}" for i in range(100_000)]), "guided_choice"),
+    "choices at the limit": (completion(guided_choice=[f"{i:060}" for i in range(1000)]), ""),
+    "bad words": (completion(bad_words=["x" * 1000] * 15_000), "bad_words"),
+    "bad words at the limit": (completion(bad_words=[f"{i}abc" for i in range(1000)]), ""),
+    "a long logit_bias": (completion(logit_bias={str(i): 1 for i in range(2000)}), "logit_bias"),
+    "many ids": (completion(prompt=[5] * 400_000), "prompt"),
+    "a wrong id": (completion(prompt=[10**12]), "prompt"),
+    "digits": (
+        raw('{"model":"builtin","prompt":"x","max_tokens":' + "9" * 400 + "}"),
+        "max_tokens",
+    ),
+    "too many digits": (
+        raw('{"model":"builtin","prompt":"x","max_tokens":' + "9" * 5000 + "}"),
+        "JSON",
+    ),
+    "infinity": (raw('{"model":"builtin","prompt":"x","temperature":1e400}'), "temperature"),
+    "nan": (raw('{"model":"builtin","prompt":"x","temperature":NaN}'), "temperature"),
+    "a surrogate": (raw('{"model":"builtin","prompt":"\\ud800"}'), "prompt"),
+    "a surrogate's name": (raw('{"model":"builtin","prompt":"x","\\ud800":1}'), "unknown"),
+    "depth": (raw('{"model":"builtin","prompt":' + "[" * 100_000 + "]" * 100_000 + "}"), "nested"),
+    "some depth": (raw('{"model":"builtin","prompt":' + "[" * 500 + "]" * 500 + "}"), "nested"),
+    "values": (
+        raw('{"model":"builtin","prompt":"x","metadata":[' + "{}," * 4_000_000 + "{}]}"),
+        "values",
+    ),
+    "no JSON": (raw("x" * 10_000_000), "JSON"),
+    "a list": (raw("[]"), "JSON"),
+    "nothing": (raw(""), "JSON"),
+    "a deep schema": (
+        chat(
+            response_format={
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "x",
+                    "schema": {
+                        "anyOf": [
+                            {
+                                "type": "object",
+                                "properties": {f"p{i}": {"$ref": "#"} for i in range(900)},
+                            }
+                        ]
+                    },
+                },
+            }
+        ),
+        "",
+    ),
+    "a slow lark": (
+        completion(guided_grammar="start: a a a a a a a a\na: (b b b b)*\nb: /x*/ /x*/ /x*/"),
+        "",
+    ),
+    "a schema of patterns": (
+        completion(guided_json={"type": "string", "pattern": "^(a|b|ab)*(a?){200}$"}),
+        "",
+    ),
+    "tools": (
+        chat(
+            tools=[
+                {
+                    "type": "function",
+                    "function": {"name": f"f{i}", "parameters": {"type": "object"}},
+                }
+                for i in range(2000)
+            ],
+            tool_choice="required",
+        ),
+        "tools",
+    ),
+    "messages": (chat(messages=[{"role": "user", "content": "x"}] * 50_000), "messages"),
+    "a negative number": (completion(max_tokens=-1), "max_tokens"),
+    "a huge answer": (completion(max_tokens=10**15), "max_tokens"),
+    "a long answer": (completion(max_tokens=100_000), "max_tokens"),
+    "a thought": (completion(thinking_token_budget=1, thinking_message="x" * 60_000), ""),
+    "another model": (completion(model="../../etc/passwd"), "pinned"),
+    "a path": (("../../etc/passwd", {}), "Not Found"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_name_their_field_and_hold_nobody_up(served: Served, name: str) -> None:
+    (path, body), names = ATTACKS[name]
+    before = served.memory().rss
+    for is_last in False, True:  # a busy machine holds up once, an attack each time
+        with victim(served) as seconds:
+            wait_for(lambda: len(seconds) >= 2)
+            alone, n = statistics.median(seconds), len(seconds)
+            answer = served.post(path, body)
+            wait_for(lambda seconds=seconds, n=n: len(seconds) >= n + 2)
+        if names:
+            assert 400 <= answer.status_code < 500, answer.text
+            assert names in answer.text
+        else:
+            assert answer.status_code in (200, 400), answer.text
+        if max(seconds[n:]) < alone + HELD_UP:
+            break
+        assert not is_last, seconds
+    assert served.memory().rss < before + 250 * 2**20
+
+
+def test_attacks_at_once(served: Served) -> None:
+    before = served.memory().rss
+    with victim(served) as seconds:
+        wait_for(lambda: len(seconds) >= 2)
+        alone = statistics.median(seconds)
+        random.seed(1)
+        for _ in range(2):
+            chosen = random.sample([a for a, _ in ATTACKS.values()], 8)
+            threads = [threading.Thread(target=served.post, args=each) for each in chosen]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert sorted(seconds)[int(0.9 * len(seconds))] < alone + HELD_UP
+    assert served.memory().rss < before + 500 * 2**20
+
+
+def test_slow_and_silent_clients(tmp_path: Path) -> None:
+    """Headers or bodies that never end are closed; streams that nobody reads hold up nobody."""
+    with serving(tmp_path, "--receive-seconds", "1", "--max-connections", "40") as served:
+        address = "127.0.0.1", int(served.url.rpartition(":")[2])
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        openings = (
+            b"",
+            head,
+            head + b"content-length: 100\r\n\r\n{",
+            b"GET / HTTP/1.1\r\nx: " + b"y" * 60_000,
+        )
+        clients = [socket.create_connection(address) for _ in range(32)]
+        for number, client in enumerate(clients):
+            client.sendall(openings[number % len(openings)])
+        body = json.dumps(
+            {**VICTIM, "max_tokens": 300, "stream": True, "ignore_eos": True}
+        ).encode()
+        unread = socket.create_connection(address)
+        unread.sendall(
+            head
+            + f"content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n".encode()
+            + body
+        )
+        with victim(served) as seconds:
+            wait_for(lambda: len(seconds) >= 5)
+        assert max(seconds) < statistics.median(seconds) + HELD_UP
+        for client in clients:
+            client.settimeout(10)
+            while client.recv(4096):
+                pass
+            client.close()
+        unread.close()
+
+
+@pytest.mark.parametrize(
+    "host", ["attacker.example", "attacker.example:8000", "localhost.evil", "[", ""]
+)
+def test_only_the_names_of_loopback(served: Served, host: str) -> None:
+    answer = served.client.get("/v1/models", headers={"host": host})
+    assert answer.status_code in (400, 421)
+    for own in "localhost:1", "127.0.0.1", "[::1]:8000":
+        assert served.client.get("/v1/models", headers={"host": own}).status_code == 200
+
+
+def test_a_busy_port_is_found_before_the_model_is_loaded(served: Served) -> None:
+    port = served.url.rpartition(":")[2]
+    command = [sys.executable, "-m", "hfgen", "serve", "--port", port, "--model", "no/such-model"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in found.stderr
+    assert "/v1 (Ctrl-C" not in found.stderr
+
+
+def test_sigterm_ends_streams_with_an_error_within_the_grace(tmp_path: Path) -> None:
+    with serving(tmp_path, "--grace-seconds", "1", "--model", "builtin") as served:
+        body = {
+            **VICTIM,
+            "max_tokens": 480,
+            "ignore_eos": True,
+            "stream": True,
+            "num_beams": 8,
+            "n": 8,
+        }
+        with served.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            served.process.send_signal(signal.SIGTERM)
+            start = time.monotonic()
+            rest = [line for line in lines if line]
+        assert served.process.wait(timeout=20) is not None
+        assert time.monotonic() - start < 10
+        assert rest[-1] == "data: [DONE]" or "error" in json.loads(rest[-1][6:])
+
+
+# ------------------------------------------------------------ fuzzer
+
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**70,
+    1e-9,
+    -0.5,
+    1.5,
+    1e300,
+    "",
+    "x",
+    "\x00",
+    "é",
+    "\u202e",
+    "0",
+]
+VALUES += [
+    [],
+    {},
+    [[]],
+    [None],
+    [1, "x"],
+    ["x"] * 3,
+    {"": ""},
+    {"type": "x"},
+    {"a": {"b": [1]}},
+    "a" * 5000,
+    ["\n"],
+    [5, 6],
+]
+FIELDS = (
+    "model prompt max_tokens temperature top_p top_k min_p n stream stream_options seed stop echo logprobs top_logprobs "
+    "logit_bias frequency_penalty presence_penalty repetition_penalty response_format tools tool_choice messages input "
+    "parallel_tool_calls chat_template_kwargs user metadata best_of suffix guided_regex guided_json guided_choice "
+    "guided_grammar stop_token_ids ignore_eos min_tokens bad_words allowed_token_ids num_beams length_penalty priority "
+    "dry_multiplier dry_sequence_breakers mirostat thinking_token_budget prompt_logprobs include_stop_str_in_output "
+    "skip_special_tokens max_completion_tokens generation_config text instructions max_output_tokens reasoning truncate "
+    "add_generation_prompt continue_final_message documents functions structured_outputs xtc_probability grammar"
+).split()
+VALID: list[tuple[str, dict[str, Any]]] = [
+    completion(),
+    completion(stream=True, n=2, temperature=0.8, seed=1, logprobs=2),
+    completion(guided_regex="[a-z]{2}", stop=["x"]),
+    chat(response_format={"type": "json_object"}, logprobs=True, top_logprobs=1),
+    chat(
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        stream=True,
+    ),
+    ("responses", {"model": "builtin", "input": "x", "max_output_tokens": 2}),
+]
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """A part of ``value`` replaced, removed, doubled or renamed."""
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        name = rng.choice([*value])
+        return {**value, name: mutated(value[name], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        place = rng.randrange(len(value))
+        return [*value[:place], mutated(value[place], rng), *value[place + 1 :]]
+    if isinstance(value, str) and value and rng.random() < 0.3:
+        place = rng.randrange(len(value))
+        return (
+            value[:place]
+            + rng.choice(["", "\x00", "\ud83d\ude00", "{", "\\", "%"])
+            + value[place + 1 :]
+        )
+    return rng.choice(VALUES)
+
+
+def drawn(rng: random.Random) -> tuple[str, bytes]:
+    path, body = rng.choice(VALID)
+    body = dict(body)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        match rng.randrange(4):
+            case 0:
+                body = mutated(body, rng) or {}
+                body = body if isinstance(body, dict) else {"prompt": body}
+            case 1:
+                body[rng.choice(FIELDS)] = rng.choice(VALUES)
+            case 2:
+                body.pop(rng.choice([*body, "x"]), None)
+            case 3:
+                body |= {name: rng.choice(VALUES) for name in rng.sample(FIELDS, 2)}
+    if isinstance(tokens := body.get("max_tokens"), int) and tokens > 20:
+        body["max_tokens"] = 3
+    content = json.dumps(body).encode()
+    if rng.random() < 0.05:  # no JSON, or no UTF-8
+        place = rng.randrange(len(content))
+        content = (
+            content[:place] + rng.choice([b"\xff", b"", b"[", b'"', b"}"]) + content[place + 1 :]
+        )
+    return path, content
+
+
+def test_mutated_bodies(served: Served) -> None:
+    """No 500, no hang; what is refused says why, and what is answered is an answer."""
+    rng = random.Random(int(os.environ.get("HFGEN_FUZZ_SEED", "1")))
+    with victim(served):
+        for _ in range(N_BODIES):
+            path, content = drawn(rng)
+            answer = served.post(path, content)
+            assert answer.status_code in (200, 400, 404), (content, answer.text)
+            if answer.status_code != 200:
+                assert answer.json()["error"]["message"], content
+            else:
+                assert "server_error" not in answer.text, (content, answer.text)
+
+
+def test_pictures_within_limits(tmp_path: Path) -> None:
+    """Of sources that the operator allowed, and of a size that can be held."""
+    from PIL import Image
+
+    from hfgen.serve import media
+    from hfgen.serve.limits import Limits
+
+    def png(size: tuple[int, int]) -> bytes:
+        stored = io.BytesIO()
+        Image.new("1", size).save(stored, "PNG")
+        return stored.getvalue()
+
+    def of(url: Any) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"type": "image", "url": url}]}]
+
+    def data(content: bytes) -> str:
+        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+    (tmp_path / "in.png").write_bytes(png((3, 3)))
+    allowed = Limits(media_folder=str(tmp_path), media_hosts="images.example", max_media_mb=0.01)
+    for url in data(png((3, 3))), (tmp_path / "in.png").as_uri():
+        messages = of(url)
+        media.inlined(messages, allowed, "messages")
+        found = messages[0]["content"][0]["url"]
+        assert found.startswith("data:image/")
+        assert base64.b64decode(found.partition(",")[2]) == png((3, 3))
+    outside = [
+        f"file://{tmp_path}/../x.png",
+        "file:///etc/passwd",
+        f"file://{tmp_path}",
+        "ftp://x/y",
+        "x.png",
+        "/etc/passwd",
+    ]
+    outside += [
+        "http://169.254.169.254/",
+        "http://images.example@127.0.0.1/",
+        "https://other.example/x.png",
+        "data:,x",
+        "",
+    ]
+    outside += [data(png((9000, 9000))), data(b"x" * 20_000), data(b"no picture"), None, 5]
+    for url in outside:
+        with pytest.raises(ValueError, match="`messages`"):
+            media.inlined(of(url), allowed, "messages")
+    with pytest.raises(ValueError, match="more than 16"):
+        media.inlined(of(data(png((1, 1)))) * 17, allowed, "messages")
+
+
+def test_every_limit_is_on_the_page() -> None:
+    from dataclasses import fields
+
+    from hfgen.serve.limits import Limits
+
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    for each in fields(Limits):
+        option = each.name.replace("_", "-")
+        default = (
+            f"{each.default:,}"
+            if isinstance(each.default, int | float) and each.default
+            else "none"
+        )
+        assert f"| `--{option}` | {default.removesuffix('.0')} |" in page
