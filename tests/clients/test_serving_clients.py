@@ -281,7 +281,9 @@ def test_the_model_has_a_format_of_its_own(begin: str, end: str, is_special: boo
         "fields": {"tool_calls": call, "content": text},
     }
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = hfgen.mix_into(tiny.llama(vocab_size=len(tokenizer), **special))
+    model = hfgen.mix_into(
+        tiny.llama(vocab_size=len(tokenizer), max_position_embeddings=2048, **special)
+    )
     tools = [tool("plot", Point, strict=True)]
     chat = tokenizer.apply_chat_template(MESSAGES, tools=tools)
     said = f"<think>so{begin}{WRITTEN.split(chr(10))[1]}{end}{tokenizer.eos_token}"

@@ -151,8 +151,8 @@ class EngineHandler:
         self.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
         check(self.fields, body)
         most = self.served.service.engine.scheduler.max_rows
-        for name, field in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
-            if (asked := self.fields.get(field) or 1) > most:
+        for name, own in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
+            if (asked := self.fields.get(own) or 1) > most:
                 raise ValueError(f"`{name}` is at most {most} (--max-rows), but is {asked}.")
         self.compile()
 
@@ -161,9 +161,7 @@ class EngineHandler:
         if isinstance(grammar := self.fields.get("grammar"), Grammar):
             library_of(self.served.tokenizer).matcher(grammar)
 
-    async def prepared(
-        self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False
-    ) -> Any:
+    async def prepared(self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False) -> Any:
         """What ``prepare`` returns, run in a worker thread. Raises ``ValueError`` if it takes too long."""
         pool = self.served.media_pool if is_slow else self.served.pool
         running = asyncio.get_running_loop().run_in_executor(pool, prepare, *args)
