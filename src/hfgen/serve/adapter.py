@@ -16,9 +16,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ..openai_api import error_body
-from .handlers import ChatHandler, EngineHandler, Served, TextHandler
+from .handlers import ChatHandler, EngineHandler, TextHandler
 from .metrics import Metrics
 from .responses import ResponsesHandler
+from .served import Served
 
 #: Handlers by their paths; ``None`` for what only ``transformers serve`` offers.
 PATHS: dict[str, type[EngineHandler] | None] = {

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.utils import build_response_parser, get_response_template
 
 from ..engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
-from ..engine.serving import Service, ServiceRequest
+from ..engine.serving import ServiceRequest
 from ..families import max_positions
 from ..grammar import Grammar
 from ..grammar.llguidance import library_of
@@ -35,7 +32,7 @@ from ..openai_api.responses import echoed
 from ..text import Pieces
 from .answers import ChatChoices, Message, TextChoices, chunks
 from .chats import TEXTS, check_messages, inputs_of
-from .limits import Limits
+from .served import Served
 from .tools import USUAL, Tools, reader_of
 
 #: New tokens of an answer that neither the request nor the model limits, as upstream has it.
@@ -52,9 +49,6 @@ ANSWER_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "m
 
 #: Fields of a body that say what the prompt is.
 PROMPTS = ("messages", "prompt", "input", "instructions", "tools", "documents")
-
-#: Requests of a kind that are prepared at once.
-N_WORKERS = 4
 
 #: Seconds after which a client that was refused may come again.
 RETRY_AFTER = 1
@@ -92,36 +86,6 @@ async def result_of(request: ServiceRequest) -> Any:
         raise HTTPException(500, message) from error
 
 
-@dataclass(frozen=True)
-class Served:
-    """The model of the server, the engine that decodes with it, and arguments by which all requests draft."""
-
-    name: str
-    model: Any
-    processor: Any
-    service: Service
-    drafts: Mapping[str, Any]
-    limits: Limits
-    #: Threads for templates, tokenizers and grammars, and for media, which may come slowly.
-    pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
-    media_pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
-
-    @property
-    def tokenizer(self) -> Any:
-        return getattr(self.processor, "tokenizer", self.processor)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The model's own generation config, as far as it says something."""
-        config = vars(self.model.generation_config)
-        return {name: value for name, value in config.items() if value is not None}
-
-    def check_name(self, body: dict[str, Any]) -> None:
-        """Raise ``HTTPException`` if ``body`` is for another model."""
-        if body.get("model") not in (None, self.name):
-            raise HTTPException(400, f"`model` has to be {self.name!r}, but is {body['model']!r}.")
-
-
 class EngineHandler:
     """What the handlers share: parameters of a request, and its way into the engine.
 
@@ -141,7 +105,7 @@ class EngineHandler:
         own = copy.copy(self)
         with refusals(body):
             self.served.check_name(body)
-            await own.prepared(own.read, body)
+            await self.served.prepared(own.read, body)
             return await own.answer(own.body, request_id)
 
     def read(self, body: dict[str, Any]) -> None:
@@ -161,18 +125,6 @@ class EngineHandler:
         if isinstance(grammar := self.fields.get("grammar"), Grammar):
             library_of(self.served.tokenizer).matcher(grammar)
 
-    async def prepared(self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False) -> Any:
-        """What ``prepare`` returns, run in a worker thread. Raises ``ValueError`` if it takes too long."""
-        pool = self.served.media_pool if is_slow else self.served.pool
-        running = asyncio.get_running_loop().run_in_executor(pool, prepare, *args)
-        seconds = self.served.limits.prepare_seconds
-        try:
-            return await asyncio.wait_for(running, seconds)
-        except asyncio.TimeoutError:
-            raise ValueError(
-                f"The request took more than {seconds:g} seconds (--prepare-seconds) to prepare."
-            ) from None
-
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         """The response."""
         raise NotImplementedError
@@ -190,7 +142,7 @@ class EngineHandler:
         contents = (message.get("content") for message in messages)
         parts = (part for parts in contents if isinstance(parts, list) for part in parts)
         has_media = any(not isinstance(p, dict) or p.get("type") not in TEXTS for p in parts)
-        inputs, reader = await self.prepared(self.of_chat, messages, body, is_slow=has_media)
+        inputs, reader = await self.served.prepared(self.of_chat, messages, body, is_slow=has_media)
         return inputs, reader, await self.add(dict(inputs))
 
     def of_chat(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any]:
@@ -335,7 +287,7 @@ class TextHandler(EngineHandler):
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         served = self.served
         read = partial(prompts_of, is_chat=False)
-        prompts = await self.prepared(read, body, served.tokenizer)
+        prompts = await self.served.prepared(read, body, served.tokenizer)
         pieces, echo = self.pieces, bool(body.get("echo"))
         if body.get("stream"):
             if len(prompts) > 1:

@@ -19,9 +19,9 @@ from ..engine.errors import EngineError
 from ..engine.serving import Service
 from .adapter import application
 from .guard import Guard
-from .handlers import Served
 from .limits import Limits
 from .metrics import Metrics
+from .served import Served
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
