@@ -309,28 +309,26 @@ class Steps:
         # One that has come to its end may be cancelled by another thread just now.
         has_ended = decoding is not None and decoding.run.finished
         reason = None if has_ended else request.ends_as
-        if request in self.alone:
-            self.alone.remove(request)
+        self.alone = [other for other in self.alone if other is not request]
         if decoding is not None:
             self._leave(decoding)
             if error is None and reason is None:
                 try:
                     gained, generated = decoding.finish()
                     self._tell(request, gained)
-                except Exception as failure:
-                    error = failure
+                except BaseException as failure:
+                    error = as_exception(failure)
             decoding.close()
         request.ends_as = reason = reason if error is None else ERROR
         self.stats.n_finished += reason is None
         self.stats.n_failed += error is not None
         self.stats.n_cancelled += reason is not None and error is None
         with self.lock:
-            item = request.item
-            assert item is not None
-            self.scheduler.leave(item)
-            del self.requests[item]
-        open_rows = request.end(time.monotonic(), error, generated)
-        self.events += [EngineEvent(request, row, (), "", None, reason) for row in open_rows]
+            assert request.item is not None
+            self.scheduler.leave(request.item)
+            del self.requests[request.item]
+        for row in request.end(time.monotonic(), error, generated):
+            self.events.append(EngineEvent(request, row, (), "", None, reason))
 
     def _leave(self, decoding: Decoding) -> None:
         for rows in self.joined:
@@ -345,8 +343,8 @@ class Steps:
         """Catch an exception and end this request with it, whatever its class; others go on."""
         try:
             yield
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
             if request.item in self.requests:
                 self.end(request, as_exception(error))
