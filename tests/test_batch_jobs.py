@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import random
+import resource
 import signal
 import subprocess
 import sys
@@ -129,6 +131,9 @@ WRONG: list[tuple[Any, str]] = [
     ("not json", "not JSON"),
     ('{"custom_id": "torn", "bo', "not JSON"),
     ("[1]", "not a JSON object"),
+    ('{"custom_id": "deep", "body": ' + 100_000 * "[" + 100_000 * "]" + "}", "nested"),
+    (r'{"custom_id": "a\udc80", "url": "/v1/completions", "body": {}}', "surrogate"),
+    (request("w0", prompt="a\udc80"), ""),
     ({"url": COMPLETIONS, "body": {}}, "custom_id"),
     ({"custom_id": 7, "url": COMPLETIONS, "body": {}}, "custom_id"),
     (request("w1", "/v1/embeddings", input="x"), "`url`"),
@@ -312,7 +317,7 @@ def test_a_line_that_was_not_finished_is_cut_off(tmp_path: Path, n_kept: int):
     torn = whole.splitlines(keepends=True)[0][:-1][:n_kept]  # at most all but the line's end
     path.write_bytes(whole + torn)
     with Output(path) as output:
-        assert output.done == {"a", 3}
+        assert output.done == {"a": None, 3: None}
         assert output.n_failed == 1
         assert output.was_cut == (n_kept > 0)
         output.write({**record, "custom_id": "b"})
@@ -342,7 +347,7 @@ def test_lines_are_read_as_they_are(tmp_path: Path):
     lines = list(Requests.of(path, None))
     assert [line.number for line in lines] == [1, 4, 5]
     assert [line.key for line in lines] == ["a", 4, "c"]
-    assert lines[0] == Line(1, "a", {"custom_id": "a"})
+    assert lines[0] == Line(1, "a", {"custom_id": "a"}, digest=lines[0].digest)
 
 
 def children(n: int) -> list[Any]:
@@ -387,3 +392,84 @@ def test_a_killed_job_goes_on_where_it_was(tmp_path: Path):
     assert contents(output) == contents(whole)
     n_wrong = sum(custom_id is None for custom_id, _ in counts)
     assert n_wrong == sum(line == "wrong" for line in children(n)) > 1
+
+
+def test_other_requests_with_the_ids_of_old_answers_are_refused(
+    tmp_path: Path, tiny_model: loading.Loaded
+):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    assert run(write(source, request("a", prompt="x", **GREEDY)), "-o", output).exit_code == 0
+    before = output.read_bytes()
+    lines = request("b", prompt="x", **GREEDY), request("a", prompt="y", **GREEDY)
+    result = run(write(source, *lines), "-o", output)
+    assert result.exit_code == 2
+    assert "line 2" in result.stderr
+    assert "'a'" in result.stderr
+    assert output.read_bytes() == before
+
+
+def test_a_full_disk_keeps_the_answers_and_says_how_to_go_on(
+    tmp_path: Path, tiny_model: loading.Loaded
+):
+    names = [str(n) for n in range(8)]
+    source = write(tmp_path / "in.jsonl", *(request(n, prompt=n, **GREEDY) for n in names))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_500, limits[1]))
+    try:
+        result = run(source, "-o", tmp_path / "out.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 2
+    assert "answers in it are kept" in result.stderr
+    assert (tmp_path / "out.jsonl").stat().st_size == 1_500
+    assert run(source, "-o", tmp_path / "out.jsonl").exit_code == 0
+    assert sorted(contents(tmp_path / "out.jsonl")) == names
+
+
+VALUES = [None, True, -1, 0, 2**70, 1e308, "", "\udc80", "\0", [], {}, [[]], ["a", 1], "é" * 50]
+
+
+def mutated(line: dict[str, Any], rng: random.Random) -> str:
+    """``line`` with wrong values, keys, nesting or bytes."""
+    part = rng.choice([line, line["body"]])
+    key = rng.choice([*part, "n", "stop", "logit_bias", "temperature", "seed", "response_format"])
+    part[key] = rng.choice(VALUES)
+    text = json.dumps(line)
+    if rng.random() < 0.3:
+        place = rng.randrange(len(text))
+        text = text[:place] + rng.choice(["", "[" * 5_000, '"', "}", "\x7f"]) + text[place + 1 :]
+    return text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_lines_are_answered_once_and_harm_no_other(
+    tmp_path: Path, tiny_model: loading.Loaded, seed: int
+):
+    rng = random.Random(seed)
+    good = [request(f"good {n}", prompt="abc", **GREEDY) for n in range(4)]
+    bad = [mutated(request(f"bad {n}", prompt="xyz", **GREEDY), rng) for n in range(24)]
+    lines = [*good, *bad]
+    rng.shuffle(lines)
+    source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    numbered = list(Requests.of(source, None))
+    keys = Counter(line.key for line in numbered)
+    while duplicates := [line.number for line in numbered if keys[line.key] > 1]:
+        lines = [line for number, line in enumerate(lines, 1) if number not in duplicates]
+        numbered = list(Requests.of(write(source, *lines), None))
+        keys = Counter(line.key for line in numbered)
+
+    def answered() -> Counter[str | int]:
+        return Counter(
+            line["error"]["line"] if line["custom_id"] is None else line["custom_id"]
+            for line in read(output)
+        )
+
+    assert run(source, "-o", output).exit_code in (0, 1)
+    assert answered() == keys
+    first = contents(output)
+    assert len({str(first[line["custom_id"]]) for line in good}) == 1
+    assert first["good 0"][1] is None
+    output.write_bytes(output.read_bytes()[: rng.randrange(output.stat().st_size)])
+    assert run(source, "-o", output).exit_code in (0, 1)
+    assert answered() == keys
+    assert all(contents(output)[line["custom_id"]] == first[line["custom_id"]] for line in good)

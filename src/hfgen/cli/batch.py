@@ -86,7 +86,7 @@ def batch(
             say("[yellow]note:[/] the last line of the output was not finished, and is done again")
         n_lines = n_left = 0
         for line in lines:
-            n_lines, n_left = n_lines + 1, n_left + (line.key not in file.done)
+            n_lines, n_left = n_lines + 1, n_left + (not file.check(line))
         if not n_left:
             say(f"all {n_lines} requests were done before, {file.n_failed} of them with an error")
             raise typer.Exit(1 if file.n_failed else 0)
@@ -166,7 +166,9 @@ class Job:
                 continue
             try:
                 prompts, kwargs = self.read(line)
-            except Exception as error:  # whatever is wrong with a line, the others go on
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of Rust is no Exception; other lines go on
                 self.fail(line, error)
                 continue
             request = Request(line, len(prompts))
@@ -246,6 +248,7 @@ class Job:
         name = uuid.uuid4().hex
         response = {"status_code": status, "request_id": name, "body": body}
         record = {"id": f"batch_req_{name}", "custom_id": line.custom_id}
+        record["request_digest"] = line.digest
         self.output.write({**record, "response": response, "error": error})
         self.progress.add_done()
 

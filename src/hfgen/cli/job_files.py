@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,8 @@ class Line:
     custom_id: str | None
     request: dict[str, Any]
     error: str | None = None
+    #: Of its content: an output is that of this request only if it has the same digest.
+    digest: str = ""
 
     @property
     def key(self) -> str | int:
@@ -35,16 +40,26 @@ class Line:
 
     @classmethod
     def of(cls, number: int, content: bytes) -> Line:
+        """Read a line; one without a usable ``custom_id`` has an ``error``."""
+        digest = hashlib.sha256(content).hexdigest()[:16]
+
+        def wrong(words: str, request: dict[str, Any]) -> Line:
+            return cls(number, None, request, f"line {number} {words}", digest)
+
         try:
             request = json.loads(content)
+        except RecursionError:
+            return wrong("is nested too deeply", {})
         except ValueError as error:  # also what is not UTF-8
-            return cls(number, None, {}, f"line {number} is not JSON: {error}")
+            return wrong(f"is not JSON: {error}", {})
         if not isinstance(request, dict):
-            return cls(number, None, {}, f"line {number} is not a JSON object")
+            return wrong("is not a JSON object", {})
         custom_id = request.get("custom_id")
         if not isinstance(custom_id, str):
-            return cls(number, None, request, f"line {number} has no `custom_id` that is text")
-        return cls(number, custom_id, request)
+            return wrong("has no `custom_id` that is text", request)
+        if re.search("[\ud800-\udfff]", custom_id):
+            return wrong(f"has a `custom_id` with a lone surrogate: {custom_id!a}", request)
+        return cls(number, custom_id, request, None, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +114,8 @@ class Output:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        #: Keys of the lines that have an output, and how many of these are errors.
-        self.done: set[str | int] = set()
+        #: Key of each line that has an output → digest of that line; how many of these are errors.
+        self.done: dict[str | int, str | None] = {}
         self.n_failed = 0
         #: Whether an unfinished line was cut off.
         self.was_cut = False
@@ -135,7 +150,8 @@ class Output:
         try:
             record = json.loads(line)
             custom_id, error = record["custom_id"], record["error"]
-            self.done.add(error["line"] if custom_id is None else custom_id)
+            key = error["line"] if custom_id is None else custom_id
+            self.done[key] = record.get("request_digest")
         except (KeyError, TypeError, ValueError):
             raise self._is_other(number) from None
         self.n_failed += error is not None
@@ -145,13 +161,30 @@ class Output:
             f"line {number} of {str(self.path)!r} is not one of an output: give another file to -o"
         )
 
+    def check(self, line: Line) -> bool:
+        """Return whether ``line`` has an output; raise ``CliError`` if that is of another request."""
+        if line.key not in self.done:
+            return False
+        if self.done[line.key] not in (None, line.digest):
+            raise CliError(
+                f"line {line.number} is not the request that {str(self.path)!r} has an answer of, but "
+                f"has the same key, {line.key!r}: give another custom_id, or another file to -o"
+            )
+        return True
+
     def write(self, record: dict[str, Any]) -> None:
-        """Append a line, in one piece where the system does so."""
-        left = memoryview(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        while left:
-            left = left[self._file.write(left) :]
-        if time.monotonic() - self._synced >= SYNC_SECONDS:
-            self.sync()
+        """Append a line, in one piece where the system does so. Raises ``CliError`` on a full disk."""
+        left = memoryview(json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n")
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            if time.monotonic() - self._synced >= SYNC_SECONDS:
+                self.sync()
+        except OSError as error:
+            raise CliError(
+                f"cannot write to {str(self.path)!r}: {error.strerror}. The answers in it are kept; make "
+                "room, and the same command goes on from there"
+            ) from error
 
     def sync(self) -> None:
         """Wait until everything is on the disk."""
@@ -162,7 +195,8 @@ class Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.sync()
+        with suppress(OSError) if exception[0] else nullcontext():
+            self.sync()
         self._file.close()
 
 
