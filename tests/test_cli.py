@@ -259,6 +259,9 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", "x", "--json-schema", __file__], ["--json-schema", "not JSON"]),
         (["generate", "x", "--regex", "("], ["--regex", "unclosed group"]),
         (["generate", "x", "--lark", __file__], ["--lark", "lexer error"]),
+        (["generate", "x", "--temp", "1"], ["--temp;", "the nearest is --temperature"]),
+        (["generate", "x", "--n-predict", "1"], ["the nearest is --max-new-tokens"]),
+        (["generate", "x", "--zzzzzz", "1"], ["no option --zzzzzz; --help lists"]),
         (["generate", "x", "--prompt", "y"], ["--prompt", "the nearest is --prompt-logprobs"]),
         (["generate", "x", "--device", "cuda:99"], ["--device cuda:99", "cannot be used here"]),
         (["generate", "x", "--device", "meta"], ["--device meta"]),
@@ -1040,6 +1043,15 @@ def test_help_has_a_line_for_every_option(command: str) -> None:
         assert kind.option in topics.METAVARS
     for lines_of_topic in topics.TOPICS.values():
         assert all(line in text for line in lines_of_topic.values() if "seed of" not in line)
+
+
+def test_short_help_and_the_names_of_other_libraries() -> None:
+    assert run("generate", "-h").out == run("generate", "--help").out
+    assert run("-h").out == run("--help").out
+    assert {*map(topics.option_name, options.OTHER_NAMES.values())} <= {
+        *map(topics.option_name, options.known_fields()),
+        *SHORT_FORMS,
+    }
 
 
 def test_every_option_has_one_topic() -> None:

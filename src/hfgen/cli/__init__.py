@@ -97,6 +97,7 @@ app = typer.Typer(
     name="hfgen",
     cls=OneLineErrors,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     invoke_without_command=True,
 )

@@ -23,6 +23,29 @@ from hfgen.kinds import INT64
 
 T = TypeVar("T")
 
+#: Names that llama.cpp, vLLM and OpenAI's interface have for fields.
+OTHER_NAMES = {
+    "temp": "temperature",
+    "n_predict": "max_new_tokens",
+    "predict": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "n": "num_return_sequences",
+    "beam_width": "num_beams",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "penalty_window",
+    "typical": "typical_p",
+    "top_nsigma": "top_n_sigma",
+    "dynatemp_exp": "dynatemp_exponent",
+    "mirostat_lr": "mirostat_eta",
+    "mirostat_ent": "mirostat_tau",
+    "samplers": "sampler_order",
+    "grammar_file": "--lark",
+    "guided_json": "--json-schema",
+    "guided_regex": "--regex",
+    "guided_choice": "--choice",
+}
+
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -166,8 +189,12 @@ def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
     if (flag := name.removeprefix("no_")) in known and is_flag(flag):
         return flag, True
     names = [*map(option_name, known), *SHORT_FORMS, *own]
-    nearest = difflib.get_close_matches(option_name(name), names, n=1, cutoff=0.0)
-    raise CliError(f"no option {option}; the nearest is {nearest[0]}, and --help lists all of them")
+    same = [option_name(OTHER_NAMES[name])] if name in OTHER_NAMES else []
+    if nearest := same or difflib.get_close_matches(option_name(name), names, n=1):
+        raise CliError(
+            f"no option {option}; the nearest is {nearest[0]}, and --help lists all of them"
+        )
+    raise CliError(f"no option {option}; --help lists all of them")
 
 
 def known_fields() -> dict[str, Any]:

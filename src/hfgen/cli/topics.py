@@ -21,7 +21,7 @@ TOPICS: dict[str, dict[str, str]] = {
     "Length": {
         "max_new_tokens": "generate at most N tokens",
         "min_new_tokens": "generate at least N tokens",
-        "min_tokens": "the same, and no stop ends the text before them",
+        "min_tokens": "no stop of any kind before N tokens",
         "max_length": "at most N tokens, with the prompt",
         "min_length": "at least N tokens, with the prompt",
         "max_time": "stop after X seconds",
