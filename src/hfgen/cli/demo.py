@@ -283,7 +283,7 @@ def show_races(found: list[Race]) -> bool:
     out.print(
         f"[dim]The long prompt has {LONG} tokens. The second turn adds 16 tokens to it; hfgen uses "
         "a PrefixCache, transformers gets no cache. The requests have 8 to 160 tokens and ask "
-        "for 4 to 48. Padded batches have {PADDED_ROWS} rows, sorted by the length "
+        f"for 4 to 48. Padded batches have {PADDED_ROWS} rows, sorted by the length "
         "of the prompt; with hfgen, the engine takes the requests as they come.[/]"
     )
     return all(are_equal)
