@@ -346,8 +346,8 @@ def plot(results: list[Result], path: Path) -> None:
             panel.margins(x=0.12)
             panel.axvline(result.floor, color="tab:red", linestyle="--")
             panel.invert_yaxis()
-            panel.set_title(f"{result.title}, {rows} row(s)", fontsize=10)
-            panel.set_xlabel("ms per token; dashed: float32 weights read once")
+            panel.set_title(f"{result.title},\n{rows} row{'s' if rows > 1 else ''}", fontsize=9)
+            panel.set_xlabel("ms per token; dashed: float32 weights read once", fontsize=8)
     save(figure, path, dpi=120)
 
 

@@ -51,8 +51,8 @@ def subplots(*shape: int, **kwargs: Any) -> tuple[Any, Any]:
 
 
 def save(figure: Any, path: Path, dpi: int) -> None:
-    """Write ``figure`` to ``path``, and let go of it."""
+    """Write ``figure`` to ``path``, with room for all of its texts, and close it."""
     from matplotlib import pyplot
 
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, dpi=dpi, bbox_inches="tight")
     pyplot.close(figure)
