@@ -28,8 +28,8 @@ demo: $(VENV)/installed ## Complete code with the built-in model, beside upstrea
 test: $(VENV)/installed ## Run the tests (under 10 minutes on 2 cores).
 	@$(BIN)/python -m pytest --numprocesses 2
 
-oldest: $(VENV)-oldest/installed ## Run all tests with the oldest transformers that passes them all.
-	@$(VENV)-oldest/bin/python -m pytest --numprocesses 2 -W default  # its own warnings are history
+oldest: $(VENV)-oldest/installed ## Run all tests, or TESTS, with the oldest transformers that passes them all.
+	@$(VENV)-oldest/bin/python -m pytest --numprocesses 2 -W default $(TESTS)  # its own warnings are history
 
 $(VENV)-oldest/installed: pyproject.toml constraints.txt
 	@echo "Making the environment in $(VENV)-oldest."
