@@ -63,7 +63,7 @@ def serving(folder: Path, *options: str) -> Iterator[Served]:
             assert process.stderr is not None
             assert "http://127.0.0.1" in process.stderr.readline()
             served = Served(process, f"http://127.0.0.1:{port}")
-            wait_for(lambda: is_up(served))
+            assert is_up(served)  # as the line says
             served.post("completions", VICTIM)
             yield served
             served.client.close()
@@ -174,6 +174,7 @@ ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
     ),
     "infinity": (raw('{"model":"builtin","prompt":"x","temperature":1e400}'), "temperature"),
     "nan": (raw('{"model":"builtin","prompt":"x","temperature":NaN}'), "temperature"),
+    "a name twice": (raw('{"model":"builtin","prompt":"x","prompt":"y"}'), "prompt"),
     "a surrogate": (raw('{"model":"builtin","prompt":"\\ud800"}'), "prompt"),
     "a surrogate's name": (raw('{"model":"builtin","prompt":"x","\\ud800":1}'), "unknown"),
     "depth": (raw('{"model":"builtin","prompt":' + "[" * 100_000 + "]" * 100_000 + "}"), "nested"),

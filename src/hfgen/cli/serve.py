@@ -163,13 +163,13 @@ def serve(
     if api_key is None and host not in LOCAL:
         say(f"[yellow]hfgen:[/] anybody who reaches {host} may use the model: give --api-key")
     settings = Settings(host, listener.getsockname()[1], api_key, limits, log_level)
-    say(f"{model} at http://{host}:{settings.port}/v1 (Ctrl-C ends it)")
     running = serve(
         model,
         served,
         processor,
         engine,
         settings,
+        lambda _: say(f"{model} at http://{host}:{settings.port}/v1 (Ctrl-C ends it)"),
         drafts=loaded.drafting(),
         listener=listener,
     )

@@ -71,7 +71,7 @@ class Limits:
         if sum(body.count(sign) for sign in (b",", b"[", b"{")) > self.max_values:
             raise ValueError(f"The body has more than {self.max_values:,} values.")
         try:
-            found = json.loads(body)
+            found = json.loads(body, object_pairs_hook=_object)
         except RecursionError:
             raise ValueError(self._too_deep) from None
         except ValueError as error:
@@ -120,6 +120,16 @@ class Limits:
                 raise ValueError(f"`{name}` has more than {self.max_stops:,} strings.")
         if body.get("stop_regex") is not None and not self.stop_regex:
             raise ValueError("`stop_regex` is not allowed: the server was started without it.")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ``ValueError`` if a name comes twice: one of the values would be dropped."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"`{printable(name)}` comes twice.")
+        found[name] = value
+    return found
 
 
 def leaves(value: Any) -> Iterator[tuple[Any, int]]:

@@ -86,9 +86,19 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """Ends open answers with an error when their grace has passed, and the process if that fails."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        grace: float,
+        on_start: Callable[[Any], None],
+    ) -> None:
         super().__init__(config)
-        self.service, self.grace = service, grace
+        self.service, self.grace, self.on_start = service, grace, on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_start(self)
 
     def handle_exit(self, *args: Any) -> None:
         super().handle_exit(*args)
@@ -123,7 +133,7 @@ async def serve(
     """Serve ``model`` under ``name`` until the process gets a signal, or the server is told to exit.
 
     ``processor``: a tokenizer, or a processor of other inputs as well. ``on_start`` gets the server
-    before it listens. ``drafts``: arguments of each ``generate`` that can draft, as
+    when it listens. ``drafts``: arguments of each ``generate`` that can draft, as
     ``assistant_model``. ``listener``: a bound socket. Raises ``EngineError`` if the engine has failed,
     ``OSError`` if the port is taken.
     """
@@ -143,8 +153,7 @@ async def serve(
             limit_concurrency=limits.max_connections,
             timeout_graceful_shutdown=round(limits.grace_seconds + PARTING),
         )
-        server = Server(config, service, limits.grace_seconds)
-        on_start(server)
+        server = Server(config, service, limits.grace_seconds, on_start)
         watching = asyncio.ensure_future(server.watch())
         await server.serve([listener])
         watching.cancel()
