@@ -15,25 +15,31 @@ from typing import Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from hfgen.cli import measure
 from hfgen.cli.loading import Loaded, load, quiet, upstream
 from hfgen.cli.options import DebugOption
-from hfgen.cli.report import Answers, duration, out, spread
+from hfgen.cli.report import Answers, duration, out
 
-PROMPT = "def remove(path):\n    try:\n        os.unlink(path)\n"
+PROMPT = """\
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+"""
 NEW_TOKENS = 32
 ROUNDS = (3, 9)  # least and most timed runs of each way, in turns, after a warm-up
-SECONDS = 6.0  # after these, a comparison that has the least number of runs ends
+SECONDS = 5.0  # after these, a comparison that has the least number of runs ends
 LONG = 384  # tokens of the long prompt
 REQUESTS, PADDED_ROWS = 20, 8
 
 #: Prompts of one batch, each with its own arguments.
 ROWS: list[tuple[str, dict[str, Any]]] = [
-    (PROMPT, {"do_sample": False, "stop_strings": "\n\n"}),
-    ("import os\n", {"do_sample": True, "temperature": 0.6, "seed": 1, "max_new_tokens": 10}),
-    ("for name in", {"do_sample": True, "temperature": 0.3, "seed": 4, "stop_strings": "\n"}),
+    ("parser = argparse.", {"do_sample": False, "max_new_tokens": 6}),
+    ("try:\n    import json\nexcept", {"temperature": 0.5, "seed": 2, "stop_strings": "\n\n"}),
+    ("for name in", {"temperature": 0.3, "seed": 4, "stop_strings": "\n"}),
 ]
 QUESTION = """\
 def write_text(path, text):
@@ -54,15 +60,12 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 
-Tokens = list[list[int]]
+STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "bold"}
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """The same work done by transformers and by hfgen: a function for each that returns the tokens.
-
-    A function may also return the seconds of its timed part.
-    """
+    """The same work, done by two functions that return the tokens, or these and the seconds taken."""
 
     name: str
     transformers: Callable[[], Any]
@@ -109,9 +112,8 @@ def show_stream(loaded: Loaded) -> None:
     config = loaded_config(do_sample=False, max_new_tokens=NEW_TOKENS, stop_strings="\n\n")
     out.print(f"[dim]{escape(PROMPT)}[/]", end="")
     result = measure.stream(loaded, inputs, config, show=Answers())
-    out.print(
-        f"[dim]first token after {duration(result.first)}, then {duration(result.per_token)} each[/]"
-    )
+    first, each = duration(result.first), duration(result.per_token)
+    out.print(f"[dim]first token after {first}, then {each} each[/]")
 
 
 def loaded_config(**fields: Any) -> Any:
@@ -125,26 +127,22 @@ def show_rows(loaded: Loaded) -> bool:
     """Generate ``ROWS`` in one batch and each alone; return whether the tokens are the same."""
     heading(
         "Rows with their own parameters and seeds",
-        "model.generate(**inputs, generation_config=[config, config, config])",
+        "model.generate(**inputs, generation_config=[first, second, third])",
     )
-    configs = [loaded_config(**{"max_new_tokens": NEW_TOKENS} | fields) for _, fields in ROWS]
-    prompts = [prompt for prompt, _ in ROWS]
-    together = loaded.model.generate(
-        **measure.encode(loaded, prompts), tokenizer=loaded.tokenizer, generation_config=configs
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("parameters", "text", "alone"):
-        table.add_column(column)
+    defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": True}
+    configs = [loaded_config(**defaults | fields) for _, fields in ROWS]
+
+    def texts(prompts: list[str], config: Any) -> list[str]:
+        inputs = measure.encode(loaded, prompts) | loaded.mode_kwargs()
+        return list(loaded.model.generate(**inputs, generation_config=config).texts)
+
+    together = texts([prompt for prompt, _ in ROWS], configs)
+    table = Table("parameters", "text", "alone", **STYLE)
     are_equal = []
     for row, (prompt, fields) in enumerate(ROWS):
-        alone = loaded.model.generate(
-            **measure.encode(loaded, [prompt]),
-            tokenizer=loaded.tokenizer,
-            generation_config=configs[row],
-        )
-        are_equal.append(alone.texts[0] == together.texts[row])
-        shown = ", ".join(f"{n}={v!r}" for n, v in fields.items() if n != "do_sample")
-        text = escape((prompt + together.texts[row]).strip())
+        are_equal.append(texts([prompt], configs[row])[0] == together[row])
+        shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        text = escape((prompt + together[row]).strip())
         table.add_row(escape(shown), text, same(are_equal[-1]), end_section=True)
     out.print(table)
     return all(are_equal)
@@ -184,18 +182,15 @@ def races(loaded: Loaded, hfgen: Any) -> list[Race]:
     model.generation_config.eos_token_id = None  # each request has the tokens that it asks for
     source = loaded.tokenizer(inspect.getsource(inspect)[:9000]).input_ids
     short, long = measure.encode(loaded, [PROMPT])["input_ids"], torch.tensor([source[:LONG]])
-    n_long = NEW_TOKENS // 2
     rng = random.Random(0)
     requests = [
         (source[start : start + rng.randint(8, 160)], rng.randint(4, 48))
         for start in range(0, 32 * REQUESTS, 32)
     ]
 
-    def call(ids: Any, **kwargs: Any) -> Tokens:
+    def call(ids: Any, **kwargs: Any) -> Any:
         torch.manual_seed(0)
-        mask = torch.ones_like(ids)
-        tokens: Tokens = model.generate(ids, attention_mask=mask, **kwargs).tolist()
-        return tokens
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs).tolist()
 
     def theirs(way: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
         def run() -> Any:
@@ -204,59 +199,44 @@ def races(loaded: Loaded, hfgen: Any) -> list[Race]:
 
         return run
 
-    def both(name: str, ids: Any, **kwargs: Any) -> Race:
-        return Race(name, theirs(call, ids, **kwargs), partial(call, ids, **kwargs))
+    def both(name: str, *args: Any, **kwargs: Any) -> Race:
+        return Race(name, theirs(call, *args, **kwargs), partial(call, *args, **kwargs))
 
     second_turn = torch.cat([long, torch.tensor([source[LONG : LONG + 16]])], dim=1)
 
-    def with_prefixes() -> tuple[Tokens, float]:
+    def with_prefixes() -> tuple[Any, float]:
         prefixes = hfgen.PrefixCache()
         call(long, max_new_tokens=1, prefix_cache=prefixes)  # the first turn
         started = time.perf_counter()
         tokens = call(second_turn, max_new_tokens=1, prefix_cache=prefixes)
         return tokens, time.perf_counter() - started
 
-    def engine() -> Tokens:
-        outputs = hfgen.generate_many(
-            model, [(prompt, {"max_new_tokens": n}) for prompt, n in requests], do_sample=False
-        )
-        return [output.token_ids for output in outputs]
+    def engine() -> Any:
+        pairs = [(prompt, {"max_new_tokens": n}) for prompt, n in requests]
+        return [output.token_ids for output in hfgen.generate_many(model, pairs, do_sample=False)]
 
-    def one_by_one() -> Tokens:
-        return [
-            call(torch.tensor([prompt]), max_new_tokens=n)[0][len(prompt) :]
-            for prompt, n in requests
-        ]
+    def one_by_one() -> Any:
+        return [call(torch.tensor([p]), max_new_tokens=n)[0][len(p) :] for p, n in requests]
 
-    def padded() -> Tokens:
-        found: dict[int, list[int]] = {}
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i][0]))
-        for start in range(0, len(order), PADDED_ROWS):
+    def padded() -> Any:
+        found: list[Any] = [None] * REQUESTS
+        order = sorted(range(REQUESTS), key=lambda i: len(requests[i][0]))
+        for start in range(0, REQUESTS, PADDED_ROWS):
             part = order[start : start + PADDED_ROWS]
             texts = [{"input_ids": requests[i][0]} for i in part]
             inputs = loaded.tokenizer.pad(texts, padding_side="left", return_tensors="pt")
             output = model.generate(**inputs, max_new_tokens=max(requests[i][1] for i in part))
             for i, row in zip(part, output[:, inputs["input_ids"].shape[1] :], strict=True):
                 found[i] = row[: requests[i][1]].tolist()
-        return [found[i] for i in range(len(requests))]
+        return found
 
     return [
-        both("a short greedy call", short, max_new_tokens=NEW_TOKENS),
-        both("4 beams, long prompt", long, max_new_tokens=n_long, num_beams=4),
-        both(
-            "8 samples, long prompt",
-            long,
-            max_new_tokens=n_long,
-            do_sample=True,
-            num_return_sequences=8,
-        ),
-        Race(
-            "chat, turn 2: first token",
-            theirs(call, second_turn, max_new_tokens=1),
-            with_prefixes,
-        ),
-        Race(f"{REQUESTS} requests, padded batches", theirs(padded), engine),
+        both("8 samples", long, max_new_tokens=16, do_sample=True, num_return_sequences=8),
+        both("4 beams", long, max_new_tokens=16, num_beams=4),
+        Race("second turn", theirs(call, second_turn, max_new_tokens=1), with_prefixes),
+        Race(f"{REQUESTS} requests, in batches", theirs(padded), engine),
         Race(f"{REQUESTS} requests, one by one", theirs(one_by_one), engine),
+        both("a short greedy call", short, max_new_tokens=NEW_TOKENS),
     ]
 
 
@@ -264,11 +244,9 @@ def show_races(found: list[Race]) -> bool:
     """Run all races and print their times; return whether all tokens are the same."""
     heading(
         "Beside transformers: same weights, same work, in turns",
-        f"Medians of {ROUNDS[0]} to {ROUNDS[1]} runs. Speedup: transformers / hfgen, ± half of the "
-        "range.",
+        f"Medians of {ROUNDS[0]} to {ROUNDS[1]} runs. Speedup: transformers / hfgen, and the middle half.",
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("what", no_wrap=True)
+    table = Table(Column("what", no_wrap=True), **STYLE)
     for column in ("transformers", "hfgen", "speedup", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)
     are_equal = []
@@ -276,17 +254,27 @@ def show_races(found: list[Race]) -> bool:
         with out.status(each.name):
             theirs, ours, is_equal = run(each)
         are_equal.append(is_equal)
-        ratios = [slow / fast for slow, fast in zip(theirs, ours, strict=True)]
         medians = (duration(statistics.median(seconds)) for seconds in (theirs, ours))
-        table.add_row(each.name, *medians, spread(ratios, 2), same(is_equal))
+        table.add_row(each.name, *medians, speedup(theirs, ours), same(is_equal))
     out.print(table)
     out.print(
-        f"[dim]The long prompt has {LONG} tokens. The second turn adds 16 tokens to it; hfgen uses "
-        "a PrefixCache, transformers gets no cache. The requests have 8 to 160 tokens and ask "
-        f"for 4 to 48. Padded batches have {PADDED_ROWS} rows, sorted by the length "
-        "of the prompt; with hfgen, the engine takes the requests as they come.[/]"
+        f"[dim]Samples and beams have a prompt of {LONG} tokens. The second turn has it and 16 more: "
+        "the time to the first token, in transformers without a cache, in hfgen with a PrefixCache. "
+        "The requests have 8 to 160 tokens and ask for 4 to 48. With transformers they come in "
+        f"batches of {PADDED_ROWS}, sorted by the length of the prompt and padded, or one by one; "
+        "with hfgen, an Engine takes them as they come. A short call is no faster: most of it is "
+        "the model's forward, which is the same.[/]"
     )
     return all(are_equal)
+
+
+def speedup(theirs: list[float], ours: list[float]) -> str:
+    """The median of the ratios of runs that followed one another, and their quartiles."""
+    ratios = [slow / fast for slow, fast in zip(theirs, ours, strict=True)]
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f}"
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def run(race: Race) -> tuple[list[float], list[float], bool]:
