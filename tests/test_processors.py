@@ -710,7 +710,7 @@ def test_a_missing_argument_is_named() -> None:
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (torch.zeros(2, 3), r"shape \(2, 3\)"),
+        (torch.zeros(2, 5), r"shape \(2, 5\)"),
         (torch.zeros(1, 4), r"shape \(1, 4\)"),
         (torch.zeros(2), r"shape \(2,\)"),
         (torch.zeros(2, 4).long(), "a tensor of torch.int64 on cpu"),
