@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from hypothesis import given, settings
@@ -215,17 +216,23 @@ def test_no_repeat_ngram(
 
 
 @repeatable
-@given(rows, lengths_of_ids, seeds, dtypes, st.integers(1, 4), st.integers(1, 2))
+@given(rows, lengths_of_ids, seeds, dtypes, st.integers(1, 4), st.integers(1, 6))
 def test_encoder_no_repeat_ngram(
-    count: int, length: int, seed: int, dtype: torch.dtype, size: int, beams: int
+    count: int, length: int, seed: int, dtype: torch.dtype, size: int, n_sequences: int
 ) -> None:
     encoder_ids = draw_ids(count, 9, seed + 1)
     ours, theirs = (
         module.EncoderNoRepeatNGramLogitsProcessor(size, encoder_ids)
         for module in (ngrams, transformers)
     )
-    ids, scores = draw_ids(count * beams, length, seed), draw_scores(count * beams, seed, dtype)
-    assert_same(ours, theirs, ids, scores)
+    ids, scores = draw_ids(n_sequences, length, seed), draw_scores(n_sequences, seed, dtype)
+    if n_sequences % count == 0:
+        assert_same(ours, theirs, ids, scores)
+        return
+    with pytest.raises((IndexError, ZeroDivisionError)) as error:
+        theirs(ids, scores)
+    with pytest.raises(error.type, match=f"{n_sequences} sequences and {count} rows"):
+        ours(ids, scores)
 
 
 # Whole lists: any combination of options, upstream's builder against hfgen's

@@ -43,6 +43,9 @@ BESIDE_UPSTREAM = {
     "a model that writes to the attribute of a processor": Case(
         "dia", GREEDY, 2, seed=379, options={"repetition_penalty": 1.3}
     ),
+    "fewer sequences than rows of encoder input": Case(
+        "rag_token", SAMPLE, 2, options={"encoder_no_repeat_ngram_size": 2}
+    ),
     "no logged reminder of a length beyond the positions": Case(
         "seamless_m4t_speech", ASSISTED, seed=419, options={"max_length": 1}
     ),

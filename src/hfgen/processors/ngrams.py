@@ -101,12 +101,17 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.ndim != 2:  # of several codebooks
             return super().__call__(input_ids, scores)
+        rows, vocab = scores.shape
+        if rows % self.batch_size:  # the classes are upstream's
+            raise (IndexError if rows > self.batch_size else ZeroDivisionError)(
+                f"`encoder_no_repeat_ngram_size` needs as many sequences for each row of encoder input, but there "
+                f"are {rows} sequences and {self.batch_size} rows."
+            )
         start = input_ids.shape[-1] + 1 - self.ngram_size
         if start < 0 or self.ngrams is None:
             return scores.clone()  # as upstream's: a later edit in place spares the logits
-        vocab = scores.shape[-1]
         self.ngrams = self.ngrams.to(scores.device)
-        ngrams = self.ngrams.repeat_interleave(len(scores) // len(self.ngrams), dim=0)
+        ngrams = self.ngrams.repeat_interleave(rows // self.batch_size, dim=0)
         has_begun = (ngrams[..., :-1] == input_ids[:, None, start:]).all(dim=-1)
         has_begun &= ngrams[..., -1] >= 0
         last = torch.where(has_begun, ngrams[..., -1], -1)
