@@ -143,6 +143,15 @@ WRONG: list[tuple[Any, str]] = [
     (request("w5", prompt=""), "`prompt`"),
     (request("w6", CHAT, messages=[]), "`messages`"),
     (request("w7", prompt="x", stream=True), "`stream`"),
+    (
+        request(
+            "w11",
+            CHAT,
+            messages=[{"role": "user", "content": "x"}],
+            chat_template_kwargs={"chat_template": "{{ 1 }}"},
+        ),
+        "`chat_template`",
+    ),
     (request("w8", prompt="x", n=40), "rows"),
     (request("w9", prompt="x", n=2, temperature=0), "`temperature` above 0"),
     (request("w10", prompt="x", bad_words=[" "], logit_bias={"999": 1}), "999"),
@@ -426,14 +435,43 @@ def test_a_full_disk_keeps_the_answers_and_says_how_to_go_on(
     assert sorted(contents(tmp_path / "out.jsonl")) == names
 
 
-VALUES = [None, True, -1, 0, 2**70, 1e308, "", "\udc80", "\0", [], {}, [[]], ["a", 1], "é" * 50]
+VALUES = [
+    *(None, True, -1, 0, 7, 2**70, 10**400, 1e308, float("nan"), float("inf")),
+    *("", "\udc80", "\0", "é" * 50, "(a{1000}){1000}", "{%" * 9),
+    *(
+        [],
+        {},
+        [[]],
+        ["a", 1],
+        [-1],
+        [[999]],
+        ["abc", ""],
+        {"1": 1e308},
+        {"": None},
+        {"type": "text"},
+    ),
+    *([{"role": "user"}], [{"role": "x", "content": [{"type": "image_url"}]}]),
+    {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}},
+    {"chat_template": 3 * "{% for i in range(99999) %}" + 3 * "{% endfor %}"},
+]
+FIELDS = [
+    *("n", "stop", "logit_bias", "temperature", "seed", "response_format", "max_tokens", "top_p"),
+    *("messages", "prompt", "logprobs", "echo", "structured_outputs", "chat_template_kwargs"),
+    *("tools", "tool_choice", "min_tokens", "bad_words", "stop_token_ids", "dry_sequence_breakers"),
+]
 
 
 def mutated(line: dict[str, Any], rng: random.Random) -> str:
     """``line`` with wrong values, keys, nesting or bytes."""
-    part = rng.choice([line, line["body"]])
-    key = rng.choice([*part, "n", "stop", "logit_bias", "temperature", "seed", "response_format"])
-    part[key] = rng.choice(VALUES)
+    if rng.random() < 0.5:
+        content = {"messages": [{"role": "user", "content": "xyz"}], **GREEDY}
+        line = {**line, "url": CHAT, "body": content}
+    for _ in range(rng.randint(1, 3)):
+        part = rng.choice([line, line["body"], line["body"]])
+        if not isinstance(part, dict):
+            break
+        part[rng.choice([*part, *FIELDS])] = rng.choice(VALUES)
+        line.setdefault("body", {})
     text = json.dumps(line)
     if rng.random() < 0.3:
         place = rng.randrange(len(text))
@@ -441,7 +479,7 @@ def mutated(line: dict[str, Any], rng: random.Random) -> str:
     return text
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_lines_are_answered_once_and_harm_no_other(
     tmp_path: Path, tiny_model: loading.Loaded, seed: int
 ):

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+#: Arguments of the methods that fill a template: no request sets them.
+RESERVED = {
+    name
+    for owner in (PreTrainedTokenizerBase, ProcessorMixin)
+    for name in inspect.signature(owner.apply_chat_template).parameters
+}
 
 
 def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> list[list[int]]:
@@ -23,6 +33,7 @@ def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> lis
             "`tool_choice` has to be 'auto' or 'none': only `hfgen serve` requires calls."
         )
     opens = body.get("add_generation_prompt")
+    variables = template_variables(body)
     try:
         encoded = tokenizer.apply_chat_template(
             [_message(message) for message in messages],
@@ -33,11 +44,24 @@ def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> lis
             else opens,
             continue_final_message=bool(body.get("continue_final_message")),
             return_dict=True,
-            **(body.get("chat_template_kwargs") or {}),
+            **variables,
         )
     except Exception as error:  # the template's own: no system message, roles out of turn
         raise ValueError(f"The chat template raised an error: {error}") from error
     return [list(encoded["input_ids"])]
+
+
+def template_variables(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``chat_template_kwargs`` of ``body``. Raises ``ValueError`` for what is no variable of a template.
+
+    A template of the request's own could run for ever.
+    """
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise ValueError(f"`chat_template_kwargs` has to be an object, but is {variables!r:.80}.")
+    if reserved := sorted(variables.keys() & RESERVED):
+        raise ValueError(f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable.")
+    return variables
 
 
 def _message(message: Any) -> dict[str, Any]:

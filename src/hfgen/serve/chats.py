@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
+from ..openai_api.prompts import template_variables
 from . import media
 from .limits import Limits
 
@@ -17,13 +16,6 @@ from .limits import Limits
 TEXTS = ("text", "input_text", "output_text")
 SEEN = ("image_url", "input_image", "video_url")
 HEARD = ("input_audio", "audio_url")
-
-#: Arguments of the methods that fill a template: no client sets them.
-RESERVED = {
-    name
-    for owner in (PreTrainedTokenizerBase, ProcessorMixin)
-    for name in inspect.signature(owner.apply_chat_template).parameters
-}
 
 
 def inputs_of(
@@ -41,11 +33,7 @@ def inputs_of(
     """
     modality = ModelManager.get_model_modality(model, processor=processor)
     check_kinds(messages, modality, name)
-    variables = body.get("chat_template_kwargs") or {}
-    if not isinstance(variables, Mapping):
-        raise ValueError(f"`chat_template_kwargs` has to be an object, but is {variables!r:.80}.")
-    if reserved := sorted(variables.keys() & RESERVED):
-        raise ValueError(f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable.")
+    variables = template_variables(body)
     is_continued = bool(body.get("continue_final_message"))
     opens = body.get("add_generation_prompt")
     options = {"documents": body["documents"]} if body.get("documents") else {}
