@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
+from ..engine.errors import EngineClosedError
 from ..logprobs.openai import content, legacy
 from ..logs import logger
 from ..openai_api import error_body, finish_reason
@@ -163,6 +164,7 @@ async def chunks(
             async for event in request:
                 if event.finish_reason == "error":
                     continue  # what was raised comes next
+                check_open(event.finish_reason)
                 found: list[Choice] = []
                 if event.row not in rows:
                     rows[event.row] = choices_of(event.row)
@@ -177,6 +179,12 @@ async def chunks(
         if count is not None:
             yield sse({**common, "choices": [], "usage": count(request.output)})
         yield "data: [DONE]\n\n"
+
+
+def check_open(finish_reason: str | None) -> None:
+    """Raise ``EngineClosedError`` for an answer that the server has cut off; clients that leave read none."""
+    if finish_reason == "cancelled":
+        raise EngineClosedError("The server was closed before the answer ended.")
 
 
 def sse(chunk: dict[str, Any]) -> str:

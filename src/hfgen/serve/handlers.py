@@ -30,7 +30,7 @@ from ..openai_api import (
 )
 from ..openai_api.responses import echoed
 from ..text import Pieces
-from .answers import ChatChoices, Message, TextChoices, chunks
+from .answers import ChatChoices, Message, TextChoices, check_open, chunks
 from .chats import TEXTS, check_messages, inputs_of
 from .served import Served
 from .tools import USUAL, Tools, reader_of
@@ -76,10 +76,14 @@ def refusals(body: dict[str, Any]) -> Iterator[None]:
 
 
 async def result_of(request: ServiceRequest) -> Any:
-    """The output of a request; raises ``HTTPException`` with 500 if it has failed."""
+    """The output of a request; raises ``HTTPException``: 500 if it has failed, 503 if it was cut off."""
     try:
         async with request:
-            return await request.result()
+            output = await request.result()
+        check_open(output.finish_reason)
+        return output
+    except EngineClosedError as error:
+        raise HTTPException(503, str(error)) from error
     except Exception as error:
         logger.error("A request has failed.", exc_info=error)
         message = f"The request has failed: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from transformers.cli.serving.utils import (
 
 from ..engine.serving import ServiceRequest
 from ..openai_api import generate_kwargs
-from .answers import Message
+from .answers import Message, check_open
 from .handlers import EngineHandler, result_of
 
 #: Parameters of ``/v1/responses`` and their names in a chat.
@@ -71,6 +71,7 @@ class OneRequest(BaseGenerateManager):
         """Fill the queue, as upstream's streamers do: the end is ``None``."""
         try:
             async for event in self.request:
+                check_open(event.finish_reason)
                 self.total_tokens += len(event.token_ids)
                 for item in message.items(event.text, event.finish_reason is not None):
                     self.queue.put_nowait(item)
