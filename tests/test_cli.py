@@ -13,6 +13,7 @@ import sys
 import unicodedata
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen import StreamEvent, grammar
+from hfgen import StreamEvent, cli, grammar
 from hfgen.cli import (
     app,
     chat,
@@ -261,8 +262,9 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", "x", "--lark", __file__], ["--lark", "lexer error"]),
         (["generate", "x", "--temp", "1"], ["--temp;", "the nearest is --temperature"]),
         (["generate", "x", "--n-predict", "1"], ["the nearest is --max-new-tokens"]),
+        (["generate", "x", "--n_ctx", "1"], ["no option --n_ctx; --help lists"]),
         (["generate", "x", "--zzzzzz", "1"], ["no option --zzzzzz; --help lists"]),
-        (["generate", "x", "--prompt", "y"], ["--prompt", "the nearest is --prompt-logprobs"]),
+        (["generate", "x", "--prompt", "y"], ["--prompt", "the nearest is --prompt-logprob-start"]),
         (["generate", "x", "--device", "cuda:99"], ["--device cuda:99", "cannot be used here"]),
         (["generate", "x", "--device", "meta"], ["--device meta"]),
         (["chat"], ["needs a model", "--model", "hfgen generate"]),
@@ -1025,6 +1027,17 @@ def test_the_demo_without_what_is_optional(
 
 
 # --- the program -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [(), *((n,) for n in cli.COMMANDS), ("eval", "perplexity")])
+def test_help_has_no_types_of_flags_and_no_sentence_that_is_broken(
+    command: tuple[str, ...],
+) -> None:
+    text = run(*command, "-h").out
+    assert "bool" not in text
+    for line, following in pairwise(text.partition("╭")[0].splitlines()):
+        if line.strip() and following.strip():
+            assert len(line.rstrip()) + len(following.split()[0]) >= 79
 
 
 def test_version_and_help(

@@ -27,7 +27,7 @@ from hfgen.cli import (
     inspect,
     serve,
 )
-from hfgen.cli.options import GenerationCommand
+from hfgen.cli.options import GenerationCommand, PlainCommand, PlainHelp
 from hfgen.cli.report import CliError, one_line, say
 
 __all__ = ["app", "main"]
@@ -38,7 +38,7 @@ COMMANDS = (
 )
 
 
-class OneLineErrors(TyperGroup):
+class OneLineErrors(PlainHelp, TyperGroup):
     """Ends a failed command with one line on standard error; exit code 2 is wrong input."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
@@ -120,12 +120,12 @@ def hfgen(
 
 for _command in (generate.generate, chat.chat, inspect.inspect, compare.compare, batch.batch):
     app.command(cls=GenerationCommand)(_command)
-app.command()(demo.demo)
-app.command()(bench.bench)
-app.command()(serve.serve)
-app.command()(doctor.doctor)
-_eval = typer.Typer(help="Measure a model: perplexity of texts, metrics of completions.")
-_eval.command()(evaluate.perplexity)
+for _command in (demo.demo, bench.bench, serve.serve, doctor.doctor):
+    app.command(cls=PlainCommand)(_command)
+_eval = typer.Typer(
+    cls=OneLineErrors, help="Measure a model: perplexity of texts, metrics of completions."
+)
+_eval.command(cls=PlainCommand)(evaluate.perplexity)
 _eval.command(cls=GenerationCommand)(eval_generate.generate)
 app.add_typer(_eval, name="eval")
 

@@ -29,7 +29,7 @@ def inspect(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]...",
+            metavar="PROMPT",
             help="Texts to complete, one tab each; - or a pipe reads standard input.",
         ),
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -99,7 +100,26 @@ DebugOption = Annotated[
 ]
 
 
-class GenerationCommand(TyperCommand):
+class PlainHelp:
+    """A mixin of commands whose help has no line ends within a paragraph, and no type of flags."""
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        self.help = re.sub(r"(?<!\n)\n(?!\n) *", " ", self.help or "")
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class PlainCommand(PlainHelp, TyperCommand):
+    """A command without fields of ``GenerationConfig``."""
+
+
+class GenerationCommand(PlainHelp, TyperCommand):
     """A command whose ``context.obj`` has the fields of ``GenerationConfig`` among its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -188,12 +208,13 @@ def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
         return name, False
     if (flag := name.removeprefix("no_")) in known and is_flag(flag):
         return flag, True
-    names = [*map(option_name, known), *SHORT_FORMS, *own]
-    same = [option_name(OTHER_NAMES[name])] if name in OTHER_NAMES else []
-    if nearest := same or difflib.get_close_matches(option_name(name), names, n=1):
-        raise CliError(
-            f"no option {option}; the nearest is {nearest[0]}, and --help lists all of them"
-        )
+    options = {n.strip("-").replace("-", "_"): n for n in (*SHORT_FORMS, *own)}
+    names = {n: option_name(n) for n in known} | options
+    nearest = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
+    nearest += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if nearest := nearest or sorted(n for n in names if n.startswith(name)):
+        shown = names.get(nearest[0], nearest[0])
+        raise CliError(f"no option {option}; the nearest is {shown}, and --help lists all of them")
     raise CliError(f"no option {option}; --help lists all of them")
 
 
