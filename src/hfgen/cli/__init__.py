@@ -120,8 +120,8 @@ def hfgen(
 
 for _command in (generate.generate, chat.chat, inspect.inspect, compare.compare, batch.batch):
     app.command(cls=GenerationCommand)(_command)
-for _command in (demo.demo, bench.bench, serve.serve, doctor.doctor):
-    app.command(cls=PlainCommand)(_command)
+for _plain in (demo.demo, bench.bench, serve.serve, doctor.doctor):
+    app.command(cls=PlainCommand)(_plain)
 _eval = typer.Typer(
     cls=OneLineErrors, help="Measure a model: perplexity of texts, metrics of completions."
 )

@@ -103,7 +103,9 @@ DebugOption = Annotated[
 class PlainHelp:
     """A mixin of commands whose help has no line ends within a paragraph, and no type of flags."""
 
-    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+    help: str | None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         self.help = re.sub(r"(?<!\n)\n(?!\n) *", " ", self.help or "")
         super().format_help(ctx, formatter)  # type: ignore[misc]
 
