@@ -155,6 +155,7 @@ def test_pointing_shows_a_token_and_clicking_keeps_it(chromium: Any, pages: Any)
     ids = {candidate.token_id for candidate in fifth.candidates} | {fifth.token_id}
     assert len(rows) == len(ids)
     assert len(window.all(".candidates tr.chosen")) == 1
+    assert "logarithmic" in window.text("#details")
     heads = [cell.text for cell in window.all(".scores th")]
     assert heads == ["token", "logits", "temperature 0.7", "top k 30", "top p 0.9"]
 
@@ -241,10 +242,19 @@ def test_text_can_be_read_on_a_phone_in_light_and_dark(
         widths = window.run("return [document.documentElement.scrollWidth, innerWidth]")
         assert widths[0] <= widths[1] == 390
         assert window.run(CONTRAST) >= 4.5  # WCAG 2.2, level AA
+        assert window.run(SCROLLING) == []
     finally:
         chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
+
+#: Parts that scroll within the page, or that go beyond its edge; wide tables of scores may.
+SCROLLING = """
+const parts = [...document.querySelectorAll('.details, .paper, .tree')];
+const boxes = [...document.querySelectorAll('#tree rect')].map((box) => box.getBoundingClientRect());
+return parts.filter((part) => part.scrollHeight > part.clientHeight + 1).map((part) => part.id || part.className)
+  .concat(boxes.filter((box) => box.left < 0 || box.right > innerWidth).map((box) => box.right));
+"""
 
 #: The least contrast of the text of tokens, prompts and hints with what is behind it.
 CONTRAST = """

@@ -103,23 +103,26 @@ function showTree() {
   const steps = trace.beams[sequence().prompt];
   byId("beams").hidden = !steps;
   if (!steps) return;
-  const wide = 88, tall = 27, boxWidth = 68, boxHeight = 20;
-  const x = (step) => 6 + step * wide, y = (n) => 6 + n * tall;
-  const height = Math.max(...steps.map((nodes) => nodes.length), 1) * tall + 8;
-  const chart = svg("svg", { width: steps.length * wide, height });
+  // As many steps side by side as there is room for, the next ones below.
+  const wide = 88, tall = 27, boxWidth = 68, boxHeight = 20, room = Math.max(byId("tree").clientWidth - 36, wide);
+  const perLine = Math.max(1, Math.floor((room - 12) / wide));
+  const lineHeight = (Math.max(...steps.map((nodes) => nodes.length), 1) + 0.5) * tall;
+  const x = (step) => 12 + (step % perLine) * wide, y = (step, n) => 6 + Math.floor(step / perLine) * lineHeight + n * tall;
+  const chart = svg("svg", { height: Math.ceil(steps.length / perLine) * lineHeight });
   const edges = svg("g", {}), boxes = svg("g", {});
   tree.groups = steps.map((nodes, step) => nodes.map((node, n) => {
     if (node.parent !== null) {
-      const [x1, y1, x2, y2] = [x(step - 1) + boxWidth, y(node.parent) + boxHeight / 2, x(step), y(n) + boxHeight / 2];
+      const [x1, y1, x2, y2] = [x(step - 1) + boxWidth, y(step - 1, node.parent) + boxHeight / 2, x(step), y(step, n) + boxHeight / 2];
       const middle = (x1 + x2) / 2;
-      edges.append(svg("path", { class: node.fate, d: `M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}` }));
+      const curve = x1 < x2 ? `M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}` : `M${x1} ${y1}h10M${x2 - 10} ${y2}h10`;
+      edges.append(svg("path", { class: node.fate, d: curve }));
     }
     const mark = { died: " ×", finished: " ▪", returned: "", open: "" }[node.fate];
     const group = svg(
       "g",
       { class: node.fate, role: "img", "aria-label": said(step, node) },
-      svg("rect", { x: x(step), y: y(n), width: boxWidth, height: boxHeight, rx: 5 }),
-      svg("text", { x: x(step) + 5, y: y(n) + 14 }, short(visible(node.token_id), mark ? 7 : 9) + mark),
+      svg("rect", { x: x(step), y: y(step, n), width: boxWidth, height: boxHeight, rx: 5 }),
+      svg("text", { x: x(step) + 5, y: y(step, n) + 14 }, short(visible(node.token_id), mark ? 7 : 9) + mark),
     );
     group.addEventListener("click", () => selectBeam(step, n));
     group.addEventListener("pointerover", () => (byId("beam").textContent = said(step, node)));
@@ -135,17 +138,16 @@ function said(step, node) {
   return `Step ${step + 1}: “${visible(node.token_id)}”, score ${score(node.score)}, ${fates[node.fate]}`;
 }
 
-function selectBeam(step, n, scrolls = true) {
+function selectBeam(step, n) {
   tree.groups.flat().forEach((group) => group.classList.remove("now"));
   const group = tree.groups[step]?.[n];
   if (!group) return;
   [tree.step, tree.node] = [step, n];
   group.classList.add("now");
   byId("beam").textContent = group.getAttribute("aria-label");
-  if (!scrolls) return;
   const view = byId("tree"), box = group.getBoundingClientRect(), around = view.getBoundingClientRect();
-  if (box.left < around.left) view.scrollLeft -= around.left - box.left + 40;
-  if (box.right > around.right) view.scrollLeft += box.right - around.right + 40;
+  if (box.top < around.top) view.scrollTop -= around.top - box.top + 10;
+  if (box.bottom > around.bottom) view.scrollTop += box.bottom - around.bottom + 10;
 }
 
 // The beam that became a token of the sequence which is shown.

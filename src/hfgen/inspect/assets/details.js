@@ -21,7 +21,7 @@ function showDetails(place) {
     ...notes(token),
     el("h3", {}, "What else was likely"),
     candidatesTable(token),
-    ...(isProcessed ? [el("h3", {}, "Tokens left, and their share of the model's probability"), funnel(token)] : []),
+    ...(isProcessed ? [el("h3", {}, "Tokens left, and their share of the model's probability"), el("p", { class: "hint" }, "The bars are logarithmic in the number of tokens."), funnel(token)] : []),
     ...(trace.stages.length > 1 ? [el("h3", {}, "Scores after each processor"), scoresTable(token)] : []),
   );
 }

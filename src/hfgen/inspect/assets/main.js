@@ -29,13 +29,13 @@ function show(n) {
   showText();
   draw();
   showRounds();
-  showTree();
   select(0);
 }
 
 function draw() {
   showEntropy();
   showTimes();
+  showTree();
   moveCursors();
 }
 
@@ -49,5 +49,5 @@ show(0);
 let waiting = 0;
 addEventListener("resize", () => {
   cancelAnimationFrame(waiting);
-  waiting = requestAnimationFrame(draw);
+  waiting = requestAnimationFrame(() => (draw(), followBeam(state.token)));
 });
