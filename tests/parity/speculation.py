@@ -219,9 +219,10 @@ def check(speculated: Speculated) -> list[str] | str:
         is_same = str(sequences(drafted)) == str(sequences(again))
         wrong = drafted.error is not None or not is_same
         return [f"one seed: {drafted.message}, {sequences(drafted)}, {sequences(again)}"] * wrong
+    expected, ids = sequences(plain), sequences(drafted)
     found = differences(case, plain, drafted, TOLERANCE)
-    if found and drafted.error is None and torch.equal(sequences(plain), sequences(drafted)):
-        return differences_in_double(case, enter, sequences(plain)) and found
+    if found and drafted.error is None and torch.equal(expected, ids):
+        return differences_in_double(case, enter, expected) and found
     return found
 
 
