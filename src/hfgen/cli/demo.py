@@ -30,7 +30,7 @@ class Stack:
     def push(self, item):
 """
 NEW_TOKENS = 32
-ROUNDS = (3, 9)  # least and most timed runs of each way, in turns, after a warm-up
+ROUNDS = (3, 20)  # least and most timed runs of each way, in turns, after a warm-up
 SECONDS = 5.0  # after these, a comparison that has the least number of runs ends
 LONG = 384  # tokens of the long prompt
 REQUESTS, PADDED_ROWS = 20, 8
