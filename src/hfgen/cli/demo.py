@@ -31,7 +31,7 @@ class Stack:
 """
 NEW_TOKENS = 32
 ROUNDS = (3, 20)  # least and most timed runs of each way, in turns, after a warm-up
-SECONDS = 5.0  # after these, a comparison that has the least number of runs ends
+SECONDS = 4.0  # after these, a comparison that has the least number of runs ends
 LONG = 384  # tokens of the long prompt
 REQUESTS, PADDED_ROWS = 20, 8
 
