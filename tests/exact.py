@@ -24,6 +24,9 @@ class Exact(PreTrainedModel, hfgen.GenerationMixin):
     decides the logits. A token that is hidden, seen twice, or at another position makes other logits.
     """
 
+    #: Of no library that is known, so it has to say so.
+    is_row_wise = True
+
     config_class = PreTrainedConfig
 
     def __init__(self) -> None:

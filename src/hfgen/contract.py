@@ -40,10 +40,13 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_load_processor": ("cli/serving/model_manager.py", "hfgen serve"),
     "_mask_length": ("generation/utils.py", "the length of masks, as models read it"),
     "_non_streaming": ("cli/serving/response.py", "hfgen serve"),
+    "_normalize_input": ("cli/serving/response.py", "hfgen serve"),
+    "_normalize_tools": ("cli/serving/response.py", "hfgen serve"),
     "_output_capturing_hooks_installed": ("utils/output_capturing.py", "drafts by early exit"),
     "_pad_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
     "_reorder_cache": ("generation/utils.py", "beams of models with a cache of their own"),
     "_streaming": ("cli/serving/response.py", "hfgen serve"),
+    "_validate_request": ("cli/serving/utils.py", "hfgen serve"),
     "_tp_size": ("generation/utils.py", "the ranks of tensor parallelism"),
     "_timestamps": ("generation/continuous_batching/requests.py", "times of generate_batch"),
 }

@@ -18,7 +18,7 @@ from .row_states import have_changed, module_tensors, restored
 N_COLUMNS = 4
 
 #: Logits may differ by this share of their range, or by a few roundings, or as they do for two rows.
-TOLERANCE, ROUNDINGS, TIMES_OF_TWO_ROWS = 1e-3, 4, 8
+TOLERANCE, ROUNDINGS, TIMES_OF_TWO_ROWS = 1e-5, 4, 8
 
 
 @torch.no_grad()
