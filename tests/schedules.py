@@ -296,6 +296,7 @@ class Play:
                 self.n_failures += 1
                 raise Planned(f"forward {self.n_forwards}")
 
+        before.is_row_wise = True  # type: ignore[attr-defined]  # else requests decode one at a time
         hook = self.subject.model.register_forward_pre_hook(before)
         try:
             yield
