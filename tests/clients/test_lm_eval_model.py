@@ -200,6 +200,7 @@ def test_auto_decodes_several_rows_at_once(
         widths.append(len(kwargs["input_ids"]))
         return original(*args, **kwargs)
 
+    forward.is_row_wise = True  # type: ignore[attr-defined]  # else rows decode one at a time
     monkeypatch.setattr(ours.mixed, "forward", forward)
     asked = {"until": ["\n\n\n"], "max_gen_toks": 24}
     requests = [
