@@ -27,6 +27,7 @@ def decoded_shapes(model: Any) -> tuple[list[tuple[int, ...]], Any]:
         if ids.shape[1] == 1:
             shapes.append(tuple(ids.shape))
 
+    note.is_row_wise = True  # type: ignore[attr-defined]
     return shapes, model.register_forward_pre_hook(note, with_kwargs=True)
 
 

@@ -507,15 +507,16 @@ NOT_SIMULATED = {
     name: reason
     for reason, names in {
         "the model makes a tensor of numbers on the device, which torch does behind the simulation": (
-            "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe glm4v glm_image qwen3_5 udop "
-            "kyutai_speech_to_text"
+            "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe glm4v glm4v_moe glm46v glm_ocr glm_image qwen3_5 "
+            "paddleocr_vl ernie4_5_vl_moe cosmos3_edge cosmos3_omni udop kyutai_speech_to_text"
         ),
         "torch runs recurrent layers of other devices by a kernel that the CPU lacks": (
             "parakeet_rnnt parakeet_tdt nemotron_asr_streaming nemotron3_5_asr "
             "musicgen musicgen_melody"
         ),
         "its own generate() calls ours once per token": "csm moshi_speech",
-        "its own generate() returns no tokens": "pocket_tts vibevoice",
+        "its own generate() returns no tokens": "pocket_tts vibevoice gradium_phonon_tts",
+        "its encoder adds noise of torch's generator, which two calls draw anew": "vibevoice_asr",
         "its class says that it is on the CPU, and inputs follow": "bare_module session",
     }.items()
     for name in names.split()

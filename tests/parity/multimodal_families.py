@@ -372,7 +372,7 @@ SOUNDS: list[Family] = [
         "audio_eos_token_id": 61, "acoustic_tokenizer_chunk_size": 16}, seed=2, unsupported=NO_PLACES | UNSPLIT),
     audio("clvp", "Clvp", only(conditioning), SPECIAL | {"bos_token_id": 6, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "n_inner": 32,
         "max_position_embeddings": 64, "max_text_tokens": 64, "num_mel_attn_blocks": 1}, head="ForCausalLM",
-        config_class="ClvpDecoderConfig", seed=1, unsupported=NO_IDS | BLIND),
+        config_class="ClvpDecoderConfig", seed=1, unsupported=NO_IDS | BLIND | DRAFTS),
     audio("gradium_phonon_tts", "GradiumPhononTTS",
         ending(60, frames_after_eos=1, eos_threshold=1.0, min_frames_before_eos=3),
         FLOWING | {"audio_prompt_dim": 8}, modes=ONE_BEAM, unsupported=TOKENS_ONLY | NO_EMBEDS |

@@ -134,6 +134,8 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     # a query's blocks of keys are counted from its position without padding: one that holds padding
     # alone leaves it the mean over all keys, and keys of padding, which are such means, choose others
     "minimax_m3_vl_text": has_padding,
+    # its layers that read the protein take the mask of all tokens for that of the queries
+    "evolla": has_padding,
     # another model runs for every token
     "moshi_speech": lambda case: True,
     # sound comes in with the tokens, through layers with a memory of their own
