@@ -26,8 +26,8 @@ from transformers.configuration_utils import get_head_shapes
 from transformers.generation.configuration_utils import GenerationMode
 
 import hfgen
-from hfgen.caches.dynamic import GrowingCache
-from hfgen.evaluate.live_bytes import LiveBytes
+from hfgen.memory.caches.dynamic import GrowingCache
+from hfgen.tools.evaluate.live_bytes import LiveBytes
 
 from .models import Subject
 from .side_by_side import LIBRARIES, Call, Comparison, UnequalTokensError, call

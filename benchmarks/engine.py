@@ -27,8 +27,8 @@ from benchmarks.models import SUBJECTS
 from benchmarks.output import RESULTS, OutOption
 from benchmarks.plots import save, subplots
 from benchmarks.side_by_side import frozen_garbage, machine, read_bandwidth, speed_cells, unmixed
-from hfgen.batch import Batch
-from hfgen.caches.dynamic import GrowingCache
+from hfgen.memory.batch import Batch
+from hfgen.memory.caches.dynamic import GrowingCache
 
 #: What the engine is to be, in times the tokens per second of the others.
 TARGETS = {"padded, sorted": 1.5, "upstream": 5.0}

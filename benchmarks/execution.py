@@ -33,7 +33,7 @@ from benchmarks.models import PROMPT_LENGTH, Subject
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.plots import save, subplots
 from benchmarks.side_by_side import Call, Spread, call, frozen_garbage, machine, read_bandwidth
-from hfgen.evaluate import perplexity
+from hfgen.tools.evaluate import perplexity
 
 #: Of the largest, half the layers: the packed copies of all ways have to fit into memory.
 SUBJECTS = models.SUBJECTS | {"1b": partial(models.random_1b, 8)}

@@ -28,7 +28,7 @@ from benchmarks import engine, execution, models, output
 from benchmarks.models import PROMPT_LENGTH, Subject
 from benchmarks.output import RESULTS, OutOption
 from benchmarks.side_by_side import Spread, call, frozen_garbage, machine, read_bandwidth
-from hfgen.execution import ahead
+from hfgen.running import ahead
 from tests.host_recorder import recording_on_the_cpu
 
 #: Tests that need a GPU; the first file can be rehearsed on a CPU.

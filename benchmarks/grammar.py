@@ -29,10 +29,10 @@ from benchmarks import output
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.race import Result, Variant, race
 from benchmarks.side_by_side import machine
-from hfgen.grammar import Grammar
-from hfgen.grammar.follower import Follower
-from hfgen.grammar.llguidance import LLGuidance, library_of
-from hfgen.grammar.processor import GrammarProcessor
+from hfgen.logits.grammar.follower import Follower
+from hfgen.logits.grammar.llguidance import LLGuidance, library_of
+from hfgen.logits.grammar.processor import GrammarProcessor
+from hfgen.settings.grammar import Grammar
 from tests.parity.schemas import draw
 
 #: Scores of a model, some of which belong to no token.

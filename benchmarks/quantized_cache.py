@@ -30,10 +30,10 @@ from benchmarks.models import SUBJECTS
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.plots import legend_below, save, subplots
 from benchmarks.side_by_side import Spread, machine
-from hfgen.cache_settings import Settings
-from hfgen.caches.dynamic import GrowingCache
-from hfgen.caches.quantized import QuantizedCache
-from hfgen.evaluate.live_bytes import LiveBytes
+from hfgen.memory.caches.dynamic import GrowingCache
+from hfgen.memory.caches.quantized import QuantizedCache
+from hfgen.settings.cache_settings import Settings
+from hfgen.tools.evaluate.live_bytes import LiveBytes
 from scripts import train_builtin_model as training
 
 #: The caches that are timed; the first is what the others are compared with.

@@ -20,8 +20,8 @@ from benchmarks import output
 from benchmarks.controls import build, processors
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.side_by_side import Spread, frozen_garbage, machine
-from hfgen import seeds
-from hfgen.strategies.base import InvalidScores
+from hfgen.decoding.strategies.base import InvalidScores
+from hfgen.state import seeds
 
 #: Name of a case -> what it asks of ``generate``.
 CASES: dict[str, dict[str, Any]] = {

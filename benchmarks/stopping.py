@@ -22,11 +22,11 @@ from transformers.generation import stopping_criteria as upstreams
 from benchmarks import output
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.side_by_side import machine
-from hfgen.processors.thinking import ThinkingBudget
-from hfgen.repetition import RepetitionDetection
-from hfgen.stopping import StopRegexCriteria, StopStringCriteria
-from hfgen.stopping.tokens import RepetitionCriteria, StopTokenCriteria
-from hfgen.text import Detokenizer
+from hfgen.logits.processors.thinking import ThinkingBudget
+from hfgen.logits.stopping import StopRegexCriteria, StopStringCriteria
+from hfgen.logits.stopping.tokens import RepetitionCriteria, StopTokenCriteria
+from hfgen.settings.repetition import RepetitionDetection
+from hfgen.state.text import Detokenizer
 
 #: Seconds that the first use of stop strings may take, on ``TARGET_VOCAB``.
 TARGET, TARGET_VOCAB = 0.050, 151_936

@@ -1,6 +1,6 @@
 """Train the built-in model and its draft from the source of the Python standard library and of its tests.
 
-The text comes with Python, so the whole of `src/hfgen/builtin` can be made again offline: a byte-level BPE
+The text comes with Python, so the whole of `src/hfgen/tools/builtin` can be made again offline: a byte-level BPE
 tokenizer, a small Llama that completes Python code, and a smaller Llama that is distilled from it (Hinton et
 al. 2015, "Distilling the Knowledge in a Neural Network") to draft its tokens. Budgets are counted in steps,
 not in seconds, and the order of data is fixed: one Python version, torch version and processor give one
@@ -38,7 +38,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-OUT = Path(__file__).resolve().parents[1] / "src" / "hfgen" / "builtin"
+OUT = Path(__file__).resolve().parents[1] / "src" / "hfgen" / "tools" / "builtin"
 STATE = Path(__file__).resolve().parents[1] / "build" / "builtin"
 
 SEED = 0

@@ -1,6 +1,6 @@
-"""Write the map of docs/architecture.md: each module with the first line of its docstring.
+"""Write the map of docs/architecture.md: each room with the first line of its docstring, top floor first.
 
-A test holds the two equal, so the map is true line by line.
+A test holds the two equal, and that no room imports one above it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,20 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCE = ROOT / "src" / "hfgen"
 START, END = "<!-- map -->\n", "<!-- end of map -->\n"
-#: Modules that say nothing about the structure.
-LEFT_OUT = ("__main__.py", "logs.py")
+#: The floors, lowest first: what stands on each may import what stands on it or below.
+FLOORS = (
+    ("settings", "families"),
+    ("state",),
+    ("memory",),
+    ("running",),
+    ("logits",),
+    ("decoding",),
+    ("prepare",),
+    ("streaming",),
+    ("mixin", "delegate", "patching"),
+    ("engine",),
+    ("tools", "lm_eval", "ray", "run", "__main__"),
+)
 
 
 def summary(path: Path) -> str:
@@ -24,15 +36,18 @@ def summary(path: Path) -> str:
 
 
 def rows() -> str:
-    """The table: packages after the modules beside them."""
-    files = sorted(SOURCE.rglob("*.py"), key=lambda p: (len(p.parts), p.parent, p.name))
-    lines = ["| module | what it is |", "|---|---|"]
-    for path in files:
-        if path.name in LEFT_OUT:
-            continue
-        name = path.relative_to(SOURCE).as_posix()
-        name = name.removesuffix("__init__.py") if "/" in name else name
-        lines.append(f"| `{name}` | {summary(path)} |")
+    """The table: each room or loose module, and behind a room the packages in it."""
+    lines = ["| floor | room | what it is |", "|--:|---|---|"]
+    for floor, names in reversed([*enumerate(FLOORS, 1)]):
+        for name in names:
+            path = SOURCE / f"{name}.py"
+            folders = [] if path.exists() else [SOURCE / name, *sorted((SOURCE / name).iterdir())]
+            for folder in folders:
+                if (start := folder / "__init__.py").exists():
+                    shown = folder.relative_to(SOURCE).as_posix()
+                    lines.append(f"| {floor} | `{shown}/` | {summary(start)} |")
+            if path.exists() and name != "__main__":
+                lines.append(f"| {floor} | `{name}.py` | {summary(path)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,7 @@
 As shipped, caches of up to ``SHIPPED`` numbers are concatenated: tests that say so do that.
 """
 
-from hfgen.caches import growing
+from hfgen.memory.caches import growing
 
 SHIPPED = growing.CONCATENATED
 growing.CONCATENATED = 0

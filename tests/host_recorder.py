@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfgen.execution import recorders
+from hfgen.running import recorders
 from tests.simulated_accelerator import Operation, Recorder
 
 

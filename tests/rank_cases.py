@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hfgen
-from hfgen.ranks import agreement
+from hfgen.running.ranks import agreement
 from tests import tiny
 
 N_NEW = 12

@@ -22,7 +22,7 @@ from torch import Tensor
 import hfgen
 from hfgen.engine import Engine, RequestOutput
 from hfgen.engine.errors import DoesNotFitError, ResultTakenError
-from hfgen.logprobs import TokenLogprob
+from hfgen.logits.logprobs import TokenLogprob
 
 NEVER = 10**9
 #: Log probabilities may differ by this much.

@@ -25,19 +25,19 @@ from transformers import (
 )
 
 import hfgen
-from hfgen.drafters import Acceptance, Draft, DraftContext
-from hfgen.drafters.costs import Costs, costs_of, relative_cost
-from hfgen.drafters.early_exit import first_layers
-from hfgen.drafters.lookup import PromptLookup
-from hfgen.drafters.schedule import Adaptive, Constant, Heuristic
-from hfgen.execution import Executor
-from hfgen.strategies.verification import (
+from hfgen.decoding.drafters import Acceptance, Draft, DraftContext
+from hfgen.decoding.drafters.costs import Costs, costs_of, relative_cost
+from hfgen.decoding.drafters.early_exit import first_layers
+from hfgen.decoding.drafters.lookup import PromptLookup
+from hfgen.decoding.drafters.schedule import Adaptive, Constant, Heuristic
+from hfgen.decoding.strategies.verification import (
     DraftColumn,
     GreedyMatch,
     SpeculativeSampling,
     exponential_noise,
     gumbel_choice,
 )
+from hfgen.running import Executor
 from tests import tiny
 from tests.parity import speculation
 from tests.parity.harness import FAMILIES, Case, ours, run, sequences, upstream

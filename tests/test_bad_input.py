@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
-from hfgen.logs import logger
+from hfgen.settings.logs import logger
 from tests import tiny
 
 

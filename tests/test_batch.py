@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 import hfgen
-from hfgen.batch import Batch, row_dim, take_rows
-from hfgen.call import Request, Run
-from hfgen.loop import steps
-from hfgen.prepare import prepare
-from hfgen.strategies import Sample
+from hfgen.decoding.loop import steps
+from hfgen.decoding.strategies import Sample
+from hfgen.memory.batch import Batch, row_dim, take_rows
+from hfgen.prepare.stages import prepare
+from hfgen.state.call import Request
+from hfgen.state.run import Run
 from tests import tiny
 from tests.parity.decoder_families import DECODER_FAMILIES
 

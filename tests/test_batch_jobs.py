@@ -18,9 +18,9 @@ import pytest
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.cli import app, loading
-from hfgen.cli.job_files import PREFIX, Line, Output, Requests
-from hfgen.cli.report import CliError
+from hfgen.tools.cli import app, loading
+from hfgen.tools.cli.job_files import PREFIX, Line, Output, Requests
+from hfgen.tools.cli.report import CliError
 from tests.test_openai_api import TEMPLATE
 from tests.tiny import byte_tokenizer, llama
 
@@ -36,7 +36,7 @@ def loaded() -> loading.Loaded:
 
 @pytest.fixture
 def tiny_model(monkeypatch: pytest.MonkeyPatch, loaded: loading.Loaded) -> loading.Loaded:
-    monkeypatch.setattr("hfgen.cli.batch.load", lambda *_: loaded)
+    monkeypatch.setattr("hfgen.tools.cli.batch.load", lambda *_: loaded)
     return loaded
 
 
@@ -284,7 +284,9 @@ def files(tmp_path: Path) -> dict[str, Path]:
 def test_wrong_options_end_before_the_model_is_loaded(
     arguments: list[str], words: list[str], files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("hfgen.cli.batch.load", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "hfgen.tools.cli.batch.load", lambda *_: pytest.fail("the model was loaded")
+    )
     notes = files["notes"].read_bytes()
     result = run(*(str(files.get(argument, argument)) for argument in arguments))
     assert result.exit_code == 2
@@ -295,7 +297,7 @@ def test_wrong_options_end_before_the_model_is_loaded(
 
 def test_options_are_checked_without_torch(files: dict[str, Path]):
     code = (
-        "import sys; from hfgen.cli import app\n"
+        "import sys; from hfgen.tools.cli import app\n"
         "try: app(sys.argv[1:])\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )

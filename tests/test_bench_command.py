@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.cli import app, bench, files, loading, measure
-from hfgen.evaluate.live_bytes import LiveBytes
+from hfgen.tools.cli import app, bench, files, loading, measure
+from hfgen.tools.evaluate.live_bytes import LiveBytes
 from tests.tiny import byte_tokenizer, llama
 
 

@@ -50,8 +50,8 @@ from benchmarks.side_by_side import (
     frozen_garbage,
     unmixed,
 )
-from hfgen.execution import compiled_layers
-from hfgen.strategies.sample import Sample
+from hfgen.decoding.strategies.sample import Sample
+from hfgen.running import compiled_layers
 from tests import tiny
 
 

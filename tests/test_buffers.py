@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfgen import buffers
-from hfgen.buffers import TokenBuffer, count_on, grow, ones, repeat_last, zeros
+from hfgen.memory import buffers
+from hfgen.memory.buffers import TokenBuffer, count_on, grow, ones, repeat_last, zeros
 
 
 def test_a_mask_grows_by_ones():

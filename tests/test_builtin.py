@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hfgen import builtin
-from hfgen.builtin import builtin_model
-from hfgen.cli import demo
+from hfgen.tools import builtin
+from hfgen.tools.builtin import builtin_model
+from hfgen.tools.cli import demo
 
 FOLDER = Path(builtin.__file__).parent
 STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -19,9 +19,9 @@ from transformers import (
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import hfgen
-from hfgen import stopping as criteria
-from hfgen.caches import CACHES, CacheKind, CacheRequest
-from hfgen.caches.dynamic import GrowingCache
+from hfgen.logits import stopping as criteria
+from hfgen.memory.caches import CACHES, CacheKind, CacheRequest
+from hfgen.memory.caches.dynamic import GrowingCache
 from tests import tiny
 
 

@@ -22,9 +22,9 @@ from transformers import (
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 import hfgen
-from hfgen.caches import growing, layers
-from hfgen.caches.dynamic import GrowingCache
-from hfgen.caches.joining import append
+from hfgen.memory.caches import growing, layers
+from hfgen.memory.caches.dynamic import GrowingCache
+from hfgen.memory.caches.joining import append
 from tests import SHIPPED, tiny
 from tests.parity.family import seeded
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hfgen.versions import TESTED
+from hfgen.settings.versions import TESTED
 from scripts import check_versions
 from scripts.check_versions import LeftOut, Outcome
 

@@ -32,8 +32,12 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen import StreamEvent, cli, grammar
-from hfgen.cli import (
+from hfgen import StreamEvent, grammar
+from hfgen.logits.stopping import FinishReason
+from hfgen.running import compiled_layers
+from hfgen.settings.fields import FIELDS
+from hfgen.tools import cli
+from hfgen.tools.cli import (
     app,
     chat,
     compare,
@@ -47,11 +51,8 @@ from hfgen.cli import (
     report,
     topics,
 )
-from hfgen.cli.report import CliError
-from hfgen.cli.short_forms import SHORT_FORMS
-from hfgen.execution import compiled_layers
-from hfgen.fields import FIELDS
-from hfgen.stopping import FinishReason
+from hfgen.tools.cli.report import CliError
+from hfgen.tools.cli.short_forms import SHORT_FORMS
 from tests.tiny import byte_tokenizer as tokenizer
 
 TEMPLATE = (
@@ -1082,8 +1083,8 @@ def test_every_option_has_one_topic() -> None:
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; sys.argv = ['hfgen', '--help']\n"
-        "import hfgen.cli\n"
-        "try: hfgen.cli.main()\n"
+        "import hfgen.tools.cli\n"
+        "try: hfgen.tools.cli.main()\n"
         "except SystemExit: print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -1094,14 +1095,14 @@ def test_help_does_not_import_torch() -> None:
 def test_an_output_that_is_not_unicode(tmp_path: Path) -> None:
     """As a console of Windows: what it cannot write is written by its code, and JSON stays JSON."""
     code = (
-        "import sys, hfgen.cli\n"
-        "from hfgen.cli import generate, report\n"
+        "import sys, hfgen.tools.cli\n"
+        "from hfgen.tools.cli import generate, report\n"
         "def show(*_, prompt, **__):\n"
         "    print(prompt)\n"
         "    report.out.print(prompt)\n"
         "    report.print_json({'text': prompt})\n"
-        "hfgen.cli.app = lambda **_: show(prompt='é␣')\n"
-        "hfgen.cli.main()\n"
+        "hfgen.tools.cli.app = lambda **_: show(prompt='é␣')\n"
+        "hfgen.tools.cli.main()\n"
     )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     command = [sys.executable, "-c", code]

@@ -13,11 +13,11 @@ import pytest
 import transformers
 import typer
 
-from hfgen.caches import table
-from hfgen.cli import app, checks, command_of, companions, options
-from hfgen.cli.report import CliError
-from hfgen.drafters.schedule import SCHEDULES
-from hfgen.fields import FIELDS
+from hfgen.decoding.drafters.schedule import SCHEDULES
+from hfgen.memory.caches import table
+from hfgen.settings.fields import FIELDS
+from hfgen.tools.cli import app, checks, command_of, companions, options
+from hfgen.tools.cli.report import CliError
 
 #: A command line, and words of its error. FILE is one that can be read.
 WRONG = """
@@ -118,10 +118,10 @@ def test_options_are_checked_before_torch_is_imported(tmp_path) -> None:
     cases = [line.rsplit("|", 1) for line in WRONG]
     commands = [[paths.get(part, part) for part in shlex.split(line)] for line, _ in cases]
     code = (
-        "import sys, hfgen.cli\n"
+        "import sys, hfgen.tools.cli\n"
         f"for command in {commands!r}:\n"
         "    sys.argv = ['hfgen', *command]\n"
-        "    try: hfgen.cli.main()\n"
+        "    try: hfgen.tools.cli.main()\n"
         "    except SystemExit as end:\n"
         "        print(end.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 import hfgen
-from hfgen.execution import compiled_layers
-from hfgen.execution.compiled_layers import CompiledLayer, LayerGraph, find_layers
-from hfgen.linears import kernels
-from hfgen.linears.forward import PackedForward
+from hfgen.running import compiled_layers
+from hfgen.running.compiled_layers import CompiledLayer, LayerGraph, find_layers
+from hfgen.running.linears import kernels
+from hfgen.running.linears.forward import PackedForward
 from tests import tiny
 from tests.test_length_classes import check, solo
 

@@ -13,8 +13,8 @@ import torch
 from transformers import GenerationConfig
 
 import hfgen
-from hfgen import config as stage
-from hfgen.fields import FIELDS
+from hfgen.prepare import config as stage
+from hfgen.settings.fields import FIELDS
 from tests import tiny
 
 

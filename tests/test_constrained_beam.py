@@ -15,7 +15,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 import hfgen
 from hfgen import Constraint, DisjunctiveConstraint, PhrasalConstraint
-from hfgen.strategies.constrained_beam import Progress, allocate
+from hfgen.decoding.strategies.constrained_beam import Progress, allocate
 from tests import tiny
 from tests.markov import Markov
 from tests.test_bad_input import Untouched

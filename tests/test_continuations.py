@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import hfgen
-from hfgen.evaluate import continuations
-from hfgen.evaluate.continuations import Group, Likelihoods, Pair, Text, clusters, grouped
-from hfgen.execution import prompt_logits, shared_prefix
 from hfgen.families import selects_keys
+from hfgen.running import prompt_logits, shared_prefix
+from hfgen.tools.evaluate import continuations
+from hfgen.tools.evaluate.continuations import Group, Likelihoods, Pair, Text, clusters, grouped
 from tests import tiny
 from tests.parity.decoder_families import DECODER_FAMILIES
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
-from hfgen.strategies.contrastive import Context
+from hfgen.decoding.strategies.contrastive import Context
 from tests import tiny
 from tests.golden import models
 from tests.parity.family import seeded

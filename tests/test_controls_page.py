@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hfgen.fields import FIELDS, OWN_FIELDS, PER_ROW
-from hfgen.logprobs.settings import MODES
-from hfgen.sampler_order import PRESETS
-from hfgen.vllm import PARAMS
+from hfgen.logits.logprobs.settings import MODES
+from hfgen.settings.fields import FIELDS, OWN_FIELDS, PER_ROW
+from hfgen.settings.sampler_order import PRESETS
+from hfgen.settings.vllm import PARAMS
 from tests.test_vllm import TAKEN
 
 PAGE = (Path(__file__).parent.parent / "docs" / "controls.md").read_text(encoding="utf-8")

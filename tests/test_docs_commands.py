@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hfgen.cli import app
+from hfgen.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
 

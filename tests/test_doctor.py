@@ -19,8 +19,9 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen import contract, versions
-from hfgen.cli import app, doctor, report
+from hfgen.settings import versions
+from hfgen.tools import contract
+from hfgen.tools.cli import app, doctor, report
 from tests import tiny
 
 UPSTREAM = Path(transformers.__file__).parent
@@ -72,7 +73,7 @@ def test_the_table_has_every_private_attribute_that_is_read() -> None:
     files = [
         *UPSTREAM.glob("*.py"),
         *UPSTREAM.glob("generation/**/*.py"),
-        *UPSTREAM.glob("cli/**/*.py"),
+        *UPSTREAM.glob("tools/cli/**/*.py"),
     ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     theirs = {name for name in read if re.search(rf"\b{name}\b", text)}  # others are sacrebleu's, …
@@ -126,7 +127,7 @@ def test_the_page_names_what_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = " ".join(result.out.split())
     assert "GenerationMixin.heal_tokens is not there" in shown
     layer = "transformers.cache_utils.DynamicIndexedLayer"
-    assert f"{layer} is not there; hfgen/caches/dynamic.py imports it" in shown
+    assert f"{layer} is not there; hfgen/memory/caches/dynamic.py imports it" in shown
     assert "2 broken" in result.out
 
 

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
-from hfgen.strategies.dola import candidate_layers
+from hfgen.decoding.strategies.dola import candidate_layers
 from tests import tiny
 from tests.golden import models
 from tests.parity.family import seeded

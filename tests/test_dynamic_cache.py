@@ -28,10 +28,16 @@ from transformers.cache_utils import (
 )
 
 import hfgen
-from hfgen.caches import CACHES, CacheKind, CacheRequest, growing
-from hfgen.caches.dynamic import KINDS, GrowingCache, GrowingLayer, as_growing, upstream_kind
-from hfgen.caches.growing import SMALLEST_BLOCK, GrowableTensor, GrowthPolicy
-from hfgen.evaluate.live_bytes import LiveBytes
+from hfgen.memory.caches import CACHES, CacheKind, CacheRequest, growing
+from hfgen.memory.caches.dynamic import (
+    KINDS,
+    GrowingCache,
+    GrowingLayer,
+    as_growing,
+    upstream_kind,
+)
+from hfgen.memory.caches.growing import SMALLEST_BLOCK, GrowableTensor, GrowthPolicy
+from hfgen.tools.evaluate.live_bytes import LiveBytes
 from tests import SHIPPED, tiny
 from tests.parity import harness
 from tests.versions import NO_COUNT, holders_are_told

@@ -10,7 +10,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook
 from torch import nn
 
-from hfgen import encode
+from hfgen.prepare import encode
 
 IDS = torch.tensor([[5, 6]])
 CONFIG = SimpleNamespace(output_attentions=False, output_hidden_states=True)

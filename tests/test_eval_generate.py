@@ -12,8 +12,8 @@ import sacrebleu
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.cli import app, eval_generate, loading
-from hfgen.evaluate import metrics
+from hfgen.tools.cli import app, eval_generate, loading
+from hfgen.tools.evaluate import metrics
 from tests.tiny import byte_tokenizer, llama
 
 PREDICTIONS = ["the cat sat on the mat", "a dog is here now", "nothing", "two birds fly away"]
@@ -33,7 +33,7 @@ def loaded() -> loading.Loaded:
 
 @pytest.fixture
 def tiny_model(monkeypatch: pytest.MonkeyPatch, loaded: loading.Loaded) -> loading.Loaded:
-    monkeypatch.setattr("hfgen.cli.eval_generate.load", lambda *_: loaded)
+    monkeypatch.setattr("hfgen.tools.cli.eval_generate.load", lambda *_: loaded)
     return loaded
 
 

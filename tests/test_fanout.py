@@ -14,7 +14,7 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hfgen
-from hfgen.logs import logger
+from hfgen.settings.logs import logger
 from tests import tiny
 from tests.parity.harness import FAMILIES
 
@@ -63,7 +63,7 @@ def test_prompts_are_forwarded_once(mode: str, cache: str) -> None:
 
 @pytest.mark.parametrize("mode", ["beams", "samples"])
 def test_tokens_are_those_of_expanded_prompts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfgen.execution import shared_prompt
+    from hfgen.running import shared_prompt
 
     model = hfgen.mix_into(tiny.llama())
     kwargs = MODES[mode] | {"attention_mask": MASK, "return_dict_in_generate": True}
@@ -91,7 +91,7 @@ def test_the_decoder_of_an_encoder_decoder_is_shared_too() -> None:
 
 
 def test_models_that_remember_rows_elsewhere_are_not_shared(monkeypatch) -> None:
-    from hfgen.execution import shared_prompt
+    from hfgen.running import shared_prompt
 
     monkeypatch.setattr(shared_prompt, "_NOT_SHARED", WeakSet())  # other tests have found out
     upstream = FAMILIES["recurrent_gemma"].build()
@@ -154,7 +154,7 @@ def test_beams_move_only_what_they_do_not_share(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reordering in place gives what reordering all of the cache gives."""
-    from hfgen.caches import layers as rows
+    from hfgen.memory.caches import layers as rows
 
     in_place = rows.reorder_beams
     n_moved: list[int] = []
@@ -180,10 +180,10 @@ def test_beams_move_only_what_they_do_not_share(
 
 
 def test_a_kept_view_of_the_cache_is_not_reordered_in_place() -> None:
-    from hfgen.caches import layers as rows
+    from hfgen.memory.caches import layers as rows
 
     model = hfgen.mix_into(tiny.llama())
-    cache = hfgen.caches.dynamic.GrowingCache(config=model.config)
+    cache = hfgen.memory.caches.dynamic.GrowingCache(config=model.config)
     with torch.no_grad():
         model(IDS, past_key_values=cache)
         rows.repeat(cache, torch.tensor([0, 0, 1, 1]))
@@ -505,7 +505,7 @@ OWN: dict[str, Callable[[], Any]] = {
 def test_what_is_not_known_to_be_row_wise_is_not_shared(
     make: Callable[[], Any], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hfgen.execution import shared_prompt
+    from hfgen.running import shared_prompt
 
     monkeypatch.setattr(shared_prompt, "_NOT_SHARED", WeakSet())
     kwargs = {"attention_mask": MASK, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}

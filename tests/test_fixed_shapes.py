@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hfgen
-from hfgen.caches import growing
 from hfgen.engine import Engine
+from hfgen.memory.caches import growing
 from tests import tiny
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.test_length_classes import WAYS, check, prompt, solo

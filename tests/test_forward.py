@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
 import hfgen
-from hfgen.forward import last_logits, next_token
+from hfgen.running import last_logits, next_token
 from tests import tiny
 
 

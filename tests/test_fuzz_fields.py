@@ -23,7 +23,7 @@ import torch
 import transformers
 
 import hfgen
-from hfgen.fields import FIELDS
+from hfgen.settings.fields import FIELDS
 from tests import tiny
 
 ROWS, LENGTH = 2, 5

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import hfgen
-from hfgen.caches.pool import pool_of
-from hfgen.execution import ahead
-from hfgen.execution.recorders import generator_states
+from hfgen.memory.caches.pool import pool_of
+from hfgen.running import ahead
+from hfgen.running.recorders import generator_states
 from tests import tiny
 from tests.drafting_models import whisper
 from tests.host_recorder import Reads, recording_on_the_cpu

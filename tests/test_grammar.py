@@ -16,10 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import hfgen
 from hfgen import grammar as G
-from hfgen.grammar import llguidance as backend
-from hfgen.grammar.follower import Follower
-from hfgen.grammar.llguidance import library_of
-from hfgen.grammar.processor import GrammarProcessor, as_limits
+from hfgen.logits.grammar import llguidance as backend
+from hfgen.logits.grammar.follower import Follower
+from hfgen.logits.grammar.llguidance import library_of
+from hfgen.logits.grammar.processor import GrammarProcessor, as_limits
 from tests import tiny
 from tests.parity import grammars as sweep
 from tests.parity.decoder_families import seeded
@@ -329,7 +329,7 @@ def test_forced_tokens_and_drafts_are_offered_together(loaded):
 
 def test_drafts_with_scores_keep_them(loaded):
     """Forced tokens beside drafts of an assistant that samples: probabilities fit the tokens."""
-    from hfgen.drafters.forced import merged
+    from hfgen.decoding.drafters.forced import merged
 
     logits = torch.zeros(2, 2, 7)
     draft = hfgen.Draft(torch.tensor([[3, 4], [5, 6]]), logits)

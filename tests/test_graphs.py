@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import hfgen
-from hfgen.execution import ahead, graphs, recorders
-from hfgen.strategies.sample import Sample
+from hfgen.decoding.strategies.sample import Sample
+from hfgen.running import ahead, graphs, recorders
 from tests import tiny
 from tests.drafting_models import whisper
 from tests.host_recorder import Reads

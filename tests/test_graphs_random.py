@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hfgen.execution import ahead
+from hfgen.running import ahead
 from tests.host_recorder import recording_on_the_cpu
 from tests.parity.harness import Case, Outcome, compare, draw_case, ours, run, settle
 from tests.parity.invariants import MANY_EOS

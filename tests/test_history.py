@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfgen.processors import history
-from hfgen.processors.history import Counted, Counts, Distinct, RowStates
-from hfgen.processors.ngrams import NGrams
-from hfgen.processors.suffixes import SuffixAutomaton
+from hfgen.logits.processors import history
+from hfgen.logits.processors.history import Counted, Counts, Distinct, RowStates
+from hfgen.logits.processors.ngrams import NGrams
+from hfgen.logits.processors.suffixes import SuffixAutomaton
 
 VOCAB, ROWS = 7, 3
 

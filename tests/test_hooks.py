@@ -19,7 +19,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
 import hfgen
-from hfgen.caches.dynamic import GrowingCache
+from hfgen.memory.caches.dynamic import GrowingCache
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
 from tests.versions import IS_5_23

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import hfgen
 from hfgen import grammar
-from hfgen.cli import app, loading
-from hfgen.inspect import Trace
-from hfgen.inspect.stages import spelled
+from hfgen.tools.cli import app, loading
+from hfgen.tools.inspect import Trace
+from hfgen.tools.inspect.stages import spelled
 from tests import tiny
 from tests.simulated_accelerator import Accelerator, on_device, to_device
 from tests.test_architecture import TREES, imported
@@ -353,8 +353,8 @@ def test_nothing_else_imports_it() -> None:
     users = {
         name
         for name, tree in TREES.items()
-        if not name.startswith("hfgen.inspect")
-        and any(target.startswith("hfgen.inspect") for target in imported(name, tree))
+        if not name.startswith("hfgen.tools.inspect")
+        and any(target.startswith("hfgen.tools.inspect") for target in imported(name, tree))
     }
     assert users <= {"hfgen"}  # for types
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import hfgen
-from hfgen.inspect import Trace
+from hfgen.tools.inspect import Trace
 from tests import tiny
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import EncoderDecoderCache
 
 import hfgen
-from hfgen.batch import Batch
-from hfgen.caches import growing, joining
-from hfgen.call import Request
-from hfgen.execution import hides_padding
-from hfgen.loop import steps
-from hfgen.prepare import prepare
-from hfgen.strategies import Sample
+from hfgen.decoding.loop import steps
+from hfgen.decoding.strategies import Sample
+from hfgen.memory.batch import Batch
+from hfgen.memory.caches import growing, joining
+from hfgen.prepare.stages import prepare
+from hfgen.running import hides_padding
+from hfgen.state.call import Request
 from tests import SHIPPED, tiny
 from tests.parity.decoder_families import DECODER_FAMILIES
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import hfgen
-from hfgen.execution import ahead
-from hfgen.strategies.sample import Sample
+from hfgen.decoding.strategies.sample import Sample
+from hfgen.running import ahead
 from tests import tiny
 from tests.parity.harness import Case, _differences, compare, draw_case, ours, run
 from tests.parity.invariants import MANY_EOS
@@ -229,7 +229,7 @@ def test_everything_that_a_call_returns(
 
 def test_an_end_is_undone(model: nn.Module, late: Counter[str], eos: int) -> None:
     """One forward more, of which the caller's cache keeps nothing."""
-    cache = hfgen.caches.dynamic.GrowingCache(config=model.config)
+    cache = hfgen.memory.caches.dynamic.GrowingCache(config=model.config)
     ids = prompt(1)
     out = model.generate(ids, eos_token_id=eos, max_new_tokens=9, past_key_values=cache)
     assert out.shape[1] == ids.shape[1] + 4
@@ -254,7 +254,7 @@ def test_a_closed_stream_leaves_the_cache_as_it_is_at_once(
     lengths = []
     for always in (False, True):
         ahead.ALWAYS = always
-        cache = hfgen.caches.dynamic.GrowingCache(config=model.config)
+        cache = hfgen.memory.caches.dynamic.GrowingCache(config=model.config)
         with model.stream(
             prompt(1), eos_token_id=96, past_key_values=cache, max_new_tokens=9
         ) as stream:
@@ -342,7 +342,7 @@ def test_a_cpu_checks_at_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch)
 
 def test_invalid_scores_raise_and_undo(late: Counter[str]) -> None:
     model = on_device(hfgen.mix_into(tiny.llama()))
-    cache = hfgen.caches.dynamic.GrowingCache(config=model.config)
+    cache = hfgen.memory.caches.dynamic.GrowingCache(config=model.config)
 
     def spoil(ids: Tensor, scores: Tensor) -> Tensor:
         return scores * float("nan") if ids.shape[1] == start + 2 else scores

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hfgen
-from hfgen.logprobs import Asked, Settings
-from hfgen.logprobs.result import measure
-from hfgen.strategies import Sample
+from hfgen.decoding.strategies import Sample
+from hfgen.logits.logprobs import Asked, Settings
+from hfgen.logits.logprobs.result import measure
 from tests import tiny
 from tests.markov import Markov
 from tests.parity.decoder_families import DECODER_FAMILIES

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfgen import loop
-from hfgen.call import Step
+from hfgen.decoding import loop
+from hfgen.state.run import Step
 
 
 class Model:

@@ -24,12 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import EncoderDecoderCache, GenerationConfig, LlamaConfig, LogitsProcessorList
 
 import hfgen
-from hfgen import caches
-from hfgen.caches import dynamic, growing, mapped, offloaded
-from hfgen.caches.dynamic import GrowingCache, GrowingLayer, as_growing
-from hfgen.caches.growing import GrowableTensor, GrowthPolicy
-from hfgen.caches.mapped import Folder
-from hfgen.caches.offloaded import Offloaded, OffloadedCache
+from hfgen.memory import caches
+from hfgen.memory.caches import dynamic, growing, mapped, offloaded
+from hfgen.memory.caches.dynamic import GrowingCache, GrowingLayer, as_growing
+from hfgen.memory.caches.growing import GrowableTensor, GrowthPolicy
+from hfgen.memory.caches.mapped import Folder
+from hfgen.memory.caches.offloaded import Offloaded, OffloadedCache
 from tests import SHIPPED, tiny
 from tests.parity.harness import FAMILIES
 from tests.test_dynamic_cache import LAYERS, OPERATIONS, Pair, apply, equal, filled
@@ -544,8 +544,8 @@ def test_paged_in_a_config_is_the_dynamic_cache_as_upstreams() -> None:
 FORKED = """
 import os, sys, torch
 from transformers import LlamaConfig
-from hfgen.caches import growing
-from hfgen.caches.offloaded import OffloadedCache
+from hfgen.memory.caches import growing
+from hfgen.memory.caches.offloaded import OffloadedCache
 
 growing.CONCATENATED = 0
 torch.set_grad_enabled(False)

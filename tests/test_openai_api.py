@@ -12,8 +12,9 @@ from hypothesis import given, settings, strategies
 
 import hfgen
 from hfgen import grammar
-from hfgen.fields import FIELDS
-from hfgen.openai_api import (
+from hfgen.settings.fields import FIELDS
+from hfgen.settings.vllm import PARAMS
+from hfgen.tools.openai_api import (
     chat_response,
     completion_response,
     error_body,
@@ -21,8 +22,7 @@ from hfgen.openai_api import (
     generate_kwargs,
     prompts_of,
 )
-from hfgen.openai_api.requests import CHECKED_AS, FORMATS, OWN, REFUSED
-from hfgen.vllm import PARAMS
+from hfgen.tools.openai_api.requests import CHECKED_AS, FORMATS, OWN, REFUSED
 from tests.tiny import byte_tokenizer
 
 TEMPLATE = (

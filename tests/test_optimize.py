@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import hfgen
-from hfgen.linears import choice, forward, kernels
-from hfgen.linears.forward import PackedForward
+from hfgen.running.linears import choice, forward, kernels
+from hfgen.running.linears.forward import PackedForward
 from tests import tiny
 
 #: Kernels that round weights.

@@ -16,7 +16,7 @@ from transformers.generation.utils import (
 from transformers.utils import ModelOutput
 
 import hfgen
-from hfgen.batch import map_outputs
+from hfgen.memory.batch import map_outputs
 from tests import tiny
 from tests.markov import Markov
 

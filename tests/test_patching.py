@@ -67,14 +67,14 @@ class Spy:
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     spy = Spy()
-    original = hfgen.loop.steps
+    original = hfgen.decoding.loop.steps
 
     def steps(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for step in original(*args, **kwargs):
             spy.steps += 1
             yield step
 
-    monkeypatch.setattr(hfgen.loop, "steps", steps)
+    monkeypatch.setattr(hfgen.decoding.loop, "steps", steps)
     return spy
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import hfgen
-from hfgen.processors.breakers import Breakers
-from hfgen.processors.dry import DryPenalty
-from hfgen.processors.history import Counted
-from hfgen.processors.repetition import OccurrencePenalty, RepetitionPenaltyLogitsProcessor
+from hfgen.logits.processors.breakers import Breakers
+from hfgen.logits.processors.dry import DryPenalty
+from hfgen.logits.processors.history import Counted
+from hfgen.logits.processors.repetition import OccurrencePenalty, RepetitionPenaltyLogitsProcessor
 from tests import tiny
 from tests.llama_cpp import Sampler, with_llama_cpp
 
@@ -252,7 +252,7 @@ def test_beams_remember_their_own_past(
     assert generate(model, **mode, **PENALTIES[name]).tolist() == ours.tolist()
 
 
-class _Anew(hfgen.processors.repetition.LogitsProcessor):
+class _Anew(hfgen.logits.processors.repetition.LogitsProcessor):
     """A processor that is made for each call, and so remembers nothing."""
 
     def __init__(self, make: Any) -> None:

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.cli import app
-from hfgen.evaluate.bootstrap import interval
-from hfgen.evaluate.perplexity import Perplexity, score, sizes, windows
+from hfgen.tools.cli import app
+from hfgen.tools.evaluate.bootstrap import interval
+from hfgen.tools.evaluate.perplexity import Perplexity, score, sizes, windows
 from tests import tiny
 
 TEXT = Path(hfgen.__file__).read_text(encoding="utf-8")[:1800]

@@ -29,13 +29,13 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 import hfgen
-from hfgen import fingerprint
-from hfgen.caches.dynamic import GrowingCache
-from hfgen.prefix import files, padding
-from hfgen.prefix.cache import PrefixStats
-from hfgen.prefix.radix import Forest, KeyValues, size
-from hfgen.prefix.session import PrefixSession
-from hfgen.strategies import Sample
+from hfgen.decoding.strategies import Sample
+from hfgen.memory import fingerprint
+from hfgen.memory.caches.dynamic import GrowingCache
+from hfgen.running.prefix import files, padding
+from hfgen.running.prefix.cache import PrefixStats
+from hfgen.running.prefix.radix import Forest, KeyValues, size
+from hfgen.running.prefix.session import PrefixSession
 from tests import tiny
 from tests.parity.harness import FAMILIES
 

@@ -18,11 +18,11 @@ from transformers import (
 )
 
 import hfgen
-from hfgen import processors
-from hfgen.processors import LogitsProcessorList
-from hfgen.processors.guidance import EncoderDecoderGuidance
-from hfgen.processors.lists import public_type
-from hfgen.processors.repetition import RepetitionPenaltyLogitsProcessor
+from hfgen.logits import processors
+from hfgen.logits.processors import LogitsProcessorList
+from hfgen.logits.processors.guidance import EncoderDecoderGuidance
+from hfgen.logits.processors.lists import public_type
+from hfgen.logits.processors.repetition import RepetitionPenaltyLogitsProcessor
 from tests import tiny
 from tests.versions import since_5_23
 
@@ -659,7 +659,7 @@ def test_a_subclass_of_a_default_is_added() -> None:
 
 def test_a_custom_processor_replaces_its_own_type_only() -> None:
     """Two of hfgen's that no class of transformers stands behind are of different types."""
-    module = "hfgen.processors.made_up"
+    module = "hfgen.logits.processors.made_up"
     one, other = (type(name, (Custom,), {"__module__": module}) for name in ("One", "Other"))
     one.__bases__ = other.__bases__ = (LogitsProcessor,)
     merged = processors.merge_criteria_processor_list(None, LogitsProcessorList([one()]), [other()])

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, WatermarkingConfig
 
-from hfgen import processors
-from hfgen.processors import lengths, ngrams, repetition, vocabulary
-from hfgen.processors.lists import public_type
+from hfgen.logits import processors
+from hfgen.logits.processors import lengths, ngrams, repetition, vocabulary
+from hfgen.logits.processors.lists import public_type
 from tests.versions import IS_5_23
 
 VOCAB = 12

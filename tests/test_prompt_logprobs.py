@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
 import hfgen
-from hfgen.evaluate.live_bytes import LiveBytes
-from hfgen.execution import prompt_logits
+from hfgen.running import prompt_logits
+from hfgen.tools.evaluate.live_bytes import LiveBytes
 from tests import tiny
 from tests.markov import Markov
 from tests.parity.decoder_families import DECODER_FAMILIES

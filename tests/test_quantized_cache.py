@@ -17,12 +17,12 @@ from transformers import DynamicCache, EncoderDecoderCache, Qwen2Config, Qwen2Fo
 
 import hfgen
 from benchmarks import quantized_cache as benchmark
-from hfgen.cache_settings import Settings
-from hfgen.caches.layers import record_past, roll_back
-from hfgen.caches.packing import CHANNELS, TOKENS, Grouping, Packed, Scratch, pack, unpack
-from hfgen.caches.quantized import Padding, QuantizedCache, QuantizedLayer, States
-from hfgen.evaluate.live_bytes import LiveBytes
-from hfgen.logs import logger
+from hfgen.memory.caches.layers import record_past, roll_back
+from hfgen.memory.caches.packing import CHANNELS, TOKENS, Grouping, Packed, Scratch, pack, unpack
+from hfgen.memory.caches.quantized import Padding, QuantizedCache, QuantizedLayer, States
+from hfgen.settings.cache_settings import Settings
+from hfgen.settings.logs import logger
+from hfgen.tools.evaluate.live_bytes import LiveBytes
 from tests import tiny
 from tests.parity.decoder_families import Build
 from tests.parity.family import seeded, sharpen
@@ -119,8 +119,8 @@ def test_blocks_do_not_change_what_is_packed(monkeypatch: pytest.MonkeyPatch) ->
     states = random(2, 3, 64, 8)
     grouping = Grouping(4, TOKENS, 8, 8)
     whole = Packed.nothing(grouping, states).extended(states)
-    monkeypatch.setattr("hfgen.caches.packing.PACKED_AT_ONCE", {"cpu": 1000})
-    monkeypatch.setattr("hfgen.caches.packing.UNPACKED_AT_ONCE", {"cpu": 1000})
+    monkeypatch.setattr("hfgen.memory.caches.packing.PACKED_AT_ONCE", {"cpu": 1000})
+    monkeypatch.setattr("hfgen.memory.caches.packing.UNPACKED_AT_ONCE", {"cpu": 1000})
     in_blocks = Packed.nothing(grouping, states).extended(states[:, :, :24])
     in_blocks = in_blocks.extended(states[:, :, 24:])
     for one, other in zip(whole.tensors, in_blocks.tensors, strict=True):
@@ -349,8 +349,8 @@ def test_int4_is_below_three_tenths_of_float16() -> None:
 def test_an_update_needs_one_layer_and_a_block(
     is_first: bool, has_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hfgen.caches.packing.PACKED_AT_ONCE", {"cpu": 2**12})
-    monkeypatch.setattr("hfgen.caches.packing.UNPACKED_AT_ONCE", {"cpu": 2**12})
+    monkeypatch.setattr("hfgen.memory.caches.packing.PACKED_AT_ONCE", {"cpu": 2**12})
+    monkeypatch.setattr("hfgen.memory.caches.packing.UNPACKED_AT_ONCE", {"cpu": 2**12})
     config = tiny.llama(num_hidden_layers=6).config
     cache = QuantizedCache(config, Settings(4, 8))
     states = random(1, 2, 4000 if is_first else 1, 8)
@@ -742,7 +742,7 @@ def test_upstreams_backends_are_still_there(monkeypatch: pytest.MonkeyPatch) -> 
             made.append(options)
             super().__init__()
 
-    monkeypatch.setattr("hfgen.caches.quantized.UpstreamQuantizedCache", Upstream)
+    monkeypatch.setattr("hfgen.memory.caches.quantized.UpstreamQuantizedCache", Upstream)
     model = hfgen.mix_into(tiny.llama())
     config = {"backend": "quanto", "nbits": 4, "axis_key": 0}
     options = {"cache_implementation": "quantized", "cache_config": config}
@@ -815,7 +815,7 @@ def test_memory_is_not_used_again_where_torch_does_not_count_users(
     scratch, like = Scratch(), torch.zeros(8)
     address = scratch.empty((8,), like).data_ptr()
     assert scratch.empty((8,), like).data_ptr() == address  # it was looked up before
-    monkeypatch.setattr("hfgen.caches.packing.use_count", lambda storage: 4)
+    monkeypatch.setattr("hfgen.memory.caches.packing.use_count", lambda storage: 4)
     kept = scratch.buffer
     assert scratch.empty((8,), like).data_ptr() != address
     assert kept is not scratch.buffer

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import hfgen
-from hfgen.strategies import Beam, NextToken, Sample
-from hfgen.types import Run, Step
+from hfgen.decoding.strategies import Beam, NextToken, Sample
+from hfgen.state.run import Run, Step
 from tests import tiny
 from tests.parity.harness import prefill_of_each_row
 from tests.test_streaming_beams import Recorder

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfgen.execution import recorders
-from hfgen.execution.recorders import WARM_UPS, CudaRecorder, NoReads
+from hfgen.running import recorders
+from hfgen.running.recorders import WARM_UPS, CudaRecorder, NoReads
 from tests.simulated_accelerator import DEVICE, Accelerator, to_device
 
 

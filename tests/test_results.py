@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, StoppingCriteria
 
 import hfgen
-from hfgen.stopping import FinishReason
-from hfgen.stopping.strings import StopRegexCriteria, StopStringCriteria, text_until
-from hfgen.text import Detokenizer
+from hfgen.logits.stopping import FinishReason
+from hfgen.logits.stopping.strings import StopRegexCriteria, StopStringCriteria, text_until
+from hfgen.state.text import Detokenizer
 from tests import tiny
 from tests.scripted import PROMPT, ids_of, model, tokenizer, write
 from tests.test_stops import MODES
@@ -174,10 +174,10 @@ def test_nothing_is_noted_without_an_output() -> None:
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
             return False
 
-    original = hfgen.stopping.StoppingCriteriaList.take_notes
+    original = hfgen.logits.stopping.StoppingCriteriaList.take_notes
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(
-        hfgen.stopping.StoppingCriteriaList,
+        hfgen.logits.stopping.StoppingCriteriaList,
         "take_notes",
         lambda self: (noted.append(self), original(self))[1],
     )

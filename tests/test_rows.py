@@ -11,8 +11,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import hfgen
 from hfgen import GenerationConfig
-from hfgen.logs import logger
-from hfgen.strategies.base import NextToken
+from hfgen.decoding.strategies.base import NextToken
+from hfgen.settings.logs import logger
 from tests import tiny
 from tests.tiny import llama, t5
 

@@ -12,11 +12,11 @@ import torch
 
 import hfgen
 from hfgen import GenerationConfig
-from hfgen.processors.context import Context
-from hfgen.processors.feedback import AdaptiveP, Mirostat
-from hfgen.processors.temperature import DynamicTemperature, QuadraticSmoothing
-from hfgen.processors.truncation import ExcludeTopChoices, PLess, TopA, TopNSigma
-from hfgen.sampler_order import PRESETS, SAMPLERS
+from hfgen.logits.processors.context import Context
+from hfgen.logits.processors.feedback import AdaptiveP, Mirostat
+from hfgen.logits.processors.temperature import DynamicTemperature, QuadraticSmoothing
+from hfgen.logits.processors.truncation import ExcludeTopChoices, PLess, TopA, TopNSigma
+from hfgen.settings.sampler_order import PRESETS, SAMPLERS
 from tests import tiny
 from tests.llama_cpp import Sampler, with_llama_cpp
 
@@ -330,7 +330,7 @@ def built(field: str, configs: list[Any], keys: torch.Tensor, each: int) -> Any:
     for config in configs:
         config._eos_token_tensor = torch.tensor([2, 4])
     object.__setattr__(context, "model", type("M", (), {"config": tiny.llama().config}))
-    table = [*hfgen.processors.PROCESSORS, *hfgen.processors.WARPERS]
+    table = [*hfgen.logits.processors.PROCESSORS, *hfgen.logits.processors.WARPERS]
     return next(row for row in table if getattr(row, "field", None) == field)(context)
 
 
@@ -452,10 +452,10 @@ def test_an_unknown_order_is_refused(order: Any, words: str) -> None:
 
 
 def test_all_names_of_samplers_have_a_row() -> None:
-    table = [*hfgen.processors.PROCESSORS, *hfgen.processors.WARPERS]
+    table = [*hfgen.logits.processors.PROCESSORS, *hfgen.logits.processors.WARPERS]
     fields = {getattr(row, "field", None) for row in table}
     assert {field for named in SAMPLERS.values() for field in named} <= fields
-    assert {row.field for row in hfgen.processors.WARPERS} <= {
+    assert {row.field for row in hfgen.logits.processors.WARPERS} <= {
         f for n in SAMPLERS.values() for f in n
     }
     assert all(set(names) <= set(SAMPLERS) for names in PRESETS.values())

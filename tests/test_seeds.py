@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hfgen
-from hfgen import seeds
-from hfgen.builtin import builtin_model
-from hfgen.strategies.base import NextToken
+from hfgen.decoding.strategies.base import NextToken
+from hfgen.state import seeds
+from hfgen.tools.builtin import builtin_model
 from tests.tiny import llama, t5
 
 PROMPT = torch.tensor([[5, 17, 33, 8, 61]])

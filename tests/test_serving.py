@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen import cli, serve
 from hfgen.engine.errors import EngineClosedError, EngineError, QueueFullError
 from hfgen.engine.serving import Service
+from hfgen.tools import cli, serve
 from tests import tiny
 
 

@@ -182,7 +182,7 @@ def test_a_read_says_where(device_model: nn.Module) -> None:
     with Accelerator() as accelerator:
         device_model.compute_transition_scores(to_device(prompt()), scores)
     (read,) = accelerator.of_kind("read")
-    assert read.where.startswith("hfgen/outputs.py:")
+    assert read.where.startswith("hfgen/decoding/outputs.py:")
 
 
 def test_steps_begin_with_the_embedding(device_model: nn.Module) -> None:

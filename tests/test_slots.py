@@ -19,9 +19,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from hfgen.caches import growing, joining, slots
-from hfgen.caches.dynamic import GrowingCache, GrowingLayer, as_growing
-from hfgen.caches.growing import GrowableTensor, GrowthPolicy
+from hfgen.memory.caches import growing, joining, slots
+from hfgen.memory.caches.dynamic import GrowingCache, GrowingLayer, as_growing
+from hfgen.memory.caches.growing import GrowableTensor, GrowthPolicy
 
 HEADS, SIZE = 2, 4
 
@@ -440,5 +440,5 @@ def test_a_layer_of_ones_own_that_declares_nothing_is_refused() -> None:
             lambda each=each: joining.trim(each, 1),
             lambda each=each: joining.bytes_of_row(each, 1),
         ):
-            with pytest.raises(ValueError, match=f"{name}.*`hfgen.caches.slots.Slots`"):
+            with pytest.raises(ValueError, match=f"{name}.*`hfgen.memory.caches.slots.Slots`"):
                 operation()

@@ -28,10 +28,10 @@ from transformers import (
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 import hfgen
-from hfgen.caches import pool, static_layers
-from hfgen.caches.layers import layers_of
-from hfgen.caches.pool import CacheBuffers, Pool, Size, pool_of
-from hfgen.caches.static_layers import SlicedStaticLayer, VisibleLength
+from hfgen.memory.caches import pool, static_layers
+from hfgen.memory.caches.layers import layers_of
+from hfgen.memory.caches.pool import CacheBuffers, Pool, Size, pool_of
+from hfgen.memory.caches.static_layers import SlicedStaticLayer, VisibleLength
 from tests import tiny
 from tests.parity import harness
 from tests.parity.harness import Case

@@ -20,10 +20,10 @@ from transformers import (
 )
 
 import hfgen
-from hfgen import stopping
-from hfgen.processors import merge_criteria_processor_list
-from hfgen.processors.lists import public_type
-from hfgen.stopping import StoppingCriteriaList, StopStringCriteria
+from hfgen.logits import stopping
+from hfgen.logits.processors import merge_criteria_processor_list
+from hfgen.logits.processors.lists import public_type
+from hfgen.logits.stopping import StoppingCriteriaList, StopStringCriteria
 from tests import tiny
 
 

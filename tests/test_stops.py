@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor
 
 import hfgen
-from hfgen.stopping import StopRegexCriteria, StopStringCriteria
-from hfgen.stopping.strings import WINDOW
+from hfgen.logits.stopping import StopRegexCriteria, StopStringCriteria
+from hfgen.logits.stopping.strings import WINDOW
 from tests import tiny
 from tests.scripted import PROMPT, generated, ids_of, model, tokenizer, write
 from tests.tokenizers_of_all_kinds import ALL, TEXTS, byte_level

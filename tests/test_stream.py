@@ -227,7 +227,7 @@ class Threes:
         self.left -= 1
         threes = torch.full((len(run.ids), 1), 3)
         run.ids = torch.cat([run.ids, threes], dim=1)
-        return hfgen.types.Step(tokens=threes)
+        return hfgen.state.run.Step(tokens=threes)
 
     def stop(self, run: Any) -> None:
         run.finished = self.left == 0

@@ -12,7 +12,7 @@ from transformers import TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hfgen
-from hfgen.strategies.beam import Beam
+from hfgen.decoding.strategies.beam import Beam
 from tests import tiny
 
 EOS = list(range(8, 60, 4))

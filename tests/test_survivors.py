@@ -21,10 +21,10 @@ from transformers import (
 
 import hfgen
 from benchmarks.side_by_side import unmixed
-from hfgen import draws, seeds, survivors
-from hfgen.processors import LogitsProcessorList, fused
-from hfgen.processors.per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow
-from hfgen.strategies.base import InvalidScores, InvalidScoresError
+from hfgen.decoding.strategies.base import InvalidScores, InvalidScoresError
+from hfgen.logits.processors import LogitsProcessorList, fused
+from hfgen.logits.processors.per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow
+from hfgen.state import draws, seeds, survivors
 from tests import tiny
 
 NO = -math.inf

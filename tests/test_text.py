@@ -10,7 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfgen.text import CONTEXT, UNKNOWN, Detokenizer, Pieces, context_of, decode
+from hfgen.state.text import CONTEXT, UNKNOWN, Detokenizer, Pieces, context_of, decode
 from tests.tokenizers_of_all_kinds import ALL, TEXTS, byte_fallback, byte_level, metaspace
 
 EVERY = pytest.mark.parametrize("name", ALL)

@@ -1,4 +1,4 @@
-"""Assistants with another tokenizer (``drafters/translated.py``)."""
+"""Assistants with another tokenizer (``decoding/drafters/translated.py``)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfgen
-from hfgen.drafters import DraftContext
-from hfgen.drafters.text_bridge import Row
-from hfgen.drafters.translated import UniversalDrafter
-from hfgen.vocabularies import Spelling, shared_tokens
+from hfgen.decoding.drafters import DraftContext
+from hfgen.decoding.drafters.text_bridge import Row
+from hfgen.decoding.drafters.translated import UniversalDrafter
+from hfgen.state.vocabularies import Spelling, shared_tokens
 from tests.parity.family import seeded
 from tests.tiny import llama
 

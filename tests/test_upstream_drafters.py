@@ -15,9 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 import hfgen
-from hfgen.drafters import Setup, make_drafter
-from hfgen.drafters.upstream import SINGLE_POSITION, FromGenerators
-from hfgen.types import Run
+from hfgen.decoding.drafters import Setup, make_drafter
+from hfgen.decoding.drafters.upstream import SINGLE_POSITION, FromGenerators
+from hfgen.state.run import Run
 from tests.drafting_models import with_diffusion, with_heads, with_single_position
 from tests.tiny import VOCAB, llama, prompt
 
@@ -231,7 +231,7 @@ def test_scores_that_nothing_was_drawn_from_are_used_only_where_upstream_uses_th
                 return kept[-1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hfgen.drafters.upstream.FromGenerators", Spy)
+            patch.setattr("hfgen.decoding.drafters.upstream.FromGenerators", Spy)
             model.generate(
                 prompt(rows), assistant_model=assistant, do_sample=True, max_new_tokens=8
             )

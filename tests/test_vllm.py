@@ -10,8 +10,8 @@ import torch
 
 import hfgen
 from hfgen import GenerationConfig, SamplingParams, grammar
-from hfgen.fields import FIELDS
-from hfgen.vllm import PARAMS
+from hfgen.settings.fields import FIELDS
+from hfgen.settings.vllm import PARAMS
 from tests import tiny, vllm_objects
 from tests.tiny import bart, gpt2, llama
 

@@ -141,7 +141,7 @@ def test_what_it_says_of_the_methods_and_shapes(page):
     text = PAGE.read_text(encoding="utf-8")
     tables = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
     named = {name for cell in tables for name in re.findall(r"`(\w+)", cell)}
-    from hfgen.recipes import METHODS
+    from hfgen.decoding.recipes import METHODS
 
     assert set(METHODS) <= named
     assert {"batch", "rows", "length", "n_new", "vocab"} == named - set(METHODS)

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from hfgen.builtin import builtin_model
+from hfgen.tools.builtin import builtin_model
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

@@ -7,18 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import grammar
-    from .builtin import builtin_model
-    from .caches.pool import free_caches
-    from .cancellation import Cancellation
-    from .config import GenerationConfig, SamplingParams
-    from .constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
-    from .drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
+    from .decoding.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
+    from .decoding.drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
+    from .decoding.recipes import minimum_bayes_risk, recipe
+    from .decoding.strategies.base import InvalidScoresError
+    from .decoding.strategies.minimum_bayes_risk import token_f1
     from .engine import Engine
     from .engine.many import generate_many
-    from .inspect import trace
-    from .linears import optimize, optimized, restore
-    from .logprobs import Logprobs, TokenLogprob
+    from .logits.logprobs import Logprobs, TokenLogprob
+    from .memory.caches.pool import free_caches
     from .mixin import GenerationMixin
     from .patching import (
         AutoModelForCausalLM,
@@ -31,12 +28,15 @@ if TYPE_CHECKING:
         patched,
         unpatch,
     )
-    from .prefix import PrefixCache
-    from .ranks import RankError
-    from .recipes import minimum_bayes_risk, recipe
-    from .strategies.base import InvalidScoresError
-    from .strategies.minimum_bayes_risk import token_f1
+    from .prepare.config import GenerationConfig, SamplingParams
+    from .running.linears import optimize, optimized, restore
+    from .running.prefix import PrefixCache
+    from .running.ranks import RankError
+    from .settings import grammar
+    from .settings.cancellation import Cancellation
     from .streaming import StreamEvent
+    from .tools.builtin import builtin_model
+    from .tools.inspect import trace
 
 __version__ = "0.1.0"
 
@@ -83,23 +83,23 @@ __all__ = [
 ]
 
 _HOMES = {  # the modules of the names that are not in `patching`
-    "builtin": ["builtin_model"],
-    "caches.pool": ["free_caches"],
-    "cancellation": ["Cancellation"],
-    "config": ["GenerationConfig", "SamplingParams"],
-    "constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
-    "drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
+    "tools.builtin": ["builtin_model"],
+    "memory.caches.pool": ["free_caches"],
+    "settings.cancellation": ["Cancellation"],
+    "prepare.config": ["GenerationConfig", "SamplingParams"],
+    "decoding.constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
+    "decoding.drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
     "engine": ["Engine"],
     "engine.many": ["generate_many"],
-    "inspect": ["trace"],
-    "linears": ["optimize", "optimized", "restore"],
-    "logprobs": ["Logprobs", "TokenLogprob"],
+    "tools.inspect": ["trace"],
+    "running.linears": ["optimize", "optimized", "restore"],
+    "logits.logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
-    "prefix": ["PrefixCache"],
-    "ranks": ["RankError"],
-    "recipes": ["minimum_bayes_risk", "recipe"],
-    "strategies.base": ["InvalidScoresError"],
-    "strategies.minimum_bayes_risk": ["token_f1"],
+    "running.prefix": ["PrefixCache"],
+    "running.ranks": ["RankError"],
+    "decoding.recipes": ["minimum_bayes_risk", "recipe"],
+    "decoding.strategies.base": ["InvalidScoresError"],
+    "decoding.strategies.minimum_bayes_risk": ["token_f1"],
     "streaming": ["StreamEvent"],
 }
 
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "grammar":  # a module of functions, of which one is called json
-        return import_module(".grammar", __name__)
+        return import_module(".settings.grammar", __name__)
     home = next((module for module, names in _HOMES.items() if name in names), "patching")
     globals()[name] = value = getattr(import_module(f".{home}", __name__), name)
     return value

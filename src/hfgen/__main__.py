@@ -1,6 +1,6 @@
 """``python -m hfgen`` is the command ``hfgen``."""
 
-from hfgen.cli import main
+from .tools.cli import main
 
 if __name__ == "__main__":
     main()

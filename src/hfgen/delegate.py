@@ -10,9 +10,10 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from . import families, prefix
-from .call import Request
-from .logs import logger
+from . import families
+from .running import prefix
+from .settings.logs import logger
+from .state.call import Request
 
 
 def runs_elsewhere(request: Request) -> Callable[[Any, Request], Any] | None:

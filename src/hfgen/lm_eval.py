@@ -21,9 +21,9 @@ from lm_eval.models.utils import (
 from tqdm import tqdm
 
 from .engine.many import generate_many
-from .evaluate.continuations import Likelihoods
 from .mixin import mixed_view
-from .prefix import PrefixCache
+from .running.prefix import PrefixCache
+from .tools.evaluate.continuations import Likelihoods
 
 #: With ``batch_size="auto"``: rows that decode at once.
 ROWS = 32

@@ -20,29 +20,19 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from . import (
-    caches,
-    config,
-    delegate,
-    encode,
-    healing,
-    inputs,
-    loop,
-    media,
-    modes,
-    outputs,
-    processors,
-    stopping,
-    validate,
-)
-from .call import Request
-from .execution import compiled, executor, step_inputs
-from .execution.prefill import prefill
-from .modes import HOOKS, Method
-from .outputs import GenerateOutput
-from .prepare import prepare
+from . import delegate
+from .decoding import loop, modes, outputs
+from .decoding.modes import HOOKS, Method
+from .decoding.outputs import GenerateOutput
+from .logits import processors, stopping
+from .memory import caches
+from .prepare import config, encode, healing, inputs, validate
+from .prepare.stages import prepare
+from .running import compiled, executor, media, step_inputs
+from .running.prefill import prefill
+from .settings.versions import warn_if_untested
+from .state.call import Request
 from .streaming import AsyncStream, Stream
-from .versions import warn_if_untested
 
 T = TypeVar("T")
 

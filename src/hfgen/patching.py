@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 from transformers import GenerationMixin as UpstreamMixin
 
-from .execution.row_states import is_replaced
 from .mixin import OWN, GenerationMixin, mixed_class
-from .versions import warn_if_untested
+from .running.row_states import is_replaced
+from .settings.versions import warn_if_untested
 
 T = TypeVar("T")
 

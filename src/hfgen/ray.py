@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from .builtin import builtin_model
 from .engine import Engine, RequestOutput
 from .engine.many import ENGINE_OPTIONS, failed
 from .engine.serving import Service
 from .patching import AutoModelForCausalLM
+from .tools.builtin import builtin_model
 
 #: What can be known of an output, and how it is found.
 FACTS: dict[str, Callable[[RequestOutput], Any]] = {

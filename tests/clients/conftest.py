@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hfgen
-from hfgen import loop
+from hfgen.decoding import loop
 from tests import tiny
 
 TEMPLATE = (

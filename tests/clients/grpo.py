@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from trl import GRPOConfig, GRPOTrainer
 
 import hfgen
-from hfgen import loop
+from hfgen.decoding import loop
 from tests import tiny
 from tests.clients.conftest import model
 

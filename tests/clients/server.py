@@ -15,7 +15,7 @@ import openai
 from transformers import LogitsProcessor
 
 import hfgen
-from hfgen.serve.server import Settings, serve
+from hfgen.tools.serve.server import Settings, serve
 
 #: A chat in which each message is a line.
 LINES = "{% for m in messages %}{{ m.content }}\n{% endfor %}"

@@ -176,7 +176,7 @@ ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
     "nan": (raw('{"model":"builtin","prompt":"x","temperature":NaN}'), "temperature"),
     "a name twice": (raw('{"model":"builtin","prompt":"x","prompt":"y"}'), "prompt"),
     "a surrogate": (raw('{"model":"builtin","prompt":"\\ud800"}'), "prompt"),
-    "a surrogate's name": (raw('{"model":"builtin","prompt":"x","\\ud800":1}'), "unknown"),
+    "a surrogate's name": (raw('{"model":"builtin","prompt":"x","\\ud800":1}'), "lone surrogate"),
     "depth": (raw('{"model":"builtin","prompt":' + "[" * 100_000 + "]" * 100_000 + "}"), "nested"),
     "some depth": (raw('{"model":"builtin","prompt":' + "[" * 500 + "]" * 500 + "}"), "nested"),
     "values": (
@@ -231,7 +231,7 @@ ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
     "a huge answer": (completion(max_tokens=10**15), "max_tokens"),
     "a long answer": (completion(max_tokens=100_000), "max_tokens"),
     "a thought": (completion(thinking_token_budget=1, thinking_message="x" * 60_000), ""),
-    "another model": (completion(model="../../etc/passwd"), "pinned"),
+    "another model": (completion(model="../../etc/passwd"), "has to be 'builtin'"),
     "a path": (("../../etc/passwd", {}), "Not Found"),
 }
 
@@ -466,8 +466,8 @@ def test_pictures_within_limits(tmp_path: Path) -> None:
     """Of sources that the operator allowed, and of a size that can be held."""
     from PIL import Image
 
-    from hfgen.serve import media
-    from hfgen.serve.limits import Limits
+    from hfgen.tools.serve import media
+    from hfgen.tools.serve.limits import Limits
 
     def png(size: tuple[int, int]) -> bytes:
         stored = io.BytesIO()
@@ -514,7 +514,7 @@ def test_pictures_within_limits(tmp_path: Path) -> None:
 def test_every_limit_is_on_the_page() -> None:
     from dataclasses import fields
 
-    from hfgen.serve.limits import Limits
+    from hfgen.tools.serve.limits import Limits
 
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     for each in fields(Limits):

@@ -21,8 +21,8 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 
 import hfgen
 from hfgen.engine.errors import EngineError
-from hfgen.serve.limits import MEBIBYTE, Limits
-from hfgen.serve.server import Settings
+from hfgen.tools.serve.limits import MEBIBYTE, Limits
+from hfgen.tools.serve.server import Settings
 from tests import scripted, tiny
 from tests.clients.server import LINES, Running, running, wait_for
 

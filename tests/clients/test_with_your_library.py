@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hfgen
-from hfgen import loop
+from hfgen.decoding import loop
 from tests import tiny
 from tests.clients.conftest import TEMPLATE, model
 

@@ -24,8 +24,8 @@ from transformers.utils import ModelOutput
 
 import hfgen
 from hfgen import families
-from hfgen.caches import growing
-from hfgen.modes import MODES
+from hfgen.decoding.modes import MODES
+from hfgen.memory.caches import growing
 from tests import SHIPPED
 from tests.parity.family import Family
 from tests.parity.harness import (

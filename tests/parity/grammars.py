@@ -52,7 +52,7 @@ def judge(schema: Schema, text: str, has_ended: bool) -> Outcome:
 
 def is_refused(tokenizer: Any, grammar: hfgen.grammar.Grammar) -> bool:
     """Whether the library says that it cannot do it."""
-    from hfgen.grammar.llguidance import library_of
+    from hfgen.logits.grammar.llguidance import library_of
 
     try:
         library_of(tokenizer).matcher(grammar)

@@ -33,9 +33,9 @@ from transformers.utils import ModelOutput
 from transformers.utils.logging import disable_progress_bar
 
 import hfgen
-from hfgen.caches.dynamic import upstream_kind
-from hfgen.execution import shared_prompt
 from hfgen.families import position_pad
+from hfgen.memory.caches.dynamic import upstream_kind
+from hfgen.running import shared_prompt
 from tests.parity.bare_families import BARE_FAMILIES
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES

@@ -246,7 +246,7 @@ def taking_row(row: int, n_rows: int) -> Callable[[Call], None]:
     def take(value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim and len(value) == n_rows:
             return value[row : row + 1]
-        if isinstance(value, hfgen.outputs.ModelOutput):
+        if isinstance(value, hfgen.decoding.outputs.ModelOutput):
             return type(value)(**{name: take(each) for name, each in value.items()})
         return value
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import hfgen
-from hfgen.prefix import padding
+from hfgen.running.prefix import padding
 from tests.parity.harness import FAMILIES, forget_models, ours
 from tests.parity.options import vocab_size
 from tests.parity.speculation import TOLERANCE, UNSTEADY

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import hfgen
-from hfgen.seeds import gumbel, keys_of
+from hfgen.state.seeds import gumbel, keys_of
 from tests.parity.family import Limit
 from tests.parity.harness import FAMILIES, forget_models, ours
 

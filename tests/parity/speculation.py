@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfgen.drafters import Acceptance, Draft, DraftContext, Drafter
+from hfgen.decoding.drafters import Acceptance, Draft, DraftContext, Drafter
 from tests.parity.family import Limit
 from tests.parity.harness import (
     DOUBLE_TOLERANCE,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfgen.prefix.radix import Match
+from hfgen.running.prefix.radix import Match
 from tests.parity import cache_kinds
 from tests.parity.cache_kinds import Cached, comparable, unlike
 from tests.parity.caches import KINDS, MANY_EOS, check, draw, main

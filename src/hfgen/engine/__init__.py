@@ -1,7 +1,13 @@
 """Continuous batching: many requests at once, each with the tokens of its own ``generate``."""
 
 from .engine import Engine
-from .request import EngineEvent, EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
+from .request import (
+    EngineEvent,
+    EngineRequest,
+    RequestMetrics,
+    RequestOutput,
+    SequenceOutput,
+)
 from .stats import EngineStats
 
 __all__ = [

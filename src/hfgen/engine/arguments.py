@@ -7,8 +7,9 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from .. import families, rows
-from ..logs import logger
+from .. import families
+from ..settings.logs import logger
+from ..state import rows
 from .sequences import Sequences
 
 #: Fields of a ``ContinuousBatchingConfig`` that are arguments of ``Engine``.

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from ..batch import Batch
+from ..memory.batch import Batch
 from .decoding import Decoding
 from .joined import JoinedRows
 from .memory import Memory

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
-from .. import families, loop, prefix, seeds
-from ..batch import Batch
-from ..caches import joining
-from ..call import Call
-from ..execution import chunks, graphs
-from ..kinds import is_zero
-from ..prefix import eligibility
-from ..prepare import prepare
+from .. import families
+from ..decoding import loop
+from ..memory.batch import Batch
+from ..memory.caches import joining
+from ..prepare.stages import prepare
+from ..running import chunks, graphs, prefix
+from ..running.prefix import eligibility
+from ..settings.kinds import is_zero
+from ..state import seeds
+from ..state.call import Call
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
 

@@ -13,11 +13,17 @@ from weakref import WeakValueDictionary
 import torch
 from transformers import GenerationConfig
 
-from .. import families, rows
-from ..call import Request
-from ..config import resolve
+from .. import families
 from ..mixin import driven, mixed_view
-from .errors import EngineClosedError, EngineError, ResultTakenError, UnknownRequestError
+from ..prepare.config import resolve
+from ..state import rows
+from ..state.call import Request
+from .errors import (
+    EngineClosedError,
+    EngineError,
+    ResultTakenError,
+    UnknownRequestError,
+)
 from .memory import Memory
 from .prompts import check_arguments, check_numbers, model_inputs
 from .request import EngineEvent, EngineRequest, RequestOutput

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..batch import Batch
-from ..caches import joining
+from ..memory.batch import Batch
+from ..memory.caches import joining
 from .request import EngineRequest
 from .scheduler import Chunk
 

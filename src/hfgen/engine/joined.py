@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
-from ..batch import Batch, take_rows
-from ..call import ModelKwargs
-from ..execution import next_token
+from ..memory.batch import Batch, take_rows
+from ..running import next_token
+from ..state.call import ModelKwargs
 from .decoding import Decoding
 from .plain import Choices
 

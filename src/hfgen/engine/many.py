@@ -7,10 +7,15 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
-from ..stopping import FinishReason
+from ..logits.stopping import FinishReason
 from .engine import Engine
 from .progress import JobProgress
-from .request import EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
+from .request import (
+    EngineRequest,
+    RequestMetrics,
+    RequestOutput,
+    SequenceOutput,
+)
 
 #: Arguments of ``generate_many`` that are the engine's.
 ENGINE_OPTIONS = ("max_rows", "memory", "prefill_tokens", "policy", "prefix_cache")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..caches import joining
+from ..memory.caches import joining
 
 #: Lengths of rows whose bytes are measured; what lies between is interpolated.
 LENGTHS = [0, *(2**power for power in range(25))]

@@ -14,15 +14,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import seeds
-from ..logprobs.prompt import PromptRecorder
-from ..outputs import Recording
-from ..prefix.session import PrefixSession
-from ..processors.lists import reads_scores_only
-from ..results import Results
-from ..stopping.causes import is_noted
-from ..strategies.base import InvalidScoresError
-from ..strategies.sample import Sample
+from ..decoding.outputs import Recording
+from ..decoding.results import Results
+from ..decoding.strategies.base import InvalidScoresError
+from ..decoding.strategies.sample import Sample
+from ..logits.logprobs.prompt import PromptRecorder
+from ..logits.processors.lists import reads_scores_only
+from ..logits.stopping.causes import is_noted
+from ..running.prefix.session import PrefixSession
+from ..state import seeds
 from ..streaming import StreamEvent
 from .decoding import Decoding
 from .indices import Indices

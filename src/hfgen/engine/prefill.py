@@ -8,11 +8,11 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from .. import execution
-from ..batch import Batch
-from ..caches import layers
-from ..caches.dynamic import GrowingCache
-from ..strategies.sample import Sample
+from .. import running as execution
+from ..decoding.strategies.sample import Sample
+from ..memory.batch import Batch
+from ..memory.caches import layers
+from ..memory.caches.dynamic import GrowingCache
 from .decoding import Decoding
 from .joined import JoinedRows
 from .scheduler import Chunk

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import families
-from ..execution.row_states import foreign_code
-from ..logs import logger
-from ..prefix import PrefixCache
+from ..running.prefix import PrefixCache
+from ..running.row_states import foreign_code
+from ..settings.logs import logger
 
 
 def model_inputs(prompt: Any, tokenizer: Any, device: torch.device) -> dict[str, Any]:

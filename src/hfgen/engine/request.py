@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..stopping import FinishReason
+from ..logits.stopping import FinishReason
 from ..streaming import StreamEvent
 from .decoding import Decoding
 
 if TYPE_CHECKING:
-    from ..call import Request
-    from ..logprobs import TokenLogprob
+    from ..logits.logprobs import TokenLogprob
+    from ..state.call import Request
     from .engine import Engine
     from .scheduler import Item
 

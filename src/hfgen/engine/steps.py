@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .. import families
-from ..batch import Batch
-from ..execution import hides_padding
-from ..stopping import FinishReason
+from ..logits.stopping import FinishReason
+from ..memory.batch import Batch
+from ..running import hides_padding
 from ..streaming import StreamEvent
 from . import host
 from .classes import Classes

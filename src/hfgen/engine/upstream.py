@@ -11,9 +11,10 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from .. import rows, validate
-from ..call import Request
-from ..config import resolve
+from ..prepare import validate
+from ..prepare.config import resolve
+from ..state import rows
+from ..state.call import Request
 from .manager import Manager
 from .worker import logger
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..call import Request
-from ..outputs import GenerateOutput
+from ..decoding.outputs import GenerateOutput
+from ..state.call import Request
 from .events import StreamEvent
 from .stream import Stream
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call import Run, Step, Strategy
-from ..logprobs import Logprobs, Recorder, TokenLogprob
-from ..results import Ending, context, skips_and_includes, text_of
-from ..stopping import FinishReason, StoppingCriteriaList
-from ..stopping.causes import UNKNOWN, Causes, first
-from ..stopping.strings import TextCriteria
-from ..text import Detokenizer
+from ..decoding.results import Ending, context, skips_and_includes, text_of
+from ..logits.logprobs import Logprobs, Recorder, TokenLogprob
+from ..logits.stopping import FinishReason, StoppingCriteriaList
+from ..logits.stopping.causes import UNKNOWN, Causes, first
+from ..logits.stopping.strings import TextCriteria
+from ..state.run import Run, Step, Strategy
+from ..state.text import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)

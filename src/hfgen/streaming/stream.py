@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from .. import loop, validate
-from ..call import Request
-from ..outputs import GenerateOutput
-from ..prepare import prepare
+from ..decoding import loop
+from ..decoding.outputs import GenerateOutput
+from ..memory.checks import explaining_misfit
+from ..prepare.stages import prepare
+from ..state.call import Request
 from .events import Rows, StreamEvent
 
 
@@ -77,7 +78,7 @@ def _decode(
         yield []
         recording = loop.begin(run)
         rows, events = Rows(run, strategy), list[StreamEvent]()
-        with validate.explaining_misfit(model, call.cache):
+        with explaining_misfit(model, call.cache):
             with closing(loop.drive(run, strategy)) as steps:
                 for step in steps:
                     events = rows.advance(step)

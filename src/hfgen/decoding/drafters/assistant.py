@@ -1,0 +1,267 @@
+"""Drafts by a smaller model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.utils import ModelOutput
+
+from ... import families
+from ... import running as execution
+from ...logits.processors import for_drafts, is_row_wise
+from ...memory.caches.layers import record_past, roll_back
+from ...running import ranks
+from ...running.signatures import accepted_names
+from ...settings.fields import OWN_FIELDS
+from ...state import draws
+from ...state.call import ModelKwargs, Request
+from ...state.run import Run
+from ..loop import commit
+from .base import Draft, DraftContext, Drafter, Setup
+from .costs import relative_cost
+
+
+class Assistant(Drafter):
+    """Decodes with the assistant, on a cache of its own that keeps what was accepted.
+
+    All rows step together: a row that is known further is fed its known tokens. A row's draft ends
+    at an EOS, or after a token less likely than the confidence threshold.
+    """
+
+    def __init__(self, setup: Setup, model: Any = None) -> None:
+        self.setup = setup
+        model = setup.assistant_model if model is None else model
+        # An adapter's layers are in the model that PEFT has wrapped.
+        model = getattr(model, "get_base_model", lambda: model)()
+        self.model = setup.run.model._mixed_view(model)
+        self.threshold = setup.threshold
+        self.cost = relative_cost(self.model, setup.run.model)
+        #: Other processes that take part in each forward, if parameters are sharded.
+        self.company = ranks.of_config(setup.run.config)
+        is_own = setup.assistant_model is None
+        if self.company is not None and not self.company.forwards_beside(self.model, is_own):
+            self.company = None
+        #: Made with the first draft, when the prompt is known.
+        self.run: Run | None = None
+        #: EOS ids ``(n,)``, or ``(rows, n)`` where prompts have their own; -1 stands for none.
+        self.eos: torch.Tensor | None = None
+        #: Positions that the assistant's cache holds, and ids that its masks are made for.
+        self.cached = self.length = 0
+
+    def draft(self, context: DraftContext) -> Draft | None:
+        first = min(context.known)
+        if first >= context.end:
+            return None
+        ids = context.ids[:, : context.end].to(families.device_of(self.model), copy=True)
+        if self.run is None:
+            self.run, self.length = self.prepare(ids[:, :first]), first
+        self.forget(first - 1)
+        return self.write(self.run, ids, first, context)
+
+    def write(self, run: Run, ids: torch.Tensor, first: int, context: DraftContext) -> Draft:
+        """Fill ``ids (rows, end)`` from ``first`` on, as far as the assistant is confident."""
+        known: Any = context.device_known
+        known = (torch.tensor(context.known) if known is None else known).to(ids.device)
+        is_open = known < context.end
+        lengths = [context.n_tokens] * len(ids)  # as far as nothing ends a draft
+        # A look at the device makes an accelerator wait, and makes draws depend on where drafts end.
+        may_look = self.setup.is_exact or (ids.device.type == "cpu" and not self.setup.is_drawn)
+        n_known = first - context.start
+        tokens = ids[:, context.start :].clone()
+        tokens[:, n_known:] = -1
+        processors = run.processors
+        if not all(map(is_row_wise, processors)):  # what has a state is not to see drafts
+            processors = copy.deepcopy(processors)
+        kept: list[torch.Tensor] = []
+        for position in range(first, context.end):
+            run.ids = ids[:, :position]
+            logits = self.next_logits(run)
+            scores = processors(run.ids, logits) if processors else logits
+            chosen = scores.argmax(dim=-1)
+            if (choice := self.setup.run.row_choice) is not None:  # the target's own noise
+                chosen, _ = choice.choose(scores, position)
+            elif run.config.do_sample:
+                chosen = draws.multinomial(scores).squeeze(1)
+            is_known = position < known
+            ids[:, position] = chosen = torch.where(is_known, ids[:, position], chosen)
+            column = position - context.start
+            tokens[:, column] = torch.where(is_known | is_open, chosen, -1)
+            if self.setup.needs_logits:
+                # Positions that a row knows have no scores of their own.
+                kept += [scores] if kept else [torch.zeros_like(scores)] * n_known + [scores]
+            ends = self.ends(run, chosen, scores)
+            was_open, is_open = is_open, is_open & (is_known | ~ends)
+            if not may_look:
+                continue
+            for row in (was_open & ~is_open).nonzero().flatten().tolist():
+                lengths[row] = column + 1
+            if not is_open.any():
+                break
+        drafted = tokens[:, : position + 1 - context.start]
+        return Draft(drafted, torch.stack(kept, dim=1) if kept else None, tuple(lengths))
+
+    def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Which rows' drafts end with ``tokens (rows,)``."""
+        ends = torch.zeros_like(tokens, dtype=torch.bool)
+        if self.eos is not None:
+            ends = (tokens[:, None] == self.eos.to(tokens.device)).any(dim=1)
+        if self.threshold > 0:
+            confidence = scores.softmax(dim=-1).gather(1, tokens[:, None]).squeeze(1)
+            ends = ends | (confidence < self.threshold)
+        return ends
+
+    def next_logits(self, run: Run) -> torch.Tensor:
+        """Forward what the cache does not hold of ``run.ids``: logits ``(rows, vocab)``."""
+        length = run.ids.shape[1]
+        run.model_kwargs = execution.resized(run, length - self.length)
+        outputs = self.forward(run)
+        commit(run, outputs)
+        self.cached, self.length = length, length + 1
+        return execution.last_logits(outputs, run.ids.device)
+
+    def forward(self, run: Run) -> ModelOutput:
+        if self.company is not None:
+            ranks.announce(self.company)
+        if self.cached == 0:
+            return execution.prefill(run.model, run.ids, run.config, run.model_kwargs, False)
+        return self.executor.continued(run, run.ids.shape[1] - self.cached)
+
+    def forget(self, n_valid: int) -> None:
+        """Keep the first ``n_valid`` positions of the cache: what follows was not accepted."""
+        if self.run is None or self.cached == 0:
+            return
+        kept = min(self.cached, n_valid)
+        of_images = families.layers_of_images(self.model)
+        roll_back(self.run.model_kwargs["past_key_values"], self.cached - kept, of_images)
+        self.cached = kept
+
+    def prepare(self, ids: torch.Tensor) -> Run:
+        """The assistant's own run on ``ids (rows, length)``."""
+        target, model = self.setup.run, self.model
+        config = self.config(target.config)
+        config.max_new_tokens = max(self.setup.max_length - ids.shape[1], 1)
+        name, model_kwargs = "input_ids", self.model_kwargs(target, ids)
+        if model.config.is_encoder_decoder:
+            name, model_kwargs = "decoder_input_ids", self.encoded(model_kwargs, config, ids)
+        request = Request(
+            generation_config=config,
+            logits_processor=LogitsProcessorList(self.shared_processors(target)),
+            kwargs={name: ids, **model_kwargs},
+        )
+        call = model._prepare_call(request)
+        run = call.run(model)
+        call.release()
+        self.use_parameters_of_rows(run, target)
+        cache = run.model_kwargs.get("past_key_values")
+        if cache is None:
+            raise ValueError(
+                f"`assistant_model` ({type(model).__name__}) decodes without a cache, so what it "
+                "drafts cannot be taken back."
+            )
+        record_past(cache)
+        self.executor = execution.Executor(run, may_record=True)
+        return run
+
+    def use_parameters_of_rows(self, run: Run, target: Run) -> None:
+        """Let each row of ``run`` draft with what its prompt asks for, where prompts differ."""
+        self.eos = run.config._eos_token_tensor
+        if len(target.configs) == 1:
+            return
+        run.processors = LogitsProcessorList(self.shared_processors(target))
+        none = run.ids.new_full((1,), -1)
+        each = [config._eos_token_tensor for config in target.configs]
+        padded = pad_sequence(
+            [none if eos is None else eos.to(none) for eos in each], True, padding_value=-1
+        )
+        self.eos = padded.repeat_interleave(len(run.ids) // len(each), dim=0)
+
+    def shared_processors(self, target: Run) -> list[Any]:
+        """The target's processors that the assistant decodes with too.
+
+        Those with a state, and the caller's own, only where draws or chunks have to be upstream's.
+        """
+        shows = self.setup.is_exact or self.setup.is_streamed_row
+        return for_drafts(p for p in target.processors if shows or is_row_wise(p))
+
+    def config(self, target: GenerationConfig) -> GenerationConfig:
+        """The call's config, without what is for the target alone."""
+        config = copy.deepcopy(target)
+        config.is_assistant = True
+        for name in (
+            "max_length min_length min_new_tokens max_time stop_strings guidance_scale "
+            "prompt_lookup_num_tokens assistant_early_exit assistant_confidence_threshold "
+            "output_attentions output_hidden_states token_healing"
+        ).split():
+            setattr(config, name, None)
+        # hfgen's own processors come with the target's.
+        graph = getattr(target, "use_cuda_graph", False)
+        vars(config).update(OWN_FIELDS | {"use_cuda_graph": graph})
+        # Chunks of a decoder's prompt are not worth it, and others would forward one of them.
+        if self.model.config.is_encoder_decoder or self.company is not None:
+            config.prefill_chunk_size = None
+        config.num_return_sequences = 1  # the rows are expanded already
+        if isinstance(starts := config.decoder_start_token_id, list):
+            n = len(self.setup.run.ids) // len(starts)
+            config.decoder_start_token_id = [start for start in starts for _ in range(n)]
+        config.use_cache, config.use_mtp = True, False
+        return config
+
+    def model_kwargs(self, target: Run, ids: torch.Tensor) -> ModelKwargs:
+        """What the assistant's forward takes of the target's."""
+        model, known = self.model, accepted_names(self.model)
+        dropped = (
+            "past_key_values encoder_outputs inputs_embeds output_attentions output_hidden_states "
+            "use_cache"
+        ).split()
+        if not target.is_encoder_decoder:
+            # Of embeddings, and of a prompt that the target's cache holds, it reads what comes after.
+            columns = [target.model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
+            if any(each is not None and each.shape[-1] != ids.shape[1] for each in columns):
+                dropped += ["attention_mask", "position_ids"]
+        if not model._supports_logits_to_keep():
+            dropped.append("logits_to_keep")
+        kwargs = {
+            # Masks and positions that have grown are parts of a buffer.
+            name: value.to(ids.device).contiguous()
+            if isinstance(value, torch.Tensor)
+            else copy.deepcopy(value)
+            for name, value in target.model_kwargs.items()
+            if name in known and name not in dropped and value is not None
+        }
+        if (of_image := kwargs.get("image_embeds_position_mask")) is not None:
+            # Kosmos: which ids stand for the image. What has been generated does not.
+            n_generated = ids.shape[1] - of_image.shape[1]
+            kwargs["image_embeds_position_mask"] = pad(of_image, (0, n_generated))
+        if target.is_encoder_decoder and not model.config.is_encoder_decoder:
+            kwargs["encoder_outputs"] = target.model_kwargs["encoder_outputs"]
+            mask = target.model_kwargs.get("decoder_attention_mask")
+            kwargs["attention_mask"] = torch.ones_like(ids) if mask is None else mask
+        return kwargs
+
+    def encoded(
+        self, kwargs: ModelKwargs, config: GenerationConfig, ids: torch.Tensor
+    ) -> ModelKwargs:
+        """``kwargs`` with what the assistant's own encoder makes of the encoder's input."""
+        encoder_input: Any = self.setup.encoder_input
+        if encoder_input is None or (
+            not encoder_input.is_floating_point() and (encoder_input < 0).any()
+        ):  # the caller gave encoder outputs alone
+            return kwargs | {"encoder_outputs": self.setup.run.model_kwargs["encoder_outputs"]}
+        repeats = len(ids) // len(encoder_input)
+        encoder_input = encoder_input.repeat_interleave(repeats, dim=0).to(ids.device)
+        model = self.model
+        if model.main_input_name == "input_ids" and encoder_input.is_floating_point():
+            kwargs["inputs_embeds"], encoder_input = encoder_input, None
+        encoder_input, name, kwargs = model._prepare_model_inputs(
+            encoder_input, config.bos_token_id, kwargs
+        )
+        kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
+            encoder_input, kwargs, name, config
+        )
+        kwargs.pop("inputs_embeds", None)
+        return kwargs

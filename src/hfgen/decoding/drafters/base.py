@@ -1,0 +1,230 @@
+"""The interface of a drafter: it guesses the next tokens, which the target model then verifies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
+
+    from ...state.run import Run
+    from .schedule import Schedule
+
+
+#: The probability below which an assistant's draft ends, where no config says; upstream's default.
+DEFAULT_THRESHOLD = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter has to go by.
+
+    ``ids (rows, length)``: row ``r`` is known up to ``known[r]``, what follows in it means nothing.
+    All rows are known up to ``start``, some further. ``n_tokens``: how many positions after
+    ``start`` may be filled. ``is_done[r]``: row ``r`` has ended and counts as known up to ``end``.
+    ``host_ids``, ``device_known (rows,)``: ``ids`` on the CPU, ``known`` on the device, or ``None``.
+    ``needs_all``: whether drafts are of no use unless each row that knows no more than ``start`` has one.
+    """
+
+    ids: torch.Tensor
+    known: tuple[int, ...]
+    is_done: tuple[bool, ...]
+    start: int
+    n_tokens: int
+    host_ids: torch.Tensor | None = None
+    device_known: torch.Tensor | None = None
+    needs_all: bool = False
+
+    @property
+    def end(self) -> int:
+        """The first position that may not be filled."""
+        return self.start + self.n_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Guesses for the positions from ``DraftContext.start`` on.
+
+    ``tokens (rows, n)``, ``n <= DraftContext.n_tokens``: column ``j`` is for position ``start + j``. Where
+    a row is known, its entries are ignored; -1 ends the draft of a row. ``logits (rows, n, vocab)``:
+    the scores that the tokens were drawn from, if there are any: sampling accepts more with them.
+    ``lengths``: the number of filled columns of each row, known ones included, or a bound of it, if
+    the host knows one; ``tokens`` are then not read off the device at once, and not checked.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None = None
+    lengths: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of a draft: tokens drafted and accepted of each row, and the new common length."""
+
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    start: int
+
+    @property
+    def is_all_accepted(self) -> bool:
+        return self.accepted == self.drafted
+
+
+class Drafter:
+    """Guesses tokens; a wrong guess costs time, never a token.
+
+    Pass one of your own to ``generate`` as ``assistant_model``; ``draft`` and ``observe`` will do.
+    """
+
+    #: Further arguments of the target model's forward: ``{"output_hidden_states": True}``.
+    forward_arguments: dict[str, Any] = {}  # noqa: RUF012
+    #: Time that drafting one token takes, in forwards of the target model.
+    cost: float = 0.0
+    #: Whether drafts may go beyond the last token of the call, as some of upstream's do.
+    overshoots: bool = False
+    #: Whether ``draft`` is also called for the last token, for which no draft is needed.
+    is_always_asked: bool = False
+    #: Models with a ``generate`` of their own may write flags to the assistant's, as Whisper does.
+    generation_config: Any = SimpleNamespace()
+    #: Decides how many tokens to draft; ``None`` for the schedule that the call asks for.
+    schedule: Schedule | None = None
+
+    def draft(self, context: DraftContext) -> Draft | None:
+        """Guess how the rows go on; ``None`` if there is no guess."""
+        raise NotImplementedError(f"{type(self).__name__} has no `draft()`.")
+
+    def observe(self, verdict: Acceptance) -> None:
+        """Learn what became of the last draft; called after every round that had one."""
+
+    def see(
+        self,
+        run: Run,
+        model_outputs: ModelOutput,
+        scores: tuple[torch.Tensor, ...],
+        n_advanced: int,
+    ) -> None:
+        """Learn what the target model said; called after every round, last of all.
+
+        ``run.ids`` are ``n_advanced`` tokens longer than before the round. ``model_outputs`` are of
+        the token that was last then, or of the prompt, and of drafts after it; the first ``n_advanced
+        - 1`` drafts are valid for every row. ``scores``: one ``(rows, vocab)`` for each position from
+        that token on; those that verification did not come to are the model's logits.
+        """
+
+
+class Adapted(Drafter):
+    """A caller's object that has ``draft`` and ``observe`` alone."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.own = drafter
+        self.draft, self.observe = drafter.draft, drafter.observe  # type: ignore[method-assign]
+
+
+def name_of(drafter: Drafter) -> str:
+    """What errors call it."""
+    return type(drafter.own if isinstance(drafter, Adapted) else drafter).__name__
+
+
+def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
+    """``draft``, or ``None`` if empty; ``TypeError`` or ``ValueError`` for tokens of another kind."""
+    if draft is None:
+        return None
+    if not isinstance(draft, Draft):
+        raise _wrong(TypeError, name, "a hfgen.Draft or None", type(draft).__name__)
+    rows, n, tokens = len(context.known), context.n_tokens, draft.tokens
+    expected = f"int64 tokens of shape ({rows}, at most {n})"
+    if not isinstance(tokens, torch.Tensor):
+        raise _wrong(TypeError, name, expected, type(tokens).__name__)
+    shape = tuple(tokens.shape)
+    if len(shape) != 2 or shape[0] != rows or shape[1] > n or tokens.dtype != torch.long:
+        raise _wrong(ValueError, name, expected, f"{tokens.dtype} of shape {shape}")
+    return draft if shape[1] else None
+
+
+def n_filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: float) -> list[int]:
+    """Columns that each row of ``tokens`` fills, known ones too; ``ValueError`` beyond the vocabulary."""
+    lengths = []
+    for row, (drafted, known) in enumerate(zip(tokens, context.known, strict=True)):
+        lead = min(known - context.start, len(drafted))
+        new = drafted[lead:]
+        new = new[: new.index(-1)] if -1 in new else new
+        if (token := next((t for t in new if not 0 <= t < vocab), None)) is not None:
+            expected = f"tokens from 0 to {vocab - 1:.0f}, or -1 where a draft ends"
+            raise _wrong(ValueError, name, expected, f"{token} for row {row}")
+        lengths.append(lead + len(new))
+    return lengths
+
+
+def check_logits(name: str, draft: Draft, vocab: int) -> None:
+    """Raise if ``draft.logits`` are not scores of ``draft.tokens`` over the target's vocabulary."""
+    logits, expected = draft.logits, (*draft.tokens.shape, vocab)
+    if logits is None:
+        return
+    if not isinstance(logits, torch.Tensor):
+        raise _wrong(TypeError, name, f"logits of shape {expected}", type(logits).__name__)
+    if logits.shape != expected:
+        raise _wrong(ValueError, name, f"logits of shape {expected}", str(tuple(logits.shape)))
+
+
+def _wrong(kind: type[Exception], name: str, expected: str, returned: str) -> Exception:
+    return kind(f"{name}.draft() has to return {expected}, but returned {returned}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a drafter may be made from: the call that it drafts for."""
+
+    run: Any
+    assistant_model: Any = None
+    tokenizer: Any = None
+    assistant_tokenizer: Any = None
+    #: The encoder's input ``(batch, …)``, for assistants that have an encoder of their own.
+    encoder_input: torch.Tensor | None = None
+    has_streamer: bool = False
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a row may have in the end, prompt included."""
+        return int(self.run.criteria.max_length or self.run.config.max_length)
+
+    @property
+    def is_streamed_row(self) -> bool:
+        """Whether draft lengths show, since a streamer gets the chunks of one row."""
+        return self.has_streamer and len(self.run.ids) == 1
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether tokens are drawn from torch's generator."""
+        return bool(self.run.config.do_sample) and self.run.row_choice is None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether drafts have to be upstream's: the draws of one row, or its tokens, depend on them.
+
+        An ensemble of target and assistant chooses the tokens that are drafted for, and no others.
+        """
+        return self.needs_logits and len(self.run.ids) == 1
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether verification compares probabilities and not only tokens."""
+        return self.is_drawn or self.run.config.assistant_ensemble_weight is not None
+
+    def of_assistant(self, name: str, always: bool = False) -> Any:
+        """A setting of the call, unless draws have to be upstream's, or of the assistant's own config."""
+        config = self.run.config
+        model = self.assistant_model if config.assistant_early_exit is None else self.run.model
+        value = getattr(config, name)
+        if value is not None and (always or not self.is_exact):
+            return value
+        return getattr(getattr(model, "generation_config", None), name, None)
+
+    @property
+    def threshold(self) -> float:
+        """The probability of a token below which an assistant's draft ends."""
+        threshold = self.of_assistant("assistant_confidence_threshold")
+        return float(DEFAULT_THRESHOLD if threshold is None else threshold)

@@ -1,0 +1,211 @@
+"""The checks of assisted decoding: models, assistants, and drafters."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+
+from ... import families
+from ...settings.kinds import is_integer
+from ...state import vocabularies
+from .schedule import schedule_named
+
+#: Classes of assistants that attend to the target's keys, and of targets that hand them out.
+GEMMA_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
+GEMMA_TARGETS = ("Gemma4", "Gemma3n")
+
+#: What an assistant's config has if it denoises blocks of tokens.
+BLOCK_FIELDS = ("target_layer_ids", "block_size", "mask_token_id")
+
+
+def _is_gemma_assistant(assistant: Any) -> bool:
+    return type(assistant).__name__.startswith(GEMMA_ASSISTANTS)
+
+
+def _is_dflash(config: GenerationConfig) -> bool:
+    return getattr(config, "speculation_type", None) == "dflash"
+
+
+def _uses_heads(config: GenerationConfig) -> bool:
+    """Whether the model's own heads draft: unless a kind that upstream puts first is asked for."""
+    first = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
+    return bool(getattr(config, "use_mtp", None)) and first == (None, None)
+
+
+def has_foreign_generator(config: GenerationConfig, assistant: Any) -> bool:
+    """Whether upstream's ``_get_candidate_generator`` makes an object that hfgen drafts through."""
+    return _uses_heads(config) or (
+        assistant is not None and (_is_gemma_assistant(assistant) or _is_dflash(config))
+    )
+
+
+def check_drafting(
+    model: Any, mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]
+) -> None:
+    """Raise ``ValueError`` or ``TypeError`` for what cannot draft, or be drafted for."""
+    assistant = mode_kwargs.get("assistant_model")
+    is_drafter = hasattr(assistant, "draft") or hasattr(assistant, "get_candidates")
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        _check_fields(config, assistant)
+        _check_model(model, config)
+        if _uses_heads(config):
+            _check_heads(model)
+        elif assistant is not None and not is_drafter:
+            _check_kind(model, config, assistant)
+    if assistant is not None and not is_drafter and not _is_dflash(config):
+        _check_assistant(model, assistant, mode_kwargs)
+        if {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
+            vocabularies.check_translation(model, assistant, config, mode_kwargs)
+
+
+def _check_fields(config: GenerationConfig, assistant: Any) -> None:
+    schedule_named(config.num_assistant_tokens_schedule, default="constant")
+    drafting = {
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
+        "assistant_early_exit": config.assistant_early_exit,
+        "assistant_model": assistant,
+    }
+    given = [f"`{name}`" for name, value in drafting.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are given, but only one of them can draft. Leave the others out."
+        )
+    if config.use_cache is False:
+        raise ValueError(
+            "Assisted generation keeps what is verified in a cache: leave out `use_cache=False`."
+        )
+    if config.assistant_ensemble_weight is not None and config.prompt_lookup_num_tokens is not None:
+        raise ValueError(
+            f"`assistant_ensemble_weight` (={config.assistant_ensemble_weight}) mixes the scores of "
+            "two models, and prompt lookup (`prompt_lookup_num_tokens`) has none. Leave one out."
+        )
+
+
+def _check_model(model: Any, config: GenerationConfig) -> None:
+    if model._is_stateful:
+        raise ValueError(
+            f"{type(model).__name__} keeps a state that cannot be rolled back, so candidate "
+            "tokens cannot be rejected: assisted generation does not work with it."
+        )
+    if (n := config.assistant_early_exit) is not None:
+        decoder: Any = decoder_layers(model)[0]
+        n_all = decoder.config.num_hidden_layers
+        if not (is_integer(n) and 1 <= n <= n_all):
+            raise ValueError(
+                f"`assistant_early_exit` has to be a layer of the model, 1 to {n_all}, but is {n}."
+            )
+
+
+def _check_heads(model: Any) -> None:
+    name = type(model).__name__
+    if not getattr(model.config.get_text_config(), "num_mtp_layers", None):
+        raise ValueError(
+            f"`use_mtp=True` drafts with layers that predict further tokens, but {name} has none: its "
+            "config has no `num_mtp_layers`. Leave it out."
+        )
+    if not model.config.name_or_path:
+        raise ValueError(
+            "`use_mtp=True` loads the layers that draft from the model's checkpoint, but this "
+            f"{name} was not loaded from one."
+        )
+
+
+def _check_kind(model: Any, config: GenerationConfig, assistant: Any) -> None:
+    """Raise if the class of an assistant does not go with the model or the kind of speculation."""
+    name, kind, text = (
+        type(model).__name__,
+        type(assistant).__name__,
+        model.config.get_text_config(),
+    )
+    if _is_gemma_assistant(assistant):
+        if not name.startswith(GEMMA_TARGETS):
+            raise ValueError(
+                f"`assistant_model` is a {kind}, which attends to the keys and values of a Gemma 4 "
+                f"model: it cannot draft for {name}."
+            )
+        expected = getattr(assistant.config, "backbone_hidden_size", text.hidden_size)
+        if text.hidden_size != expected:
+            raise ValueError(
+                f"`assistant_model` ({kind}) was made for hidden states of size {expected}, and those "
+                f"of {name} have {text.hidden_size}."
+            )
+    elif _is_dflash(config):
+        own: Any = getattr(assistant, "config", None)
+        missing = [field for field in BLOCK_FIELDS if getattr(own, field, None) is None]
+        if missing:
+            raise ValueError(
+                "`speculation_type='dflash'` takes an `assistant_model` that denoises blocks of "
+                f"tokens; {kind} does not: its config has no {', '.join(missing)}."
+            )
+        if any(not 0 <= layer < text.num_hidden_layers for layer in own.target_layer_ids):
+            raise ValueError(
+                f"`assistant_model` ({kind}) reads the layers {own.target_layer_ids}, and {name} has "
+                f"0 to {text.num_hidden_layers - 1}."
+            )
+        if own.hidden_size != text.hidden_size:
+            raise ValueError(
+                f"`assistant_model` ({kind}) has hidden states of size {own.hidden_size}, and {name} "
+                f"of {text.hidden_size}; they have to be the same."
+            )
+    elif isinstance(assistant, nn.Module) and not hasattr(assistant, "generate"):
+        raise TypeError(
+            f"`assistant_model` has to be a model that generates, but {kind} does not. If it denoises "
+            "blocks of tokens, set `speculation_type='dflash'`."
+        )
+
+
+def _check_assistant(model: Any, assistant: Any, mode_kwargs: dict[str, Any]) -> None:
+    if assistant._is_stateful:
+        raise ValueError(
+            f"`assistant_model` ({type(assistant).__name__}) keeps a state that cannot be rolled back "
+            "to what was accepted. Choose one with attention layers."
+        )
+    if model.config.is_encoder_decoder and not assistant.config.is_encoder_decoder:
+        for name in ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layers"):
+            if name in dir(assistant.config) and (
+                getattr(model.config, name) != getattr(assistant.config, name)
+            ):
+                raise ValueError(
+                    f"`assistant_model` is decoder-only and its config's `{name}` differs from the "
+                    "model's, so it cannot read the model's encoder. Load it as an encoder-decoder."
+                )
+    size = model.config.get_text_config().vocab_size
+    assistants = assistant.config.get_text_config().vocab_size
+    if size == assistants and "assistant_tokenizer" in mode_kwargs:
+        raise ValueError(
+            f"`assistant_tokenizer` is for assistants with another vocabulary; both have {size} "
+            "tokens here. Leave it out."
+        )
+    if size != assistants and not {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
+        raise ValueError(
+            f"The model has {size} tokens and `assistant_model` {assistants}: pass both `tokenizer` "
+            "and `assistant_tokenizer`, to translate between them."
+        )
+
+
+def decoder_layers(model: Any) -> tuple[nn.Module, nn.Module, str]:
+    """The decoder, the module in it that has its list of layers, and the list's name there.
+
+    Raises ``ValueError`` if there is no list with as many layers as the decoder's config says.
+    """
+    decoder = model
+    with suppress(AttributeError, NotImplementedError):
+        decoder = model.get_decoder() or model
+    n_layers = getattr(getattr(decoder, "config", None), "num_hidden_layers", None)
+    lists = (
+        (module, name, child)
+        for module in families.modules_of(decoder)
+        for name, child in module.named_children()
+        if isinstance(child, nn.ModuleList)
+    )
+    module, name, layers = next(lists, (decoder, "", []))
+    if len(layers) != n_layers or n_layers == 0:
+        name = type(model).__name__
+        raise ValueError(
+            f"`assistant_early_exit` needs a decoder with a list of its layers; {name} has none."
+        )
+    return decoder, module, name

@@ -1,0 +1,148 @@
+"""The decode loop: a strategy chooses tokens, observers record and stream them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Generator
+from contextlib import closing, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..logits import logprobs
+from ..logits.logprobs.prompt import PromptRecorder
+from ..running import ahead, ranks
+from ..settings.kinds import is_zero
+from .outputs import GenerateOutput, Recording
+from .results import Results
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
+
+    from ..state.run import Run, Step, Strategy
+
+
+def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
+    """Decode until every sequence is finished, yielding each step; closing the iterator stops it."""
+    may_check_late = ahead.ALWAYS or not run.ids.is_cpu
+    with ahead.decided(run, strategy) if may_check_late else nullcontext():
+        outputs = strategy.prefill(run)  # None: the first forward takes the prompt itself
+    with strategy.decoding(run):
+        while unfinished(run):
+            if outputs is None:
+                outputs = strategy.forward(run)
+            if run.synced_gpus and run.finished:  # other devices still decode: keep them company
+                commit(run, outputs)
+                outputs = None
+                continue
+            try:
+                step = strategy.step(run, outputs)
+                outputs = None
+                strategy.stop(run)
+                if run.ahead is None or run.ahead.asked is None:
+                    yield step
+                    continue
+                with ahead.forward_ahead(run, strategy) as outputs:
+                    yield step
+            except BaseException as error:  # the others go on to the next forward
+                ranks.end_with(run, strategy, error)
+                raise
+
+
+def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
+    """``steps``, of each of which ``run.observers`` are told before it is yielded."""
+    if is_zero(run.config.max_new_tokens):
+        return
+    try:
+        with closing(steps(run, strategy)) as iterator:
+            for step in iterator:
+                for observer in run.observers:
+                    observer.add(run, strategy, step)
+                yield step
+    except BaseException as error:
+        ranks.explain(run, error)
+        raise
+
+
+def finish(run: Run, strategy: Strategy) -> GenerateOutput | torch.Tensor:
+    """Decode to the end: record each step, stream it, and put together what ``generate`` returns."""
+    recording = begin(run)
+    try:
+        for _ in drive(run, strategy):
+            pass
+    except RuntimeError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        is_ours = frame.f_globals["__name__"].startswith("hfgen.")
+        if is_ours and isinstance(error.__cause__, StopIteration):
+            raise error.__cause__ from None  # Python replaces it where a generator raises it
+        raise
+    return conclude(run, strategy, recording)[1]
+
+
+def begin(run: Run) -> Recording:
+    """Give the run its observers: the recording, which is returned, and those that the call asks for."""
+    recording = Recording(run)
+    run.observers = [recording]
+    if run.config.return_dict_in_generate:
+        run.observers.append(Results(run))
+    if run.asks_for("prompt_logprobs", "prompt_logprob_token_ids"):
+        run.observers.append(PromptRecorder(run))
+    has_support = getattr(run.config, "logprobs_support", None)
+    if has_support or run.asks_for("logprobs", "logprob_token_ids"):
+        run.observers.append(logprobs.Recorder(run))
+    if run.streamer is not None:
+        run.observers.append(Streaming(run.streamer))
+    if run.call is not None and run.call.prefix_session is not None:
+        run.observers.append(run.call.prefix_session)  # copies states: after the streamer
+    return recording
+
+
+def conclude(
+    run: Run, strategy: Strategy, recording: Recording
+) -> tuple[dict[str, Any], GenerateOutput | torch.Tensor]:
+    """The strategy's result, of which the observers are told, and what ``generate`` returns."""
+    result = strategy.result(run)
+    for observer in run.observers:
+        observer.finish(run, strategy, result)
+    return result, recording.output(run, result)
+
+
+class Streaming:
+    """Hands a streamer what each step settles: ``(rows,)``, or ``(batch, n)`` if the strategy says."""
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer = streamer
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        tokens = step.tokens.squeeze(1) if step.settled is None else step.settled()
+        if tokens.numel() > 0:
+            self.streamer.put(tokens.cpu())
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
+        self.streamer.end()
+
+
+def unfinished(run: Run) -> bool:
+    """Whether any sequence, on any device, is still being decoded."""
+    ranks.wait(run)
+    has_unfinished = run.model._has_unfinished_sequences
+    return bool(has_unfinished(run.finished, run.synced_gpus, device=run.ids.device))
+
+
+def commit(run: Run, outputs: ModelOutput, **num_new_tokens: int) -> None:
+    """Take a forward's cache, and one more mask column and position, into ``run.model_kwargs``.
+
+    ``num_new_tokens`` is passed by strategies that draft alone: some models' hooks do not take it.
+    """
+    run.model_kwargs = run.model._update_model_kwargs_for_generation(
+        outputs, run.model_kwargs, is_encoder_decoder=run.is_encoder_decoder, **num_new_tokens
+    )
+
+
+def has_unfinished_sequences(
+    self: Any, this_peer_finished: bool, synced_gpus: bool, device: torch.device
+) -> bool:
+    """The hook behind ``unfinished``: with sync it asks all devices (``ranks.any_unfinished``)."""
+    if not synced_gpus:
+        return not this_peer_finished
+    return ranks.any_unfinished(self, this_peer_finished, device)

@@ -1,0 +1,171 @@
+"""The outputs of a call: recording each step, and building the ``Generate*Output``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import torch
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateBeamOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    GenerateNonBeamOutput,
+)
+from transformers.utils import ModelOutput
+
+from .. import families
+from ..memory.caches import layers as cache_layers
+from ..state.run import Run, Step, Strategy
+
+#: What ``generate`` returns if not a tensor of ids.
+GenerateOutput: TypeAlias = GenerateNonBeamOutput | GenerateBeamOutput
+
+#: The class of the output: of an encoder-decoder or not, with beams or without.
+OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
+    (False, False): GenerateDecoderOnlyOutput,
+    (False, True): GenerateBeamDecoderOnlyOutput,
+    (True, False): GenerateEncoderDecoderOutput,
+    (True, True): GenerateBeamEncoderDecoderOutput,
+}
+
+
+def _asked(run: Run) -> list[str]:
+    """The fields of a ``Step`` to record, as the config asks for them."""
+    config = run.config
+    asked = {
+        "logits": config.output_logits,
+        "attentions": config.output_attentions,
+        "cross_attentions": config.output_attentions and run.is_encoder_decoder,
+        "hidden_states": config.output_hidden_states,
+    }
+    return [name for name, flag in asked.items() if flag and config.return_dict_in_generate]
+
+
+def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
+    """The attentions and hidden states of a forward, as fields of a ``Step``, if asked for."""
+    config = run.config
+    is_asked = config.output_attentions or config.output_hidden_states
+    if not (is_asked and config.return_dict_in_generate):
+        return {}
+    prefix = "decoder_" if run.is_encoder_decoder else ""
+    names = {name: prefix + name for name in ("attentions", "hidden_states")}
+    names["cross_attentions"] = "cross_attentions"
+    return {name: (getattr(outputs, names[name]),) for name in _asked(run) if name in names}
+
+
+def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> dict[str, Any]:
+    """``observe`` where the last ``width`` positions were verified: an entry for each of ``n_tokens``.
+
+    The entries are those of plain decoding; the first has what was fed before, too.
+    """
+    observed = observe(run, outputs)
+    for name, (layers,) in observed.items():
+        if not layers or layers[0] is None:  # the model has none
+            observed[name] = (layers,) * n_tokens
+            continue
+        windows, of_images = _windows(run, len(layers)), families.layers_of_images(run.model)
+        entries: list[list[torch.Tensor]] = [[] for _ in range(n_tokens)]
+        for token, entry in enumerate(entries):
+            n_later = width - 1 - token  # positions after the token's own
+            for index, layer in enumerate(layers):  # (…, positions, keys or size)
+                n_fed, last = layer.shape[-2:]
+                first = n_fed - n_later - 1 if token else 0
+                keys = slice(0, last)
+                if name == "attentions" and windows is not None and index not in of_images:
+                    start = max(last - n_later - windows[index], 0) if token else 0
+                    keys = slice(int(start), last - n_later)
+                entry.append(layer[..., first : n_fed - n_later, keys])
+        observed[name] = tuple(map(tuple, entries))
+    return observed
+
+
+def _windows(run: Run, n_layers: int) -> list[float] | None:
+    """How many keys a position sees in each layer; one that reads another's keys, those of its kind."""
+    found = cache_layers.windows(run.model_kwargs.get("past_key_values"))
+    if found is None:
+        return None
+    kinds = getattr(run.model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if not len(found) == len(kinds) == n_layers:
+        return [math.inf] * n_layers if len(found) != n_layers else [w or math.inf for w in found]
+    of_kind = {k: window for k, window in zip(kinds, found, strict=True) if window is not None}
+    pairs = zip(kinds, found, strict=True)
+    return [of_kind.get(kind, math.inf) if own is None else own for kind, own in pairs]
+
+
+class Recording:
+    """One entry per generated token for each thing that the config asks for."""
+
+    def __init__(self, run: Run) -> None:
+        self.recorded: dict[str, list[Any]] = {name: [] for name in _asked(run)}
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """Take what ``step`` holds; its scores are in ``run`` already, where criteria need them."""
+        for name, entries in self.recorded.items():
+            entries.extend(getattr(step, name))
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, torch.Tensor | None]) -> None:
+        """Nothing: ``output`` puts together what is returned."""
+
+    def output(self, run: Run, result: dict[str, Any]) -> GenerateOutput | torch.Tensor:
+        """The return value of ``generate``: ``result``'s sequences alone, or all in an output."""
+        if not run.config.return_dict_in_generate:
+            return result["sequences"]
+        output: Any = self._output(run, result)
+        # A recipe may run on a model that is not mixed, whose config lacks the field.
+        if getattr(run.config, "output_speculation", False):
+            output.speculation = run.speculation
+        for name, value in run.extras.items():
+            setattr(output, name, value)
+        return output
+
+    def _output(self, run: Run, result: dict[str, Any]) -> GenerateOutput:
+        recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
+        prefix = "decoder_" if run.is_encoder_decoder else ""
+        cache = None if run.rows_have_left else families.returned_cache(run.model_kwargs)
+        fields: dict[str, Any] = {
+            **result,
+            "scores": run.scores,
+            "logits": recorded.get("logits"),
+            "past_key_values": cache,
+            prefix + "attentions": recorded.get("attentions"),
+            prefix + "hidden_states": recorded.get("hidden_states"),
+        }
+        if run.is_encoder_decoder:
+            encoder = run.model_kwargs.get("encoder_outputs") or {}
+            fields["cross_attentions"] = recorded.get("cross_attentions")
+            for name in ("attentions", "hidden_states"):
+                is_asked = getattr(run.config, f"output_{name}")
+                fields[f"encoder_{name}"] = encoder.get(name) if is_asked else None
+        return OUTPUTS[run.is_encoder_decoder, "beam_indices" in result](**fields)
+
+
+def compute_transition_scores(
+    self: Any,
+    sequences: torch.Tensor,
+    scores: tuple[torch.Tensor, ...],
+    beam_indices: torch.Tensor | None = None,
+    normalize_logits: bool = False,
+) -> torch.Tensor:
+    """The score of each generated token, given the output of ``generate``.
+
+    ``sequences (returned, length)``; ``scores``: a tuple of ``(rows, vocab)``, one per step;
+    ``beam_indices (returned, n_steps)``: the row that each token was scored in, negative after a
+    beam's end. With ``normalize_logits``, scores are log-probabilities. Returns
+    ``(returned, n_steps)``, zero after the end of a beam.
+    """
+    rows, vocab = scores[0].shape
+    if beam_indices is None:
+        beam_indices = torch.arange(rows, device=sequences.device).unsqueeze(1)
+        beam_indices = beam_indices.expand(-1, len(scores))
+    n_steps = int((beam_indices >= 0).sum(-1).max())
+    beam_indices = beam_indices[:, :n_steps]
+    last = torch.stack(scores).permute(
+        1, 2, 0
+    )  # (rows, vocab, steps): rounds as upstream's softmax
+    last = last.log_softmax(dim=1) if normalize_logits else last
+    flat = beam_indices.clamp(min=0) * vocab + sequences[:, sequences.shape[1] - n_steps :]
+    found = last.reshape(rows * vocab, len(scores)).gather(0, flat)
+    return found.masked_fill(beam_indices < 0, 0)

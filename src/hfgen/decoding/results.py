@@ -1,0 +1,189 @@
+"""hfgen's additions to an output: finish reasons, texts, and the times of the call."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..logits.stopping import FinishReason, StoppingCriteriaList
+from ..logits.stopping.causes import Causes, at_end, first
+from ..logits.stopping.strings import TextCriteria, text_until
+from ..state.run import Run, Step, Strategy
+from ..state.text import context_of, decode
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Times of a call in seconds, and its memory: ``output.metrics``, with ``output_metrics=True``.
+
+    The first token comes after everything that the call prepares and the forward of the prompt. Rows
+    run side by side, so tokens per second are those of all rows together. Times without a token to
+    measure are ``None``.
+    """
+
+    total_time: float
+    time_to_first_token: float | None
+    #: Mean time from one token of the longest row to its next.
+    time_per_output_token: float | None
+    #: Of the prompts as they were given, padding included.
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+    #: Of the device, since the call began; without a GPU, the largest resident set of the process so far.
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How one returned row ended."""
+
+    #: Generated ids up to the end, without padding.
+    ids: list[int]
+    reason: FinishReason
+    #: The criterion that ended it, if one did.
+    cause: Any = None
+
+    @classmethod
+    def of(
+        cls, run: Run, causes: list[Any], row: int, n_rows: int, ids: list[int], is_end: bool
+    ) -> Ending:
+        """That of a row of ``n_rows`` with ``causes``; ``is_end``: it ended with the last of its ``ids``."""
+        lost = None if run.invalid is None else run.invalid.step_of(row, n_rows)
+        if lost is not None and not (is_end and ids):
+            return cls(ids[:lost], FinishReason("error"))
+        if not ids:
+            return cls(ids, FinishReason("length"))
+        n, reason, cause = (at_end if is_end else first)(causes, ids)
+        if lost is not None and reason == "unfinished":
+            reason = FinishReason("error")
+        return cls(ids[:n], own_reason(run, row, ids[:n], reason), cause)
+
+
+class Results:
+    """Collects while a call decodes what can only be known then; the rest is found out at the end."""
+
+    def __init__(self, run: Run) -> None:
+        self.prompt_length = run.ids.shape[1]
+        self.has_metrics = bool(getattr(run.config, "output_metrics", False))
+        self.started = time.perf_counter() if run.call is None else run.call.started
+        self.first: float | None = None
+        if isinstance(run.criteria, StoppingCriteriaList):
+            run.criteria.take_notes()
+        if self.has_metrics and run.ids.is_cuda:
+            torch.cuda.reset_peak_memory_stats(run.ids.device)
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """Note the time of a step, if times are asked for."""
+        if self.has_metrics and self.first is None:
+            self.first = _now(run)
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
+        """Give the output ``finish_reasons``, and ``texts`` and ``metrics`` if they are asked for."""
+        has_texts = run.tokenizer is not None and hasattr(run.tokenizer, "decode")
+        is_lost = run.invalid is not None and run.invalid.steps()
+        needs_look = has_texts or self.has_metrics or is_lost
+        if getattr(run.criteria, "length_only", False) and not needs_look:
+            n_rows = len(result["sequences"])  # known without a look at them
+            run.extras["finish_reasons"] = [FinishReason("length")] * n_rows
+            return
+        endings = self.endings(run, result)
+        run.extras["finish_reasons"] = [ending.reason for ending in endings]
+        if has_texts:
+            run.extras["texts"] = [
+                text_of(run, row, ending, len(endings)) for row, ending in enumerate(endings)
+            ]
+        if self.has_metrics:
+            run.extras["metrics"] = self.metrics(run, [len(ending.ids) for ending in endings])
+
+    def endings(self, run: Run, result: dict[str, Any]) -> list[Ending]:
+        """How each returned row ended. Of hypotheses, whose length is known, only the end is looked at."""
+        rows = result["sequences"][:, self.prompt_length :].tolist()
+        causes = Causes.of_run(run, self.prompt_length)
+        if (parents := result.get("beam_indices")) is not None:
+            lengths = (parents >= 0).sum(dim=1).tolist()
+            rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
+        is_search = parents is not None
+        return [
+            Ending.of(run, causes.of(row, len(rows), is_search), row, len(rows), ids, is_search)
+            for row, ids in enumerate(rows)
+        ]
+
+    def metrics(self, run: Run, lengths: list[int]) -> Metrics:
+        """The times up to now; ``lengths``: generated tokens of each returned row."""
+        peak, total = peak_bytes(run.ids.device), _now(run) - self.started
+        if self.first is None:
+            return Metrics(total, None, None, None, None, peak)
+        first = self.first - self.started
+        rest, n_steps = total - first, max(lengths) - 1
+        prompt = None if run.call is None else run.call.prompt
+        n_prompt = math.prod((run.ids if prompt is None else prompt.main_input).shape[:2])
+        return Metrics(
+            total_time=total,
+            time_to_first_token=first,
+            time_per_output_token=rest / n_steps if n_steps > 0 else None,
+            prefill_tokens_per_second=n_prompt / first,
+            decode_tokens_per_second=(sum(lengths) - len(lengths)) / rest if n_steps > 0 else None,
+            peak_bytes=peak,
+        )
+
+
+def own_reason(run: Run, row: int, ids: list[int], reason: FinishReason) -> FinishReason:
+    """``reason``, or what a processor says in its place that made the row end with an EOS.
+
+    Such a processor has a method ``finish_reason_of(row, ids) -> str | None`` on generated ids.
+    """
+    if reason == "eos":
+        for processor in run.processors:
+            say = getattr(processor, "finish_reason_of", None)
+            if say is not None and (own := say(row, ids)) is not None:
+                return FinishReason(own, reason.stop)
+    return reason
+
+
+def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:
+    """The text of a returned row, without what stopped it unless that is asked for."""
+    skips, includes = skips_and_includes(run, row, n_rows)
+    ids, cause, before = ending.ids, ending.cause, context(run, row, n_rows)
+    if isinstance(cause, TextCriteria) and (found := cause.found(ids, len(ids))) is not None:
+        n_bytes = found.end if includes else found.begin
+        return text_until(cause.pieces, ids, n_bytes, skips, before)
+    if ending.reason.stop is not None and not includes:
+        ids = ids[:-1]
+    return decode(run.tokenizer, ids, skips, before)
+
+
+def context(run: Run, row: int, n_rows: int) -> list[int]:
+    """The end of the prompt of a returned row, for ``decode``."""
+    return context_of(run.tokenizer, run.prompts[row * len(run.prompts) // n_rows].tolist())
+
+
+def skips_and_includes(run: Run, row: int, n_rows: int) -> tuple[bool, bool]:
+    """``skip_special_tokens`` and ``include_stop_str_in_output`` of a returned row."""
+    config: Any = run.config
+    if run.rows is not None:
+        config = run.rows.configs[row * len(run.rows) // n_rows]
+    skips = getattr(config, "skip_special_tokens", None)
+    return skips is None or bool(skips), bool(getattr(config, "include_stop_str_in_output", False))
+
+
+def _now(run: Run) -> float:
+    """The time when all that was asked of the device is done."""
+    if run.ids.is_cuda:
+        torch.cuda.synchronize(run.ids.device)
+    return time.perf_counter()
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The largest memory so far: of a GPU since it was last reset, else of the process; in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,303 @@
+"""Assisted (speculative) decoding: a drafter guesses, one forward pass of the model verifies.
+
+A round feeds the tokens of the positions ``start - 1 … start + n - 1``, with ``start`` the length that
+all rows have reached; its logits tell the tokens of ``start … start + n``. Rows accept different
+numbers of tokens. A row that is ahead feeds, in the next round, tokens that it knows already
+in the place of drafts; so all rows keep the cache layout of plain decoding, and any cache that can
+be rolled back will do. What all rows know leaves the round as a ``Step``.
+
+A round of three rows. All know 8 tokens (``start`` = 8), row 1 knows 10; the cache holds 7 columns::
+
+                 known  column 7 │ 8   9   10  11
+    row 0          8       31    │ 41  42  43  44     drafts 41 42 43 44
+    row 1         10       32    │ 51  52  53  ·      knows 51 52, drafts 53
+    row 2          8       33    │ 61  62  63  64     drafts 61 62 63 64
+
+Columns 7 to 11 are fed, 5 tokens a row. The model's choices for the positions 8 to 12::
+
+    row 0      41  42  43  44  45     4 drafts accepted, and one more token: known 13
+    row 1       ·   ·  59   ·   ·     the draft 53 is rejected, 59 is its token: known 11
+    row 2      61  70   ·   ·   ·     61 accepted, 62 rejected, 70 is its token: known 10
+
+The least of these is 10: all rows advance by 2. Of the 5 columns fed, the cache keeps 2 (it holds 9), and
+takes 3 back. The step's tokens are 41 42, 51 52 and 61 70. The next round starts at 10: row 0 feeds 43, 44
+and 45 again, in place of drafts, and row 1 feeds 59.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from ... import families
+from ...memory.caches import layers
+from ...memory.caches.layers import roll_back
+from ...running import Executor, prefill, ranks, shared_prompt
+from ...state.call import Call
+from ...state.run import Run, Speculation, Step
+from .. import outputs
+from ..drafters import (
+    Acceptance,
+    Draft,
+    DraftContext,
+    Setup,
+    make_drafter,
+    make_schedule,
+)
+from ..drafters.base import check, check_logits, n_filled, name_of
+from ..drafters.checks import has_foreign_generator
+from ..drafters.forced import under_grammar
+from ..loop import commit
+from .drafted_rows import DraftedRows
+from .verification import (
+    ChoiceMatch,
+    GreedyMatch,
+    PlainMatch,
+    SpeculativeSampling,
+    is_plain,
+    verify,
+)
+
+
+class Assisted:
+    """Verify what the drafter of a call guesses, as many tokens a round as its schedule says."""
+
+    continues_cache = may_record = rolls_back = takes_rows = True
+    shares_prefill = False  # the prompt may be forwarded with a draft
+
+    @staticmethod
+    def reads_prompt(model: Any, call: Call) -> bool:
+        """Return whether the drafter of ``call`` may read hidden states of the whole prompt."""
+        assistant = call.request.assistant_model
+        hook = type(model)._get_candidate_generator
+        return (
+            not hook.__module__.startswith(("hfgen.", "transformers.generation."))
+            or hasattr(assistant, "get_candidates")
+            or bool(getattr(assistant, "forward_arguments", None))
+            or has_foreign_generator(call.config, assistant)
+        )
+
+    def __init__(self, setup: Setup) -> None:
+        run, config = setup.run, setup.run.config
+        self.drafter = make_drafter(setup)
+        self.schedule = make_schedule(setup, self.drafter)
+        self.drafter = under_grammar(self.drafter, run.processors)
+        weight = config.assistant_ensemble_weight
+        self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
+        if setup.run.row_choice is not None:
+            self.verification = ChoiceMatch(setup.run.row_choice)
+        elif config.do_sample:
+            self.verification = SpeculativeSampling(weight, is_upstreams=setup.is_exact)
+        self.plain = PlainMatch(run) if is_plain(run, self.verification) else None
+        #: Arguments of the model's forward that the drafter asks for.
+        self.overrides = self.drafter.forward_arguments
+        self.executor = Executor(run, may_record=True)
+        self.cache: Any = run.model_kwargs.get("past_key_values")
+        _check_cache(run, self.cache)
+        self.max_length = setup.max_length
+        self.rows = DraftedRows(run, self.max_length)
+        embedding = families.token_embedding(run.model)
+        self.vocab = math.inf if embedding is None else embedding.num_embeddings
+        self.placeholders = families.placeholder_tokens(run.model)
+        #: A token that shifts the positions of those that are fed behind it, in the same forward.
+        self.position_pad = families.position_pad(run.model)
+        self.draft: Draft | None = None
+        #: How many tokens the round feeds after the last that all rows know.
+        self.n_new = 0
+        self.is_first = True
+        self.stats = run.speculation = Speculation()
+
+    def prefill(self, run: Run) -> ModelOutput | None:
+        """Only of prompts that rows share, that come in chunks, are embeddings, or padding alone.
+
+        Devices that forward in step do so with any prompt.
+        """
+        is_shared = shared_prompt.is_possible(run) and not self.overrides
+        has_embeds = run.model_kwargs.get("inputs_embeds") is not None
+        has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
+        is_alone = has_chunks or (has_embeds and not run.is_encoder_decoder) or _masks_a_row(run)
+        is_shifted = self.position_pad is not None and bool((run.ids == self.position_pad).any())
+        if not (is_shared or is_alone or is_shifted or run.synced_gpus):
+            return None
+        self.is_first = False
+        self.stats.forwards += 1
+        if is_shared:
+            return self.executor.prefill(run)
+        model_kwargs = run.model_kwargs | self.overrides if self.overrides else run.model_kwargs
+        return prefill(run.model, run.ids, run.config, model_kwargs)
+
+    def decoding(self, run: Run) -> AbstractContextManager[None]:
+        return layers.recording(self.cache)
+
+    def forward(self, run: Run) -> ModelOutput:
+        start = run.ids.shape[1]
+        self.make_draft(run, start)
+        ranks.wait(run)
+        ids, is_first = self.rows.tokens[:, : start + self.n_new], self.is_first
+        self.is_first = False
+        self.stats.forwards += 1
+        return self.executor.verify(run, ids, self.n_new, is_first=is_first, **self.overrides)
+
+    def make_draft(self, run: Run, start: int) -> None:
+        """Write drafted tokens behind the known ones; set how many tokens are new to the cache."""
+        rows = self.rows
+        self.draft, self.n_new = None, 0
+        tokens = rows.tokens[:, :0]
+        if all(rows.has_ended):  # known to the end, not yet in the cache
+            self.n_new = 0 if run.finished else max(rows.known) - 1 - start
+        elif (n := self.room(start)) > 0:
+            tokens, filled = self.ask(start, n)
+            each = zip(rows.known, filled, rows.has_ended, strict=True)
+            ahead = [max(known - start, length) for known, length, ended in each if not ended]
+            self.n_new = min(self.schedule.width(ahead), n)
+        rows.place(tokens, start, self.n_new)
+        if self.position_pad is not None and (n := self.n_unshifted(start)) < self.n_new:
+            self.n_new = n
+            rows.place(tokens, start, n)
+
+    def n_unshifted(self, start: int) -> int:
+        """How many of the new tokens come before, or are, the first ``position_pad`` of a row."""
+        is_pad = self.rows.tokens[:, start - 1 : start + self.n_new] == self.position_pad
+        columns = (is_pad & ~self.rows.device_ended[:, None]).any(dim=0).nonzero()
+        return int(columns[0]) if len(columns) else self.n_new
+
+    def room(self, start: int) -> int:
+        """How many tokens to draft from ``start`` on."""
+        n = self.schedule.n_tokens
+        room = self.max_length - 1 - start  # the last token is not forwarded
+        if not self.drafter.is_always_asked and not (self.drafter.overshoots and room > 0):
+            n = min(n, room)
+        return int(min(n, layers.capacity(self.cache) - start))
+
+    def ask(self, start: int, n: int) -> tuple[torch.Tensor, Sequence[int]]:
+        """Up to ``n`` tokens a row from ``start`` on, ``(rows, …)``, and how many columns each fills."""
+        rows = self.rows
+        rows.reserve(start + n)
+        pairs = zip(rows.known, rows.has_ended, strict=True)
+        known = tuple(start + n if ended else known for known, ended in pairs)
+        device_known = rows.device_known
+        if any(rows.has_ended):
+            device_known = device_known.masked_fill(rows.device_ended, start + n)
+        has_ended, host = tuple(rows.has_ended), rows.host_tokens
+        needs_all = self.schedule.needs_all
+        context = DraftContext(
+            rows.tokens, known, has_ended, start, n, host, device_known, needs_all
+        )
+        name = name_of(self.drafter)
+        self.draft = check(name, self.drafter.draft(context), context)
+        if self.draft is None:
+            return rows.tokens[:, :0], [0] * len(rows.known)
+        tokens, lengths = self.draft.tokens, self.draft.lengths
+        if self.placeholders and self.is_first:  # the model would look for their features
+            is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
+            tokens, lengths = tokens.masked_fill(is_media, -1), None
+        if lengths is None or tokens.is_cpu:  # reading is asked for, or free
+            found = tuple(n_filled(name, tokens.tolist(), context, self.vocab))
+            # What a drafter says holds on all devices alike: draws depend on it.
+            lengths = found if lengths is None else lengths
+        return tokens.to(rows.tokens.device), lengths
+
+    def step(self, run: Run, model_outputs: ModelOutput) -> Step:
+        rows, start, width = self.rows, run.ids.shape[1], self.n_new + 1
+        rows.reserve(start + width)
+        # A copy, unless nobody can write to it or keep it.
+        is_copied = self.plain is None or run.config.return_dict_in_generate
+        logits = model_outputs.logits[:, -width:]
+        logits = logits.to(copy=is_copied, dtype=torch.float32, device=run.ids.device)
+        if self.draft is not None:
+            check_logits(name_of(self.drafter), self.draft, logits.shape[-1])
+        before, had_ended = [*rows.known], [*rows.has_ended]
+        if self.plain is not None:
+            verified = self.plain.verify(run, rows, logits)
+        else:
+            draft_logits = None if self.draft is None else self.draft.logits
+            verified = verify(run, rows, self.verification, logits, draft_logits)
+        # No further than where a row has just ended: it fed drafts after that, and not its padding.
+        pairs = enumerate(zip(rows.known, had_ended, strict=True))
+        lengths = [known for row, (known, had) in pairs if not had and not rows.is_lost(row)]
+        n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
+        roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
+        self.observe(before, start + n_advanced, n_advanced)
+        commit(run, model_outputs, num_new_tokens=n_advanced)
+        run.ids = rows.tokens[:, : start + n_advanced]
+        new, scores = run.ids[:, start:], verified[:n_advanced]
+        if run.scores is not None:
+            run.scores += scores
+        unverified = logits[:, len(verified) :].unbind(dim=1)
+        self.drafter.see(run, model_outputs, (*verified, *unverified), n_advanced)
+        return Step(
+            tokens=new,
+            scores=scores,
+            logits=logits[:, :n_advanced].unbind(dim=1),
+            settled=lambda: new,
+            **outputs.observe_each(run, model_outputs, width, n_advanced),
+        )
+
+    def observe(self, before: list[int], length: int, n_advanced: int) -> None:
+        """Tell drafter and schedule what became of the round that brought all rows to ``length``."""
+        drafted = self.rows.drafted
+        gained = [k - b for k, b in zip(self.rows.known, before, strict=True)]
+        accepted = [min(max(g - 1, 0), d) for g, d in zip(gained, drafted, strict=True)]
+        verdict = Acceptance(tuple(drafted), tuple(accepted), length)
+        if self.draft is not None:
+            self.drafter.observe(verdict)
+            self.stats.rounds += 1
+        self.schedule.observe(verdict, n_advanced, self.n_new)
+        self.stats.drafted += sum(drafted)
+        self.stats.accepted += sum(accepted)
+        self.stats.generated += sum(gained)
+
+    def row_ends(self, run: Run) -> list[int | None] | None:
+        if not self.rows.has_padding:  # rows that have ended run on until all have
+            return None
+        pairs = zip(self.rows.known, self.rows.has_ended, strict=True)
+        return [known if has_ended or run.finished else None for known, has_ended in pairs]
+
+    def is_token(self, run: Run, step: Step) -> torch.Tensor | None:
+        """``(rows, n_new)``: which tokens are not padding behind a row's end; ``None`` for all."""
+        if self.rows.pad is None:
+            return None
+        length = run.ids.shape[1]
+        positions = torch.arange(length - step.tokens.shape[1], length, device=run.ids.device)
+        return positions < self.rows.device_known[:, None]
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        self.schedule.finish()
+        self.rows.invalid.conclude()
+        return {"sequences": run.ids.contiguous()}
+
+    def stop(self, run: Run) -> None:
+        run.finished = all(self.rows.has_ended) and run.ids.shape[1] >= max(self.rows.known)
+
+
+def _masks_a_row(run: Run) -> bool:
+    """Whether a prompt is all padding: eager attention then takes the mean over all keys, also drafts'."""
+    name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
+    mask = run.model_kwargs.get(name)
+    return mask is not None and mask.ndim == 2 and not bool((mask != 0).any(dim=1).all())
+
+
+def _check_cache(run: Run, cache: Any) -> None:
+    """Raise before the first forward if what is rejected could not be taken back, or not fit in."""
+    if cache is None:
+        raise RuntimeError(
+            f"Assisted decoding needs a cache, and {type(run.model).__name__} has none under "
+            "`past_key_values`."
+        )
+    if not hasattr(cache, "crop"):
+        raise ValueError(
+            f"Drafted tokens cannot be taken back out of a {type(cache).__name__}: assisted decoding "
+            "does not work with it."
+        )
+    for layer in layers.layers_of(cache):
+        if layers.is_static_layer(layer) and layers.is_foreign_part(layer):
+            raise ValueError(
+                f"{type(run.model).__name__} has a static cache of its own kind "
+                f"({type(layer).__name__}), out of which drafted tokens cannot be taken back. Use a "
+                "dynamic cache."
+            )

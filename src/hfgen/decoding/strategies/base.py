@@ -1,0 +1,165 @@
+"""The common base of strategies that forward one token per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from ...logits import stopping
+from ...running import Executor
+from ...running.active_rows import ActiveRows
+from ...settings.logs import logger
+from ...state import draws
+from ...state.run import Run
+
+
+class NextToken:
+    """Prefill, then forward one new token per sequence and step."""
+
+    # What it can do; see ``run.Strategy``.
+    continues_cache = shares_prefill = streams = True
+    takes_rows = joins = False
+    drops_rows = False
+    checks_late = False
+    tokens_ahead = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """What a class does in its own way is not assumed to do what this one does, unless it is declared."""
+        super().__init_subclass__(**kwargs)
+        for name in ("joins", "checks_late", "may_record"):
+            if name not in vars(cls):
+                setattr(cls, name, False)
+        for name in ("continues_cache", "shares_prefill") if "prefill" in vars(cls) else ():
+            if name not in vars(cls):
+                setattr(cls, name, False)
+
+    #: Whether its steps may be compiled, or recorded.
+    may_compile = may_record = False
+
+    def __init__(self, run: Run) -> None:
+        self.executor = Executor(run, self.may_compile, self.may_record)
+        self.active = ActiveRows(run)
+        self.invalid = run.invalid = InvalidScores()
+        self.stops_by_length_only = getattr(run.criteria, "length_only", False)
+
+    def prefill(self, run: Run) -> ModelOutput:
+        return self.executor.prefill(run, is_first_iteration=not run.config.is_assistant)
+
+    def decoding(self, run: Run) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward(self, run: Run) -> ModelOutput:
+        return self.executor.forward(run, self.active.ids(run))
+
+    def check(self, run: Run, settle: Callable[[list[int]], None], *flags: torch.Tensor) -> None:
+        """Let ``settle`` have the values of ``flags``, scalars: now, or behind the next forward."""
+        if run.ahead is not None:
+            run.ahead.ask(torch.stack(flags), settle)
+        elif flags[0].is_cpu:
+            settle([int(flag) for flag in flags])
+        else:
+            settle(torch.stack(flags).tolist())
+
+
+def padding(run: Run) -> torch.Tensor | None:
+    """The token that follows the EOS of a row while others go on; ``TypeError`` if there is none."""
+    pad: Any = run.config._pad_token_tensor
+    if pad is None and any(hasattr(criterion, "eos_token_id") for criterion in run.criteria):
+        raise TypeError(
+            "A stopping criterion ends rows at an EOS token, but `pad_token_id` is None and so is "
+            "`eos_token_id`, which would stand in for it. Set one of them."
+        )
+    if pad is None and stopping.may_end_rows(run.criteria):
+        return run.ids.new_zeros(())
+    # Multimodal models may have the pad beside their encoder's inputs.
+    return pad if pad is None else pad.to(run.ids.device)
+
+
+class InvalidScoresError(ValueError, RuntimeError):
+    """No token can be chosen from a row of scores. Upstream's sampling raises RuntimeError here."""
+
+    def __init__(self, rows: list[int], step: int) -> None:
+        super().__init__(invalid_at(rows, step))
+
+
+def invalid_at(rows: list[int], step: int) -> str:
+    """What is wrong with ``rows`` since ``step``, and what may help."""
+    return (
+        f"The scores of row {', '.join(map(str, rows))} are NaN or infinite at step {step}, so no "
+        "token can be chosen. Check the attention mask, the dtype (float16 overflows), and what "
+        "rules tokens out (a `grammar` with `min_new_tokens`, a processor), or set "
+        "`remove_invalid_values=True`."
+    )
+
+
+class InvalidScores:
+    """At which step the scores of each row were first invalid; of beams, those of each prompt.
+
+    Such a row is lost: it ends there, and the others go on. ``InvalidScoresError`` is raised where no
+    row is left: at once on the CPU, else when the call has ended.
+    """
+
+    def __init__(self) -> None:
+        #: ``(rows,)``: the step, or -1; ``None`` as long as no scores were looked at on a device.
+        self.since: torch.Tensor | None = None
+
+    def note(self, best: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
+        """Of the rows ``among (rows,)``, or of all, those whose ``best (rows,)`` score is NaN."""
+        if not best.is_cpu or any(map(math.isnan, best.tolist())):
+            self.mark(best.isnan(), step, among)
+
+    def mark(self, is_invalid: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
+        """Of the rows ``among (rows,)``, or of all, those that ``is_invalid (rows,)`` tells."""
+        if is_invalid.is_cpu and not is_invalid.any():
+            return
+        if self.since is None:
+            self.since = torch.full_like(is_invalid, -1, dtype=torch.long)
+        counts = is_invalid if among is None else is_invalid & among
+        self.since = self.since.masked_fill(counts & (self.since < 0), step)
+        if is_invalid.is_cpu:
+            self.steps()
+
+    def draw(
+        self, scores: torch.Tensor, n: int, step: int, among: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Indices ``(rows, n)`` into ``scores (rows, m)``, as ``torch.multinomial`` draws them by softmax.
+
+        Without replacement. Rows with NaN are noted, as by ``note``; their indices mean nothing.
+        """
+        if (drawn := draws.draw(scores, n)) is not None:
+            return drawn
+        probabilities = scores.softmax(dim=-1)
+        if probabilities.is_cpu:
+            try:
+                return torch.multinomial(probabilities, n)
+            except RuntimeError:  # some row is invalid; it is an error only if the row still counts
+                pass
+        # On an accelerator an invalid row would end the process, so it is looked for beforehand.
+        self.note(totals := probabilities.sum(dim=-1), step, among)
+        return torch.multinomial(probabilities.masked_fill(totals.isnan()[:, None], 1.0), n)
+
+    def steps(self) -> list[int]:
+        """``since`` on the host; empty if no row is lost. Raises if all are."""
+        steps = [] if self.since is None else self.since.tolist()
+        if steps and min(steps) >= 0:
+            first = min(steps)
+            raise InvalidScoresError([i for i, step in enumerate(steps) if step == first], first)
+        return steps if any(step >= 0 for step in steps) else []
+
+    def conclude(self) -> None:
+        """At the end of a call: one warning for the rows that are lost. Raises if all are."""
+        if steps := self.steps():
+            rows = [row for row, step in enumerate(steps) if step >= 0]
+            text = invalid_at(rows, min(steps[row] for row in rows))
+            logger.warning(f"{text} These rows have ended there, with the finish reason 'error'.")
+
+    def step_of(self, row: int, n_rows: int) -> int | None:
+        """The step at which row ``row`` of ``n_rows`` was lost; ``None`` if it was not."""
+        steps = [] if self.since is None else self.since.tolist()
+        step = steps[row * len(steps) // n_rows] if steps else -1
+        return None if step < 0 else step

@@ -1,0 +1,305 @@
+"""Constrained beam search: the result contains all required words.
+
+Dynamic beam allocation (Post and Vilar 2018; Hu et al. 2019). Candidates are the likeliest
+continuations, and those that bring a constraint one token further. They are sorted into banks by how
+far they are, and the beams are divided among the banks.
+
+The rules are those of transformers 4.x, for equal tokens. By them no hypothesis that meets all
+constraints may be left at the end. So a guard lets enough go on that can still meet them in time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ...settings.logs import logger
+from ...state.run import Run
+from ...state.vocabularies import n_scores
+from .. import constraints
+from ..constraints import n_tokens, wanted
+from .hypotheses import NEG_INF, Hypotheses
+from .nbest import NBestBeam, Selection
+
+#: Stands for the likeliest token that is no EOS, where the token is known only after the forward.
+ANY = -1
+
+
+class Progress:
+    """How far one hypothesis is with all constraints, which are met one at a time. Immutable."""
+
+    def __init__(self, met: int, current: Any, pending: tuple[Any, ...], unit: int) -> None:
+        #: How many constraints are met, the one that is worked on, and those still to come.
+        self.met, self.current, self.pending = met, current, pending
+        #: Tokens of the longest constraint: what each is worth in ``bank``.
+        self.unit = unit
+        #: How many tokens are missing, at least.
+        self.missing = sum(map(n_tokens, pending)) + (0 if current is None else n_tokens(current))
+        self._next: dict[int, Progress] = {}
+
+    @classmethod
+    def start(cls, constraints: Iterable[Any]) -> Progress:
+        """The progress of an empty text."""
+        pending = tuple(constraints)
+        return cls(0, None, pending, max(constraint.remaining() for constraint in pending))
+
+    @property
+    def is_met(self) -> bool:
+        return self.current is None and not self.pending
+
+    @property
+    def bank(self) -> int:
+        """How far the hypothesis is, in tokens. Only those of the same bank compete for beams."""
+        begun = 0 if self.current is None else self.unit - self.current.remaining()
+        return int(self.met * self.unit + begun)
+
+    @property
+    def wanted(self) -> list[int]:
+        """Tokens that bring the constraint that is worked on, else any, one step further."""
+        open_ones = self.pending if self.current is None else (self.current,)
+        return list(dict.fromkeys(token for one in open_ones for token in wanted(one)))
+
+    def after(self, token: int) -> Progress:
+        """The progress once ``token`` has been generated too."""
+        if token not in self._next:
+            self._next[token] = self._after(token)
+        return self._next[token]
+
+    def _after(self, token: int) -> Progress:
+        if self.is_met:
+            return self
+        if self.current is not None:
+            return self._updated(self.current, self.pending, token)
+        for i, constraint in enumerate(self.pending):
+            if constraint.does_advance(token):
+                return self._updated(constraint, self.pending[:i] + self.pending[i + 1 :], token)
+        return self
+
+    def _updated(self, constraint: Any, others: tuple[Any, ...], token: int) -> Progress:
+        # A deep copy: a shallow one of the caller's may share what update() changes.
+        moved = deepcopy(constraint)
+        _, is_met, is_reset = moved.update(token)
+        if is_reset:
+            others = (*others, constraint.copy(stateful=False))
+            return Progress(self.met, None, others, self.unit)
+        if is_met:
+            return Progress(self.met + 1, None, others, self.unit)
+        return Progress(self.met, moved, others, self.unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One continuation of a prompt's beams; ``index`` is its place among them."""
+
+    index: int
+    beam: int
+    token: int
+    score: float
+    ends: bool  # it may not go on
+    progress: Progress
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it is a hypothesis, and not an empty beam or a token that a processor rules out."""
+        return self.score > NEG_INF / 2
+
+    @property
+    def may_go_on(self) -> bool:
+        return self.is_reachable and not self.ends
+
+
+class ConstrainedBeam(NBestBeam):
+    """A hypothesis ends, and is returned before others, only if it meets the constraints."""
+
+    joins = checks_late = may_record = True
+
+    @classmethod
+    def check_config(cls, model: Any, config: GenerationConfig) -> None:
+        super().check_config(model, config)
+        name = "constraints" if config.force_words_ids is None else "force_words_ids"
+        if config.do_sample:
+            raise ValueError(
+                f"`{name}` asks for constrained beam search, which does not sample. Set "
+                "`do_sample=False`."
+            )
+        if (config.num_beam_groups or 1) != 1:
+            raise ValueError(
+                f"`{name}` and `num_beam_groups` (={config.num_beam_groups}) do not go together. "
+                "Leave one of them out."
+            )
+        if (config.num_beams or 1) < 2:
+            raise ValueError(
+                f"`{name}` needs beams to search with: `num_beams` has to be at least 2, but is "
+                f"{config.num_beams}."
+            )
+        size = n_scores(model)
+        for constraint in constraints.of_config(config):
+            if outside := [token for token in constraints.tokens_of(constraint) if token >= size]:
+                raise ValueError(
+                    f"`{name}` asks for the token {outside[0]}, but the model's vocabulary has the "
+                    f"ids 0 to {size - 1}."
+                )
+        if config.max_new_tokens is not None:
+            constraints.check_room(config, int(config.max_new_tokens))
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        config = run.config
+        start = Progress.start(constraints.of_config(config))
+        #: How far each running beam is; and which of them are continued by which token in any case.
+        self.progress = [[start] * self.beams for _ in range(self.batch)]
+        # All beams start alike: what is forced upon the first would be a duplicate in the others.
+        self.forced = [[(0, token) for token in start.wanted] for _ in range(self.batch)]
+        #: ``(batch, width)``: the same on the device, beams and tokens, with any in empty places.
+        columns = torch.tensor([_padded(pairs, len(pairs)) for pairs in self.forced])
+        self.forced_beams, self.forced_tokens = columns.to(run.ids.device).chunk(2, dim=1)
+        #: ``(batch, beams)``: which of the running beams meet all constraints.
+        self.is_met = torch.zeros(self.batch, self.beams, dtype=torch.bool, device=run.ids.device)
+        self.n_returned = int(config.num_return_sequences)
+        last = run.criteria.max_length or config.max_length
+        #: Length at which constraints have to be met; a forced EOS takes the last place.
+        self.deadline = int(last) - (config.forced_eos_token_id is not None)
+
+    def candidates(
+        self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
+    ) -> Hypotheses:
+        """The ``n_candidates`` likeliest continuations, then the forced ones, with any in empty places."""
+        vocab, device = log_probs.shape[1], log_probs.device
+        totals = self.totals(log_probs)
+        likeliest = self.likeliest(run, totals)
+        beams, tokens = self.forced_beams, self.forced_tokens
+        if beams.shape[1] == 0:
+            return self.continued(run, totals, likeliest)
+        if (eos := run.config._eos_token_tensor) is not None:
+            log_probs = log_probs.index_fill(1, eos.to(device), -torch.inf)
+        best = log_probs.argmax(dim=1).view(self.batch, self.beams).gather(1, beams)
+        forced = beams * vocab + torch.where(tokens == ANY, best, tokens)
+        return self.continued(run, totals, torch.cat([likeliest, forced], dim=1))
+
+    def select(self, run: Run, candidates: Hypotheses) -> Selection:
+        ends = self.ends(run, candidates)
+        beams = candidates.parents[..., -1] - self.row_offsets
+        # All in one read: such numbers are exact in the dtype of the scores.
+        scores = candidates.scores
+        read = [fact.to(scores.dtype) for fact in (beams, candidates.ids[..., -1], scores, ends)]
+        searches = torch.stack([self.finished.is_done.sum(dim=1), self.is_closed], dim=1)
+        numbers = torch.cat([*read, searches.to(scores.dtype)], dim=1).tolist()
+        n = scores.shape[1]
+        n_left = self.deadline - candidates.ids.shape[2]
+        going_on, finished = [], []
+        for prompt, (*row, n_finished, is_closed) in enumerate(numbers):
+            n_lacking = 0 if is_closed else self.n_returned - int(n_finished)
+            before = self.progress[prompt]
+            facts = zip(row[:n], row[n : 2 * n], row[2 * n : 3 * n], row[3 * n :], strict=True)
+            found = []
+            for i, (beam, token, score, end) in enumerate(facts):
+                progress = before[int(beam)].after(int(token))
+                found.append(Candidate(i, int(beam), int(token), score, bool(end), progress))
+            likeliest, forced = found[: self.n_candidates], found[self.n_candidates :]
+            forced = forced[: len(self.forced[prompt])]  # what follows are empty places
+            pairs = zip(forced, self.forced[prompt], strict=True)
+            named = [one for one, (_, token) in pairs if token != ANY]
+            ended = finishing(likeliest[: self.beams] + named)
+            chosen = self.divide(likeliest, named)
+            guard(chosen, likeliest + forced, n_lacking - len(ended), n_left)
+            finished.append([one.index in ended for one in found])
+            going_on.append([one.index for one in chosen])
+            self.progress[prompt] = [one.progress for one in chosen]
+            self.forced[prompt] = [
+                (beam, token)
+                for beam, one in enumerate(chosen)
+                if one.may_go_on and not is_closed
+                for token in (one.progress.wanted or [ANY])
+            ]
+        return Selection(*self.told(going_on, ends, finished))
+
+    def told(
+        self, going_on: list[list[int]], ends: torch.Tensor, finished: list[list[bool]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the host has decided, on the device: in one copy, since each may wait."""
+        width = max(map(len, self.forced))
+        table = [
+            [*index, *done, *(one.is_met for one in progress), *_padded(pairs, width)]
+            for index, done, progress, pairs in zip(
+                going_on, finished, self.progress, self.forced, strict=True
+            )
+        ]
+        sizes = [self.beams, len(finished[0]), self.beams, width, width]
+        columns = torch.tensor(table, device=ends.device).split(sizes, dim=1)
+        indices, done, is_met, self.forced_beams, self.forced_tokens = columns
+        self.is_met = is_met.bool()
+        return indices, ends, done.bool()
+
+    def divide(self, likeliest: list[Candidate], named: list[Candidate]) -> list[Candidate]:
+        """The ``beams`` candidates that go on by the rules of dynamic beam allocation."""
+        ended = [one for one in likeliest if one.ends]
+        chosen = [one for one in likeliest if not one.ends][: self.beams]
+        taken = {(one.beam, one.token) for one in chosen}
+        named = [one for one in named if one.may_go_on and (one.beam, one.token) not in taken]
+        if named:
+            both = chosen + named
+            banks, scores = [one.progress.bank for one in both], [one.score for one in both]
+            chosen = [both[place] for place in allocate(banks, scores, self.beams)]
+        return chosen + ended[: self.beams - len(chosen)]  # criteria may leave too few
+
+    def may_be_cut_off(self, chosen: Hypotheses) -> torch.Tensor:
+        return self.is_met
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        n = self.n_returned
+        for prompt, n_met in enumerate(self.finished.is_done[:, :n].sum(dim=1).tolist()):
+            if n_met < n:
+                logger.warning(
+                    f"{n_met} of the {n} sequences returned for row {prompt} meet the constraints; no "
+                    "other hypothesis did. Raise `max_new_tokens` or `num_beams`."
+                )
+        return super().result(run)
+
+
+def _padded(pairs: list[tuple[int, int]], width: int) -> list[int]:
+    """The beams of ``pairs``, then their tokens, each filled up to ``width``."""
+    empty = [0] * (width - len(pairs))
+    return [*(beam for beam, _ in pairs), *empty, *(token for _, token in pairs), *empty]
+
+
+def finishing(candidates: list[Candidate]) -> set[int]:
+    """The places of those that end and meet the constraints, each text once."""
+    found = {(one.beam, one.token): one for one in reversed(candidates)}
+    return {one.index for one in found.values() if one.ends and one.progress.is_met}
+
+
+def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
+    """``n`` indices: the best of each bank, highest bank first, then each second best, …; -inf last."""
+    ranks: defaultdict[int, count[int]] = defaultdict(count)
+    order = sorted(range(len(banks)), key=lambda index: (-banks[index], -scores[index]))
+    rounds = {index: next(ranks[banks[index]]) for index in order}
+    order.sort(key=lambda index: (scores[index] <= NEG_INF / 2, rounds[index]))
+    return order[:n]
+
+
+def guard(chosen: list[Candidate], found: list[Candidate], n: int, n_left: int) -> None:
+    """Let ``n`` of ``chosen`` be able to meet the constraints within ``n_left`` more tokens.
+
+    The furthest and likeliest such candidates in ``found`` take the places of the last that are not.
+    """
+
+    def can_make_it(one: Candidate) -> bool:
+        return one.may_go_on and one.progress.missing <= n_left
+
+    n_lacking = n - sum(map(can_make_it, chosen))
+    if n_lacking <= 0:
+        return
+    taken = {(one.beam, one.token) for one in chosen}
+    spare = {(one.beam, one.token): one for one in found if can_make_it(one)}
+    spare = {key: one for key, one in spare.items() if key not in taken}
+    best_first = sorted(spare.values(), key=lambda one: (-one.progress.bank, -one.score))
+    places = [place for place, one in enumerate(chosen) if not can_make_it(one)][::-1]
+    for place, one in zip(places[:n_lacking], best_first, strict=False):
+        chosen[place] = one

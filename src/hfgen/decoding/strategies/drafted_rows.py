@@ -1,0 +1,173 @@
+"""The rows of assisted decoding: known and drafted tokens of each row, and which rows have finished."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+from transformers import MaxLengthCriteria
+
+from ...logits import stopping
+from ...logits.processors import is_row_wise
+from ...state.run import Run
+from .base import InvalidScores, padding
+
+
+class DraftedRows:
+    """The rows of a call, on the device and, since the last ``read``, on the host."""
+
+    def __init__(self, run: Run, max_length: int) -> None:
+        (n_rows, length), device = run.ids.shape, run.ids.device
+        self.prompt_length, self.max_length = length, max_length
+        self.invalid = run.invalid = InvalidScores()
+        self.has_padding = n_rows == 1 or stopping.may_end_rows(run.criteria)
+        self.pad = padding(run) if self.has_padding and n_rows > 1 else None
+        self.is_row_wise = all(map(is_row_wise, (*run.processors, *run.criteria)))
+        length_ends = all(isinstance(criterion, MaxLengthCriteria) for criterion in run.criteria)
+        #: Rows advance together if functions count on it, or if rows that have ended run on.
+        self.is_in_step = not self.is_row_wise or not (self.has_padding or length_ends)
+        #: Whether a look at a tensor after every position is free, or is asked for anyway.
+        self.may_look = device.type == "cpu" or self.is_in_step
+        #: Whether reading the device is free, or one read tells the host all it needs for a round.
+        self.is_on_host = device.type == "cpu" or n_rows == 1
+        #: ``(rows, …)``: known tokens, then drafted ones.
+        self.tokens = run.ids.to(torch.long, copy=True)
+        #: ``(rows, n_new)``: drafted tokens of the round, -1 where there is none.
+        self.guesses = self.tokens[:, :0]
+        #: ``(rows,)``: the length known of each, and whether it ends there.
+        self.device_known = torch.full((n_rows,), length, device=device)
+        self.device_ended = ~stopping.may_begin(run.criteria, run.ids)
+        #: ``(rows,)``: whether a row met a criterion, where no row ends before all do.
+        self.is_hit = torch.zeros_like(self.device_ended)
+        # The same on the host.
+        self.host_tokens = None if device.type == "cpu" else self.tokens.cpu()
+        self.known, self.has_ended = [length] * n_rows, [False] * n_rows
+        if run.rows is not None:
+            self.has_ended = self.device_ended.tolist()
+        self.drafted = [0] * n_rows
+
+    def place(self, tokens: torch.Tensor, start: int, width: int) -> None:
+        """Write drafted ``tokens (rows, n)`` into ``width`` columns from ``start`` on: padding where a
+        row has ended, and nothing where it knows better. Sets ``guesses``.
+        """
+        if width == 0:
+            self.guesses = self.tokens[:, :0]
+            return
+        self.reserve(start + width)
+        window = self.tokens[:, start : start + width]
+        tokens = tokens[:, :width]
+        if (
+            len(self.known) == 1
+            and window.is_cpu
+            and tokens.shape[1] == width
+            and tokens.min() >= 0
+        ):
+            self.guesses = window.copy_(tokens)  # it knows none of them
+            return
+        positions = torch.arange(start, start + width, device=window.device)
+        tokens = pad(tokens, (0, width - tokens.shape[1]), value=-1)
+        is_new = (positions >= self.device_known[:, None]) & ~self.device_ended[:, None]
+        is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0  # behind the end of a draft
+        self.guesses = tokens.masked_fill(~is_new | is_over, -1)
+        window.copy_(torch.where(self.guesses >= 0, self.guesses, window))
+        if any(self.has_ended):
+            self.write_padding(start, width)
+
+    def write_padding(self, start: int, width: int) -> None:
+        """Pad rows behind their end, in ``width`` columns from ``start`` on."""
+        if self.pad is None:
+            return
+        window = self.tokens[:, start : start + width]
+        positions = torch.arange(start, start + width, device=window.device)
+        is_behind = self.device_ended[:, None] & (positions >= self.device_known[:, None])
+        window.copy_(torch.where(is_behind, self.pad, window))
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens a row."""
+        capacity = self.tokens.shape[1]
+        if length > capacity:
+            more = max(length, min(2 * capacity, self.max_length)) - capacity
+            self.tokens = pad(self.tokens, (0, more))
+            if self.host_tokens is not None:
+                self.host_tokens = pad(self.host_tokens, (0, more))
+
+    def ids(self, length: int) -> torch.Tensor:
+        """All rows up to ``length``; functions of the caller's may count on ids that are contiguous."""
+        return self.tokens[:, :length] if self.is_row_wise else self.tokens[:, :length].contiguous()
+
+    def end(self, ends: torch.Tensor) -> None:
+        """Let the rows in ``ends (rows,)`` end with what is known; without padding, all at once."""
+        if not self.has_padding:
+            self.is_hit = self.is_hit | ends
+            ends = self.is_hit.all()
+        self.device_ended = self.device_ended | ends
+
+    def read(self, start: int, width: int, invalid_at: torch.Tensor) -> None:
+        """Take what the device has found out to the host: the one wait for it in a round.
+
+        Rows end whose scores are NaN, at the lengths ``invalid_at``, or -1; see ``check``.
+        """
+        self.write_padding(start, width)
+        drafted = (self.guesses >= 0).sum(dim=1)
+        state = torch.stack([self.device_known, self.device_ended, invalid_at, drafted], dim=1)
+        found = torch.cat([state, self.tokens[:, start : start + width]], dim=1).cpu()
+        if self.host_tokens is not None:
+            self.host_tokens[:, start : start + width] = found[:, 4:]
+        self.known, ended, invalid, self.drafted = found[:, :4].T.tolist()
+        self.has_ended = [bool(e) for e in ended]
+        self.check(invalid)
+
+    def learn(
+        self,
+        start: int,
+        tokens: torch.Tensor,
+        host_tokens: torch.Tensor,
+        known: list[int],
+        has_ended: list[bool],
+    ) -> None:
+        """Let rows be ``known`` so far, and end: with ``tokens (rows, width)``, of columns from ``start`` on.
+
+        The host knows of the tokens as well.
+        """
+        is_alike = len({*self.known}) == len({*known}) == 1 and not any(self.has_ended)
+        if is_alike:  # at one row, and where none is ahead
+            begin, end = self.known[0], known[0]
+            new = slice(begin - start, end - start)
+            self.tokens[:, begin:end] = tokens[:, new]
+            if self.host_tokens is not None:
+                self.host_tokens[:, begin:end] = host_tokens[:, new]
+            self.device_known.fill_(end)  # a number needs no copy to the device
+        else:  # on the CPU
+            window = self.tokens[:, start : start + tokens.shape[1]]
+            positions = torch.arange(start, start + tokens.shape[1])
+            device_known = torch.tensor(known)
+            is_new = (positions >= self.device_known[:, None]) & (positions < device_known[:, None])
+            window.copy_(torch.where(is_new, tokens, window))
+            self.device_known = device_known
+        if all(has_ended):
+            self.device_ended.fill_(True)
+        elif any(has_ended):
+            self.device_ended = torch.tensor(has_ended)
+        self.known, self.has_ended = known, has_ended
+
+    def check(self, invalid_at: list[int]) -> None:
+        """End rows before scores that are NaN: at these lengths, -1 where none are. Raise if none is left."""
+        lost = {row: length for row, length in enumerate(invalid_at) if length >= 0}
+        if not lost:
+            return
+        if self.invalid.since is None:
+            self.invalid.since = torch.full((len(self.known),), -1)
+        for row, length in lost.items():
+            self.invalid.since[row] = length - self.prompt_length
+            self.known[row], self.has_ended[row] = length, True
+        self.invalid.steps()
+        device = self.tokens.device
+        self.device_known = torch.tensor(self.known, device=device)
+        self.device_ended = torch.tensor(self.has_ended, device=device)
+        self.has_padding = True
+        self.pad = self.tokens.new_zeros(()) if self.pad is None else self.pad
+        first = min(lost.values())
+        self.write_padding(first, self.tokens.shape[1] - first)
+
+    def is_lost(self, row: int) -> bool:
+        """Whether a row has ended since its scores were invalid."""
+        return self.invalid.step_of(row, len(self.known)) is not None

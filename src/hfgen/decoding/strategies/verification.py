@@ -1,0 +1,284 @@
+"""Which drafted tokens the target model accepts, and its own token at the first rejection.
+
+Greedy: a draft is accepted as far as it is what the target would have chosen. Sampling (Leviathan et
+al. 2023, "Fast Inference from Transformers via Speculative Decoding", algorithm 1): a token drafted
+with probability ``q`` is accepted with probability ``min(1, p / q)``, else one is drawn from what
+``p`` has more than ``q``; the result is distributed as ``p``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn.functional import pad
+from transformers import EosTokenCriteria, MaxLengthCriteria
+
+from ...logits import logprobs
+from ...state.run import Run
+from ...state.seeds import RowChoice
+from .drafted_rows import DraftedRows
+
+
+@dataclass(frozen=True, slots=True)
+class DraftColumn:
+    """What was drafted for one position."""
+
+    tokens: torch.Tensor  # (rows,)
+    is_drafted: torch.Tensor  # (rows,): whether a row has a draft there
+    logits: torch.Tensor | None  # (rows, vocab): what tokens were drawn from, if known
+    length: int = 0  # tokens before it
+
+
+class GreedyMatch:
+    """Accepts what the target would choose; with a weight ``w``, what ``w * p + (1 - w) * q`` would."""
+
+    #: Whether tokens are drawn: then there has to be one that can be, as in sampling without drafts.
+    draws = False
+
+    def __init__(self, weight: float | None = None) -> None:
+        self.weight = weight
+
+    def begin(self, logits: torch.Tensor, has_draft_logits: bool) -> None:
+        """Start a round whose logits are ``(rows, n_drafted + 1, vocab)``."""
+
+    def choose(
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``(rows,)`` for ``scores (rows, vocab)``, and in which rows it is the draft's."""
+        tokens = scores.argmax(dim=-1)
+        if self.weight is not None and guess.logits is not None:
+            mixed = self.weight * scores.softmax(dim=-1)
+            mixed = mixed + (1.0 - self.weight) * guess.logits.softmax(dim=-1)
+            tokens = torch.where(guess.is_drafted, mixed.argmax(dim=-1), tokens)
+        return tokens, guess.is_drafted & (tokens == guess.tokens)
+
+
+class SpeculativeSampling:
+    """Accepts so that what is returned is distributed as the target's own samples.
+
+    Draws one uniform number per drafted token and one row of exponential noise per sequence and
+    round, in upstream's order: at one row the draws are upstream's. With an ensemble weight ``w``
+    tokens are accepted with probability ``1 - w + w * p / q`` (as upstream does; no longer exact).
+
+    ``is_upstreams``: draws are upstream's also in rounds whose drafts have no scores. Every position
+    is then sampled, with noise of its own, and drafts are accepted as long as they are the samples.
+    """
+
+    draws = True
+
+    def __init__(self, weight: float | None = None, is_upstreams: bool = False) -> None:
+        self.weight, self.is_upstreams = weight, is_upstreams
+
+    def begin(self, logits: torch.Tensor, has_draft_logits: bool) -> None:
+        rows, n_positions, vocab = logits.shape
+        self.uniform: torch.Tensor | None = None
+        n_noise = n_positions
+        if has_draft_logits or not self.is_upstreams:
+            self.uniform = torch.rand(rows, n_positions - 1, device=logits.device)
+            n_noise = 1
+        self.noise = exponential_noise((rows * n_noise, vocab), logits).view(rows, n_noise, vocab)
+
+    def choose(
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        p = scores.softmax(dim=-1)
+        if self.uniform is None:
+            tokens = gumbel_choice(p, self.noise[:, position])
+            return tokens, guess.is_drafted & (tokens == guess.tokens)
+        noise = self.noise[:, 0]
+        if position >= self.uniform.shape[1]:
+            return gumbel_choice(p, noise), torch.zeros_like(guess.is_drafted)
+        index = guess.tokens[:, None]
+        if guess.logits is None:  # drafted for certain
+            q = torch.zeros_like(p).scatter_(1, index, 1.0)
+        else:
+            q = guess.logits.softmax(dim=-1)
+        ratio = (p.gather(1, index) / q.gather(1, index)).squeeze(1)
+        if self.weight is not None:
+            ratio = 1.0 - self.weight + self.weight * ratio
+        is_accepted = guess.is_drafted & (self.uniform[:, position] <= ratio)
+        residual = (p - q).clamp(min=0)
+        total = residual.sum(dim=-1, keepdim=True)
+        is_usable = guess.is_drafted[:, None] & (total > torch.finfo(p.dtype).tiny)
+        tokens = gumbel_choice(torch.where(is_usable, residual / total, p), noise)
+        return torch.where(is_accepted, guess.tokens, tokens), is_accepted
+
+
+class ChoiceMatch(GreedyMatch):
+    """Accepts what a row would choose without a draft, where its choice is fixed by its seed."""
+
+    draws = True
+
+    def __init__(self, row_choice: RowChoice) -> None:
+        super().__init__()
+        self.row_choice = row_choice
+
+    def choose(
+        self, position: int, scores: torch.Tensor, guess: DraftColumn
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, _ = self.row_choice.choose(scores, guess.length)
+        return tokens, guess.is_drafted & (tokens == guess.tokens)
+
+
+Verification: TypeAlias = GreedyMatch | SpeculativeSampling
+
+
+def exponential_noise(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+    """What ``torch.multinomial`` draws for one sample of each row of ``(rows, vocab)``."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device).exponential_()
+
+
+def gumbel_choice(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """One sample ``(rows,)`` of ``probabilities (rows, vocab)``, as ``torch.multinomial`` draws it."""
+    return (probabilities / noise).argmax(dim=-1)
+
+
+def verify(
+    run: Run,
+    rows: DraftedRows,
+    verification: Verification,
+    logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Take ``logits (rows, width, vocab)`` position by position; write what ``rows`` know after it.
+
+    ``draft_logits (rows, n, vocab)``: the drafter's scores, if it gave any. Returns the processed
+    scores.
+
+    Processors and criteria are asked once for each length, before and after its token. What those
+    that look at each row by itself say of rows further ahead or behind is left aside.
+    """
+    start, width = run.ids.shape[1], logits.shape[1]
+    had_ended, is_open = rows.device_ended, ~rows.device_ended
+    guesses = pad(rows.guesses, (0, 1), value=-1)
+    invalid_at = torch.full_like(rows.device_known, -1)
+    if draft_logits is not None:
+        draft_logits = draft_logits.to(logits.device)
+    verification.begin(logits, draft_logits is not None)
+    all_scores: list[torch.Tensor] = []
+    for position in range(width):
+        raw, length = logits[:, position], start + position
+        is_active = is_open & (rows.device_known == length)
+        if rows.may_look and not is_active.any():
+            # Scores of known tokens are wanted if all rows have got here, and so will return them.
+            is_behind = ~had_ended & (rows.device_known <= length)
+            is_kept = run.scores is not None or logprobs.reads(run, "processed")
+            is_wanted = is_kept and not is_behind.any()
+            all_scores.append(_processed(run, rows, raw, length) if is_wanted else raw)
+            continue
+        all_scores.append(scores := _processed(run, rows, raw, length))
+        column = rows.tokens[:, length]
+        is_drafted = is_active & (guesses[:, position] >= 0)
+        proposed = None
+        if draft_logits is not None and position < draft_logits.shape[1]:
+            proposed = draft_logits[:, position]
+        guess = DraftColumn(column, is_drafted, proposed, length)
+        tokens, is_accepted = verification.choose(position, scores, guess)
+        chosen = scores.gather(1, tokens[:, None]).squeeze(1)
+        is_invalid = is_active & (chosen.isnan() | (chosen == -torch.inf) & verification.draws)
+        invalid_at = torch.where(is_invalid & (invalid_at < 0), length, invalid_at)
+        column.copy_(torch.where(is_active, tokens, column))
+        rows.device_known = rows.device_known + is_active
+        so_far = None if run.scores is None else (*run.scores, *all_scores)
+        ends = is_active & run.criteria(rows.ids(length + 1), so_far)
+        rows.end(ends)
+        is_open = is_open & (is_accepted | ~is_active) & ~rows.device_ended
+        if rows.may_look and not is_open.any():
+            break
+        if rows.is_in_step and (ends.any() or not is_accepted[is_active].all()):
+            break
+    rows.read(start, width, invalid_at)
+    return tuple(all_scores)
+
+
+def _processed(run: Run, rows: DraftedRows, logits: torch.Tensor, length: int) -> torch.Tensor:
+    """Scores ``(rows, vocab)`` of the position after ``length`` tokens."""
+    if not run.processors:
+        return logits
+    is_kept = run.config.output_logits or logprobs.reads(run, "raw")
+    return run.processors(rows.ids(length), logits.clone() if is_kept else logits)
+
+
+def is_plain(run: Run, verification: Verification) -> bool:
+    """Whether tokens depend on logits alone, and ends on tokens and a length that nobody warns of."""
+    kinds = {type(criterion) for criterion in run.criteria}
+    return (
+        type(verification) is GreedyMatch
+        and verification.weight is None
+        and not run.processors
+        and {MaxLengthCriteria} <= kinds <= {MaxLengthCriteria, EosTokenCriteria}
+        and not any(map(_warns, run.criteria))
+    )
+
+
+def _warns(criterion: Any) -> bool:
+    """Whether it warns of lengths beyond the model's positions."""
+    positions = getattr(criterion, "max_position_embeddings", None)
+    return positions is not None and criterion.max_length > positions + 1
+
+
+class PlainMatch:
+    """``verify`` for a call that ``is_plain``: all positions together."""
+
+    def __init__(self, run: Run) -> None:
+        lengths = [c.max_length for c in run.criteria if isinstance(c, MaxLengthCriteria)]
+        self.max_length = min(lengths)
+        self.eos = [c.eos_token_id for c in run.criteria if isinstance(c, EosTokenCriteria)]
+        self.host_eos = {token for tokens in self.eos for token in tokens.tolist()}
+
+    def verify(self, run: Run, rows: DraftedRows, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Write what ``rows`` know after ``logits (rows, width, vocab)``; return these by position."""
+        start = run.ids.shape[1]
+        choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
+        is_nan = logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
+        match = self._match_on_host if rows.is_on_host else self._match
+        match(rows, start, choice, is_nan)
+        return logits.unbind(dim=1)
+
+    def _match_on_host(
+        self, rows: DraftedRows, start: int, choice: torch.Tensor, is_nan: torch.Tensor
+    ) -> None:
+        """The host compares, with one read of the device."""
+        width = choice.shape[1]
+        found = torch.cat([choice, is_nan, rows.guesses], dim=1).cpu()
+        rows.drafted, invalid_at = [], []
+        known, ended = [*rows.known], [*rows.has_ended]
+        for row, facts in enumerate(found.tolist()):
+            tokens, invalid, guesses = facts[:width], facts[width : 2 * width], facts[2 * width :]
+            rows.drafted.append(sum(guess >= 0 for guess in guesses))
+            first = end = known[row] - start
+            goes_on = not ended[row]
+            while goes_on and end < width:
+                ended[row] = tokens[end] in self.host_eos or start + end + 1 >= self.max_length
+                goes_on = not ended[row] and guesses[end : end + 1] == tokens[end : end + 1]
+                end += 1
+            known[row] = start + end
+            new = range(first, end)
+            invalid_at.append(next((start + index for index in new if invalid[index]), -1))
+        rows.learn(start, choice, found[:, :width], known, ended)
+        if any(rows.has_ended):
+            rows.write_padding(start, width)
+        rows.check(invalid_at)
+
+    def _match(
+        self, rows: DraftedRows, start: int, choice: torch.Tensor, is_nan: torch.Tensor
+    ) -> None:
+        """The device compares, and is read after it."""
+        width = choice.shape[1]
+        lengths = torch.arange(start, start + width, device=choice.device)
+        window = rows.tokens[:, start : start + width]
+        is_new = lengths >= rows.device_known[:, None]
+        is_end = (lengths + 1 >= self.max_length).expand_as(choice)
+        for tokens in self.eos:
+            is_end = is_end | torch.isin(choice, tokens.to(choice.device))
+        goes_on = ~is_new | ((choice == pad(rows.guesses, (0, 1), value=-1)) & ~is_end)
+        # A row knows what it went on through, and the choice after that.
+        n_known = (goes_on.cumprod(dim=1).sum(dim=1) + 1).clamp(max=width)
+        is_chosen = is_new & (lengths < start + n_known[:, None]) & ~rows.device_ended[:, None]
+        window.copy_(torch.where(is_chosen, choice, window))
+        known = torch.maximum(rows.device_known, start + n_known)
+        rows.device_known = torch.where(rows.device_ended, rows.device_known, known)
+        rows.device_ended = rows.device_ended | (is_chosen & is_end).any(dim=1)
+        rows.read(start, width, torch.where(is_chosen & is_nan, lengths, -1).amax(dim=1))

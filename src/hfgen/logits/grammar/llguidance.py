@@ -1,0 +1,154 @@
+"""Matchers of llguidance (https://github.com/guidance-ai/llguidance), compiled once per tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property, lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...settings.grammar import Grammar
+from ...settings.grammar_source import source_of
+from ...settings.logs import logger
+from .matcher import Matcher
+
+try:
+    import llguidance
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+except ImportError:  # an extra; `library_of` says so
+    llguidance = None  # type: ignore[assignment]
+
+#: So many compiled grammars are kept per tokenizer.
+N_KEPT = 64
+
+#: llguidance's units of work for the states of a lexer: a tenth of its default. With it,
+#: ``(a{1000}){1000}`` takes 0.06 s and a megabyte; with the default, 1 s and 207 MB.
+LEXER_FUEL = 100_000
+
+#: Up to so many masks take less time than to wake threads for them.
+N_ALONE = 8
+
+#: The spelling of the token that llguidance takes for the end of a text. No call generates it.
+END = "<|hfgen: end of the text|>"
+
+
+class _Matcher:
+    """A ``Matcher``."""
+
+    __slots__ = ("own",)
+
+    def __init__(self, own: LLMatcher) -> None:
+        self.own = own
+
+    @property
+    def is_accepting(self) -> bool:
+        return self.own.is_accepting()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.own.is_stopped()
+
+    def consume(self, tokens: list[int]) -> int:
+        return self.own.try_consume_tokens(tokens)
+
+    def rollback(self, n_tokens: int) -> None:
+        self.own.rollback(n_tokens)
+
+    def copy(self) -> _Matcher:
+        return _Matcher(self.own.deep_copy())
+
+    def forced(self) -> list[int]:
+        return self.own.compute_ff_tokens()
+
+
+class LLGuidance:
+    """A ``Library``. Its tokenizer is the caller's with one more token, which ends a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        name = type(tokenizer).__name__
+        if backend is None or not hasattr(backend, "to_str"):
+            raise ValueError(
+                f"`grammar` needs a tokenizer with a fast backend (of the library tokenizers), and "
+                f"`tokenizer` ({name}) has none. Load it with `use_fast=True`, or convert it."
+            )
+        self.n_tokens = 1 + max(tokenizer.get_vocab().values())
+        described = json.loads(backend.to_str())
+        described["padding"] = described["truncation"] = None
+        #: Texts of tokens that llguidance takes for no text, by their ids.
+        self.not_text = {
+            token["id"]: token["content"]
+            for token in described["added_tokens"]
+            if token["special"] or re.fullmatch("<.*>", token["content"])
+        }
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        end = {"id": self.n_tokens, "content": END, "special": True, **dict.fromkeys(flags, False)}
+        described["added_tokens"].append(end)
+        try:
+            self.tokenizer = LLTokenizer(json.dumps(described), eos_token=self.n_tokens)
+        except ValueError as error:
+            raise ValueError(
+                f"`grammar` cannot be used with `tokenizer` ({name}), which llguidance does not "
+                f"read: {error}"
+            ) from error
+        self.matcher = lru_cache(maxsize=N_KEPT)(self._compiled)
+
+    @cached_property
+    def executor(self) -> LLExecutor:
+        """The library's threads."""
+        return LLExecutor()
+
+    def _compiled(self, grammar: Grammar) -> Matcher:
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+        matcher = LLMatcher(self.tokenizer, source_of(grammar), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(f"`grammar` {grammar} is refused by llguidance: {matcher.get_error()}")
+        for warning in matcher.get_grammar_warnings():
+            logger.warning_once(f"`grammar` {grammar}: {warning}")
+        return _Matcher(matcher)
+
+    def bits(self, n_rows: int) -> torch.Tensor:
+        n_words = (self.n_tokens + 1 + 31) // 32
+        return torch.full((n_rows, 4 * n_words), 255, dtype=torch.uint8)
+
+    def fill(self, bits: torch.Tensor, matchers: list[tuple[int, Any]]) -> None:
+        own = [(matcher.own, row) for row, matcher in matchers]
+        (n_rows, n_bytes), start = bits.shape, bits.data_ptr()
+        if len(own) > N_ALONE:
+            self.executor.unsafe_compute_mask_ptr(own, start, n_bytes, n_rows)
+        else:
+            for matcher, row in own:
+                matcher.unsafe_compute_mask_ptr(start + row * n_bytes, n_bytes)
+        (byte, bit), array = divmod(self.n_tokens, 8), bits.numpy()
+        for matcher, row in own:
+            if matcher.is_error():
+                raise ValueError(f"The grammar of row {row} failed: {matcher.get_error()}")
+            array[row, byte] &= 255 - (1 << bit)  # END
+            forced = matcher.compute_ff_tokens()[:1]
+            if forced and forced[0] in self.not_text and not matcher.validate_tokens(forced):
+                raise ValueError(
+                    f"The grammar of row {row} has the text {self.not_text[forced[0]]!r}, which the "
+                    "tokenizer makes one token. llguidance takes that for no text: write it as "
+                    f"<[{forced[0]}]> in a Lark grammar."
+                )
+
+
+_LIBRARIES: WeakKeyDictionary[Any, tuple[int, LLGuidance]] = WeakKeyDictionary()
+
+
+def library_of(tokenizer: Any) -> LLGuidance:
+    """The library for a tokenizer: made once, and again if it has got more tokens.
+
+    Raises ``ImportError`` if llguidance is not installed, ``ValueError`` for a tokenizer that it
+    does not read.
+    """
+    if llguidance is None:
+        raise ImportError("`grammar` needs the package llguidance: pip install 'hfgen[grammar]'")
+    size = len(tokenizer)
+    kept = _LIBRARIES.get(tokenizer)
+    if kept is None or kept[0] != size:
+        _LIBRARIES[tokenizer] = kept = (size, LLGuidance(tokenizer))
+    return kept[1]

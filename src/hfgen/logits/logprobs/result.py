@@ -1,0 +1,208 @@
+"""The returned log-probabilities: tensors, and one object per token on access."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...state.text import Pieces
+from .openai import content
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token of a sequence, and what else was likely in its place.
+
+    ``logprob``: natural logarithm of its probability, or what ``logprobs_mode`` says instead.
+    ``rank``: 1 for the likeliest; how many tokens have a higher value, and 1.
+    ``top``: pairs ``(id, logprob)`` of the likeliest tokens, best first. ``asked``: pairs of the
+    ``logprob_token_ids``, in their order. ``support``: with ``logprobs_support=True``, the ids that
+    processors and samplers have left to choose from.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+    asked: tuple[tuple[int, float], ...] = ()
+    support: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What is kept of scores, in place of them: ``(…)`` positions, the ``k`` best, ``m`` asked ids."""
+
+    logprobs: Tensor  # (…): of the tokens
+    ranks: Tensor  # (…)
+    top_ids: Tensor  # (…, k)
+    top_logprobs: Tensor  # (…, k)
+    asked: Tensor  # (…, m)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logprobs(Sequence["list[TokenLogprob] | None"]):
+    """Log-probabilities of the tokens of each row, ``n`` of the longest.
+
+    ``logprobs[row]`` is a list of ``TokenLogprob``, without what follows the row's end; ``None`` if
+    the row asks for nothing. Of prompts, the list has ``None`` for padding and for the first token.
+    Objects are made when a row is first looked at. The tensors have them all, on the model's device:
+
+    ``token_ids``, ``token_logprobs``, ``ranks``: ``(rows, n)``. ``top_token_ids``, ``top_logprobs``:
+    ``(rows, n, k)`` with the ``k`` of the row that asks for most. ``asked_token_ids (rows, m)``, of prompts
+    ``(rows, n, m)`` with -1 behind those of tokens with fewer, ``asked_logprobs (rows, n, m)``. Where a row has no token, ``is_token (rows, n)`` is ``False``,
+    values are NaN and ranks 0.
+    """
+
+    token_ids: Tensor
+    is_token: Tensor
+    token_logprobs: Tensor
+    ranks: Tensor
+    top_token_ids: Tensor
+    top_logprobs: Tensor
+    asked_token_ids: Tensor
+    asked_logprobs: Tensor
+    settings: Settings
+    is_prompt: bool = False
+    #: Of each position: pairs ``(m, 2)`` of scored rows and tokens left, and the scored rows ``(rows,)``,
+    #: ``None`` for all in order.
+    support: Sequence[Any] | None = field(default=None, repr=False)
+    _rows: dict[int, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Tensor,
+        is_token: Tensor,
+        measures: Measures,
+        asked_ids: Tensor | None,
+        settings: Settings,
+        is_prompt: bool = False,
+        support: Sequence[Any] | None = None,
+    ) -> Logprobs:
+        """``token_ids`` and ``is_token (rows, n)``; ``measures`` of ``(rows, n)`` positions."""
+        if asked_ids is None:
+            asked_ids = token_ids.new_zeros(len(token_ids), 0)
+        is_none, nan = ~is_token, torch.nan
+        return cls(
+            token_ids,
+            is_token,
+            measures.logprobs.masked_fill(is_none, nan),
+            measures.ranks.masked_fill(is_none, 0),
+            measures.top_ids,
+            measures.top_logprobs.masked_fill(is_none[..., None], nan),
+            asked_ids,
+            measures.asked.masked_fill(is_none[..., None], nan),
+            settings,
+            is_prompt,
+            support,
+        )
+
+    @classmethod
+    def empty(cls, token_ids: Tensor, asked_ids: Tensor | None, settings: Settings) -> Logprobs:
+        """Of ``token_ids (rows, 0)``, integers of any kind."""
+        token_ids = token_ids.long()
+        values = token_ids.float()
+        n_asked = 0 if asked_ids is None else asked_ids.shape[1]
+        none = token_ids[..., None].expand(-1, -1, max(settings.n_top or 0, 0))
+        asked = values[..., None].expand(-1, -1, n_asked)
+        measures = Measures(values, token_ids, none, none.float(), asked)
+        return cls.of(token_ids, token_ids.bool(), measures, asked_ids, settings)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[list[TokenLogprob] | None]:
+        return (self[row] for row in range(len(self)))
+
+    def __getitem__(self, row: Any) -> Any:
+        """The tokens of a row, or of the rows of a slice; ``IndexError`` if there is no such row."""
+        if isinstance(row, slice):
+            return [self[index] for index in range(*row.indices(len(self)))]
+        index = range(len(self))[row]
+        if index not in self._rows:
+            self._rows[index] = self._tokens_of(index)
+        return self._rows[index]
+
+    @property
+    def cumulative_logprobs(self) -> Tensor:
+        """``(rows,)``: the sum over each row's tokens."""
+        return self.token_logprobs.masked_fill(~self.is_token, 0.0).sum(dim=1)
+
+    def to_openai(self, tokenizer: Any = None) -> list[dict[str, Any] | None]:
+        """Each row as ``choices[…].logprobs`` of OpenAI's chat completions: ``{"content": […]}``.
+
+        Each token has ``token``, ``logprob``, ``bytes`` and ``top_logprobs``: the likeliest, then the
+        asked ids. Without a ``tokenizer``, ``token`` is ``"token_id:17"`` and ``bytes`` is ``None``.
+        Values below -9999 become -9999.0, since JSON has no infinity.
+        """
+        pieces = None if tokenizer is None else Pieces(tokenizer)
+        return [None if row is None else {"content": content(row, pieces)} for row in self]
+
+    def _tokens_of(self, row: int) -> list[TokenLogprob | None] | None:
+        asked = self.settings.of_row(row, len(self))
+        if asked.n_top is None:
+            return None
+        k = self.top_token_ids.shape[-1]
+        k = k if asked.n_top < 0 else min(asked.n_top, k)
+        m, n = len(asked.token_ids), self.token_ids.shape[1]
+        asked_at = [asked.token_ids] * n
+        if self.is_prompt:
+            asked_at, m = self.asked_token_ids[row].tolist(), self.asked_token_ids.shape[-1]
+        numbers = (self.is_token[row], self.token_ids[row], self.ranks[row])
+        integers = torch.cat([torch.stack(numbers, dim=1), self.top_token_ids[row, :, :k]], dim=1)
+        logprobs = (
+            self.token_logprobs[row, :, None],
+            self.top_logprobs[row, :, :k],
+            self.asked_logprobs[row, :, :m],
+        )
+        found: list[TokenLogprob | None] = []
+        for place, ((is_token, token, rank, *ids), (logprob, *values)) in enumerate(
+            zip(integers.tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True)
+        ):
+            if is_token:
+                top = tuple(zip(ids, values[:k], strict=True))
+                pairs = zip(asked_at[place], values[k:], strict=True)
+                given = tuple((id_, value) for id_, value in pairs if id_ >= 0)
+                left = self._support_of(row, place)
+                found.append(TokenLogprob(token, logprob, rank, top, given, left))
+            elif self.is_prompt:
+                found.append(None)
+        return found
+
+    def _support_of(self, row: int, place: int) -> tuple[int, ...]:
+        if self.support is None:
+            return ()
+        pairs, rows = self.support[place]
+        scored = row if rows is None else rows[row]
+        return tuple(pairs[pairs[:, 0] == scored, 1].tolist())
+
+
+def measure(
+    scores: Tensor,
+    tokens: Tensor,
+    settings: Settings,
+    asked_ids: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Measures:
+    """What ``scores (n, vocab)``, in float32, say of ``tokens (n,)``; with ``rows (m,)``, of ``tokens (m,)`` there.
+
+    ``asked_ids (n, m)``. Nothing of the size of the scores outlives this.
+    """
+    n_top = settings.n_top or 0
+    k = scores.shape[-1] if n_top < 0 else min(n_top, scores.shape[-1])
+    index = tokens[:, None]
+    at = scores if rows is None else scores[rows]
+    ranks = (at > at.gather(1, index)).sum(dim=1, dtype=torch.int32) + 1
+    del at
+    top_ids = scores.topk(k).indices
+    values = scores if settings.is_logits else scores.log_softmax(dim=-1)
+    logprobs = values.gather(1, index).squeeze(1) if rows is None else values[rows, tokens]
+    asked_ids = top_ids[:, :0] if asked_ids is None else asked_ids
+    return Measures(
+        logprobs, ranks, top_ids, *(values.gather(1, ids) for ids in (top_ids, asked_ids))
+    )

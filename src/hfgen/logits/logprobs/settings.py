@@ -1,0 +1,106 @@
+"""The settings of a call: how many tokens, which tokens, and from which scores.
+
+Names and meanings are vLLM's (``SamplingParams`` and its engine's ``logprobs_mode``). One differs:
+``logprobs`` and ``logprob_token_ids`` may be given together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...settings.kinds import LOGPROBS_MODES as MODES
+from ...state.run import Run
+
+#: Stands for all tokens of the vocabulary.
+ALL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one row asks for: the ``n_top`` likeliest tokens (``None``: nothing), and ``token_ids``."""
+
+    n_top: int | None = None
+    token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any) -> Asked:
+        """Of generated tokens. ``logprob_token_ids`` alone ask for the chosen token, too."""
+        # A recipe may run on a model that is not mixed, whose config lacks the fields.
+        n_top, ids = (getattr(config, name, None) for name in ("logprobs", "logprob_token_ids"))
+        has_more = ids is not None or getattr(config, "logprobs_support", None)
+        return cls(0 if n_top is None and has_more else n_top, tuple(ids or ()))
+
+    @classmethod
+    def of_prompt(cls, config: Any) -> Asked:
+        """Of the prompt's tokens. ``prompt_logprob_token_ids`` are ``ids_at``."""
+        n_top, ids = (
+            getattr(config, f"prompt_{n}", None) for n in ("logprobs", "logprob_token_ids")
+        )
+        return cls(0 if n_top is None and ids is not None else n_top)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the prompts of a call ask for, and of which scores."""
+
+    #: One for each prompt, or a single one for all.
+    asked: Sequence[Asked]
+    mode: str = MODES[0]
+
+    @property
+    def n_top(self) -> int | None:
+        """As many as any row asks for; ``None`` if none asks for anything."""
+        counts = [asked.n_top for asked in self.asked if asked.n_top is not None]
+        return ALL if ALL in counts else max(counts, default=None)
+
+    @property
+    def is_processed(self) -> bool:
+        return self.mode.startswith("processed")
+
+    @property
+    def is_logits(self) -> bool:
+        return self.mode.endswith("logits")
+
+    def of_row(self, row: int, n_rows: int) -> Asked:
+        """What a row of ``n_rows`` asks for; rows of a prompt are next to each other."""
+        return self.asked[row * len(self.asked) // n_rows]
+
+    def token_ids(self, n_rows: int, device: torch.device) -> torch.Tensor | None:
+        """``(n_rows, m)``: the ids that rows ask for, with zeros behind those of rows with fewer."""
+        width = max(len(asked.token_ids) for asked in self.asked)
+        if width == 0:
+            return None
+        padded = [asked.token_ids + (width - len(asked.token_ids)) * (0,) for asked in self.asked]
+        ids = torch.tensor(padded, device=device)
+        return ids.repeat_interleave(n_rows // len(ids), dim=0, output_size=n_rows)
+
+
+def ids_at(config: Any, place: int) -> list[int]:
+    """The ids to score as predictions of a prompt's token ``place``, counted from 0: a list for all, or one of each."""
+    ids = getattr(config, "prompt_logprob_token_ids", None) or []
+    place -= 1 + (getattr(config, "prompt_logprob_start", None) or 0)  # nothing predicts the first
+    if place < 0 or not ids or not isinstance(ids[0], list):
+        return ids if place >= 0 else []
+    return ids[place] if place < len(ids) else []
+
+
+def mode_of(config: Any) -> str:
+    """The mode that a config asks for."""
+    return getattr(config, "logprobs_mode", None) or MODES[0]
+
+
+def asks_for_any(config: Any) -> bool:
+    """Whether a config asks for log-probabilities, of the prompt or of what follows it."""
+    return any(asked.n_top is not None for asked in (Asked.of(config), Asked.of_prompt(config)))
+
+
+def reads(run: Run, which: str) -> bool:
+    """Whether ``which``, "raw" or "processed" scores, have to stay as they are until a step is over."""
+    if which == "processed" and getattr(run.config, "logprobs_support", None):
+        return True
+    asks = run.asks_for("logprobs", "logprob_token_ids")
+    return asks and mode_of(run.config).startswith(which)

@@ -1,0 +1,271 @@
+"""Stage 5a: the logits processors of a call, in order.
+
+Each row of a table builds one processor from the ``Context`` of the call, or ``None``. Processors take
+``input_ids (rows, length)`` and ``scores (rows, vocab)``, and do not write to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from operator import not_
+from typing import Any
+
+import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    ForcedBOSTokenLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ...settings.sampler_order import fields_of
+from ..grammar import setup as grammar
+from . import (
+    dry,
+    feedback,
+    lengths,
+    ngrams,
+    per_row,
+    repetition,
+    temperature,
+    truncation,
+    vocabulary,
+)
+from .context import Builder, Context, OfAll, Row, field_of
+from .diversity import DiversityPenalty, diversity_penalty
+from .guidance import guidance
+from .lists import (
+    LogitsProcessorList,
+    for_drafts,
+    is_row_wise,
+    merge_criteria_processor_list,
+    public_type,
+)
+from .thinking import thinking_budget
+
+__all__ = [
+    "FINAL",
+    "PROCESSORS",
+    "WARPERS",
+    "Context",
+    "DiversityPenalty",
+    "LogitsProcessorList",
+    "for_drafts",
+    "get_logits_processor",
+    "is_row_wise",
+    "merge_criteria_processor_list",
+]
+
+
+def _by(
+    value: Any, kind: Callable[..., Any], per_row_kind: Callable[..., Any], **arguments: Any
+) -> Any:
+    """Upstream's class for a number, ours for a column."""
+    return (per_row_kind if isinstance(value, torch.Tensor) else kind)(value, **arguments)
+
+
+def _keeping(
+    field: str,
+    kind: Callable[..., Any],
+    per_row_kind: Callable[..., Any],
+    is_off: Callable[[Any], bool],
+    off: float,
+) -> Row:
+    """A row for a class of upstream's that leaves as many tokens as beams need."""
+
+    def build(value: Any, context: Context) -> Any:
+        return _by(value, kind, per_row_kind, min_tokens_to_keep=context.min_tokens_to_keep)
+
+    return Row(field, build, is_off, off=off, keeps_tokens=True)
+
+
+def _truncation(field: str, kind: type[truncation.Truncation]) -> Row:
+    """A row for a class of ours that does."""
+    return Row(field, lambda v, c: kind(v, c.min_tokens_to_keep), not_, off=0, keeps_tokens=True)
+
+
+def _is_no_cutoff(value: float) -> bool:
+    return not 0.0 < value < 1.0
+
+
+#: What builders read besides their own field.
+EOS = ("eos_token_id",)
+ENDING = ("eos_token_id", "stop_token_ids")
+COUNTED = ("penalty_window", "penalty_exclude_ids")
+DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
+
+#: Run first; the caller's own processors come after them.
+PROCESSORS: list[Builder] = [
+    Row("guidance_scale", guidance, lambda v: v == 1.0, off=1.0),
+    Row("sequence_bias", lambda bias, c: vocabulary.SequenceBiasLogitsProcessor(bias)),
+    Row("diversity_penalty", diversity_penalty, lambda penalty: not penalty),
+    Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, lambda v: v == 1.0),
+    Row(
+        "repetition_penalty",
+        repetition.repetition_penalty,
+        lambda v: v == 1.0,
+        off=1.0,
+        reads=COUNTED,
+    ),
+    Row("frequency_penalty", repetition.frequency_penalty, not_, off=0.0, reads=COUNTED),
+    Row("presence_penalty", repetition.presence_penalty, not_, off=0.0, reads=COUNTED),
+    Row("dry_multiplier", dry.dry, not_, reads=DRY),
+    Row("no_repeat_ngram_size", ngrams.no_repeat_ngram, lambda n: n <= 0),
+    Row("encoder_no_repeat_ngram_size", ngrams.encoder_no_repeat_ngram, lambda n: n <= 0),
+    Row(
+        "bad_words_ids",
+        lambda words, c: vocabulary.NoBadWordsLogitsProcessor(words, c.eos),
+        reads=EOS,
+    ),
+    Row("bad_words", vocabulary.bad_words, reads=EOS),
+    Row("allowed_token_ids", lambda tokens, c: vocabulary.AllowedTokens(list(tokens), c.device)),
+    Row("min_length", lengths.min_length, lambda n: n <= 0, off=0, reads=ENDING),
+    Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
+    Row("min_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
+    vocabulary.prefix_constrained,
+    OfAll("grammar", grammar.processor),
+    Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
+    Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),
+    Row(
+        "remove_invalid_values",
+        lambda flag, c: vocabulary.InfNanRemoveLogitsProcessor(),
+        lambda flag: flag is not True,
+    ),
+    Row("exponential_decay_length_penalty", lengths.exponential_decay, reads=EOS),
+    Row(
+        "suppress_tokens",
+        lambda tokens, c: vocabulary.SuppressTokensLogitsProcessor(tokens, device=c.device),
+    ),
+    Row("begin_suppress_tokens", vocabulary.begin_suppress_tokens, reads=("forced_bos_token_id",)),
+]
+
+#: Run after the caller's own processors, when sampling.
+WARPERS: list[Row] = [
+    Row("dynatemp_range", temperature.dynamic_temperature, not_, off=0.0),
+    Row("temperature", temperature.temperature, lambda v: v == 1.0, off=1.0),
+    Row("smoothing_factor", lambda v, c: temperature.QuadraticSmoothing(v), not_, off=0.0),
+    _truncation("top_n_sigma", truncation.TopNSigma),
+    Row("top_h", lambda v, c: _by(v, TopHLogitsWarper, per_row.TopHPerRow), off=0.0),
+    _keeping("top_k", TopKLogitsWarper, per_row.TopKPerRow, not_, 0),
+    Row("top_p", per_row.top_p, lambda mass: mass >= 1.0, off=1.0, keeps_tokens=True),
+    _keeping("min_p", MinPLogitsWarper, per_row.MinPPerRow, lambda v: False, 0.0),
+    _truncation("top_a", truncation.TopA),
+    _keeping("typical_p", TypicalLogitsWarper, per_row.TypicalPerRow, lambda v: v >= 1.0, 1.0),
+    _keeping("epsilon_cutoff", EpsilonLogitsWarper, per_row.EpsilonPerRow, _is_no_cutoff, 0.0),
+    Row("eta_cutoff", per_row.eta_cutoff, _is_no_cutoff, off=0.0, keeps_tokens=True),
+    _truncation("p_less", truncation.PLess),
+    Row(
+        "xtc_probability",
+        truncation.exclude_top_choices,
+        not_,
+        off=0.0,
+        keeps_tokens=True,
+    ),
+    Row("mirostat", feedback.mirostat, not_, reads=("mirostat_tau", "mirostat_eta")),
+    Row("adaptive_target", feedback.adaptive_p, reads=("adaptive_decay",)),
+]
+
+#: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
+FINAL: list[Builder] = [
+    Row(
+        "thinking_token_budget",
+        thinking_budget,
+        reads=("thinking_start", "thinking_end", "thinking_message"),
+    ),
+    OfAll("grammar", grammar.no_token_left),
+    Row("watermarking_config", vocabulary.watermark),
+    Row("renormalize_logits", lambda flag, c: LogitNormalization(), lambda flag: flag is not True),
+]
+
+
+def get_logits_processor(
+    self: Any,
+    generation_config: Any,
+    input_ids_seq_length: int | None = None,
+    encoder_input_ids: torch.Tensor | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+    logits_processor: Any = None,
+    device: Any = None,
+    model_kwargs: dict[str, Any] | None = None,
+    negative_prompt_ids: torch.Tensor | None = None,
+    negative_prompt_attention_mask: torch.Tensor | None = None,
+) -> Any:
+    """All processors of a call, the caller's ``logits_processor`` among them.
+
+    ``input_ids_seq_length`` is the length of the decoder's prompt, ``encoder_input_ids`` the main
+    input of the call. Raises ``ValueError`` for options outside their range.
+    """
+    call = getattr(generation_config, "_call", None)
+    context = Context(
+        model=self,
+        config=generation_config,
+        prompt_length=input_ids_seq_length or 0,
+        encoder_input_ids=encoder_input_ids,
+        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        device=device,
+        model_kwargs=model_kwargs or {},
+        negative_prompt_ids=negative_prompt_ids,
+        negative_prompt_attention_mask=negative_prompt_attention_mask,
+        rows=getattr(call, "rows", None),
+        seeds=getattr(call, "row_keys_of_beams", None),
+        tokenizer=None if call is None else call.mode_kwargs.get("tokenizer"),
+    )
+    order = getattr(generation_config, "sampler_order", None)
+    named = () if order is None else fields_of(order)
+    if order == "llama.cpp":
+        context = _with_mirostat_alone(context, named)
+    given = logits_processor if logits_processor is not None else []
+    early = [b for b in PROCESSORS if field_of(b) not in named] if named else PROCESSORS
+    processors = self._merge_criteria_processor_list(_build(early, context), given)
+    if named:
+        processors.extend(_in_order(named, context, given))
+    elif generation_config.do_sample:
+        processors.extend(_build(WARPERS, replace(context, of_sampling=True)))
+    processors.extend(_build(FINAL, context))
+    return processors
+
+
+def _build(table: Sequence[Builder], context: Context) -> LogitsProcessorList:
+    built = (builder(context) for builder in table)
+    return LogitsProcessorList(processor for processor in built if processor is not None)
+
+
+def _with_mirostat_alone(context: Context, named: tuple[str, ...]) -> Context:
+    """``context`` in which a config with mirostat has no other sampler but a temperature, as in llama.cpp."""
+
+    def alone(config: Any) -> Any:
+        if not (config.do_sample and getattr(config, "mirostat", None)):
+            return config
+        config = copy.copy(config)
+        vars(config).update(dict.fromkeys(set(named) - {"temperature"}))
+        return config
+
+    rows = context.rows
+    if rows is not None:
+        rows = replace(rows, configs=[alone(config) for config in rows.configs])
+    return replace(context, config=alone(context.config), rows=rows)
+
+
+def _in_order(named: tuple[str, ...], context: Context, given: Any) -> Iterator[Any]:
+    """The processors of the fields ``named``, in that order, and then the other warpers.
+
+    What the caller has ``given`` of the same class is used instead, where the caller's are.
+    """
+    warpers = {row.field: row for row in WARPERS}
+    others = {field_of(builder): builder for builder in PROCESSORS}
+    of_sampling = replace(context, of_sampling=True)
+    kinds = {public_type(processor) for processor in given}
+    for field in (*named, *(field for field in warpers if field not in named)):
+        if field in others:
+            processor = others[field](context)
+            if processor is not None and public_type(processor) not in kinds:
+                yield processor
+        elif context.config.do_sample:
+            processor = warpers[field](of_sampling)
+            if processor is not None:
+                yield processor

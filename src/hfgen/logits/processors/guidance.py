@@ -1,0 +1,167 @@
+"""Classifier-free guidance: scores are moved away from those of an unconditional branch.
+
+That branch has another prompt. Sanchez et al., "Stay on topic with Classifier-Free Guidance" (2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as upstream
+from transformers.modeling_outputs import BaseModelOutput
+
+from ... import running as execution
+from ...running import ranks
+from .columns import expand
+from .context import Context
+
+
+class UnbatchedClassifierFreeGuidanceLogitsProcessor(
+    upstream.UnbatchedClassifierFreeGuidanceLogitsProcessor
+):
+    """Guidance for decoder-only models; one negative prompt serves all beams of a row.
+
+    ``guidance_scale`` may be a column ``(prompts, 1)``, in which 1 leaves a row as it is.
+    """
+
+    #: Other processes that take part in each forward, if parameters are sharded.
+    company: ranks.Ranks | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not isinstance(scale := self.guidance_scale, torch.Tensor):
+            return super().__call__(input_ids, scores)
+        column = expand(scale, len(scores)).to(scores)
+        other = self.get_unconditional_logits(input_ids)[:, -1].log_softmax(dim=-1)
+        guided = column * (scores.log_softmax(dim=-1) - other) + other
+        return torch.where(column == 1, scores, guided)
+
+    def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``(rows, length, vocab)`` of the unconditional branch for ``input_ids (rows, length)``."""
+        context = self.unconditional_context
+        if context["first_pass"]:
+            for name in ("input_ids", "attention_mask"):
+                if context[name] is not None:
+                    context[name] = _expand(context[name], len(input_ids))
+        if self.company is not None:
+            ranks.announce(self.company)
+        return super().get_unconditional_logits(input_ids)
+
+
+class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Guidance for encoder-decoders.
+
+    Upstream gives the negative prompt to the model without decoder ids. Where models derive these from
+    the encoder's ids (BART, mBART), the same is done here, for equal tokens. Where that raises, or would
+    for a padded negative prompt, the encoder reads that prompt and the decoder the tokens so far.
+    """
+
+    def __init__(
+        self,
+        guidance_scale: float,
+        model: Any,
+        unconditional_ids: torch.Tensor | None = None,
+        unconditional_attention_mask: torch.Tensor | None = None,
+        use_cache: bool = True,
+        default_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            guidance_scale, model, unconditional_ids, unconditional_attention_mask, use_cache
+        )
+        self.encoder_ids = default_ids if unconditional_ids is None else unconditional_ids
+        self.encoder_mask = None if unconditional_ids is None else unconditional_attention_mask
+        self.decoder_mask, self.use_cache = decoder_attention_mask, use_cache
+        #: Of the branch of its own: what forward takes besides ids; the cache, and the ids that it holds.
+        self.encoded: dict[str, Any] | None = None
+        self.past: Any = None
+        self.seen: Any = None
+
+    def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``(rows, n, vocab)``; ``ValueError`` if there is nothing to give to the encoder."""
+        if self.encoded is None:
+            first_pass, mask = self.unconditional_context["first_pass"], self.encoder_mask
+            # The second token would fail: its mask covers more ids than the encoder is given.
+            fails = first_pass and self.use_cache and mask is not None and bool((mask == 0).any())
+            try:
+                if not fails:
+                    return super().get_unconditional_logits(input_ids)
+            except (RuntimeError, TypeError, ValueError):
+                if not first_pass:
+                    raise
+            self.encoded = self._encode(len(input_ids))
+        return self._decode(input_ids, self.encoded)
+
+    def _encode(self, rows: int) -> dict[str, Any]:
+        """What the decoder reads of the negative prompt, for ``rows`` sequences."""
+        ids, mask = self.encoder_ids, self.encoder_mask
+        if ids is None:
+            raise ValueError(
+                f"`guidance_scale` (={self.guidance_scale}) needs `negative_prompt_ids` here: the "
+                f"input of {type(self.model).__name__} is not token ids, so there is no default."
+            )
+        mask = torch.ones_like(ids) if mask is None else mask
+        encoder = self.model.get_encoder()
+        states = encoder(ids, attention_mask=mask, return_dict=True).last_hidden_state
+        outputs = BaseModelOutput(last_hidden_state=_expand(states, rows))
+        return {"encoder_outputs": outputs, "attention_mask": _expand(mask, rows)}
+
+    def _decode(self, input_ids: torch.Tensor, encoded: dict[str, Any]) -> torch.Tensor:
+        """Logits ``(rows, n, vocab)`` of the last n ``input_ids``: all where beams changed places."""
+        length, n_seen = input_ids.shape[1], 0
+        if self.past is not None and self.seen.shape[1] < length:
+            n_seen = self.seen.shape[1]
+            n_seen = n_seen if self.seen.equal(input_ids[:, :n_seen]) else 0
+        if (mask := self.decoder_mask) is not None:
+            mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+            encoded = encoded | {"decoder_attention_mask": mask}
+        outputs = execution.call(
+            self.model,
+            decoder_input_ids=input_ids[:, n_seen:],
+            past_key_values=self.past if n_seen else None,
+            use_cache=self.use_cache,
+            **encoded,
+        )
+        self.past, self.seen = outputs.get("past_key_values"), input_ids.clone()
+        return outputs.logits
+
+
+def guidance(scale: Any, context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor:
+    branch = {
+        "unconditional_ids": context.negative_prompt_ids,
+        "unconditional_attention_mask": context.negative_prompt_attention_mask,
+        "use_cache": context.config.use_cache,
+    }
+    if not context.is_encoder_decoder:
+        own = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, context.model, **branch)
+        company = ranks.of_config(context.config)
+        if company is not None and company.forwards_beside(context.model, is_own=True):
+            own.company = company
+        return own
+    return EncoderDecoderGuidance(
+        scale,
+        context.model,
+        **branch,
+        default_ids=_last_encoder_token(context),
+        decoder_attention_mask=context.model_kwargs.get("decoder_attention_mask"),
+    )
+
+
+def _last_encoder_token(context: Context) -> torch.Tensor | None:
+    """The last token ``(rows, 1)`` that the encoder attends to: what remains of a prompt by default."""
+    ids, mask = context.encoder_ids, context.model_kwargs.get("attention_mask")
+    if ids is None or mask is None:
+        return None if ids is None else ids[:, -1:]
+    mask = mask[:: len(mask) // len(ids)]  # the mask is expanded to beams, the input is not
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    return ids.gather(1, (positions * (mask != 0)).argmax(dim=1, keepdim=True))
+
+
+def _expand(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """``tensor (n, ...)`` with each row repeated in place, up to ``rows`` rows."""
+    if rows % len(tensor) != 0:
+        raise ValueError(
+            f"`negative_prompt_ids` and its mask have {len(tensor)} rows, which do not divide the "
+            f"{rows} rows that are generated."
+        )
+    return tensor if len(tensor) == rows else tensor.repeat_interleave(rows // len(tensor), dim=0)

@@ -1,0 +1,168 @@
+"""The list of processors: how it is called, and how the caller's processors are added."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from ...settings.logs import logger
+from . import fused
+
+
+class LogitsProcessorList(transformers.LogitsProcessorList):
+    """Processors, applied in order; those that take more get the keyword arguments of the call."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Processed scores ``(rows, vocab)`` of ``input_ids (rows, length)``.
+
+        ``scores`` may have a multiple of the rows, for guidance to fold. Raises ``ValueError`` if a
+        processor lacks an argument, or returns anything but scores over the same vocabulary.
+        """
+        given = scores
+        fusible: list[Any] = []
+        for processor in self:
+            kind: Any = type(processor)
+            if kind in fused.STEPS:
+                fusible.append(processor)
+                continue
+            if fusible:
+                scores, fusible = fused.apply(fusible, input_ids, scores), []
+            extra = extra_arguments(kind)
+            if missing := [name for name in extra if name not in kwargs]:
+                raise ValueError(f"{kind.__name__} needs the arguments {missing}.")
+            scores = processor(input_ids, scores, **(kwargs if extra else {}))
+            if not is_librarys(kind):
+                _check_scores(processor, scores, given, len(input_ids))
+        return fused.apply(fusible, input_ids, scores) if fusible else scores
+
+
+def _check_scores(processor: Any, scores: Any, given: torch.Tensor, n_rows: int) -> None:
+    """Raise ``ValueError`` if a processor of the caller's returned what are no scores.
+
+    It may return those of the first tokens alone: others are not chosen then.
+    """
+    if not isinstance(scores, torch.Tensor):
+        returned = type(scores).__name__
+    elif (
+        scores.ndim != given.ndim
+        or len(scores) not in (len(given), n_rows)
+        or scores.shape[1:-1] != given.shape[1:-1]
+        or not 0 < scores.shape[-1] <= given.shape[-1]
+    ):
+        returned = f"shape {tuple(scores.shape)}"
+    elif not scores.is_floating_point() or scores.device != given.device:
+        returned = f"a tensor of {scores.dtype} on {scores.device}"
+    else:
+        return
+    raise ValueError(
+        f"{name_of(processor)} returned {returned}, but scores have to be floating-point numbers of the "
+        f"shape (rows, vocabulary) = {(n_rows, *given.shape[1:])}, on {given.device}."
+    )
+
+
+@lru_cache(maxsize=256)
+def extra_arguments(processor_type: type) -> tuple[str, ...]:
+    """Names of the parameters of ``__call__`` beyond self, ids and scores."""
+    return tuple(inspect.signature(processor_type.__call__).parameters)[3:]
+
+
+def name_of(function: Any) -> str:
+    """What a caller knows a processor or criterion by: its class, or its own name."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def is_librarys(kind: type) -> bool:
+    """Whether a class is hfgen's or transformers' own."""
+    return kind.__module__.partition(".")[0] in ("hfgen", "transformers")
+
+
+def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any) -> Any:
+    """The defaults, with the caller's objects in the place of defaults of the same public type.
+
+    The caller's other objects follow in their order. The result has the type of ``default_list``.
+    """
+    if len(custom_list) == 0:
+        return default_list
+    merged = type(default_list)()
+    for default in default_list:
+        kind = public_type(default)
+        custom = next((item for item in custom_list if public_type(item) is kind), None)
+        if custom is not None:
+            is_criterion = isinstance(custom, StoppingCriteria)
+            what = "stopping criteria" if is_criterion else "logits processor"
+            logger.warning_once(
+                f"A custom {what} of type {type(custom)} has been passed to `.generate()`, but it was "
+                "also created in `.generate()`: the custom one is used."
+            )
+        merged.append(default if custom is None else custom)
+    for custom in custom_list:
+        if custom not in merged:
+            merged.append(custom)
+    return merged
+
+
+def public_type(item: Any) -> type:
+    """The class that a caller knows ``item`` by: hfgen's own subclasses count as upstream's."""
+    kinds = type(item).__mro__
+    kind = next(kind for kind in kinds if kind.__module__.partition(".")[0] != "hfgen")
+    return type(item) if kind in (transformers.LogitsProcessor, StoppingCriteria) else kind
+
+
+#: Upstream's that remember what they were called with, or call a function of the caller's.
+_WITH_STATE = (
+    "AlternatingCodebooksLogitsProcessor",
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaEOSDelayPatternLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+)
+
+
+def for_drafts(processors: Iterable[Any]) -> list[Any]:
+    """The processors, for another model to draft with: what remembers rows is copied."""
+    return [copy.deepcopy(p) if hasattr(p, "reorder") else p for p in processors]
+
+
+#: Processors, of upstream's and ours, that look at each row of scores by itself, and at nothing else.
+_OF_SCORES = (
+    "EpsilonLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "PLess",
+    "QuadraticSmoothing",
+    "TemperatureLogitsWarper",
+    "TopA",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopNSigma",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
+
+
+def reads_scores_only(processor: Any) -> bool:
+    """Whether a processor looks at each row of scores by itself, and not at the ids."""
+    kind = type(processor)
+    return is_librarys(kind) and kind.__name__ in _OF_SCORES
+
+
+def is_row_wise(function: Any) -> bool:
+    """Whether a processor or criterion looks at each row by itself, and remembers nothing.
+
+    The libraries' own are known. The caller's say so by an attribute ``is_row_wise``.
+    """
+    if (said := getattr(function, "is_row_wise", None)) is not None:
+        return bool(said)
+    kind = public_type(function)
+    return is_librarys(kind) and kind.__name__ not in _WITH_STATE

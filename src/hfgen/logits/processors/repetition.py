@@ -1,0 +1,174 @@
+"""Penalties on tokens that have occurred in the output, in the prompt, or in the encoder's input."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import EncoderRepetitionPenaltyLogitsProcessor, LogitsProcessor
+from transformers.generation import logits_process as upstream
+
+from ... import families
+from .columns import expand, quotient
+from .context import Context
+from .history import Counted, Counts, Distinct
+
+
+class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor):
+    """Divides positive and multiplies negative scores of tokens that occurred by the penalty."""
+
+    is_row_wise = True
+
+    def __init__(
+        self,
+        penalty: float | torch.Tensor,
+        prompt_ignore_length: int | torch.Tensor | None = None,
+        window: int | None = None,
+        excluded: torch.Tensor | None = None,
+    ) -> None:
+        """``penalty`` may be a column ``(prompts, 1)``.
+
+        ``prompt_ignore_length``: tokens at the start that do not count, also per row ``(rows,)``.
+        ``window``: only the last so many count. ``excluded (n,)``: tokens that never do.
+        """
+        ignored = prompt_ignore_length
+        if isinstance(ignored, torch.Tensor) and ignored.dim() != 1:
+            raise ValueError(
+                "`prompt_ignore_length` has to be an integer or a tensor of shape (rows,), but has "
+                f"the shape {tuple(ignored.shape)}."
+            )
+        self._counted = window, excluded
+        first = None if isinstance(ignored, torch.Tensor) else ignored
+        super().__init__(1.0 if isinstance(penalty, torch.Tensor) else penalty, first)
+        self.penalty, self.prompt_ignore_length = penalty, ignored
+
+    @property
+    def prompt_ignore_length(self) -> int | torch.Tensor | None:
+        """Tokens at the start that do not count. Models assign to it: Dia, whose rows are others."""
+        return self._ignored
+
+    @prompt_ignore_length.setter
+    def prompt_ignore_length(self, ignored: int | torch.Tensor | None) -> None:
+        self._ignored, (window, excluded) = ignored, self._counted
+        n_pads, first = (ignored, 0) if isinstance(ignored, torch.Tensor) else (None, ignored or 0)
+        self.history = Distinct(Counted(first, window, n_pads, excluded))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.dim() != 2 or input_ids.dim() != 2:
+            return super().__call__(input_ids, scores)
+        vocab, ignored = scores.shape[-1], self.history.counted.n_pads
+        if ignored is not None and len(ignored) not in (1, len(input_ids)):  # one holds for all
+            raise ValueError(
+                f"`prompt_ignore_length` has {len(ignored)} rows, the input ids {len(input_ids)}."
+            )
+        tokens = self.history.tokens(input_ids, vocab)
+        padded = pad(scores, (0, 1))  # a column for ids that do not count
+        penalty, seen = expand(self.penalty, len(scores)), padded.gather(1, tokens)
+        seen = torch.where(seen < 0, seen * penalty, quotient(seen, penalty))
+        return padded.scatter_(1, tokens, seen)[:, :vocab]
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        self.history.reorder(index)
+
+
+class OccurrencePenalty(Counts, LogitsProcessor):
+    """Takes ``penalty`` off a score for each time that its token has occurred, or once if ``of_presence``.
+
+    As in OpenAI's API. ``penalty`` is a number, or a column ``(prompts, 1)``; 0 changes nothing.
+    """
+
+    is_row_wise = True
+
+    def __init__(
+        self, penalty: float | torch.Tensor, counted: Counted, of_presence: bool = False
+    ) -> None:
+        super().__init__(counted)
+        self.penalty, self.of_presence = penalty, of_presence
+
+    def begin(self, n_rows: int, device: torch.device) -> None:
+        super().begin(n_rows, device)
+        #: ``(rows, vocab + 1)``: what is taken off.
+        self.penalties = torch.zeros(n_rows, self.vocab + 1, device=device)
+
+    def changed(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+        counts = counts.clamp(max=1) if self.of_presence else counts
+        self.penalties.scatter_(1, tokens, counts * expand(self.penalty, len(tokens)))
+
+    def take(self, index: torch.Tensor) -> None:
+        super().take(index)
+        self.penalties = self.penalties[index]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.shape[-1] != self.vocab:
+            self.vocab = scores.shape[-1]
+            self.forget()
+        self.follow(input_ids)
+        return scores - self.penalties[:, :-1]
+
+
+def encoder_repetition_penalty(value: float, context: Context) -> upstream.LogitsProcessor | None:
+    if (found := encoder_ids(context, "encoder_repetition_penalty")) is None:
+        return None
+    ids, is_token = found
+    first = ids.gather(1, is_token.int().argmax(dim=1, keepdim=True))  # which counts anyhow
+    return EncoderRepetitionPenaltyLogitsProcessor(value, ids.where(is_token, first))
+
+
+def repetition_penalty(penalty: Any, context: Context) -> RepetitionPenaltyLogitsProcessor:
+    warn_without_prompt(context, "repetition_penalty")
+    n_pads = pads(context) if families.penalty_spares_padding() else None
+    return RepetitionPenaltyLogitsProcessor(penalty, n_pads, *_restriction(context))
+
+
+def frequency_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
+    return OccurrencePenalty(_as_float(penalty), _of_output(context))
+
+
+def presence_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
+    return OccurrencePenalty(_as_float(penalty), _of_output(context), of_presence=True)
+
+
+def _as_float(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) else float(value)
+
+
+def _of_output(context: Context) -> Counted:
+    """What was generated, or the last of all tokens if there is a window."""
+    window, excluded = _restriction(context)
+    return Counted(0 if window else context.prompt_length, window, pads(context), excluded)
+
+
+def pads(context: Context) -> torch.Tensor | None:
+    """``(rows,)``: how many columns of padding each row of the decoder's prompt begins with."""
+    name = "decoder_attention_mask" if context.is_encoder_decoder else "attention_mask"
+    mask = context.model_kwargs.get(name)
+    return None if mask is None else (mask != 0).int().argmax(dim=1)
+
+
+def _restriction(context: Context) -> tuple[int | None, torch.Tensor | None]:
+    """The window of a penalty, and the tokens that it spares."""
+    excluded = context.own("penalty_exclude_ids")
+    if excluded is not None:
+        excluded = torch.tensor(excluded, dtype=torch.long, device=context.device).flatten()
+    return context.own("penalty_window"), excluded
+
+
+def encoder_ids(context: Context, argument: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The main input ``(batch, length)``, and which of it the mask shows; a warning if it is no ids."""
+    if (ids := context.encoder_ids) is None:
+        reason = "it works on token ids, and the input of this call has none."
+        warnings.warn(f"`{argument}` is ignored: {reason}", stacklevel=2)
+        return None
+    mask = context.model_kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 2 or len(mask) % len(ids) or mask.shape[1] < ids.shape[1]:
+        return ids, torch.ones_like(ids, dtype=torch.bool)
+    return ids, mask[:: len(mask) // len(ids), -ids.shape[1] :].to(ids.device) != 0
+
+
+def warn_without_prompt(context: Context, argument: str) -> None:
+    if not context.is_encoder_decoder and context.prompt_length == 0:
+        reason = "the prompt was given as `inputs_embeds`, without `input_ids`."
+        warnings.warn(f"`{argument}` counts generated tokens only: {reason}", stacklevel=2)

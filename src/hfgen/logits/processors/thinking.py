@@ -1,0 +1,97 @@
+"""The thinking budget: closes a model's thinking section after a number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor
+
+from ...settings.markers import last, marker_ids
+
+#: Lengths whose counts are kept: drafts are no longer, and what was rejected of them is read again.
+KEPT = 256
+
+
+class ThinkingBudget(LogitsProcessor):
+    """Forces the end of a thinking section that has ``budget`` tokens, those in the prompt included.
+
+    A section begins behind the tokens ``start``, in the prompt or in what is generated, and ends with
+    the tokens ``end``. What is forced are ``message`` and ``end``, which do not count; another section
+    has a budget of its own. The meaning is that of vLLM's ``thinking_token_budget``.
+
+    Tokens are counted from one length to the next, so that a step costs the same however long the
+    text is; a length without one before it is counted from the ids.
+    """
+
+    is_row_wise = True
+
+    def __init__(
+        self,
+        budget: int,
+        start: Sequence[int],
+        end: Sequence[int],
+        message: Sequence[int] = (),
+        prompt_length: int = 0,
+        device: Any = None,
+    ) -> None:
+        """``prompt_length``: so many tokens of each row were not generated."""
+        self.budget, self.prompt_length = budget, prompt_length
+        self.start, self.end, self.forced = (
+            torch.tensor(ids, device=device) for ids in (start, end, [*message, *end])
+        )
+        #: By length: tokens of each row's open section, ``(rows,)``, -1 outside of one.
+        self.counts: dict[int, torch.Tensor] = {}
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores ``(rows, vocab)``, in which a row that has to end a section has one token left."""
+        n_thought = self.n_thought(input_ids)
+        is_forced = n_thought >= self.budget
+        if is_forced.is_cpu and not is_forced.any():  # to look at an accelerator is to wait for it
+            return scores
+        step = (n_thought - self.budget).clamp(min=0, max=len(self.forced) - 1)
+        forced = torch.full_like(scores, -torch.inf).scatter(1, self.forced[step][:, None], 0.0)
+        return torch.where(is_forced[:, None], forced, scores)
+
+    def n_thought(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """How many tokens an open section has: ``(rows,)``, -1 outside of one.
+
+        Those in the prompt count as ``budget`` tokens at most: the end is forced from its first token on.
+        """
+        n_rows, length = input_ids.shape
+        before = self.counts.get(length - 1)
+        if before is not None and len(before) == n_rows:
+            n_thought = torch.where(before >= 0, before + 1, before)
+            n_thought = n_thought.masked_fill(ends_in(input_ids, self.start), 0)
+            n_thought = n_thought.masked_fill(ends_in(input_ids, self.end), -1)
+        else:
+            opened, closed = last(input_ids, self.start), last(input_ids, self.end)
+            n_in_prompt = (self.prompt_length - opened).clamp(min=0, max=self.budget)
+            n_thought = n_in_prompt + length - opened.clamp(min=self.prompt_length)
+            n_thought = n_thought.masked_fill(opened <= closed, -1)
+        self.counts[length] = n_thought
+        self.counts.pop(length - KEPT, None)
+        return n_thought
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Let row ``i`` go on as row ``index[i]``: beams have moved."""
+        newest = max(self.counts, default=0)
+        self.counts = {n: counts[index] for n, counts in self.counts.items() if n == newest}
+
+
+def ends_in(ids: torch.Tensor, marker: torch.Tensor) -> torch.Tensor:
+    """Which of ``ids (rows, length)`` end in ``marker (n,)``: ``(rows,)``."""
+    if ids.shape[1] < len(marker):
+        return ids.new_zeros(len(ids), dtype=torch.bool)
+    return (ids[:, -len(marker) :] == marker).all(dim=1)
+
+
+def thinking_budget(budget: int, context: Any) -> ThinkingBudget:
+    """The processor of a call; markers and message are token ids, or strings that are tokenised."""
+    config, tokenizer = context.config, context.tokenizer
+    start, end, message = (
+        marker_ids(getattr(config, f"thinking_{name}"), tokenizer)
+        for name in ("start", "end", "message")
+    )
+    return ThinkingBudget(budget, start, end, message, context.prompt_length, context.device)

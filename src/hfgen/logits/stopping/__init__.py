@@ -1,0 +1,226 @@
+"""Stage 5b: the stopping criteria of a call, in one fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
+from transformers.generation.stopping_criteria import ConfidenceCriteria
+
+from ...settings.cancellation import Cancellation
+from ...settings.requirements import require_tokenizer
+from ...state.rows import RowParams
+from ..grammar import setup as grammar
+from ..processors.by_rows import CriteriaByRows
+from ..processors.context import OfAll, Row
+from ..processors.lists import is_librarys, name_of
+from .causes import Causes, Notes, is_noted
+from .reasons import FinishReason
+from .strings import StopRegexCriteria, StopStringCriteria
+from .tokens import (
+    RepetitionCriteria,
+    RowEosCriteria,
+    RowLengthCriteria,
+    StopTokenCriteria,
+)
+
+__all__ = [
+    "CRITERIA",
+    "Cancellation",
+    "FinishReason",
+    "StopRegexCriteria",
+    "StopStringCriteria",
+    "StoppingCriteriaList",
+    "get_stopping_criteria",
+]
+
+
+class StoppingCriteriaList(transformers.StoppingCriteriaList):
+    """Criteria of which one suffices to end a row."""
+
+    #: What criteria say that cannot be asked again later, if somebody wants to know.
+    notes: dict[int, Notes] | None = None
+    causes: Causes | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``ValueError`` if a caller's returns others."""
+        is_done: Any = None
+        for place, criterion in enumerate(self):
+            ends = criterion(input_ids, scores, **kwargs)
+            if is_done is None and type(criterion) is MaxLengthCriteria:
+                is_done = ends  # bools for all rows, as are to be returned
+                continue
+            if is_done is None:
+                is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+            if not is_librarys(type(criterion)):
+                ends = _as_bools(criterion, ends, is_done)
+            is_done = is_done | ends
+            if self.notes is not None and place in self.notes:
+                own = torch.zeros_like(is_done) | ends
+                self.notes[place].add(input_ids.shape[1], own)
+        return input_ids.new_zeros(len(input_ids), dtype=torch.bool) if is_done is None else is_done
+
+    def take_notes(self) -> None:
+        """From now on, note what those criteria say that cannot be asked again later."""
+        noted = [place for place, criterion in enumerate(self) if is_noted(criterion)]
+        self.notes, self.causes = {place: Notes() for place in noted} or None, None
+
+    @property
+    def max_length(self) -> int | None:
+        """The length at which all rows end, if there is one; upstream's is that of the first criterion."""
+        return min((c.max_length for c in self if isinstance(c, MaxLengthCriteria)), default=None)
+
+    @property
+    def length_only(self) -> bool:
+        """Whether the length alone decides, so that nothing has to be read off the device."""
+        return bool(self) and all(type(criterion) is MaxLengthCriteria for criterion in self)
+
+
+def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:
+    """What a criterion of the caller's returned, as one bool or bools ``(rows,)``."""
+    if isinstance(ends, int):  # a bool, too
+        return bool(ends)
+    if not isinstance(ends, torch.Tensor):
+        returned = type(ends).__name__
+    elif ends.shape not in ((), (1,), is_done.shape):
+        returned = f"shape {tuple(ends.shape)}"
+    elif ends.is_floating_point() or ends.is_complex() or ends.device != is_done.device:
+        returned = f"a tensor of {ends.dtype} on {ends.device}"
+    else:
+        return ends.bool()
+    raise ValueError(
+        f"{name_of(criterion)} returned {returned}, but a stopping criterion has to return a bool for each "
+        f"row: shape {tuple(is_done.shape)}, on {is_done.device}."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a builder of a stopping criterion may read."""
+
+    model: Any
+    config: Any
+    tokenizer: Any = None
+    rows: RowParams | None = None
+    device: Any = None
+    #: Tokens of each row that were not generated: nothing stops at them.
+    prompt_length: int = 0
+
+    @property
+    def min_tokens(self) -> int:
+        """So many tokens a row gets before anything but its length ends it."""
+        return getattr(self.config, "min_tokens", None) or 0
+
+    def values(self, name: str) -> list[Any]:
+        """A field's values, one per prompt; one in all where prompts do not differ."""
+        if self.rows is None:  # the config of a model that is not mixed lacks hfgen's own fields
+            return [getattr(self.config, name, None)]
+        return self.rows.values(name)
+
+    def by_rows(self, parts: list[tuple[Any, list[int]]]) -> CriteriaByRows:
+        """One criterion that is each of ``parts`` for its prompts."""
+        assert self.rows is not None
+        return CriteriaByRows(parts, len(self.rows), self.device)
+
+    def of_prompts(self, prompts: list[int]) -> Context:
+        """The context of those prompts, which ask for the same."""
+        assert self.rows is not None
+        return replace(self, config=self.rows.configs[prompts[0]], rows=None)
+
+
+def max_length(length: int | torch.Tensor, context: Context) -> MaxLengthCriteria:
+    limit = getattr(context.model.config, "max_position_embeddings", None)
+    if isinstance(length, torch.Tensor):
+        return RowLengthCriteria(length, limit)
+    return MaxLengthCriteria(max_length=length, max_position_embeddings=limit)
+
+
+def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
+    require_tokenizer(context.tokenizer, "stop_strings", strings)
+    criterion = StopStringCriteria(context.tokenizer, strings, context.prompt_length)
+    criterion.min_tokens = context.min_tokens
+    # Without an EOS, upstream lets rows run on until all have ended. A row that leaves cannot.
+    criterion.ends_rows = bool(getattr(context.config, "drop_finished", False))
+    return criterion
+
+
+def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:
+    criterion = StopRegexCriteria(context.tokenizer, patterns, context.prompt_length)
+    criterion.min_tokens = context.min_tokens
+    return criterion
+
+
+def stop_tokens(tokens: Any, context: Context) -> StopTokenCriteria:
+    return StopTokenCriteria(tokens if isinstance(tokens, list) else [tokens], context.device)
+
+
+def eos(context: Context) -> StoppingCriteria | None:
+    if context.rows is not None and context.rows.differ_in("_eos_token_tensor"):
+        return RowEosCriteria(context.rows.values("_eos_token_tensor"))
+    tokens = getattr(context.config, "_eos_token_tensor", None)
+    return None if tokens is None else EosTokenCriteria(eos_token_id=tokens)
+
+
+def assistant_confidence(threshold: float, context: Context) -> ConfidenceCriteria | None:
+    return ConfidenceCriteria(threshold) if context.config.is_assistant else None
+
+
+#: What holds back stops.
+HELD = ("min_tokens",)
+
+#: Rows in the order in which the criteria are asked; the caller's own follow.
+CRITERIA: list[Callable[[Any], StoppingCriteria | None]] = [
+    Row("max_length", max_length, off=0),
+    Row("max_time", lambda seconds, c: MaxTimeCriteria(max_time=seconds)),
+    Row("stop_strings", stop_strings, reads=HELD),
+    eos,
+    Row("stop_token_ids", stop_tokens, lambda tokens: tokens == []),
+    Row("stop_regex", stop_regex, reads=HELD),
+    Row(
+        "repetition_detection",
+        lambda detection, c: RepetitionCriteria(detection, c.prompt_length, c.min_tokens),
+        lambda detection: detection.max_pattern_size == 0,
+        reads=HELD,
+    ),
+    OfAll("grammar", grammar.criterion),
+    Row("assistant_confidence_threshold", assistant_confidence, lambda threshold: threshold <= 0),
+]
+
+
+def get_stopping_criteria(
+    self: Any, generation_config: Any, stopping_criteria: Any, tokenizer: Any = None
+) -> Any:
+    """All criteria of a call in upstream's order, the caller's ``stopping_criteria`` among them.
+
+    Raises ``ValueError`` for stop strings without a tokenizer.
+    """
+    call: Any = getattr(generation_config, "_call", None)
+    rows = getattr(call, "rows", None)
+    prompt = getattr(call, "prompt", None)
+    device = None if prompt is None else prompt.ids.device
+    length = 0 if call is None else call.prompt_length
+    context = Context(self, generation_config, tokenizer, rows, device, length)
+    built = (builder(context) for builder in CRITERIA)
+    criteria = StoppingCriteriaList(criterion for criterion in built if criterion is not None)
+    return self._merge_criteria_processor_list(criteria, stopping_criteria)
+
+
+def may_end_rows(criteria: Iterable[Any]) -> bool:
+    """Whether a row may end before the others do, so that it has to be padded from there on.
+
+    Criteria say so by an attribute ``ends_rows``. Upstream pads behind EOS tokens only.
+    """
+    return any(hasattr(c, "eos_token_id") or getattr(c, "ends_rows", False) for c in criteria)
+
+
+def may_begin(criteria: Iterable[Any], ids: torch.Tensor) -> torch.Tensor:
+    """Bools ``(rows,)``: which rows may get a token at all after ``ids (rows, length)``."""
+    is_open = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    for criterion in criteria:
+        if isinstance(criterion, RowLengthCriteria):
+            is_open = ~criterion.reached(ids)
+    return is_open

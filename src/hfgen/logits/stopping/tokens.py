@@ -1,0 +1,118 @@
+"""Criteria that read token ids: stop tokens, lengths, repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import MaxLengthCriteria, StoppingCriteria
+
+from ...settings.repetition import RepetitionDetection
+from ..processors.columns import expand
+from .reasons import FinishReason
+
+
+class RowLengthCriteria(MaxLengthCriteria):
+    """Ends each row at a length of its own; ``max_length`` is the longest."""
+
+    ends_rows = True
+
+    def __init__(self, lengths: torch.Tensor, limit: int | None) -> None:
+        """``lengths (prompts, 1)``, prompt included; ``limit``: the model's positions."""
+        super().__init__(int(lengths.max()), limit)
+        self.lengths = lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        super().__call__(input_ids, scores, **kwargs)  # warns of lengths beyond the positions
+        return self.reached(input_ids)
+
+    def reached(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Which rows ``(rows,)`` have their length."""
+        return input_ids.shape[1] >= expand(self.lengths, len(input_ids)).squeeze(1)
+
+
+class RowEosCriteria(StoppingCriteria):
+    """Ends each row at the EOS tokens of its own prompt."""
+
+    ends_rows = is_row_wise = True
+
+    def __init__(self, tokens: list[torch.Tensor | None]) -> None:
+        """``tokens``: ``(n_eos,)`` of each prompt."""
+        lists = [[] if eos is None else eos.tolist() for eos in tokens]
+        widest = max(map(len, lists))
+        padded = [eos + [-1] * (widest - len(eos)) for eos in lists]
+        device = next(eos.device for eos in tokens if eos is not None)
+        self.tokens = torch.tensor(padded, device=device)  # (prompts, n)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        tokens = expand(self.tokens, len(input_ids)).to(input_ids.device)
+        return (input_ids[:, -1:] == tokens).any(dim=1)
+
+
+class StopTokenCriteria(StoppingCriteria):
+    """Ends a row at one of ``stop_token_ids``, as at an EOS; also with ``ignore_eos``."""
+
+    ends_rows = True
+
+    def __init__(self, token_ids: list[int], device: Any = None) -> None:
+        self.token_ids = frozenset(token_ids)
+        self.tokens = torch.tensor(sorted(self.token_ids), device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
+        self.tokens = self.tokens.to(input_ids.device)
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+    def ends(self, ids: Sequence[int]) -> Iterator[int]:
+        return (n for n, token in enumerate(ids, 1) if token in self.token_ids)
+
+    def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
+        return FinishReason("stop", ids[n - 1]) if ids[n - 1] in self.token_ids else None
+
+
+class RepetitionCriteria(StoppingCriteria):
+    """Ends a row whose generated tokens end in a pattern that is repeated.
+
+    A pattern of ``p`` tokens is there ``c`` times if each of the last ``p * (c - 1)`` tokens is the one
+    ``p`` places before it. All patterns are looked for at once, without a read of the device.
+    """
+
+    ends_rows = True
+
+    def __init__(
+        self, detection: RepetitionDetection, prompt_length: int = 0, min_tokens: int = 0
+    ) -> None:
+        """``prompt_length``: so many tokens were not generated; ``min_tokens``: so many have to be."""
+        self.detection, self.prompt_length = detection, prompt_length
+        self.min_tokens = min_tokens
+        self.smallest = max(detection.min_pattern_size, 1)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
+        detection, length = self.detection, input_ids.shape[1] - self.prompt_length
+        largest = min(detection.max_pattern_size, length // detection.min_count)
+        if largest < self.smallest or length < self.min_tokens:
+            return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        sizes = torch.arange(self.smallest, largest + 1, device=input_ids.device)
+        n_same = sizes[:, None] * (detection.min_count - 1)
+        back = torch.arange(largest * (detection.min_count - 1), device=input_ids.device)
+        newest_first = input_ids[:, -largest * detection.min_count :].flip(1)
+        before = (back + sizes[:, None]).clamp(max=newest_first.shape[1] - 1)  # (sizes, back)
+        is_same = newest_first[:, None, : len(back)] == newest_first[:, before]
+        return (is_same | (back >= n_same)).all(dim=2).any(dim=1)
+
+    def ends(self, ids: Sequence[int]) -> Iterable[int]:
+        return range(1, len(ids) + 1)
+
+    def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
+        count = self.detection.min_count
+        if n < self.min_tokens:
+            return None
+        for size in range(self.smallest, self.detection.max_pattern_size + 1):
+            start = n - size * count
+            if start < 0:
+                return None
+            if ids[n - 1] == ids[n - 1 - size] and ids[start + size : n] == ids[start : n - size]:
+                return FinishReason("repetition")
+        return None

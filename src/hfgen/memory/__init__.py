@@ -1,0 +1,4 @@
+"""What stays between steps: the rows of a batch, token buffers and KV caches.
+
+May import ``settings`` and ``state``. Read ``caches/__init__.py`` first.
+"""

@@ -1,0 +1,209 @@
+"""Stage 4: the KV cache that a call decodes with.
+
+``CACHES`` (``table.py``) says which kind stands behind which ``cache_implementation``. To add one,
+assign to it: see ``CacheKind``.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from transformers import EncoderDecoderCache, GenerationConfig, MaxLengthCriteria, StaticCache
+from transformers.cache_utils import Cache
+from transformers.configuration_utils import get_head_shapes
+from transformers.generation.configuration_utils import GenerationMode
+
+from ... import families
+from ...settings.logs import logger
+from ...state.call import Call, ModelKwargs, Prompt
+from . import layers, offloaded
+from .dynamic import GrowingCache
+from .static import fit_to_call
+from .static import prepare_static_cache as prepare_static_cache
+from .table import CACHES as CACHES
+from .table import CacheKind as CacheKind
+from .table import CacheRequest, cache_kind
+
+
+def check_config(model: Any, call: Call) -> None:
+    """Raise ``ValueError`` for a ``cache_config`` or a kind of cache that the call cannot use."""
+    kind = cache_kind(call.config.cache_implementation)
+    if kind.settings is not None:
+        kind.settings(call.config.cache_config, model.config.get_text_config(decoder=True))
+    if getattr(call.strategy, "rolls_back", False) and not kind.rolls_back:
+        raise ValueError(
+            f"{call.mode.name.capitalize()} takes tokens back out of the cache, and "
+            f"`cache_implementation={kind.name!r}` does not declare `rolls_back`. Use another cache, "
+            "or register it as a CacheKind with `rolls_back=True`."
+        )
+
+
+def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
+    """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it.
+
+    Raises ``ValueError`` for a cache of the caller's that holds other rows, or whose layers cannot do
+    what the mode asks of them.
+    """
+    config, model_kwargs = call.config, prompt.model_kwargs
+    rolls_back = getattr(call.strategy, "rolls_back", False)
+    max_length = _max_length(model, call, prompt)
+    name = families.cache_argument(model)
+    cache = model_kwargs.get(name)
+    if isinstance(cache, Cache) and config.cache_implementation is None:
+        if rolls_back:
+            layers.check_known(cache, "take tokens back out of")
+        cache = _fit_rows(cache, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
+        if isinstance(decoder_cache := layers.decoder_cache(cache), GrowingCache):
+            decoder_cache.expect(max_length)
+        fit_to_call(cache, config)
+        model_kwargs[name] = cache
+    config = offloaded.without_cuda(model, config)
+    model._prepare_cache_for_generation(
+        config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
+    )
+    needed = ("update", "get_mask_sizes", "crop") if rolls_back else ("update", "get_mask_sizes")
+    layers.check_methods(model_kwargs.get(name), *needed)
+
+
+def check_room(model: Any, call: Call, prompt: Prompt) -> None:
+    """Raise ``ValueError`` if a static cache of the caller's is certainly too short for the call.
+
+    It has to hold the prompt, and all that the call can reach if its length alone can end it.
+    """
+    cache = prompt.model_kwargs.get(families.cache_argument(model))
+    if not isinstance(cache, Cache) or call.config.cache_implementation is not None:
+        return
+    if (held := layers.capacity(cache)) == math.inf:
+        return
+    criteria: Any = call.criteria
+    only_length = all(type(criterion) is MaxLengthCriteria for criterion in criteria)
+    may_end_early = not only_length or criteria.max_length < call.config.max_length
+    n_ids, past = prompt.ids.shape[1], int(cache.get_seq_length())
+    before = past if n_ids <= past else 0  # the ids that were passed may be new ones only
+    longest = before + _max_length(model, call, prompt)
+    shortest = before + n_ids if may_end_early else longest
+    if held < shortest:
+        raise ValueError(
+            f"`past_key_values` is a static cache of {held} tokens, but the call needs {shortest}"
+            + (f", and may reach {longest}" if longest > shortest else "")
+            + f". Make it with `max_cache_len={longest}`, or lower `max_new_tokens`."
+        )
+
+
+def _fit_rows(cache: Cache, batch_size: int, wanted: int, will_fan_out: bool) -> Cache:
+    """The caller's cache, for the ``wanted`` rows that ``batch_size`` prompts are expanded to.
+
+    Expanded caches are copies, expanded after the prefill if the call fans out then. A static cache that
+    ``reset()`` emptied takes any number of rows. Raises ``ValueError`` for another number of rows.
+    """
+    rows = layers.count(cache)
+    if rows is None or rows == wanted:
+        return cache
+    if isinstance(cache, StaticCache) and int(cache.get_seq_length()) == 0:
+        layers.empty_rows(cache)
+        return cache
+    if rows == batch_size and hasattr(cache, "batch_repeat_interleave"):
+        cache = copy.deepcopy(cache)
+        if not will_fan_out:
+            layers.take(cache, torch.arange(rows).repeat_interleave(wanted // batch_size))
+        return cache
+    raise ValueError(
+        f"`past_key_values` holds {rows} sequences, but the call has {batch_size} prompts"
+        + (f", expanded to {wanted} rows." if wanted != batch_size else ".")
+    )
+
+
+def _max_length(model: Any, call: Call, prompt: Prompt) -> int:
+    """Tokens per row that the cache may have to hold."""
+    # The last token is not forwarded, unless candidates for it are tried.
+    max_length = call.config.max_length - 1 + getattr(call.strategy, "tokens_ahead", 0)
+    embeds_length = prompt.main_input.shape[1] if prompt.main_input_name == "inputs_embeds" else 0
+    if not model.config.is_encoder_decoder and embeds_length != prompt.ids.shape[1]:
+        max_length += embeds_length
+    return int(max_length)
+
+
+def prepare_cache_for_generation(
+    self: Any,
+    generation_config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
+    """Make the cache that the config asks for, unless one is given or none is wanted.
+
+    Raises ``ValueError`` if both a cache and an implementation are given, or a tuple as a cache.
+    """
+    name = families.cache_argument(self)
+    given_cache = model_kwargs.get(name)
+    if given_cache is not None:
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"`{name}` is a cache already, and `cache_implementation`="
+                f"{generation_config.cache_implementation!r} asks for another. Pass one of them."
+            )
+        if isinstance(given_cache, tuple):
+            raise ValueError(
+                f"`{name}` has to be a Cache, but is a tuple. Pass the Cache that generate() or "
+                "forward() returned."
+            )
+        given_cache._is_user_defined = True  # outlives the call: read by the loops
+        return
+    if generation_config.use_cache is False:
+        return
+    if not self._supports_default_dynamic_cache():
+        if generation_config.cache_implementation is not None:
+            logger.warning_once(
+                "This model uses its own kind of cache: `cache_implementation`="
+                f"{generation_config.cache_implementation!r} is ignored."
+            )
+        return
+    expand_size = max(generation_config.num_beams, generation_config.num_return_sequences)
+    is_contrastive = generation_mode is GenerationMode.CONTRASTIVE_SEARCH
+    if is_contrastive and not generation_config.low_memory:  # a row for each candidate
+        expand_size *= int(generation_config.top_k)
+    request = CacheRequest(
+        self, generation_config, model_kwargs, batch_size * expand_size, max_cache_length
+    )
+    kind = cache_kind(generation_config.cache_implementation)
+    cache = kind.factory(request)
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"The factory of `cache_implementation={kind.name!r}` has to return a transformers.Cache, "
+            f"but returned {cache!r}."
+        )
+    if self.config.is_encoder_decoder and not isinstance(cache, EncoderDecoderCache):
+        cache = EncoderDecoderCache(cache, kind.make_cross_attention(request))
+    if generation_config.is_assistant:
+        cache.activate_past_recording()  # what an assistant drafted may be rolled back
+    model_kwargs[name] = cache
+
+
+def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[int]] | None:
+    """Heads and head size, on this device, to allocate a static cache by before its first update.
+
+    A list has one value per layer. ``None`` where the first update has to tell: layers on several
+    devices, MLA, heads that devices cannot share evenly, a config without sizes of its own (BLT).
+    """
+    if len(set(getattr(self, "hf_device_map", {}).values())) > 1:
+        return None
+    config = self.config.get_text_config(decoder=True)
+    if any(getattr(layer, "qk_head_dim", None) is not None for layer in config.per_layer_config):
+        return None
+    try:
+        heads, head_size = get_head_shapes(config)
+    except AttributeError:
+        return None
+    devices = getattr(self, "_tp_size", None) or 1
+    if devices > 1:
+        heads = families.heads_per_rank(self.tp_plan, heads, devices)
+    return None if heads is None else (heads, head_size)
+
+
+def supports_default_dynamic_cache(cls: type) -> bool:
+    """Whether forward takes a ``Cache``."""
+    return not families.makes_its_own_cache(cls.__name__)

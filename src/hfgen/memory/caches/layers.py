@@ -1,0 +1,295 @@
+"""Operations on the layers of a cache: one function per operation, for every class of layer.
+
+A cache is any ``Cache``; of an encoder-decoder's, the functions act on the decoder's part unless they
+say otherwise. What layers of no ``KNOWN`` kind do to rows and tokens is not guessed: see ``check_known``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticIndexedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from ... import families
+from .dynamic import GrowingLayer, upstream_kind
+from .static_layers import SlicedStaticLayer
+
+PACKAGE = __name__.partition(".")[0]
+
+#: The base classes of layers whose operations are known.
+KNOWN = (DynamicLayer, StaticLayer, LinearAttentionCacheLayerMixin, *families.EMPTY_LAYERS)
+
+
+def decoder_cache(cache: Any) -> Any:
+    """The part that grows: of an encoder-decoder's cache, that of self-attention."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def layers_of(cache: Any) -> list[Any]:
+    """The decoder's layers; none for ``None`` and for caches that are no ``Cache``."""
+    return getattr(decoder_cache(cache), "layers", [])
+
+
+# ---------------------------------------------------------------- which layers
+
+
+def is_foreign(cache: Any) -> bool:
+    """Whether the cache, or a layer of it, is of a class outside of transformers' caches and hfgen."""
+    own = decoder_cache(cache)
+    return any(is_foreign_part(part) for part in (own, *own.layers))
+
+
+def is_somebodys_own(part: Any) -> bool:
+    """Whether a cache, or a layer, is of a class that neither a model nor a library brings."""
+    return type(part).__module__.partition(".")[0] not in (PACKAGE, "transformers")
+
+
+def check_methods(cache: Any, *names: str) -> None:
+    """Raise ``TypeError`` for a layer of somebody's own that lacks one of the methods ``names``."""
+    for layer in layers_of(cache):
+        for name in names:
+            if not isinstance(layer, KNOWN) and not callable(getattr(layer, name, None)):
+                raise TypeError(
+                    f"The call needs `{name}` of every layer of {type(decoder_cache(cache)).__name__}, "
+                    f"and {type(layer).__name__} has no such method."
+                )
+
+
+def is_foreign_part(part: Any) -> bool:
+    """``is_foreign`` of a cache by itself, or of one layer."""
+    module = type(part).__module__
+    return module != Cache.__module__ and not module.startswith(f"{PACKAGE}.")
+
+
+def is_static_layer(layer: Any) -> bool:
+    """Whether a layer has a fixed number of rows and tokens."""
+    return isinstance(layer, StaticLayer)
+
+
+def is_static(cache: Any) -> bool:
+    """Whether some layers have a fixed number of rows and tokens."""
+    return any(map(is_static_layer, layers_of(cache)))
+
+
+def check_known(cache: Any, operation: str) -> None:
+    """Raise ``ValueError`` for layers of an unknown kind; ``operation`` is what is asked of them."""
+    for layer in layers_of(cache):
+        if not isinstance(layer, KNOWN):
+            raise ValueError(
+                f"It is not known how to {operation} a {type(layer).__name__}, a layer of "
+                f"{type(decoder_cache(cache)).__name__}. Derive it from transformers' DynamicLayer or "
+                "StaticLayer, or register the cache in `hfgen.memory.caches.CACHES` as a CacheKind that "
+                "declares what it can."
+            )
+
+
+# ---------------------------------------------------------------- lengths
+
+
+def capacity(cache: Any) -> float:
+    """How many tokens a row of a static cache holds; infinity for caches that grow."""
+    lengths = [
+        layer.max_cache_len
+        for layer in layers_of(cache)
+        if isinstance(layer, StaticLayer) and not layer.is_sliding
+    ]
+    return min(lengths, default=math.inf)
+
+
+def windows(cache: Any) -> list[float | None] | None:
+    """How many keys a position sees in each attention layer, its own included; ``None`` if static.
+
+    Of a layer that holds no keys, since it reads another one's: ``None``.
+    """
+    if is_static(cache):
+        return None
+    return [
+        None
+        if getattr(layer, "keys", layer) is None
+        else getattr(layer, "sliding_window", None) or math.inf
+        for layer in layers_of(cache)  # a convolution alone has no keys
+        if hasattr(layer, "keys") or not isinstance(layer, LinearAttentionCacheLayerMixin)
+    ]
+
+
+def keeps_all_tokens(cache: Any) -> bool:
+    """Whether any number of tokens can be taken back: layers of full attention only."""
+    layers = getattr(decoder_cache(cache), "layers", [None])
+    return all(upstream_kind(layer) is DynamicLayer for layer in layers)
+
+
+def newest_column(layer: Any) -> Tensor | None:
+    """Where in its keys a layer has the token that was forwarded last ``(1,)``; ``None`` if not known."""
+    kind = upstream_kind(layer)
+    if kind in (DynamicLayer, DynamicSlidingWindowLayer) and layer.get_seq_length() > 0:
+        return torch.full((1,), layer.keys.shape[-2] - 1, device=layer.keys.device)
+    if kind is StaticLayer and layer.is_initialized:
+        return layer.cumulative_length.view(1) - 1
+    return None
+
+
+# ---------------------------------------------------------------- rows
+
+
+def count(cache: Any) -> int | None:
+    """How many sequences a cache holds; ``None`` if it is empty or does not say."""
+    for layer in layers_of(cache):
+        keys = getattr(layer, "keys", None)
+        if keys is not None and keys.ndim == 4 and keys.numel() > 0:
+            return int(keys.shape[0])
+    return None
+
+
+def take(cache: Any, rows: Tensor) -> None:
+    """Let row ``i`` become what row ``rows[i]`` was, in both parts; there may be more or fewer rows."""
+    if isinstance(cache, EncoderDecoderCache):
+        take(cache.self_attention_cache, rows)
+        take(cache.cross_attention_cache, rows)
+        return
+    for layer in cache.layers:
+        if getattr(layer, "is_initialized", True):
+            layer.reorder_cache(rows)
+        if isinstance(layer, StaticLayer) and layer.is_initialized:
+            layer.batch_size = len(rows)
+
+
+def repeat(cache: Any, rows: Tensor) -> None:
+    """``take`` for ``rows`` that repeat each prompt, which their rows then share."""
+    take(cache, rows)
+    for layer in layers_of(cache):
+        if isinstance(layer, GrowingLayer):
+            layer.share_prompt()
+
+
+def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
+    """Let row ``i`` of a repeated cache go on as row ``rows[i]``, which is of the same prompt.
+
+    What the rows of a prompt share stays: the prompt's part, and what comes from an encoder.
+    """
+    layers = list(layers_of(cache))
+    if isinstance(cache, EncoderDecoderCache) and not is_encoder_decoder:  # BLT: it grows too
+        layers += cache.cross_attention_cache.layers
+    for layer in layers:
+        if isinstance(layer, GrowingLayer):
+            layer.reorder_beams(rows)
+        else:
+            layer.reorder_cache(rows)
+
+
+def empty_rows(cache: Any) -> None:
+    """Let a static cache that was emptied by ``reset()`` take any number of rows again."""
+    for layer in layers_of(cache):
+        layer.is_initialized = False  # allocated anew by the next update
+
+
+# ---------------------------------------------------------------- taking tokens back
+
+
+def record_past(cache: Any) -> None:
+    """From now on, let windows and convolutions keep what ``roll_back`` needs."""
+    cache.activate_past_recording()
+    for layer in layers_of(cache):
+        if isinstance(layer, StaticSlidingWindowLayer) and _recorder(layer) is None:
+            layer.update = _Recorder(layer)
+
+
+@contextmanager
+def recording(cache: Any) -> Iterator[None]:
+    """Within, what ``roll_back`` needs is kept; static windows are left as they were."""
+    record_past(cache)
+    try:
+        yield
+    finally:
+        for layer in layers_of(cache):
+            if _recorder(layer) is not None:
+                del layer.update
+
+
+def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:
+    """Take the last ``n_tokens`` of every row out, and forget what was recorded before them.
+
+    The layers ``of_images`` are left as they are: they hold an image, which does not grow.
+    """
+    cache = decoder_cache(cache)
+    if not hasattr(cache, "layers"):
+        cache.crop(-n_tokens)
+        return
+    lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    for index, layer in enumerate(cache.layers):
+        if index in of_images:
+            continue
+        if isinstance(layer, StaticLayer):
+            _roll_back_static(layer, n_tokens)
+            continue
+        # Nothing is in it, or keys of an image, which does not grow.
+        is_other = isinstance(layer, DynamicLayer) and not (
+            layer.is_initialized and layer.get_seq_length() == lengths[0]
+        )
+        if not is_other:
+            layer.crop(-n_tokens)
+
+
+def _roll_back_static(layer: StaticLayer, n_tokens: int) -> None:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.crop(-n_tokens)
+    if not n_tokens or not layer.is_initialized:
+        return
+    if (recorder := _recorder(layer)) is not None:
+        recorder.take_back(n_tokens)
+    elif isinstance(layer, SlicedStaticLayer):
+        layer.take_back(n_tokens)
+    else:  # what lies behind the length is overwritten
+        layer.cumulative_length.sub_(n_tokens)
+        if isinstance(layer, StaticIndexedLayer) and layer.is_indexer_initialized:
+            layer.indexer_cumulative_length.sub_(n_tokens)
+
+
+def _recorder(layer: Any) -> _Recorder | None:
+    update = vars(layer).get("update")
+    return update if isinstance(update, _Recorder) else None
+
+
+class _Recorder:
+    """Stands for ``update`` of one static sliding window, whose last update it can take back."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        #: The window or ``None``, its lengths, and what the last update added; ``None`` without one.
+        self.before: Any = None
+
+    def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layer
+        is_filled = layer.is_initialized and layer.cumulative_length_int
+        window = (layer.keys.clone(), layer.values.clone()) if is_filled else None
+        lengths = (layer.cumulative_length.clone(), layer.cumulative_length_int)
+        self.before = (window, lengths, key_states, value_states)
+        return type(layer).update(layer, key_states, value_states, *args, **kwargs)
+
+    def take_back(self, n_tokens: int) -> None:
+        if self.before is None:
+            return
+        layer = self.layer
+        window, (length, length_int), key_states, value_states = self.before
+        if window is not None:
+            layer.keys.copy_(window[0])
+            layer.values.copy_(window[1])
+        layer.cumulative_length.copy_(length)
+        layer.cumulative_length_int = length_int
+        kept = key_states.shape[-2] - n_tokens
+        if kept > 0:
+            type(layer).update(layer, key_states[:, :, :kept], value_states[:, :, :kept])
+        self.before = None

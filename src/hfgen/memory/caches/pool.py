@@ -1,0 +1,238 @@
+"""Memory of static caches that is kept between calls: one pool per model, one lease per cache.
+
+A lease ends when its cache is garbage collected, and no other cache uses its buffers until then.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+
+from ... import families
+from .growing import use_count
+
+#: By how much a cache that has got too short is lengthened beyond its length, at least.
+GROWTH = 1.5
+
+#: Which buffer: kind of layer, its number, ``"keys"`` or ``"values"``.
+Place = tuple[str, int, str]
+
+#: Kinds of layers: full attention, which fills up; sliding windows; cross-attention.
+FILLED, WINDOW, CROSS = "filled", "window", "cross"
+
+
+class Size(NamedTuple):
+    """What the caches of one call need: rows, tokens per row, tokens of the encoder's per row."""
+
+    rows: int
+    length: int
+    source_length: int = 0
+
+    def holds(self, asked: Size) -> bool:
+        """Whether a cache of this size is enough."""
+        return all(map(operator.le, asked, self))
+
+    def enlarged(self, asked: Size, longest: int | None) -> Size:
+        """The size of what replaces a cache of this size, which was not enough.
+
+        Lengths grow in steps up to ``longest``. Rows and lengths that different calls needed are
+        combined, unless that takes more than twice what one of them did.
+        """
+
+        def step(had: int, wanted: int) -> int:
+            if wanted <= had:
+                return had
+            grown = int(had * GROWTH)
+            return max(wanted, grown if longest is None else min(grown, longest))
+
+        both = Size(
+            max(self.rows, asked.rows),
+            step(self.length, asked.length),
+            step(self.source_length, asked.source_length),
+        )
+        return both if both._area <= 2 * max(self._area, asked._area) else asked
+
+    @property
+    def _area(self) -> int:
+        return self.rows * (self.length + self.source_length)
+
+
+class CacheBuffers:
+    """The buffers ``(rows, heads, capacity, size)`` of one cache; allocated when a layer takes them."""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.tensors: dict[Place, Tensor] = {}
+        #: The rows and tokens of a buffer that may be other than zero.
+        self.written: dict[Place, tuple[int, int]] = {}
+        #: Up to which token layers of full attention were written outside of compiled graphs, and the
+        #: counter of tokens that graphs update.
+        self.reached = 0
+        self.count: Tensor | None = None
+        #: On accelerators, the layers' counters of tokens; and what was recorded of steps on all these.
+        self.counters: dict[Place, Tensor] = {}
+        self.graphs: dict[Hashable, Any] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.tensors.values())
+
+    def is_seen(self) -> bool:
+        """Whether a tensor outside of this object shares memory with a buffer."""
+        storages = (buffer.untyped_storage() for buffer in self.tensors.values())
+        return any(use_count(storage._cdata) > 2 for storage in storages)  # the buffer, and this
+
+    def take(self, place: Place, states: Tensor, length: int, capacity: int) -> Tensor:
+        """Zeros ``(rows, heads, length, size)`` for states; a new buffer has ``capacity`` tokens."""
+        rows, heads, _, size = states.shape
+        buffer = self.tensors.get(place)
+        if buffer is not None and not _fits(buffer, states, length):
+            del self.tensors[place]  # freed first
+            buffer = None
+        if buffer is None:
+            self.written.pop(place, None)
+            self.graphs.clear()  # they hold the address of the one before
+            shape = (max(rows, self.size.rows), heads, max(length, capacity), size)
+            try:
+                self.tensors[place] = buffer = states.new_zeros(shape)
+            except (RuntimeError, MemoryError):  # the next call may ask for less
+                self.tensors.clear()
+                self.written.clear()
+                raise
+        self._clear(place)
+        self.written[place] = (rows, length)
+        return buffer[:rows, :, :length]
+
+    def counter(self, place: Place, layer: Any) -> Tensor:
+        """A layer's counter of tokens, on its device, at an address that stays from cache to cache."""
+        kept = self.counters.get(place)
+        if kept is not None and kept.device == layer.device and _may_be_written(kept):
+            return kept.copy_(layer.cumulative_length)
+        self.counters[place] = layer.cumulative_length.to(layer.device, copy=True)
+        return self.counters[place]
+
+    def with_rows(self, place: Place, rows: int, like: Tensor) -> Tensor | None:
+        """The first ``rows`` rows of a buffer, as long as ``like``, a part of it; ``None`` if it has fewer."""
+        buffer = self.tensors.get(place)
+        if (
+            buffer is None
+            or len(buffer) < rows
+            or buffer.untyped_storage().data_ptr() != like.untyped_storage().data_ptr()
+        ):
+            return None
+        written, length = self.written[place]
+        self.written[place] = (max(written, rows), length)
+        return buffer[:rows, :, : like.shape[2]]
+
+    def reach(self, length: int) -> None:
+        """Layers of full attention have been written up to ``length`` tokens."""
+        self.reached = max(self.reached, length)
+
+    def clear(self) -> None:
+        """Forget the values: a NaN of an earlier call is a NaN even where a mask hides it."""
+        for place in list(self.written):
+            self._clear(place)
+        self.reached, self.count = 0, None
+
+    def _clear(self, place: Place) -> None:
+        rows, length = self.written.pop(place, (0, 0))
+        if place[0] == FILLED and self.count is not None and self.count.is_cpu:
+            length = min(length, max(self.reached, int(self.count)))
+        if rows:
+            self.tensors[place][:rows, :, :length].zero_()
+
+
+def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
+    rows, heads, _, size = states.shape
+    return (
+        rows <= buffer.shape[0]
+        and length <= buffer.shape[2]
+        and (heads, size) == (buffer.shape[1], buffer.shape[3])
+        and (states.dtype, states.device) == (buffer.dtype, buffer.device)
+        and _may_be_written(buffer)
+    )
+
+
+def _may_be_written(tensor: Tensor) -> bool:
+    return not tensor.is_inference() or torch.is_inference_mode_enabled()
+
+
+class Lease:
+    """The right to use buffers, held by the layers of one cache. Buffers go back to the pool with them."""
+
+    def __init__(self, pool: Pool, buffers: CacheBuffers, asked: Size) -> None:
+        self.pool, self.buffers = pool, buffers
+        #: What the call asked for; ``buffers`` may be larger.
+        self.asked = asked
+        #: Tokens per row that the call can reach; ``max_cache_len`` may have asked for more.
+        self.needed = 0
+
+    def __del__(self) -> None:
+        self.pool.idle.append(self.buffers)
+
+
+class Pool:
+    """The buffers that no cache uses at present, one set at most. Safe under threads."""
+
+    def __init__(self) -> None:
+        # Adding to a deque and taking from it are atomic, which a lock in __del__ could not be.
+        self.idle: deque[CacheBuffers] = deque(maxlen=1)
+        #: Tokens per row of the longest call to come, if known.
+        self.longest: int | None = None
+        #: Tokens per row that the longest call so far needed, and got.
+        self.needed = 0
+
+    def lend(self, asked: Size) -> Lease:
+        """Memory for a cache of the size ``asked`` or larger, all zeros."""
+        buffers = self._take_idle()
+        if buffers is None or not buffers.tensors or buffers.is_seen():
+            buffers = CacheBuffers(asked)
+        elif not buffers.size.holds(asked):
+            size = buffers.size.enlarged(asked, self.longest)
+            del buffers  # its memory first, the new one's then
+            buffers = CacheBuffers(size)
+        else:
+            buffers.clear()
+        return Lease(self, buffers, asked)
+
+    def free(self) -> int:
+        """Let go of the idle buffers; returns its bytes."""
+        return 0 if (buffers := self._take_idle()) is None else buffers.n_bytes
+
+    def _take_idle(self) -> CacheBuffers | None:
+        try:
+            return self.idle.pop()
+        except IndexError:
+            return None
+
+
+#: Beside the models and not on them, so that copying or saving a model leaves its caches out.
+_POOLS: WeakKeyDictionary[Any, Pool] = WeakKeyDictionary()
+
+
+def pool_of(model: Any) -> Pool:
+    """The pool of a model; made at first use."""
+    return _POOLS.setdefault(model, Pool())
+
+
+def free_caches(model: nn.Module) -> int:
+    """Give back the memory that static caches of ``model`` keep between calls; returns its bytes.
+
+    ``model`` may be a wrapper (PEFT, ``torch.compile``) of models. A cache that is still in use stays.
+    The next static cache is again no longer than its call needs. Raises ``TypeError`` for no model.
+    """
+    if not isinstance(model, nn.Module | GenerationMixin):
+        raise TypeError(f"free_caches() takes a model, but got {type(model).__name__}.")
+    n_bytes = 0
+    for module in families.modules_of(model) or [model]:
+        if (pool := _POOLS.get(module)) is not None:
+            n_bytes += pool.free()
+            pool.needed = 0
+    return n_bytes

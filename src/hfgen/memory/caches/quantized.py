@@ -1,0 +1,292 @@
+"""The quantised cache: keys and values in 8, 4 or 2 bits, in plain torch.
+
+The method is KIVI (Liu et al. 2024). Some channels of keys are far larger than others in all tokens,
+so the tokens of a channel share a scale. Values have no such channels: the channels of a token share
+one. When there is a group more than ``residual_length`` of unpacked tokens, the oldest is packed.
+
+A forward pass attends to what it computes itself in full precision. For attention, one layer at a
+time is unpacked, into memory that the layers use in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers import QuantizedCache as UpstreamQuantizedCache
+from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
+
+from ...settings.cache_settings import Settings, upstream_backend
+from ...settings.logs import logger
+from .dynamic import GrowingCache, MapsRows
+from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
+
+if TYPE_CHECKING:
+    from .table import CacheRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """``lengths (rows,)``: how many of the first tokens of a row are padding; ``n_tokens`` in all."""
+
+    lengths: Tensor
+    n_tokens: int
+
+    def fitted(self, key_states: Tensor) -> Padding | None:
+        """The padding of the rows of ``key_states (rows, heads, length, size)``: one row per prompt.
+
+        ``None`` if they are not those of the mask: some models put tokens before the prompt.
+        """
+        repeats, is_foreign = divmod(len(self.lengths), len(key_states))
+        if is_foreign or not repeats or key_states.shape[2] > self.n_tokens:
+            return None
+        return replace(self, lengths=self.lengths[::repeats].to(key_states.device))
+
+    def at(self, start: int, end: int) -> Tensor | None:
+        """Where the tokens from ``start`` to ``end`` are padding ``(rows, tokens)``, if some are."""
+        if start >= self.n_tokens:
+            return None
+        positions = torch.arange(start, end, device=self.lengths.device)
+        return positions < self.lengths[:, None]
+
+
+class States:
+    """The keys, or the values, of one layer: old ones packed, ``recent`` ones as they are."""
+
+    def __init__(self, grouping: Grouping, like: Tensor) -> None:
+        self.packed = Packed.nothing(grouping, like)
+        self.recent = like[:, :, :0].clone()  # (rows, heads, length, size)
+
+    def __len__(self) -> int:
+        return self.packed.length + int(self.recent.shape[2])
+
+    def joined(self, new: Tensor | None = None, scratch: Scratch | None = None) -> Tensor:
+        """All states, and ``new`` ones behind them, ``(rows, heads, length, size)``, in one tensor."""
+        new = self.recent[:, :, :0] if new is None else new
+        n_packed, n_old = self.packed.length, len(self)
+        rows, heads, n_new, size = new.shape
+        joined = (scratch or Scratch()).empty((rows, heads, n_old + n_new, size), new)
+        self.packed.write_to(joined[:, :, :n_packed])
+        joined[:, :, n_packed:n_old] = self.recent
+        joined[:, :, n_old:] = new
+        return joined
+
+    def extend(
+        self, new: Tensor, n_exact: int, scratch: Scratch, padding: Padding | None = None
+    ) -> Tensor:
+        """Add ``new`` states, and return all of them for attention; the other arguments are ``keep``'s."""
+        joined = self.joined(new, scratch) if len(self) else new
+        self.keep(joined, n_exact, padding)
+        return joined
+
+    def keep(self, states: Tensor, n_exact: int, padding: Padding | None = None) -> None:
+        """Keep ``states``, all there are, and pack whole groups of those before the last ``n_exact``."""
+        states = states.detach()
+        start, tokens = self.packed.length, self.packed.grouping.tokens
+        end = start + max(0, states.shape[2] - start - n_exact) // tokens * tokens
+        if end > start:
+            is_padding = padding.at(start, end) if padding else None
+            self.packed = self.packed.extended(states[:, :, start:end], is_padding)
+        self.recent = states[:, :, end:].clone()  # a view would keep all of the states alive
+
+    def crop(self, n_tokens: int) -> None:
+        """Forget the last ``n_tokens``. Of a packed group, the rest is unpacked."""
+        length = max(0, len(self) - n_tokens)
+        if length >= self.packed.length:
+            self.recent = self.recent[:, :, : length - self.packed.length]
+            return
+        n_groups, n_left = divmod(length, self.packed.grouping.tokens)
+        cut = self.packed.each(lambda tensor: tensor[:, :, n_groups : n_groups + 1])
+        rows, heads, _, size = self.recent.shape
+        unpacked = self.recent.new_empty(rows, heads, cut.length, size)
+        cut.write_to(unpacked)
+        self.recent = unpacked[:, :, :n_left].clone()
+        self.packed = self.packed.first(n_groups)
+
+    def change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``change`` to all tensors; their first dimension are the rows."""
+        self.packed, self.recent = self.packed.each(change), change(self.recent)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.packed.tensors, self.recent))
+
+
+def _unpacked(name: str) -> Any:
+    """An attribute that is unpacked when read, and packed when assigned."""
+
+    def get(layer: QuantizedLayer) -> Tensor | None:
+        return layer.states[name].joined() if name in layer.states else None
+
+    def assign(layer: QuantizedLayer, states: Tensor | None) -> None:
+        if states is None:
+            layer.states.pop(name, None)
+        else:
+            layer.states[name] = States(layer._grouping(name, states.shape[-1]), states)
+            layer.states[name].keep(states, layer.settings.residual_length)
+
+    return property(get, assign)
+
+
+class QuantizedLayer(MapsRows, DynamicLayer):
+    """A layer that attends to everything. Its ``keys`` and ``values`` are unpacked when read."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        padding: Padding | None = None,
+        scratch: tuple[Scratch, Scratch] | None = None,
+    ) -> None:
+        self.settings, self.padding = settings, padding
+        #: What keys, and values, are unpacked into.
+        self.scratch = scratch or (Scratch(), Scratch())
+        self.record_past = False  # whether an update may be taken back before the next one
+        self.states: dict[str, States] = {}
+        super().__init__()
+
+    keys: Any = _unpacked("keys")
+    values: Any = _unpacked("values")
+
+    def _grouping(self, name: str, size: int) -> Grouping:
+        bits, tokens = self.settings.bits, self.settings.tokens
+        if name == "keys":
+            return Grouping(bits, TOKENS, tokens, size)
+        return Grouping(bits, CHANNELS, tokens, self.settings.channels(size))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+        self.padding = self.padding and self.padding.fitted(key_states)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        n_exact = self.settings.residual_length
+        if self.record_past and self.get_seq_length():  # a prompt is not taken back
+            n_exact += key_states.shape[2]
+        keys = self.states["keys"].extend(key_states, n_exact, self.scratch[0], self.padding)
+        return keys, self.states["values"].extend(value_states, n_exact, self.scratch[1])
+
+    def get_seq_length(self) -> int:
+        return len(self.states["keys"]) if self.is_initialized else 0
+
+    def activate_past_recording(self) -> None:
+        """From now on, keep what an update adds in full precision until the next update."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last ``-tokens_to_remove`` tokens out. Those left of a packed group stay rounded."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                "`crop` takes minus the number of tokens to remove, but was given "
+                f"{tokens_to_remove}."
+            )
+        for states in self.states.values():
+            states.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.padding = None
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        for states in self.states.values():
+            states.change(change)
+        if self.padding is not None:
+            self.padding = replace(self.padding, lengths=change(self.padding.lengths))
+
+    def offload(self) -> None:
+        self._map_rows(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._map_rows(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of what is kept between updates."""
+        return sum(states.n_bytes for states in self.states.values())
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.states["keys"].recent) if self.is_initialized else 0
+
+    def bytes_of_row(self, n_tokens: int) -> int:
+        """``n_bytes`` of one row after ``n_tokens``."""
+        n_groups = max(0, n_tokens - self.settings.residual_length) // self.settings.tokens
+        n_recent = n_tokens - n_groups * self.settings.tokens
+        return sum(
+            states.packed.bytes_of_group * n_groups
+            + n_recent * states.recent.shape[1] * states.recent.shape[3] * states.recent.itemsize
+            for states in self.states.values()
+        )
+
+    def form_of_rows(self) -> dict[str, Any]:
+        """What rows have to have in common to be in one layer."""
+        sizes = {
+            name: (*states.recent.shape[1::2], states.recent.dtype)
+            for name, states in self.states.items()
+        }
+        return {"settings": self.settings, **sizes}
+
+
+class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
+    """Quantises the layers that attend to everything; layers of another kind keep their own states.
+
+    ``config``: the model's. ``padding``: of the prompts; scales do not count it.
+    """
+
+    def __init__(
+        self, config: Any, settings: Settings | None = None, padding: Padding | None = None
+    ) -> None:
+        config = config.get_text_config(decoder=True)
+        settings = settings or Settings()
+        kinds, _ = get_layer_types_and_kwargs(config)
+        if "full_attention" not in kinds:
+            logger.warning_once(
+                "`cache_implementation='quantized'` quantises layers of kind 'full_attention', "
+                f"and this model has none: its layers are {sorted(set(kinds))}."
+            )
+        #: What the layers unpack keys, and values, into.
+        self.scratch = (Scratch(), Scratch())
+        layers = [
+            QuantizedLayer(settings, padding, self.scratch) if kind == "full_attention" else layer
+            for kind, layer in zip(kinds, GrowingCache(config=config).layers, strict=True)
+        ]
+        Cache.__init__(self, layers=layers)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the quantised layers keep between updates, without ``scratch``."""
+        return sum(getattr(layer, "n_bytes", 0) for layer in self.layers)
+
+
+def left_padding(mask: Tensor | None) -> Padding | None:
+    """The padding of prompts whose mask is ``mask (rows, length)``, if there is any."""
+    if mask is None or mask.ndim != 2:
+        return None
+    lengths = (mask.cumsum(dim=-1) == 0).sum(dim=-1)
+    return Padding(lengths, int(mask.shape[1])) if bool(lengths.any()) else None
+
+
+def make_quantized(request: CacheRequest) -> Cache:
+    """Keys and values in few bits: hfgen's own, or the backend that ``cache_config`` names."""
+    options, model = request.config.cache_config, request.model
+    backend = upstream_backend(options)
+    if backend is None:
+        name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+        settings = Settings.of(options, request.decoder_config)
+        padding = left_padding(request.model_kwargs.get(name))
+        return QuantizedCache(request.decoder_config, settings, padding)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"The backend {backend!r} of `cache_implementation='quantized'` does not work with "
+            f"encoder-decoder models such as {type(model).__name__}. Leave `backend` out."
+        )
+    return UpstreamQuantizedCache(**{"config": request.decoder_config, **options})

@@ -1,0 +1,152 @@
+"""Checks of a cache that the caller passes as ``past_key_values``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache
+
+from .. import families
+from ..state.call import Call, Prompt
+from .caches import layers as cache_layers
+
+#: What models and masks call on any cache.
+PROTOCOL = ("get_seq_length", "get_mask_sizes", "update")
+
+
+def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
+    """Raise ``ValueError`` for a cache that another model filled, or that leaves nothing to forward."""
+    name = families.cache_argument(model)
+    cache = prompt.model_kwargs.get(name)
+    if cache is None or not model._supports_default_dynamic_cache():
+        return
+    if getattr(call.config, "drop_finished", False):
+        raise ValueError(
+            f"`drop_finished=True` takes rows out of the cache, and `{name}` is yours. Leave one of "
+            "the two out."
+        )
+    if missing := [method for method in PROTOCOL if not hasattr(cache, method)]:
+        raise ValueError(
+            f"`{name}` has to be a Cache, but is a {type(cache).__name__}, which has no "
+            f"`{missing[0]}`. Pass the Cache that generate() or forward() returned."
+        )
+    if isinstance(cache, Cache):
+        _check_kind(model, name, cache)
+        _check_layers(model, name, cache)
+        _check_length(model, name, cache, prompt)
+
+
+def _check_kind(model: Any, name: str, cache: Cache) -> None:
+    """Refuse a cache with cross-attention where the model's code does not know such caches."""
+    if model.config.is_encoder_decoder or not isinstance(cache, EncoderDecoderCache):
+        return
+    modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    models = (module for module in modules if "modeling" in getattr(module, "__name__", ""))
+    if not any(hasattr(module, EncoderDecoderCache.__name__) for module in models):
+        raise ValueError(
+            f"`{name}` is an EncoderDecoderCache, but {type(model).__name__} has no cross-attention. "
+            "It was filled by another model."
+        )
+
+
+def _check_layers(model: Any, name: str, cache: Cache) -> None:
+    """Compare the number of layers: of a cache that has states, or was made for a config."""
+    layers = cache_layers.decoder_cache(cache).layers
+    if not layers or type(cache_layers.decoder_cache(cache)).__module__ != DynamicCache.__module__:
+        return  # a model's own class of cache decides how many layers it has
+    expected = len(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+    if expected and len(layers) != expected:
+        raise ValueError(
+            f"`{name}` has {len(layers)} layers, but {type(model).__name__} has {expected} that keep "
+            "states. It was filled by, or made for, another model."
+        )
+
+
+def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
+    """Without a mask over all tokens, ids are those from the very start: some have to be new."""
+    ids, mask = prompt.main_input, prompt.model_kwargs.get("attention_mask")
+    is_text = prompt.main_input_name == "input_ids" and ids.ndim == 2
+    if model.config.is_encoder_decoder or not is_text or ids.shape[1] == 0:
+        return
+    n_cached = int(cache.get_seq_length()) - families.tokens_before_prompt(model)
+    has_whole_mask = mask is not None and (mask.ndim != 2 or mask.shape[1] > ids.shape[1])
+    if n_cached > 0 and n_cached >= ids.shape[1] and not has_whole_mask:
+        raise ValueError(
+            f"`{name}` holds {n_cached} tokens and `input_ids` has {ids.shape[1]}, so that none is new. "
+            "Pass all tokens from the start; or only the new ones, with an `attention_mask` over all "
+            f"of them; or cut the cache: `{name}.crop(length)`."
+        )
+
+
+@contextmanager
+def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
+    """Within, explain errors of updates whose keys do not fit behind those of the caller's ``cache``.
+
+    The first layer's update is the check, since configs do not tell reliably what a model caches.
+    """
+    layers = cache_layers.layers_of(cache)
+    shape = _shape_of_keys(layers)
+    try:
+        with checking_updates(cache_layers.decoder_cache(cache)):
+            yield
+    except IndexError as error:
+        held = cache_layers.capacity(cache)
+        if held == float("inf") or int(layers[0].get_seq_length()) < held:
+            raise
+        raise ValueError(
+            f"`past_key_values` is a static cache of {held} tokens, all of which are in use now, and "
+            "the call has not ended. Make it longer (`max_cache_len`), or lower `max_new_tokens`."
+        ) from error
+    except RuntimeError as error:
+        is_misfit = shape and "Sizes of tensors must match" in str(error)
+        if not is_misfit or _shape_of_keys(layers) != shape:
+            raise
+        n_rows, heads, _, size = shape
+        raise ValueError(
+            f"`past_key_values` holds {n_rows} rows of {heads} heads of size {size}, but the keys of "
+            f"{type(model).__name__} have another shape. It was filled by another model."
+        ) from error
+
+
+@contextmanager
+def checking_updates(cache: Any) -> Iterator[None]:
+    """Within, check that ``update`` of somebody's own cache or layer returns all keys and values."""
+    parts: Any = [cache, *cache_layers.layers_of(cache)] if isinstance(cache, Cache) else []
+    parts = list(filter(cache_layers.is_somebodys_own, parts))
+    for part in parts:
+        part.update = _checked(part.update, f"{type(part).__name__}.update()")
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.update
+
+
+def _checked(update: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def checked(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        returned = update(key_states, value_states, *args, **kwargs)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            raise TypeError(f"{name} has to return keys and values, but returned {returned!r}.")
+        news = {"keys": key_states, "values": value_states}
+        for (what, new), states in zip(news.items(), returned, strict=True):
+            rows, heads, added, size = new.shape
+            shape = tuple(getattr(states, "shape", ()))
+            if len(shape) != 4 or (*shape[:2], shape[3]) != (rows, heads, size) or shape[2] < added:
+                raise ValueError(
+                    f"{name} got new {what} {tuple(new.shape)} and has to return all of them, "
+                    f"({rows}, {heads}, {added} or more, {size}), but returned {shape or states!r}."
+                )
+        return returned
+
+    return checked
+
+
+def _shape_of_keys(layers: Any) -> Any:
+    """``(rows, heads, length, size)`` of the first layer, if it holds any."""
+    keys = getattr(layers[0], "keys", None) if layers else None
+    return None if keys is None or keys.ndim != 4 else tuple(keys.shape)

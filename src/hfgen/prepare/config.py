@@ -1,0 +1,349 @@
+"""Stage 1: the config values of the call, its decoding mode, and its maximum length.
+
+The only module, with ``rows``, that writes to a generation config, and only to private copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+
+from .. import families
+from ..decoding.modes import MODES
+from ..memory.caches import table
+from ..settings import vllm
+from ..settings.fields import FIELDS, OWN_FIELDS, with_suggestions
+from ..settings.kinds import is_zero
+from ..settings.logs import logger
+from ..state import rows
+from ..state.call import Call, ModelKwargs, Prompt, Request
+from . import validate
+
+#: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
+NOT_THE_MODELS = ("prefix_cache", "trust_remote_code", "cancel")
+
+
+class GenerationConfig(transformers.GenerationConfig):
+    """transformers' ``GenerationConfig``, which also takes what ``generate`` in hfgen takes.
+
+    ``strict=True`` raises ``ValueError`` on a field that nobody knows, naming the nearest one.
+    ``strict`` itself is not stored: the saved ``generation_config.json`` is upstream's.
+    """
+
+    def __init__(self, strict: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        known = transformers.GenerationConfig().__dict__ | OWN_FIELDS
+        if strict and (unknown := [name for name in kwargs if name not in known]):
+            raise ValueError(f"GenerationConfig does not know {with_suggestions(unknown, known)}.")
+
+    def validate(self, strict: bool = False, **kwargs: Any) -> None:
+        """Upstream's checks; ``max_new_tokens=0`` is allowed and returns the prompt."""
+        validate.check_cache_implementation(self.cache_implementation)
+        for value in rows.each(self.max_new_tokens):
+            FIELDS["max_new_tokens"].check("max_new_tokens", value)
+        with _hiding_own_values(self):
+            super().validate(strict=strict, **kwargs)
+
+    @classmethod
+    def from_vllm(cls, params: Any) -> GenerationConfig:
+        """The config of an object of vLLM's ``SamplingParams``, or of a mapping with its fields."""
+        return cls(**vllm.translated(vllm.fields_of(params)))
+
+
+def SamplingParams(**params: Any) -> GenerationConfig:
+    """A generation config of the parameters of vLLM's class of this name, with its defaults.
+
+    They differ from transformers': sampling, of all tokens, 16 of them. docs/controls.md has the
+    table. A batch takes one config per prompt: ``generate(generation_config=[config, …])``.
+
+    Raises ``ValueError`` for a name that vLLM does not know, and for a field that hfgen does not
+    take, saying what to use instead; other errors are those of the field that a parameter becomes.
+    """
+    return GenerationConfig(**vllm.translated(params))
+
+
+for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays upstream's
+    setattr(GenerationConfig, _name, _default)
+
+
+@contextmanager
+def _hiding_own_values(config: transformers.GenerationConfig) -> Iterator[None]:
+    """Hide from upstream's validation what only hfgen takes: no new tokens, registered caches."""
+    hidden: dict[str, Any] = {}
+    if is_zero(config.max_new_tokens):
+        hidden["max_new_tokens"] = None
+    if not table.is_upstreams(config.cache_implementation):
+        hidden["cache_implementation"] = "dynamic"
+    hidden |= dict.fromkeys(rows.lists_in(vars(config)))
+    values = {name: getattr(config, name) for name in hidden}
+    vars(config).update(hidden)
+    try:
+        yield
+    finally:
+        vars(config).update(values)
+
+
+@contextmanager
+def _taking_own_values(config: Any) -> Iterator[None]:
+    """Within, ``config.update`` takes what only hfgen takes, whatever the class of ``config``."""
+
+    def validate(**kwargs: Any) -> None:
+        with _hiding_own_values(config):
+            type(config).validate(config, **kwargs)
+
+    config.validate = validate
+    try:
+        yield
+    finally:
+        del config.validate
+
+
+def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
+    """The call that is asked for, and the kwargs that are the model's and not the config's.
+
+    Precedence: kwargs, then the passed config, then the model's, then the library's defaults.
+    """
+    if "stop" in request.kwargs:
+        request = rows.with_stop_strings(request)
+    split = rows.split(request)
+    request = request if split is None else split[0][0]
+    kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}
+    companions = request.synced_gpus, request.assistant_model, request.streamer
+    mode_kwargs = model._extract_generation_mode_kwargs(
+        request.custom_generate, kwargs, *companions
+    )
+    config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
+    params = None if split is None else rows.resolve(model, *split)
+    if params is None:
+        mode = MODES[config.get_generation_mode(request.assistant_model)]
+    else:
+        config.do_sample = any(params.values("do_sample"))
+        mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
+    method: Any = request.custom_generate or mode.method_of(type(model))
+    has_defaults = rows.has_default_lengths(model, request)
+    call = Call(request, config, mode, mode_kwargs, *has_defaults, method, rows=params)
+    return call, model_kwargs
+
+
+def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
+    """Fix how long the sequences may and have to get, now that the prompt's length is known."""
+    call.prompt_length = length = prompt.ids.shape[1]
+
+    def fix(config: Any, has_default_max_length: bool, has_default_min_length: bool) -> Any:
+        return model._prepare_generated_length(
+            generation_config=config,
+            has_default_max_length=has_default_max_length,
+            has_default_min_length=has_default_min_length,
+            model_input_name=prompt.main_input_name,
+            inputs_tensor=prompt.main_input,
+            input_ids_length=length,
+        )
+
+    call.adopt(fix(call.config, call.has_default_max_length, call.has_default_min_length))
+    rows.set_lengths(model, call, fix)
+    clamp_to_length(call.config)
+    if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:
+        prompt.model_kwargs["logits_to_keep"] = 1  # the logits of a whole prompt are huge
+    model._validate_generated_length(call.config, length, call.has_default_max_length)
+
+
+def clamp_to_length(config: transformers.GenerationConfig) -> None:
+    """Lower the counts of tokens that no sequence of ``max_length`` can use; they cost time."""
+    for name, row in FIELDS.items():
+        if row.within_sequence and (count := getattr(config, name, None)) is not None:
+            setattr(config, name, min(count, config.max_length))
+
+
+def extract_generation_mode_kwargs(
+    self: Any,
+    custom_generate: str | Callable | None,
+    kwargs: dict[str, Any],
+    synced_gpus: bool | None,
+    assistant_model: Any,
+    streamer: Any,
+) -> dict[str, Any]:
+    """The arguments of the decoding method, taken out of ``kwargs``; a callable's by its signature."""
+    mode_kwargs = {
+        "tokenizer": kwargs.pop("tokenizer", None),
+        "assistant_tokenizer": kwargs.pop("assistant_tokenizer", None),
+        "assistant_model": assistant_model,
+        "streamer": streamer,
+        "synced_gpus": families.is_sharded(self) if synced_gpus is None else synced_gpus,
+    }
+    mode_kwargs = {name: value for name, value in mode_kwargs.items() if value is not None}
+    if callable(custom_generate):
+        named = inspect.signature(custom_generate).parameters.keys()
+        usual = inspect.signature(type(self)._sample).parameters.keys()
+        mode_kwargs = {name: value for name, value in mode_kwargs.items() if name in named}
+        mode_kwargs |= {name: kwargs.pop(name) for name in named - usual if name in kwargs}
+    return mode_kwargs
+
+
+def prepare_generation_config(
+    self: Any, generation_config: transformers.GenerationConfig | None, **kwargs: Any
+) -> tuple[transformers.GenerationConfig, dict[str, Any]]:
+    """A private, complete config, and the kwargs that no config field has the name of.
+
+    Raises ``ValueError`` or ``TypeError`` for a field of a wrong range or type.
+    """
+    is_config_given = generation_config is not None
+    config, own = copy.deepcopy(generation_config), self.generation_config
+    if config is None:
+        if in_model_config := self.config._get_generation_parameters():
+            raise ValueError(
+                f"model.config holds generation parameters ({in_model_config}), which generate() "
+                "does not read: set them on model.generation_config, or pass them to generate()."
+            )
+        config = transformers.GenerationConfig()
+    known = {k: v for source in (own, config) for k, v in vars(source).items() if v is not None}
+    validate.check_fields(known | kwargs)
+    unset = {name for name, row in FIELDS.items() if not row.has_default}
+    defaults = own._get_default_generation_params().items()
+    with _taking_own_values(config):
+        config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+        config.update(**{k: v for k, v in defaults if k not in unset}, defaults_only=True)
+        for name, value in OWN_FIELDS.items():
+            setattr(config, name, known.get(name, value))
+        model_kwargs = config.update(**kwargs)
+    _normalise(config)
+    if config.max_new_tokens == vllm.TO_LAST_POSITION:
+        config.max_new_tokens, config.max_length = None, validate.require_positions(self)
+    if kwargs.get("cache_config") is None:
+        _drop_path_of_checkpoint(config, own)
+    if config.cache_implementation == "hybrid":  # of old checkpoints; the dynamic one does as well
+        config.cache_implementation = None
+    if is_config_given and (overridden := set(kwargs) - set(model_kwargs)):
+        logger.warning_once(
+            f"Passing `generation_config` together with {sorted(overridden)} is deprecated: the arguments "
+            "win over the object. Pass one object, or only arguments."
+        )
+    for flag in ("output_attentions", "output_hidden_states"):  # the model's forward needs these
+        if value := getattr(config, flag):
+            model_kwargs[flag] = value
+    return config, model_kwargs
+
+
+def _normalise(config: transformers.GenerationConfig) -> None:
+    """Make plain numbers of others; read the values by which other libraries switch a sampler off."""
+    for name, row in FIELDS.items():
+        if (value := getattr(config, name, None)) is not None:
+            setattr(config, name, row.kind.plain(value))
+    if config.do_sample and is_zero(config.temperature):
+        config.do_sample, config.temperature = False, 1.0
+    if config.top_k == -1:
+        config.top_k = 0
+    if getattr(config, "ignore_eos", False) and (eos := config.eos_token_id) is not None:
+        config.eos_token_id = None
+        if config.pad_token_id is None:
+            config.pad_token_id = eos[0] if isinstance(eos, list) else eos
+
+
+def _drop_path_of_checkpoint(
+    config: transformers.GenerationConfig, own: transformers.GenerationConfig
+) -> None:
+    """Leave out the checkpoint's own ``cache_config["path"]``: only the caller says where files go."""
+    settings, owns = config.cache_config, own.cache_config
+    if not isinstance(settings, dict) or not isinstance(owns, dict) or "path" not in settings:
+        return
+    if (path := settings["path"]) == owns.get("path"):
+        config.cache_config = {k: v for k, v in settings.items() if k != "path"}
+        logger.warning_once(
+            f"`path`={path!r} in the `cache_config` of the model's generation config is not used. To "
+            "keep the cache there, pass `cache_config` to generate()."
+        )
+
+
+def prepare_special_tokens(
+    self: Any,
+    generation_config: transformers.GenerationConfig,
+    kwargs_has_attention_mask: bool | None = None,
+    device: torch.device | str | None = None,
+    batch_size: int | None = None,
+) -> None:
+    """Write the special tokens to the config as tensors, under private names that models read.
+
+    ``_bos_token_tensor``, ``_pad_token_tensor``: scalars; ``_eos_token_tensor (n_eos,)``;
+    ``_decoder_start_token_tensor``: a scalar or ``(batch,)``. A missing pad token becomes the first
+    EOS token. Raises ``ValueError`` if an encoder-decoder model has no start token.
+    """
+    config, target = generation_config, self.device if device is None else device
+
+    def as_tensor(token: Any) -> Any:
+        if isinstance(token, torch.Tensor):
+            return token.to(target)
+        return None if token is None else torch.tensor(token, device=target, dtype=torch.long)
+
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    bos, eos, pad, start = (as_tensor(getattr(config, name)) for name in names)
+    if self.config.is_encoder_decoder and start is None and (start := bos) is None:
+        raise ValueError(
+            "An encoder-decoder model needs `decoder_start_token_id` or `bos_token_id` to start "
+            "decoding from; both are None. Set one on model.generation_config."
+        )
+    # One sequence has no padding, and a given mask says where it is: then a guess does no harm.
+    is_guessing = kwargs_has_attention_mask is False and (batch_size is None or batch_size > 1)
+    if eos is not None:
+        eos = torch.atleast_1d(eos)
+        if pad is None:
+            if is_guessing:
+                logger.warning(
+                    "A batch came with neither an `attention_mask` nor a `pad_token_id`: padding is "
+                    "read as text. Pass the tokenizer's `attention_mask`."
+                )
+            pad = eos[0]
+        if is_guessing and torch.isin(eos, pad).any():
+            logger.warning_once(
+                "A batch came without `attention_mask`, and none can be inferred since the pad "
+                "token is an EOS token: padding is read as text. Pass the tokenizer's "
+                "`attention_mask`."
+            )
+        if torch.is_floating_point(eos) or (eos < 0).any():
+            logger.warning(
+                f"`eos_token_id` should be non-negative integers, but is {eos}: no token will match "
+                "it, and generation runs to its maximum length."
+            )
+    config._bos_token_tensor, config._eos_token_tensor = bos, eos
+    config._pad_token_tensor, config._decoder_start_token_tensor = pad, start
+
+
+def prepare_generated_length(
+    self: Any,
+    generation_config: transformers.GenerationConfig,
+    has_default_max_length: bool,
+    has_default_min_length: bool,
+    model_input_name: str,
+    input_ids_length: int,
+    inputs_tensor: torch.Tensor,
+) -> transformers.GenerationConfig:
+    """Turn every way to say how long into ``max_length`` and ``min_length``, prompt included.
+
+    ``max_new_tokens`` and ``min_new_tokens`` win. The default of 20 means 20 new tokens. The length
+    of embeddings, which have no ids, comes off.
+    """
+    config = generation_config
+    has_embeds = model_input_name == "inputs_embeds" and not self.config.is_encoder_decoder
+    embeds_length = inputs_tensor.shape[1] if has_embeds else 0
+    embeds_length = 0 if embeds_length == input_ids_length else embeds_length
+    for side, has_default in (("max", has_default_max_length), ("min", has_default_min_length)):
+        n_new, given = (getattr(config, f"{side}_{unit}") for unit in ("new_tokens", "length"))
+        length = given if n_new is None else int(n_new) + input_ids_length
+        if n_new is not None:
+            if given is not None and not has_default:
+                logger.warning(
+                    f"Both `{side}_new_tokens`={n_new} and `{side}_length`={given} are set; "
+                    f"`{side}_new_tokens` wins."
+                )
+        elif side == "max" and has_default:
+            # Upstream keeps the default within the model's positions only where it extends it.
+            length += input_ids_length
+            length = min(length, getattr(self.config, "max_position_embeddings", None) or length)
+        elif embeds_length:
+            length = max(given - embeds_length, 0)
+        setattr(config, f"{side}_length", length)
+    return config

@@ -1,0 +1,95 @@
+"""From the arguments of ``generate`` to a call that is ready to decode: the stages in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from .. import families
+from ..decoding import modes
+from ..logits.grammar import setup as grammar
+from ..memory import caches
+from ..running import prefix, shared_prompt
+from ..running.ranks import Ranks
+from ..state import rows
+from ..state.call import Call, Prompt, Request
+from . import config, inputs, validate
+
+
+def prepare(
+    model: Any, request: Request, *, fills_prefix: bool = True, prefix_cache: Any = None
+) -> Call:
+    """Resolve, check and prepare a call; an encoder is run, the decoder is not.
+
+    ``fills_prefix``: stored prefixes are looked up now, and not by ``prefix.begin`` later.
+    ``prefix_cache``: for a call that has none of its own and can use one.
+
+    Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used, and
+    ``RankError`` for those of other processes that forward the model together with this one.
+    """
+    company = None if families.world_size() == 1 else Ranks.of_request(model, request)
+    call: Call | None = None
+    try:
+        validate.check_request(request)
+        prefixes = prefix.take_argument(model, request, prefix_cache)
+        call, model_kwargs = config.resolve(model, request)
+        call.ranks = company
+        model._validate_model_kwargs(model_kwargs.copy())
+        model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
+        for each in call.configs:
+            validate.check_companions(each)
+            validate.check_stops(each, call.mode_kwargs.get("tokenizer"))
+            validate.check_samplers(each, call.mode_kwargs.get("tokenizer"))
+        validate.check_ends(call)
+        modes.check_call(call)
+        if company is not None:
+            validate.check_ranks(model, call)
+        if any(getattr(each, "grammar", None) is not None for each in call.configs):
+            grammar.check(model, call)
+        call.prefixes = prefix.check(prefixes, model, call, model_kwargs)
+        call.prompt = prompt = inputs.prepare(model, call, model_kwargs)
+        if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
+            request.streamer.put(prompt.ids[:: call.config.num_beams].cpu())
+        config.set_lengths(model, call, prompt)
+        caches.prepare(model, call, prompt, shared_prompt.is_ahead(model, call, prompt))
+        inputs.warn_of_foreign_device(model, prompt.ids)
+        rows.set_keys(call, prompt)
+        prepare_functions(model, call, prompt)
+        caches.check_room(model, call, prompt)
+        if fills_prefix:
+            prefix.begin(model, call, prompt)
+        prompt.model_kwargs["use_cache"] = call.config.use_cache
+        if company is not None:
+            company.agree(model, call, prompt)
+    except BaseException as error:
+        if company is not None:
+            company.fail(error)
+        if call is not None:
+            call.release()
+        raise
+    return call
+
+
+def prepare_functions(model: Any, call: Call, prompt: Prompt) -> None:
+    """The logits processors and stopping criteria of the call."""
+    request = call.request
+    call.processors = model._get_logits_processor(
+        generation_config=call.config,
+        input_ids_seq_length=prompt.ids.shape[1],
+        encoder_input_ids=prompt.main_input,
+        prefix_allowed_tokens_fn=request.prefix_allowed_tokens_fn,
+        logits_processor=request.logits_processor or LogitsProcessorList(),
+        device=prompt.main_input.device,
+        model_kwargs=prompt.model_kwargs,
+        negative_prompt_ids=request.negative_prompt_ids,
+        negative_prompt_attention_mask=request.negative_prompt_attention_mask,
+    )
+    criteria = request.stopping_criteria or StoppingCriteriaList()
+    if (cancellation := request.kwargs.get("cancel")) is not None:
+        criteria = StoppingCriteriaList([*criteria, cancellation])
+    call.criteria = model._get_stopping_criteria(
+        generation_config=call.config,
+        stopping_criteria=criteria,
+        tokenizer=call.mode_kwargs.get("tokenizer"),
+    )

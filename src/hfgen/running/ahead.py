@@ -1,0 +1,162 @@
+"""Late stop checks: the next forward pass is launched before the host reads whether the call has ended.
+
+Whether a call is over is known on the device as soon as the newest tokens are. A host that reads it at
+once waits until the device has caught up, and then the device waits for the host. Here the flags are on
+their way to the host while the next forward computes. If the call turns out to be over, that forward is
+undone: its token leaves the cache. Nothing else has been done by then, so that draws of torch's generator,
+scores, callbacks and outputs are those of immediate checks; only what the model's own code logs in that
+forward is there. Transformers' ``DeferredStopCheck`` (5.23, on
+MPS) reads one whole step late, and undoes that step; its generator has drawn once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.utils import ModelOutput
+
+from .. import families
+from ..memory.caches import layers
+from ..memory.caches.static_layers import SlicedStaticLayer
+from ..state.run import Run
+from .recorders import ASYNCHRONOUS, generator_states
+from .row_states import has_own_hooks
+
+#: Whether every call checks late that can, on any device: for tests.
+ALWAYS = False
+
+
+class Ahead:
+    """What a run that checks late has asked of the device: stop flags, and who gets their values."""
+
+    def __init__(self) -> None:
+        #: Flags on their way, who gets them, and the event behind the copy of them.
+        self.asked: tuple[Tensor, Callable[[list[int]], None], Any] | None = None
+        #: Whether a forward may be undone; known when the first step has taken the prefill's cache.
+        self.can_undo: bool | None = None
+
+    def ask(self, flags: Tensor, settle: Callable[[list[int]], None]) -> None:
+        """Begin to copy ``flags (n,)`` to the host; ``settle`` gets their values behind the forward."""
+        values, copied = flags, None
+        if flags.device.type in ASYNCHRONOUS:
+            values = torch.empty_like(flags, device="cpu", pin_memory=flags.is_cuda)
+            values.copy_(flags, non_blocking=True)
+            copied = torch.Event(flags.device, enable_timing=False)
+            # Without a stream, torch takes that of the current device, which may be another one.
+            copied.record(_stream(flags.device))
+        self.asked = values, settle, copied
+
+    def read(self) -> None:
+        """Wait for the values, and hand them on."""
+        assert self.asked is not None
+        (values, settle, copied), self.asked = self.asked, None
+        if copied is not None:
+            copied.synchronize()
+        settle(values.tolist())
+
+
+@contextmanager
+def decided(run: Run, strategy: Any) -> Iterator[None]:
+    """Around the prefill: give ``run`` an ``Ahead`` if it is to check late, and may."""
+    if not (_is_wanted(run, strategy) and _may_be(run, strategy)):
+        yield
+        return
+    before = generator_states(run.ids.device)
+    yield
+    draws = not all(map(torch.equal, before, generator_states(run.ids.device)))  # dropout, noise
+    run.ahead = None if draws else Ahead()
+
+
+@contextmanager
+def forward_ahead(run: Run, strategy: Any) -> Iterator[ModelOutput | None]:
+    """Forward the newest tokens, then read the flags; ``None`` if the call is over.
+
+    Left by an exception, as when the consumer of the steps closes them, the forward is undone as well.
+    """
+    ahead, limit = run.ahead, getattr(run.criteria, "max_length", None)
+    assert ahead is not None
+    if ahead.can_undo is None:
+        ahead.can_undo = not _cache_is_seen(run) or _loses_one(run)
+        run.ahead = ahead if ahead.can_undo else None
+    is_last = limit is not None and run.ids.shape[1] >= limit  # the host knows it
+    outputs = None if is_last or not ahead.can_undo else strategy.forward(run)
+    try:
+        ahead.read()
+        if run.finished and outputs is not None:
+            outputs = None
+            _undo(run)
+        yield outputs
+    except BaseException:
+        if outputs is not None:
+            _undo(run)
+        raise
+
+
+def _is_wanted(run: Run, strategy: Any) -> bool:
+    """Whether it pays: where the host is ahead of the device, and nobody waits for each token.
+
+    A forward of which each kernel is launched by the host keeps the host busy for as long as the
+    device, and one more of them is what an EOS then costs. On MPS transformers checks late, too.
+    """
+    if ALWAYS:
+        return True
+    device = run.ids.device.type
+    if run.is_streamed or device not in ASYNCHRONOUS:
+        return False
+    executor = getattr(strategy, "executor", None)
+    return device == "mps" or bool(getattr(executor, "is_quick_to_launch", False))
+
+
+def _may_be(run: Run, strategy: Any) -> bool:
+    """Whether nobody notices the forward that is undone, besides the cache."""
+    return (
+        bool(getattr(type(strategy), "checks_late", False))
+        and not run.synced_gpus  # all devices forward as often
+        and not run.config.is_assistant
+        and not strategy.active.may_leave  # rows leave before the next forward
+        and len(set(getattr(run.model, "hf_device_map", {}).values())) < 2
+        and not families.keeps_other_state(run.model)
+        and not has_own_hooks(run.model)
+    )
+
+
+def _cache_is_seen(run: Run) -> bool:
+    """Whether somebody gets the cache, or reads it, when the call is over."""
+    cache = families.given_cache(run.model_kwargs)
+    is_stored = run.call is not None and run.call.prefix_session is not None
+    is_returned = bool(run.config.return_dict_in_generate)
+    return is_returned or is_stored or getattr(cache, "_is_user_defined", False)
+
+
+def _loses_one(run: Run) -> bool:
+    """Whether the newest token can be taken out of all layers of the cache: they keep every token."""
+    cache = families.given_cache(run.model_kwargs)
+    if not isinstance(cache, Cache):
+        return run.model_kwargs.get("use_cache") is False
+    if isinstance(cache, EncoderDecoderCache) and not run.is_encoder_decoder:
+        return False  # BLT's other part grows as well
+    own = layers.layers_of(cache)
+    return layers.keeps_all_tokens(cache) or all(type(each) is SlicedStaticLayer for each in own)
+
+
+def _stream(device: torch.device) -> Any:
+    """The current stream of a device; ``None`` where it has one alone (MPS)."""
+    module = torch.get_device_module(device)
+    return module.current_stream(device) if hasattr(module, "current_stream") else None
+
+
+def _undo(run: Run) -> None:
+    cache = families.given_cache(run.model_kwargs)
+    if cache is None or not _cache_is_seen(run):
+        return
+    for layer in layers.layers_of(cache):
+        if type(layer) is SlicedStaticLayer:  # zeros again, as behind every length
+            newest = layer._length() - 1
+            layer.keys[:, :, newest] = 0.0
+            layer.values[:, :, newest] = 0.0
+    layers.roll_back(cache, 1)

@@ -1,0 +1,350 @@
+"""Compiled decoder layers: one graph for all layers of a model, any number of rows, and any length.
+
+``hfgen.optimize(model, compile=True)`` sets a ``CompiledLayer`` as ``forward`` of each decoder layer. A layer
+gets room in its cache before it runs; the graph writes to it, and sees the cache of one layer only. Weights
+are arguments of the graph, so that the next layer runs through the same one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
+
+from ..memory.caches.dynamic import GrowingLayer
+from ..memory.caches.static_layers import SlicedStaticLayer
+from ..settings.logs import logger
+from .guards import Checked, Graph, Step, checked
+from .stand_ins import NEW, ROWS, SEEN, is_plain, room_like, stand_in, stand_ins
+
+#: What ``torch.compile`` compiles with.
+BACKEND = "inductor"
+#: New tokens per row up to which a layer runs compiled: decoding, and drafts that are verified.
+MOST_NEW = 32
+#: Layers of caches that give room before they know what is written into it.
+ROOMY = (GrowingLayer, SlicedStaticLayer)
+#: Graphs of one model: by one or more rows, one or more new tokens, kind of mask, and kind of layer.
+MOST_GRAPHS = 32
+#: The number of a layer, which graphs do not depend on: it only says where in the cache a layer writes.
+NUMBERS = r"L\['hfgen_layer'\].*\.layer_idx"
+#: Older ones know no patterns like ``NUMBERS``: each layer would have a graph of its own.
+OLDEST_TORCH = "2.8"
+#: Where a module keeps its hooks, and those of all modules.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+OF_ALL = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
+
+_names = itertools.count()
+
+
+class OneLayerCache(Cache):
+    """What a layer finds as its cache: keys and values ``(rows, heads, seen, size)``, of which
+    ``positions (new,)`` are to be written. It is asked for no other layer's."""
+
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        self.keys, self.values, self.positions = keys, values, positions
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.positions, key_states)
+        self.values.index_copy_(2, self.positions, value_states)
+        return self.keys, self.values
+
+
+def _forward(
+    hfgen_layer: nn.Module,
+    hidden: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    kwargs: dict[str, Any],
+) -> Any:
+    cache = OneLayerCache(keys, values, positions)
+    return type(hfgen_layer).forward(hfgen_layer, hidden, past_key_values=cache, **kwargs)
+
+
+class LayerGraph:
+    """What the layers of one model share: the compiled function, and whether it can be used."""
+
+    def __init__(self) -> None:
+        #: Why nothing more is compiled; None while all could be.
+        self.failure: str | None = None
+        #: How many layers run compiled in some calls; those of which no call decoded yet do not.
+        self.n_layers = 0
+        self.is_broken = False
+        self._function: Any = None
+        self._positions: tuple[int, int, Tensor] | None = None
+        self._mask: tuple[Any, Any] = (None, None)
+        self._step: Step | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LayerGraph, ()
+
+    def __call__(
+        self, layer: CompiledLayer, hidden: Tensor, place: Any, kwargs: dict[str, Any], kind: Any
+    ) -> Any:
+        n_new = hidden.shape[1]
+        keys, values, start = place.reserve(n_new)
+        if (mask := kwargs.get("attention_mask")) is not None:
+            kwargs["attention_mask"] = self._own_memory(mask)
+        arguments = {
+            "hidden": hidden,
+            "keys": keys,
+            "values": values,
+            "positions": self._at(start, n_new, hidden.device),
+            "kwargs": kwargs,
+        }
+        try:
+            if (known := layer.checked.get(kind)) is not None:
+                step = self._step
+                if step is None or not step.is_of(known.graph, arguments):
+                    self._step = step = Step(known.graph, arguments)
+                if step.holds and step.kind == known.kind:
+                    return known(step, arguments)
+            view = view_of(layer.module)
+            result, known = checked(self._function, view, arguments)
+            if known is not None:
+                layer.checked[kind] = known
+            return result
+        except Exception as error:  # of the compiler: an error of the layer comes again
+            result = _forward(layer.module, **arguments)
+            self.is_broken = True
+            self.fail(error)
+            return result
+
+    def prepare(
+        self, layer: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, kwargs: dict[str, Any]
+    ) -> bool:
+        """Compile what ``layer`` needs for arguments like these, if no other layer has; whether it works.
+
+        Stand-ins are forwarded, whose sizes are the same in every process, so that the compiler's own
+        cache knows the graph. A single row, and a single token, have graphs of their own.
+        """
+        if self._function is None:
+            self._function = _compiled()
+        rows, n_new = hidden.shape[:2]
+        new, of_rows = 1 if n_new == 1 else NEW, 1 if rows == 1 else ROWS
+        mask = kwargs.get("attention_mask")
+        n_seen = SEEN if mask is None else mask.shape[-1]
+        stands_for = {0: (rows, of_rows), 1: (n_new, new), 2: (n_new, new), 3: (n_seen, SEEN)}
+        try:
+            with _compiling(), torch.no_grad():
+                positions = torch.arange(new, device=hidden.device)
+                if new > 1:
+                    torch._dynamo.maybe_mark_dynamic(positions, 0)
+                view = view_of(layer)
+                states = [(vars(part), dict(vars(part))) for part in view.modules()]
+                self._function(
+                    view,
+                    hidden=stand_in(hidden, stands_for),
+                    keys=room_like(keys, of_rows),
+                    values=room_like(values, of_rows),
+                    positions=positions,
+                    kwargs={name: stand_ins(value, stands_for) for name, value in kwargs.items()},
+                )
+            for now, before in states:  # later steps run the graph alone, which sets nothing
+                if any(before.get(name, before) is not value for name, value in now.items()):
+                    raise RuntimeError("a part of the layer sets attributes of itself")
+        except Exception as error:
+            self.fail(error)
+        return self.failure is None
+
+    def fail(self, error: Exception) -> None:
+        """Note that layers run as they are where there is no graph yet, and say so once."""
+        cause = getattr(error, "inner_exception", error)
+        first = " ".join(str(cause).split("\n\n")[0].split())
+        self.failure = f"{type(cause).__name__}: {first}"[:300]
+        logger.warning(f"Decoder layers run uncompiled: {self.failure}")
+        self.n_layers *= not self.is_broken
+
+    def _at(self, start: int, n: int, device: torch.device) -> Tensor:
+        """Numbers from ``start`` on; all layers of a forward need the same."""
+        known = self._positions
+        if known is None or known[:2] != (start, n) or known[2].device != device:
+            numbers = torch.arange(start, start + n, device=device)
+            self._positions = known = start, n, numbers
+        return known[2]
+
+    def _own_memory(self, mask: Tensor) -> Tensor:
+        """A mask whose rows share no memory, as they do if none is padded; that of all layers is one."""
+        if mask.is_contiguous():
+            return mask
+        given, found = self._mask
+        if given is not mask:
+            self._mask = mask, (found := mask.contiguous())
+        return found
+
+
+class CompiledLayer:
+    """Set as ``forward`` of a decoder layer, which stays as it is in everything else.
+
+    The layer's own forward runs for prompts, in training mode, where gradients are recorded, under autocast
+    and other modes of torch that see each operator, within another ``torch.compile``, while a graph of the
+    whole step is recorded, with caches that are of another type or not known to give room, and where a part
+    of the layer has a hook. (Transformers leaves some, which do nothing unless outputs are collected.)
+    """
+
+    def __init__(self, module: nn.Module, index: int, graph: LayerGraph) -> None:
+        self.module, self.index, self.graph = module, index, graph
+        #: For which kinds of arguments a graph is there.
+        self._ready: set[tuple[Any, ...]] = set()
+        #: The hooks of the layer's parts.
+        self._hooks: list[dict[int, Any]] | None = None
+        #: By kinds of arguments: graphs whose guards held in this call.
+        self.checked: dict[tuple[Any, ...], Checked] = {}
+        #: The cache of that call, and which of its calls it is.
+        self._call: tuple[weakref.ref[Any], int | None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledLayer, (self.module, self.index, self.graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayer:
+        # A module that is being copied is in the memo; a copy of this object alone stays with it.
+        module = memo.get(id(self.module), self.module)
+        graph = memo.setdefault(id(self.graph), LayerGraph())
+        return CompiledLayer(module, self.index, graph)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.compiler.is_compiling() or self.graph.is_broken):
+            place = self._place(args, kwargs)
+            if place is not None and (kind := self._kind(args[0], place, kwargs)):
+                del kwargs["past_key_values"]
+                return self.graph(self, args[0], place, kwargs, kind)
+            self._forget()  # a prompt: parts may have been replaced
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer of the cache, if the call is one that may run compiled."""
+        cache = kwargs.get("past_key_values")
+        if len(args) != 1 or cache is None or torch.is_grad_enabled() or self.module.training:
+            return None
+        hidden, layers = args[0], getattr(cache, "layers", ())
+        if type(hidden) is not Tensor or hidden.dim() != 3 or self.index >= len(layers):
+            return None
+        place = layers[self.index]
+        if type(place) not in ROOMY:
+            kind = type(place).__name__
+            logger.warning_once(f"Decoder layers with a {kind} in the cache run uncompiled.")
+            return None
+        if not place.is_initialized or hidden.shape[1] > MOST_NEW:
+            return None
+        if isinstance(place, SlicedStaticLayer) and place._visible.is_recording:
+            return None
+        if place.keys.dtype is not hidden.dtype or _sees_operators(hidden.device):
+            return None
+        known, number = self._call, vars(cache).get("call_number")
+        if known is None or known[0]() is not cache or known[1] != number:
+            self._forget()
+            self._call = weakref.ref(cache), number
+        return place if len(place.keys) == len(hidden) and not self._is_watched() else None
+
+    def _forget(self) -> None:
+        """Look at hooks and guards again."""
+        self._hooks = None
+        self.checked.clear()
+
+    def _is_watched(self) -> bool:
+        """Whether a hook of a part of the layer has something to do."""
+        if self._hooks is None:
+            parts = [part for part in self.module.modules() if part is not self.module]
+            self._hooks = [*OF_ALL, *(vars(part)[name] for part in parts for name in HOOKS)]
+        if not any(self._hooks):
+            return False
+        hooks = (hook for held in self._hooks for hook in held.values())
+        return bool(output_capturing._active_collector.get()) or any(
+            getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks
+        )
+
+    def _kind(self, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Which graph is for arguments like these, compiled if it can be; None if there is none."""
+        mask = kwargs.get("attention_mask")
+        mask_kind = None if mask is None else mask.dtype
+        is_inference = torch.is_inference_mode_enabled()
+        rows, n_new = hidden.shape[:2]
+        key = (rows == 1, n_new == 1, hidden.dtype, mask_kind, is_inference)
+        if key in self._ready:
+            return key
+        given = {name: value for name, value in kwargs.items() if name != "past_key_values"}
+        if self.graph.failure is not None or not all(map(is_plain, given.values())):
+            return None
+        if not self.graph.prepare(self.module, hidden, place.keys, place.values, given):
+            return None
+        self.graph.n_layers += not self._ready
+        self._ready.add(key)
+        return key
+
+
+def _sees_operators(device: torch.device) -> bool:
+    """Whether a mode of torch converts or counts operators, of which a graph would show it none."""
+    return torch.is_autocast_enabled(device.type) or _get_current_dispatch_mode() is not None
+
+
+def find_layers(model: nn.Module) -> dict[str, int]:
+    """The decoder layers of a model that may be compiled, by name, and their places in the cache."""
+    found: dict[str, int] = {}
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return found  # they have two caches
+    for name, module in model.named_modules():
+        if not isinstance(module, GradientCheckpointingLayer) or "forward" in vars(module):
+            continue
+        numbers = {vars(part).get("layer_idx") for part in module.modules()} - {None}
+        if len(numbers) == 1 and type(number := numbers.pop()) is int:
+            found[name] = number
+    return found
+
+
+def view_of(module: nn.Module) -> nn.Module:
+    """What shares all that a module has, but whose parts have no hooks, and are alike in all layers."""
+    forward: Any = vars(module).get("forward")
+    if hasattr(forward, "view"):  # a kernel of its own computes it
+        return forward.view()
+    view: nn.Module = object.__new__(type(module))
+    state = vars(view)
+    state.update(vars(module))
+    for name in HOOKS:
+        state[name] = {}
+    state["_modules"] = {
+        name: part if part is None else view_of(part) for name, part in module._modules.items()
+    }
+    return view
+
+
+def _compiled() -> Any:
+    """The function, compiled, with a count of graphs and a name of its own for each model."""
+    name = f"layer_{next(_names)}"
+    code = _forward.__code__.replace(co_name=name)
+    function = types.FunctionType(code, _forward.__globals__, name)
+    backend = torch._dynamo.lookup_backend(BACKEND)
+    return torch.compile(function, fullgraph=True, backend=partial(Graph, backend))
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Which sizes and numbers may differ between layers and calls is said here, and not guessed.
+
+    Graphs do not check sizes a second time: guards have.
+    """
+    if torch.__version__ < OLDEST_TORCH:
+        raise RuntimeError(f"torch {OLDEST_TORCH} or newer is needed, not {torch.__version__}")
+    from torch._inductor import config as inductor
+
+    dynamo: Any = torch._dynamo.config
+    compiler: Any = torch.compiler.config
+    with (
+        compiler.patch(dynamic_sources=NUMBERS),
+        dynamo.patch(automatic_dynamic_shapes=False, recompile_limit=MOST_GRAPHS),
+        inductor.patch(size_asserts=False),
+    ):
+        yield

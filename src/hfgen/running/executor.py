@@ -1,0 +1,122 @@
+"""``Executor``: the interface through which a strategy runs the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import Cache, GenerationConfig
+from transformers.utils import ModelOutput
+
+from ..state.call import ModelKwargs
+from ..state.run import Run
+from . import shared_prompt
+from .compiled import Compiled, fastest_forward
+from .graphs import Recorded, recorded_forward
+from .prefill import uncached_length
+from .signatures import parameters
+from .step_inputs import resized
+
+#: Compiled layers look at their guards again where one cache is in another call.
+_numbers = itertools.count()
+
+
+class Executor:
+    """Runs the model of one call, through the hooks of its class.
+
+    Decoding steps may be compiled, or recorded: then each forward overwrites what the last one returned.
+    """
+
+    def __init__(self, run: Run, may_compile: bool = False, may_record: bool = False) -> None:
+        if isinstance(cache := run.model_kwargs.get("past_key_values"), Cache):
+            cache.call_number = next(_numbers)
+        self.call: Callable[..., ModelOutput] = run.model.__call__
+        is_recorded = may_record and getattr(run.config, "use_cuda_graph", False)
+        if is_recorded and (recorded := recorded_forward(run)) is not None:
+            self.call = recorded
+        elif may_compile:
+            self.call = fastest_forward(run.model, run.config, run.model_kwargs)
+        #: Whether the host has asked for a forward long before the device has computed it.
+        self.is_quick_to_launch = isinstance(self.call, Recorded | Compiled)
+        #: Whether a forward writes to what the last one returned.
+        self.overwrites = isinstance(self.call, Recorded)
+
+    def prefill(self, run: Run, is_first_iteration: bool = True) -> ModelOutput:
+        """Forward the prompt of each row, once where rows have the same one."""
+        with nullcontext() if run.body is None else run.body.watching(run):
+            return shared_prompt.prefill(run, is_first_iteration)
+
+    def forward(self, run: Run, ids: torch.Tensor | None = None) -> ModelOutput:
+        """``next_token``, compiled where possible."""
+        return next_token(run, self.call, ids)
+
+    def verify(
+        self, run: Run, ids: torch.Tensor, n_new: int, *, is_first: bool, **overrides: Any
+    ) -> ModelOutput:
+        """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
+
+        Logits are those of the last known token and of the ``n_new`` ones. The first forward includes
+        what the cache lacks of the prompt. ``overrides``: other arguments of forward.
+        """
+        model_kwargs = resized(run, n_new)
+        n_fed: int | None = n_new + 1
+        if is_first:
+            n_fed = uncached_length(run.model, run.ids, run.config, run.model_kwargs)
+            n_fed = None if n_fed in (None, run.ids.shape[1]) else n_fed + n_new
+        model_inputs = run.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=n_fed, is_first_iteration=is_first, **model_kwargs
+        )
+        if "logits_to_keep" in model_inputs:
+            model_inputs["logits_to_keep"] = n_new + 1
+        execute = run.model if is_first else self.call
+        return execute(**model_inputs | overrides)
+
+    def continued(self, run: Run, n_new: int) -> ModelOutput:
+        """Forward the last ``n_new`` tokens of ``run.ids``, which are all that the cache lacks."""
+        model_inputs = run.model.prepare_inputs_for_generation(
+            run.ids, next_sequence_length=n_new, **run.model_kwargs
+        )
+        return self.call(**model_inputs, return_dict=True)
+
+    def reorder(self, rows: torch.Tensor) -> bool:
+        """Let each row of the cache go on as that of ``rows (rows,)``, if that is recorded; whether it is."""
+        return isinstance(self.call, Recorded) and self.call.reorder(rows)
+
+
+def next_token(run: Run, execute: Callable, ids: torch.Tensor | None = None) -> ModelOutput:
+    """Forward the newest token of ``ids (rows, length)`` or ``run.ids``, or all without a cache."""
+    model_inputs = run.model.prepare_inputs_for_generation(
+        run.ids if ids is None else ids,
+        next_sequence_length=1 if run.model_kwargs["use_cache"] else None,
+        **run.model_kwargs,
+    )
+    return execute(**model_inputs, return_dict=True)
+
+
+def prefill(
+    model: Any,
+    ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    is_first_iteration: bool = True,
+) -> ModelOutput:
+    """Forward ``ids (rows, length)`` by the model's hook, as far as the cache does not hold them."""
+    return model._prefill(ids, config, model_kwargs, is_first_iteration=is_first_iteration)
+
+
+def call(model: Any, **inputs: Any) -> ModelOutput:
+    """Forward ``inputs`` as they are: guidance's second branch, which decodes beside the loop."""
+    return model(**inputs, return_dict=True)
+
+
+def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
+    """The last position's logits ``(rows, vocab)``, float32: a copy, for a view keeps all alive."""
+    return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
+
+
+def supports_logits_to_keep(self: Any) -> bool:
+    """Whether forward can leave out the logits of all but the last positions."""
+    return "logits_to_keep" in parameters(self.forward)

@@ -1,0 +1,270 @@
+"""``use_cuda_graph``: a forward pass on the static cache is recorded once as a CUDA graph and replayed.
+
+At batch 1 a GPU waits for the host, which launches each kernel of a forward. A CUDA graph is launched at
+once. It runs the same kernels on the same addresses, so that its inputs are copied to where they were when
+it was recorded, and nothing in it may depend on numbers that the host knows. The forward is recorded, and
+for beams the reordering of the cache. What chooses tokens draws from torch's generators and from seeds as it
+does without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+from transformers.utils.generic import is_flash_attention_requested
+
+from ..memory import fingerprint
+from ..memory.caches.layers import layers_of
+from ..memory.caches.static import visible_length
+from ..memory.caches.static_layers import SlicedStaticLayer
+from ..settings.logs import logger
+from ..state.run import Run
+from .recorders import RECORDERS, Recorder, generator_states, set_generator_states
+from .row_states import has_own_hooks
+
+
+@dataclass(slots=True)
+class Graph:
+    """What was recorded: the tensors that it reads, in order, and what it returned."""
+
+    recorder: Recorder
+    inputs: list[Tensor]
+    result: Any
+
+    def replay(self, inputs: list[Tensor]) -> Any:
+        """The result for ``inputs``; the next replay overwrites it."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        self.recorder.replay()
+        return self.result
+
+
+class Recorded:
+    """A model's forward for decoding steps; a graph for each number of rows and tokens, and visible length.
+
+    The graphs stay with the buffers of the static cache, which the next call of the model may borrow.
+    They count for the addresses and the state of the model with which they were recorded. What a forward
+    returns is overwritten by the next one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.model, self.layers = run.model, list[Any]()
+        visible = visible_length(run.model_kwargs["past_key_values"])
+        assert visible is not None
+        self.visible, visible.is_coarse, visible.is_recorded = visible, True, True
+        #: Why steps are not recorded any more.
+        self.refusal: str | None = None
+        self.state: Hashable = None
+        #: The graphs of this call, by visible length and number of tokens, with the form of their inputs.
+        self.graphs: dict[tuple[int, int], tuple[Hashable, Graph]] = {}
+        #: By visible length: those that reorder the rows of the cache.
+        self.reorders: dict[int, Graph] = {}
+
+    def __call__(self, **inputs: Any) -> ModelOutput:
+        cache = inputs.get("past_key_values")
+        others = {name: value for name, value in inputs.items() if value is not cache}
+        if (graph := self.graph(others, cache)) is None:
+            return self.model(**inputs)
+        kind, outputs = graph.replay(_tensors(others))
+        self.visible.close()
+        return kind(**outputs | {"past_key_values": cache})
+
+    def graph(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
+        """The graph of a step with inputs of such a form; ``None`` if none can be recorded."""
+        if self.refusal is not None:
+            return None
+        ids = inputs.get("input_ids")
+        if ids is None or cache is None or not self.visible.is_open:
+            self.refuse("its forward takes no ids, no cache, or no mask that is made before it")
+            return None
+        place, form = (int(self.visible.shown or 0), ids.shape[1]), _form(inputs)
+        if (known := self.graphs.get(place)) is not None:
+            if known[0] == form:
+                return known[1]
+            self.refuse("the shapes of inputs differ from step to step")
+            return None
+        if self.state is None:
+            self.state, self.layers = _state(self.model), layers_of(cache)
+        if not _are_recordable(self.layers):
+            self.refuse("the prefill has replaced the layers of the cache")
+            return None
+        graph = self.kept((form, self.state), lambda: self.record_forward(inputs, cache))
+        if graph is not None:
+            self.graphs[place] = form, graph
+        return graph
+
+    def kept(self, key: Hashable, record: Callable[[], Graph | None]) -> Graph | None:
+        """The graph that an earlier call has recorded on the cache's memory, or one that is recorded now."""
+        kept = self.layers[0]._lease.buffers.graphs
+        key = (key, *map(_place, self.layers))
+        if (graph := kept.get(key) or record()) is not None:
+            kept[key] = graph
+        return graph
+
+    def record_forward(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
+        """Record a step on inputs of its own. Afterwards the cache is what it was before."""
+        inputs = {name: _cloned(value) for name, value in inputs.items()}
+        length = self.visible.total - inputs["input_ids"].shape[1]
+
+        def forward() -> Any:
+            outputs = self.model(past_key_values=cache, **inputs)
+            return type(outputs), {n: v for n, v in outputs.items() if v is not cache}
+
+        def reset() -> None:
+            for layer in self.layers:
+                layer.cumulative_length.fill_(length)
+                layer._note(length)
+
+        self.visible.is_recording = True
+        try:
+            return self.record(forward, reset, _tensors(inputs))
+        finally:
+            self.visible.is_recording = False
+            reset()
+
+    def record(
+        self, function: Callable[[], Any], reset: Callable[[], None], inputs: list[Tensor]
+    ) -> Graph | None:
+        """The graph of ``function``, which reads ``inputs``; ``None``, with a warning, if there can be none."""
+        device, kept = self.layers[0].device, self.layers[0]._lease.buffers.graphs
+        sibling = next((graph.recorder for graph in kept.values()), None)
+        before = generator_states(device)
+        try:
+            recorder = RECORDERS[device.type](device, sibling)
+            result = recorder.record(function, reset)
+        except Exception as error:  # a read of the device, say, which a graph cannot have
+            self.refuse(f"{type(error).__name__}: {error}")
+            return None
+        if not all(map(torch.equal, before, generator_states(device))):
+            set_generator_states(device, before)
+            self.refuse("the forward draws random numbers")
+            return None
+        return Graph(recorder, inputs, result)
+
+    def reorder(self, rows: Tensor) -> bool:
+        """Let each row of the cache go on as that of ``rows (rows,)``; whether that was recorded and done."""
+        shown = int(self.visible.shown or 0)
+        if self.refusal is not None or (shown, 1) not in self.graphs or len(rows) != self.n_rows:
+            return False
+        if (graph := self.reorders.get(shown)) is None:
+            graph = self.kept(("reorder", rows.dtype), lambda: self.record_reorder(rows))
+            if graph is None:
+                return False
+            self.reorders[shown] = graph
+        graph.replay([rows])
+        return True
+
+    def record_reorder(self, rows: Tensor) -> Graph | None:
+        """Record ``reorder`` of what attention sees, with rows that stay."""
+        index = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
+        seen = [states for layer in self.layers for states in layer._seen]
+
+        def reorder() -> None:
+            for states in seen:
+                states.copy_(states.index_select(0, index))
+
+        return self.record(reorder, lambda: None, [index])
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.layers[0]._seen[0])
+
+    def refuse(self, why: str) -> None:
+        """Forward without graphs from now on."""
+        self.refusal = why
+        warn(why, self.model)
+
+
+def recorded_forward(run: Run) -> Recorded | None:
+    """The forward of decoding steps as graphs; ``None``, with a warning, where they cannot be had."""
+    if (why := _obstacle(run)) is not None:
+        warn(why, run.model)
+        return None
+    return Recorded(run)
+
+
+def _obstacle(run: Run) -> str | None:
+    """Why the steps of a run cannot be recorded, as far as it is known beforehand."""
+    model, config, device = run.model, run.config, run.ids.device.type
+    cache = run.model_kwargs.get("past_key_values")
+    own = [] if run.is_encoder_decoder else layers_of(cache)
+    obstacles = {
+        f"a device of type {device!r} has no graphs": device not in RECORDERS,
+        "that takes a decoder-only model with `cache_implementation='static'`, all of whose layers "
+        "attend to all tokens": not _are_recordable(own),
+        "attentions or hidden states are returned": config.return_dict_in_generate
+        and (config.output_attentions or config.output_hidden_states),
+        "the model is on several devices": len(set(getattr(model, "hf_device_map", {}).values()))
+        > 1,
+        "the model has hooks that a replay would leave out": has_own_hooks(model),
+        "flash attention gets a mask that grows": is_flash_attention_requested(model.config),
+        "autocast is on": torch.is_autocast_enabled(device),
+        "several processes forward the model together": run.synced_gpus
+        or getattr(run.call, "ranks", None) is not None,
+    }
+    return next((why for why, is_so in obstacles.items() if is_so), None)
+
+
+def _are_recordable(own: list[Any]) -> bool:
+    """Whether all layers of a cache find where a token goes by a counter on the device."""
+    return bool(own) and all(type(each) is SlicedStaticLayer and each._lease for each in own)
+
+
+def warn(why: str, model: Any = None) -> None:
+    """Say why steps, those of ``model`` or all of a call, are not recorded."""
+    whose = "" if model is None else f" of {type(model).__name__}"
+    logger.warning_once(
+        f"`use_cuda_graph` is set, but decoding steps{whose} are not recorded: {why}."
+    )
+
+
+def _state(model: Any) -> Hashable:
+    """All of a model that a graph depends on; weights and buffers count by their addresses."""
+    buffers = tuple(buffer.data_ptr() for buffer in model.buffers())
+    return fingerprint.state(model), buffers, torch.is_inference_mode_enabled()
+
+
+def _place(layer: SlicedStaticLayer) -> Hashable:
+    """Where a layer of the cache lies, and what attention sees of it."""
+    keys, values = layer._seen
+    return (
+        *(keys.data_ptr(), keys.shape, keys.stride(), keys.dtype),
+        *(values.data_ptr(), values.shape, values.stride()),
+        layer.cumulative_length.data_ptr(),
+    )
+
+
+def _leaves(inputs: dict[str, Any]) -> Iterator[tuple[Hashable, Any]]:
+    """Names and values of inputs; those of a dict, as of masks by kind of layer, one by one."""
+    for name, value in inputs.items():
+        if isinstance(value, dict):
+            yield from (((name, part), value[part]) for part in value)
+        else:
+            yield name, value
+
+
+def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
+    return [value for _, value in _leaves(inputs) if isinstance(value, Tensor)]
+
+
+def _form(inputs: dict[str, Any]) -> Hashable:
+    """What is the same of inputs that one graph can take; other objects than numbers count as such."""
+    return tuple(
+        (name, (value.shape, value.dtype) if isinstance(value, Tensor) else _plain(value))
+        for name, value in _leaves(inputs)
+    )
+
+
+def _plain(value: Any) -> Hashable:
+    return value if isinstance(value, bool | int | float | str | None) else id(value)
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _cloned(part) for name, part in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,289 @@
+"""``hfgen.optimize``, ``hfgen.restore``, ``hfgen.optimized``: switching a model to faster kernels and back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ...memory.caches.mapped import Folder
+from ..compiled_layers import CompiledLayer, LayerGraph, find_layers
+from .forward import PackedForward, misfit, own_forward
+from .kernels import (
+    KERNELS,
+    OWN,
+    WEIGHTS,
+    Kernel,
+    named,
+    overflow,
+    preferred,
+    works,
+)
+from .report import ROUNDED, SAME, Report
+
+T = TypeVar("T", bound=nn.Module)
+
+#: Where a module keeps its forward: itself, and behind a hook of accelerate.
+PLACES = ("forward", "_old_forward")
+#: What ``optimize`` sets there.
+SET_HERE = (PackedForward, CompiledLayer)
+#: Kernels for all layers, or by name of a layer.
+Kernels = str | Mapping[str, str]
+
+
+def optimize(
+    model: T,
+    *,
+    weights: str | None = None,
+    kernels: Kernels | None = None,
+    compile: bool = False,
+    offload: str | os.PathLike[str] | None = None,
+) -> T:
+    """Compute the linear layers of ``model`` with faster kernels; return the model.
+
+    A layer has one kernel for all numbers of rows. Type, weights and processor decide which, and never a
+    measurement: the same call gives the same numbers in every process. ``model.optimization`` is a
+    report (``Report``). Modules, weights, hooks and adapters stay as they are. A weight that changes is
+    packed again at the next call; its layer's own forward runs in training mode and where gradients are
+    recorded.
+
+    Args:
+        model: A model in dense float32, bfloat16 or float16 on the CPU. Layers with weights of other
+            libraries, and those of classes of their own, are left alone.
+        weights: None keeps the values of all weights, so that logits change by rounding only.
+            ``"fp16"``, ``"int8"`` and ``"int4"`` round the weights of the layers that fit.
+        kernels: Names of kernels instead: one for all layers that it fits, or one for each of the named
+            layers, as in ``model.optimization.kernels``. ``"own"``: the layer's own forward method.
+        compile: True also lets ``torch.compile`` make one graph of a decoder layer, which all layers use
+            from the first call on. It takes some seconds then. Logits change by rounding.
+        offload: A folder. The weights of the layers that get a kernel are moved to unnamed files in it, from
+            which the layers' own forward methods, tied embeddings and ``state_dict`` read them; packed ones
+            stay in memory. ``restore`` brings them back, bit by bit.
+
+    Raises:
+        TypeError: ``model`` is no module, or an argument is of another type.
+        ValueError: ``weights`` is none of these; the model is optimised already, spread over devices,
+            or has weights on the meta device; ``weights="fp16"`` and a weight is too large for it;
+            ``weights="int4"`` and no layer's shape fits; ``kernels`` names no such kernel or layer, a
+            kernel that this machine does not have, or one that does not fit.
+        OSError: The folder of ``offload`` has no space. Weights that were moved already stay in files.
+    """
+    start = time.perf_counter()
+    _check_arguments(model, weights, kernels, compile)
+    folder = None if offload is None else _folder(offload)
+    _check_model(model)
+    layers, left_alone = _layers(model)
+    _check_weights(layers, weights)
+    chosen = _chosen(layers, weights, kernels, left_alone)
+    extra_bytes = read_bytes = file_bytes = 0
+    for name, module in layers.items():
+        n_bytes = module.weight.numel() * module.weight.element_size()
+        if (kernel := chosen.get(name)) is not None:
+            forward = PackedForward(module, kernel.name)
+            forward.packed()  # here, and not in the first call
+            vars(module)["forward"] = forward
+            if folder is not None:
+                forward.move(folder.holding(module.weight))
+                file_bytes += n_bytes
+            extra_bytes += (n_bytes := kernel.packed_bytes(module.weight))
+        read_bytes += n_bytes
+    with suppress(
+        AttributeError, OSError, TypeError
+    ):  # glibc keeps what was freed; others have no such call
+        ctypes.CDLL(None).malloc_trim(0)
+    graph, compiled = LayerGraph(), find_layers(model) if compile else {}
+    for name, index in compiled.items():
+        layer = model.get_submodule(name)
+        vars(layer)["forward"] = CompiledLayer(layer, index, graph)
+    vars(model)["optimization"] = Report(
+        weights=weights,
+        kernels={name: chosen[name].name if name in chosen else OWN for name in layers},
+        layers={name: _shape(module) for name, module in layers.items()},
+        left_alone=left_alone,
+        tokens=_promise(chosen, compiles=bool(compiled)),
+        extra_bytes=extra_bytes,
+        file_bytes=file_bytes,
+        read_bytes=read_bytes,
+        seconds=time.perf_counter() - start,
+        graph=graph if compile else None,
+        compiled_layers=tuple(compiled),
+    )
+    return model
+
+
+def restore(model: T) -> T:
+    """Undo ``optimize``, and return the model, which is then as it was before.
+
+    Raises ``TypeError`` for what is no model, and ``ValueError`` if it is not optimised.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"restore() takes a model, but got {type(model).__name__}.")
+    if not is_optimized(model):
+        raise ValueError("restore(): this model is not optimised; hfgen.optimize(model) does it.")
+    for module in model.modules():
+        state = vars(module)
+        state.pop("optimization", None)
+        for place in PLACES:
+            if not isinstance(forward := state.get(place), SET_HERE):
+                continue
+            if isinstance(forward, PackedForward) and forward.is_offloaded:
+                forward.module.weight.data = forward.module.weight.data.clone()
+            if place == "forward":
+                del state[place]
+            else:
+                state[place] = own_forward(module)
+    return model
+
+
+@contextmanager
+def optimized(
+    model: T,
+    *,
+    weights: str | None = None,
+    kernels: Kernels | None = None,
+    compile: bool = False,
+    offload: str | os.PathLike[str] | None = None,
+) -> Iterator[T]:
+    """``optimize`` within, ``restore`` after it; the same arguments and errors."""
+    optimize(model, weights=weights, kernels=kernels, compile=compile, offload=offload)
+    try:
+        yield model
+    finally:
+        if is_optimized(model):
+            restore(model)
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether a module of ``model`` has been through ``optimize``."""
+    return any(
+        isinstance(vars(module).get("optimization"), Report)
+        or any(isinstance(vars(module).get(place), SET_HERE) for place in PLACES)
+        for module in model.modules()
+    )
+
+
+def _check_arguments(model: Any, weights: Any, kernels: Any, compile: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"optimize() takes a model, but got {type(model).__name__}.")
+    if weights is not None and weights not in WEIGHTS:
+        allowed = ", ".join(map(repr, WEIGHTS))
+        raise ValueError(f"weights must be None or one of {allowed}, got {weights!r}.")
+    if not isinstance(compile, bool):
+        raise TypeError(f"compile must be True or False, got {compile!r}.")
+    if kernels is None:
+        return
+    if not isinstance(kernels, str | Mapping):
+        raise TypeError(f"kernels must be a name, or names by layer, got {kernels!r}.")
+    for name in [kernels] if isinstance(kernels, str) else kernels.values():
+        known = [kernel.name for kernel in KERNELS]
+        if name != OWN and name not in known:
+            raise ValueError(f"kernels: {name!r} is none of {', '.join(map(repr, [OWN, *known]))}.")
+        if name != OWN and not works(name):
+            raise ValueError(f"kernels: this machine, or this torch, has no {name!r}.")
+
+
+def _folder(path: Any) -> Folder:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"offload must be a folder, got {path!r}.")
+    if not os.path.isdir(path):
+        raise ValueError(f"offload must be a folder, but {os.fspath(path)!r} is none.")
+    return Folder(path)
+
+
+def _check_model(model: nn.Module) -> None:
+    if is_optimized(model):
+        raise ValueError("This model is optimised already: call hfgen.restore(model) first.")
+    devices: dict[str, str] = {}
+    for name, weight in model.named_parameters():
+        if weight.is_meta:
+            raise ValueError(
+                f"optimize() needs weights in memory, but {name!r} is on the meta device (it is "
+                "offloaded, or not loaded)."
+            )
+        if type(weight).__name__ == "DTensor" or hasattr(weight, "device_mesh"):
+            raise ValueError(f"optimize() takes no sharded model, but {name!r} is a part of one.")
+        devices.setdefault(str(weight.device), name)
+    if len(devices) > 1:
+        spread = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"optimize() takes a model on one device, but this one has {spread}.")
+
+
+def _layers(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """The linear layers that may get another kernel, by name; why others do not."""
+    layers: dict[str, nn.Linear] = {}
+    left_alone: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        reason = misfit(module)
+        if reason is None and any(place in vars(module) for place in PLACES):
+            reason = "another forward is set already"
+        if reason is None:
+            layers[name] = module
+        else:
+            left_alone[name] = reason
+    return layers, left_alone
+
+
+def _check_weights(layers: dict[str, nn.Linear], weights: str | None) -> None:
+    """Raise for weights that what was asked for cannot hold."""
+    if weights == "fp16":
+        for name, module in layers.items():
+            if (reason := overflow(module.weight)) is not None:
+                raise ValueError(f"weights='fp16': {name + '.weight'!r} does not fit, {reason}.")
+    if weights == "int4" and layers:
+        reasons = {name: named("int4").misfit(module.weight) for name, module in layers.items()}
+        if all(reasons.values()):
+            name, reason = next(iter(reasons.items()))
+            raise ValueError(f"weights='int4' fits no layer: of {name + '.weight'!r}, {reason}.")
+
+
+def _chosen(
+    layers: dict[str, nn.Linear],
+    weights: str | None,
+    kernels: Kernels | None,
+    left_alone: dict[str, str],
+) -> dict[str, Kernel]:
+    """The kernel of each layer that gets one; adds to ``left_alone`` why others do not."""
+    given = kernels if isinstance(kernels, Mapping) else dict.fromkeys(layers, kernels)
+    if unknown := [name for name in given if name not in layers]:
+        why = left_alone.get(unknown[0], "the model has no such linear layer")
+        raise ValueError(f"kernels: {unknown[0]!r} cannot have one, {why}.")
+    chosen: dict[str, Kernel] = {}
+    for name, module in layers.items():
+        by_name = given.get(name)
+        if by_name == OWN:
+            left_alone[name] = "as asked for"
+            continue
+        reasons = []
+        for kernel in [named(by_name)] if by_name else preferred(weights, module.weight.dtype):
+            reason = kernel.misfit(module.weight)
+            if reason is None:
+                chosen[name] = kernel
+                break
+            reasons.append(f"{kernel.name}: {reason}")
+        else:
+            left_alone[name] = "; ".join(reasons) or "this machine has no faster kernel"
+            if by_name and isinstance(kernels, Mapping):
+                raise ValueError(f"kernels: {name + '.weight'!r} does not fit, {reasons[0]}.")
+    if isinstance(kernels, str) and kernels != OWN and layers and not chosen:
+        name, reason = next((name, left_alone[name]) for name in layers)
+        raise ValueError(f"kernels: no layer fits; of {name + '.weight'!r}, {reason}.")
+    return chosen
+
+
+def _shape(module: nn.Linear) -> str:
+    n_out, n_in = module.weight.shape
+    return f"{n_out} x {n_in} {str(module.weight.dtype).removeprefix('torch.')}"
+
+
+def _promise(chosen: dict[str, Kernel], *, compiles: bool) -> str:
+    if not chosen:
+        return ROUNDED if compiles else SAME
+    rounding = sorted({kernel.name for kernel in chosen.values() if not kernel.is_exact})
+    return f"can change: weights are rounded ({'; '.join(rounding)})" if rounding else ROUNDED

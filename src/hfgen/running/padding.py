@@ -1,0 +1,68 @@
+"""Tests whether a model hides left padding, by a forward pass, since no config tells it."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import families
+from ..memory.batch import Batch
+from .executor import next_token
+from .row_states import have_changed, module_tensors, restored
+
+#: How many columns of padding are tried.
+N_COLUMNS = 4
+
+#: Logits may differ by this share of their range, or by a few roundings, or as they do for two rows.
+TOLERANCE, ROUNDINGS, TIMES_OF_TWO_ROWS = 1e-5, 4, 8
+
+
+@torch.no_grad()
+def hides_padding(model: Any, batch: Batch) -> bool:
+    """Whether a row gets the same logits with padding before it as without.
+
+    It does not where positions are counted by the length of the cache (BART), or states are kept elsewhere.
+    ``batch``: rows that have begun, with a cache of all but their newest tokens; they stay as they
+    are. Costs a copy of the first row's states, and some forwards of one token. Raises ``ValueError`` if
+    rows cannot join: see ``Batch.append``.
+    """
+    if families.selects_keys(model):  # not so until there are more keys than are selected
+        return False
+    row = copy.deepcopy(batch)
+    if len(row) > 1:
+        row.take(torch.tensor([0]))
+    longer, twice = copy.deepcopy(row), copy.deepcopy(row)
+    twice.append(row)
+    before = module_tensors(model)
+    with restored(model):
+        for _ in range(N_COLUMNS):
+            _decode(model, longer)
+        if have_changed(model, before):
+            return False  # a module remembers rows
+        longer.append(row)
+        padded, beside, alone = (_decode(model, each)[-1] for each in (longer, twice, row))
+    is_finite = alone.isfinite()
+    if not torch.equal(is_finite, padded.isfinite()):
+        return False  # a mask of float64's smallest numbers overflows (ProphetNet)
+    scale = float(alone[is_finite].max() - alone[is_finite].min())
+    noise = float((beside - alone)[is_finite].abs().max())
+    share = max(TOLERANCE, ROUNDINGS * torch.finfo(model.dtype).eps)
+    allowed = max(TIMES_OF_TWO_ROWS * noise, share * scale)
+    return bool((padded - alone)[is_finite].abs().max() <= allowed)
+
+
+def _decode(model: Any, batch: Batch) -> Tensor:
+    """The logits ``(rows, vocab)`` of the next token; the likeliest one is added."""
+    run: Any = SimpleNamespace(model=model, ids=batch.ids, model_kwargs=batch.model_kwargs)
+    outputs = next_token(run, model.__call__)
+    logits: Tensor = outputs.logits[:, -1].float()
+    batch.model_kwargs = model._update_model_kwargs_for_generation(
+        outputs, batch.model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+    )
+    newest = logits.argmax(dim=-1, keepdim=True).to(batch.ids.device)
+    batch.ids = torch.cat([batch.ids, newest], dim=1)
+    return logits

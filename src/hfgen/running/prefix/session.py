@@ -1,0 +1,239 @@
+"""One call with a ``PrefixCache``: fills the call's cache from the store, and adds to the store.
+
+The cache is filled up to the same column ``end`` in all rows, and the ordinary prefill goes on from
+there. Rows with a shorter stored prefix are forwarded up to ``end`` first: they catch up.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import running as execution
+from ...memory import fingerprint
+from ...memory.caches.dynamic import GrowingCache
+from ...state.call import ModelKwargs, Prompt, SharedPrompt
+from ...state.run import Run, Step
+from . import windows
+from .cache import PrefixCache
+from .padding import Layout, best_end, lagging
+from .radix import KeyValues, Match, bytes_per_token, size
+from .windows import attention_layers
+
+TOO_LARGE = "the prompt is larger than `max_bytes`"
+
+
+class PrefixSession:
+    """Fills the cache of a call, then stores its prompt and what it generates."""
+
+    def __init__(
+        self,
+        prefixes: PrefixCache,
+        model: Any,
+        config: Any,
+        cache: Any,
+        prompt: Prompt | SharedPrompt,
+        layout: Layout,
+    ) -> None:
+        self.prefixes, self.model, self.cache = prefixes, model, cache
+        # Not the config, which holds this call: the cache would outlive it by a cycle.
+        self.eos, self.pad = config._eos_token_tensor, config._pad_token_tensor
+        self.ids, self.model_kwargs, self.layout = prompt.ids, prompt.model_kwargs, layout
+        self.identity = fingerprint.identity(model)
+        self.keys = [(self.identity, offset) for offset in layout.offsets]
+        self.is_prompt_stored = False
+        self.is_given_up = False
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers of the cache that hold keys and values; a forward may replace them."""
+        return [] if self.cache is None else attention_layers(self.cache)
+
+    def detach(self) -> None:
+        """Let go of the cache: the rows go on in that of a batch, where windows keep no more than they need."""
+        windows.stop(self.cache)
+        self.cache = None
+
+    def bytes_per_token(self) -> int | None:
+        """Bytes that a token takes in store; ``None`` if neither the store nor the config tells."""
+        if (stored := self.prefixes._bytes_per_token(self.keys[0])) is not None:
+            return stored
+        text = self.model.config.get_text_config(decoder=True)
+        shape = self.model._get_static_cache_init_shape()
+        # Falcon, which has another name for its heads, gets a shape that is too large.
+        is_told = shape is not None and getattr(text, "num_key_value_heads", None)
+        if not is_told or torch.is_autocast_enabled(self.model.device.type):
+            return None
+        heads, sizes = (n if isinstance(n, list) else len(self.layers) * [n] for n in shape)
+        if len(heads) != len(sizes):  # layers that share others' keys are among them
+            return None
+        numbers = sum(map(operator.mul, heads, sizes))
+        return torch.long.itemsize + 2 * self.model.dtype.itemsize * numbers
+
+    def needed(self, per_token: int) -> int:
+        """Bytes that the longest of the prompts takes in store."""
+        n_tokens = self.ids.shape[1] - min(self.layout.pads)
+        return size(n_tokens, per_token, 2 * len(self.layers))
+
+    def fill(self, config: Any) -> None:
+        """Fill the call's empty cache with stored states of all but the last token of each prompt."""
+        length = self.ids.shape[1]
+        tokens = [self.layout.tokens(row, length - 1) for row in range(len(self.ids))]
+        matches = self.prefixes._match(self.keys, tokens)
+        starts = [pad + m.length for pad, m in zip(self.layout.pads, matches, strict=True)]
+        end = best_end(starts, length) if any(match.length for match in matches) else 0
+        groups = lagging(starts, end)
+        filled = {row: start for start, rows in groups.items() for row in rows}
+        saved = [filled.get(row, end) - pad for row, pad in enumerate(self.layout.pads)]
+        self.prefixes._count(tokens, saved)
+        windows.start(self.cache)
+        if end:
+            caught_up = [
+                (rows, self._catch_up(start, rows, matches, end, config))
+                for start, rows in groups.items()
+            ]
+            self._fill(self.cache, range(len(self.ids)), matches, end, caught_up)
+
+    def _fill(
+        self,
+        cache: Any,
+        rows: Sequence[int],
+        matches: list[Match],
+        end: int,
+        caught_up: Sequence[tuple[list[int], KeyValues]] = (),
+    ) -> None:
+        """Put the first ``end`` columns of ``rows`` into ``cache``: stored ones or ``caught_up``."""
+        sample: KeyValues = next(m.nodes[0].states for m in matches if m.nodes)
+
+        def filled(which: int) -> Tensor:
+            heads, _, head_size = sample[which].shape
+            states = sample[which].new_zeros(len(rows), heads, end, head_size)
+            for place, row in enumerate(rows):
+                pad = self.layout.pads[row]
+                for start, run in matches[row].runs(end - pad):
+                    at = pad + start
+                    states[place, :, at : at + run[which].shape[1]] = run[which]
+            for group, known in caught_up:
+                states[group] = known[which]
+            return states
+
+        for index, layer in enumerate(attention_layers(cache)):
+            layer.update(filled(2 * index), filled(2 * index + 1))
+
+    def _catch_up(
+        self, start: int, rows: list[int], matches: list[Match], end: int, config: Any
+    ) -> KeyValues:
+        """Forward columns ``start`` to ``end`` of ``rows``; returns all states up to ``end``."""
+        decoder = self.model.config.get_text_config(decoder=True)
+        cache = GrowingCache(config=decoder, max_length=end)
+        windows.start(cache)
+        if start:
+            self._fill(cache, rows, matches, start)
+        model_kwargs: ModelKwargs = {"past_key_values": cache, "use_cache": True}
+        if self.model._supports_logits_to_keep():
+            model_kwargs["logits_to_keep"] = 1
+        for name in ("attention_mask", "position_ids"):
+            if (tensor := self.model_kwargs.get(name)) is not None:
+                is_shared = tensor.shape[-2] == 1  # positions of prompts without padding
+                model_kwargs[name] = (tensor if is_shared else tensor[..., rows, :])[..., :end]
+        config = copy.copy(config)
+        config._mask_length = end
+        execution.prefill(self.model, self.ids[rows, :end], config, model_kwargs)
+        return key_values(attention_layers(cache))
+
+    def add(self, run: Run, strategy: Any, step: Step) -> None:
+        """Store the prompts after the first step; later steps do nothing."""
+        if self.is_prompt_stored or self.is_given_up:
+            return
+        self.is_prompt_stored = True
+        name, layers, length = type(self.model).__name__, self.layers, run.ids.shape[1]
+        lengths = {int(layer.get_seq_length()) for layer in layers}
+        # One that puts tokens of its own before the prompt has more, or not the same everywhere.
+        is_even = len(lengths) == 1 and lengths <= {length - 1, length}
+        if run.model_kwargs.get("past_key_values") is not self.cache:
+            self.give_up(f"{name} puts another cache in the place of its own")
+        elif not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
+            self.give_up(f"{name} does not cache one state per token")
+        elif self.needed(bytes_per_token(key_values(layers))) > self.prefixes.max_bytes:
+            self.give_up(TOO_LARGE)
+        elif not self._has_changed():
+            repeats = len(run.ids) // len(self.ids)
+            for cache_row, run_row in enumerate(self._cached_rows(run, strategy)):
+                row, is_repeated = divmod(run_row, repeats)
+                if not is_repeated:
+                    self._store(row, cache_row, self.layout.tokens(row))
+
+    def _has_changed(self) -> bool:
+        """Give up if the model is another than when the call began: an adapter was switched."""
+        if not fingerprint.is_unchanged(self.model, self.identity):
+            self.give_up("the model was changed during the call")
+        return self.is_given_up
+
+    def give_up(self, reason: str) -> None:
+        """Store nothing more of this call."""
+        self.is_given_up = True
+        self.prefixes._bypass(reason)
+
+    def adopt(self, cache: Any, rows: list[int], length: int) -> None:
+        """Take ``rows`` of a cache that is shared with other calls: the last ``length`` tokens of each."""
+        theirs = attention_layers(cache)
+        if any(layer.keys.shape[-2] < length for layer in theirs):  # a window has let some go
+            self.is_given_up = True
+            return
+        text = self.model.config.get_text_config(decoder=True)
+        self.cache = GrowingCache(config=text, max_length=length)
+        windows.start(self.cache)
+        for own, layer in zip(self.layers, theirs, strict=True):
+            own.update(layer.keys[rows, :, -length:], layer.values[rows, :, -length:])
+
+    def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
+        """Store each of ``sequences (wanted, length)`` from the row that agrees with it longest."""
+        rows = self._cached_rows(run, strategy) if self.is_prompt_stored else []
+        if rows and not self.is_given_up and not self._has_changed():
+            sequences: Tensor = result["sequences"]
+            n = min(int(self.layers[0].get_seq_length()), sequences.shape[1], run.ids.shape[1])
+            cached = run.ids[rows, :n].cpu()
+            repeats = len(run.ids) // len(self.ids)
+            for sequence in sequences[:, :n].cpu():
+                agreement = (cached == sequence).long().cumprod(dim=1).sum(dim=1)
+                best = int(agreement.argmax())
+                row = rows[best] // repeats
+                end = min(int(agreement[best]), self._end(sequence))
+                self._store(row, best, sequence[self.layout.pads[row] : end].long())
+        if self.cache is not None:
+            windows.stop(self.cache)
+
+    def _end(self, sequence: Tensor) -> int:
+        """Where a sequence ends: behind its first EOS token, or before its padding."""
+        n_prompt = self.ids.shape[1]
+        generated = sequence[n_prompt:]
+        ends = generated.new_zeros(0) if self.eos is None else torch.isin(generated, self.eos.cpu())
+        if ends.any():
+            return n_prompt + int(ends.int().argmax()) + 1
+        if self.pad is None:
+            return len(sequence)
+        kept = (generated != self.pad.cpu()).nonzero()
+        return n_prompt + int(kept[-1]) + 1 if len(kept) else n_prompt
+
+    def _cached_rows(self, run: Run, strategy: Any) -> list[int]:
+        """Which row of ``run.ids`` each row of the cache is; empty if that is unknown."""
+        active = getattr(getattr(strategy, "active", None), "index", None)
+        rows = list(range(len(run.ids))) if active is None else active.tolist()
+        layers = self.layers
+        is_known = layers and layers[0].is_initialized and len(layers[0].keys) == len(rows)
+        return rows if is_known else []
+
+    def _store(self, row: int, cache_row: int, tokens: Tensor) -> None:
+        """Store ``tokens``, with which prompt ``row`` begins, from a row of the cache."""
+        states = tuple(s[cache_row, :, self.layout.pads[row] :] for s in key_values(self.layers))
+        self.prefixes._insert(self.keys[row], tokens, states)
+
+
+def key_values(layers: list[Any]) -> KeyValues:
+    """Keys and values of each layer in turn, ``(rows, heads, length, size)``."""
+    return tuple(states for layer in layers for states in (layer.keys, layer.values))

@@ -1,0 +1,278 @@
+"""What the calls of several ranks have to agree on before the first forward."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from ... import __version__, families
+from ...memory.caches import layers
+from .errors import (
+    RankError,
+    error_of,
+    error_of_connection,
+    exchange,
+    leave_note,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from ...state.call import Call, Request
+
+#: The hook that runs encoders.
+ENCODES = "_maybe_prepare_encoder_kwargs_for_generation"
+
+#: Inputs that parts of a model read which text does not pass through.
+MEDIA = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL} - {"mm_encoder_outputs"}
+
+#: Fields whose values are compared where all has to be the same; others may be any object.
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The ranks of one call. ``group``: ``None`` for all processes."""
+
+    device: torch.device
+    is_synced: bool
+    group: Any = None
+    #: The ranks that compute each layer together; ``None`` without tensor parallelism.
+    tensor_group: Any = None
+    #: How many calls of several ranks there have been: the same number on each.
+    number: int = field(default_factory=lambda: _count())
+    #: Whether the next collective of the others is one of ``agree``, and none of a forward.
+    may_tell: bool = True
+    #: The sharded model that ranks forward besides the loop, as often as each has to (``in_step``).
+    beside: Any = None
+
+    @classmethod
+    def of_request(cls, model: Any, request: Request) -> Ranks | None:
+        """The ranks that a request is decoded with; ``None`` where it concerns this process alone."""
+        config = request.generation_config
+        if getattr(config, "is_assistant", False):
+            return None
+        tensor_group = families.tensor_parallel_group(model)
+        is_synced = request.synced_gpus
+        if is_synced is None:
+            is_synced = families.is_sharded(model)
+        if not is_synced and tensor_group is None:
+            return None
+        group = None if is_synced else tensor_group
+        return cls(model.device, bool(is_synced), group, tensor_group)
+
+    def agree(self, model: Any, call: Call, prompt: Any) -> None:
+        """Wait for the other ranks; ``RankError`` on each if one has failed, or if calls differ."""
+        shared = _of_every_rank(call, prompt)
+        same = {} if self.tensor_group is None else _of_tensor_ranks(call, prompt)
+        part = min(dist.get_process_group_ranks(self.tensor_group)) if same else -1
+        digests = map(_digest, (*shared.values(), *same.values()))
+        numbers = [0, part, *_room(model, call, prompt), *digests]
+        table = self._gather(numbers)
+        if any(row[0] for row in table):
+            raise self._error_of_others()
+        names = [*shared, *same]
+        for place, name in enumerate(names, start=4):
+            groups: dict[int, set[int]] = {}
+            for row in table:
+                groups.setdefault(row[1] if name in same else -1, set()).add(row[place])
+            if any(len(found) > 1 for found in groups.values()):
+                raise self._difference(name, (shared | same)[name])
+        longest = max(row[3] for row in table)
+        if self.is_synced and any(row[2] < longest for row in table):
+            rank = next(index for index, row in enumerate(table) if row[2] < longest)
+            raise RankError(
+                f"A rank may generate {longest} tokens, and the others keep it company, but rank {rank} "
+                f"has cache or positions for {table[rank][2]}. Pass the same `max_new_tokens` on all ranks, "
+                "and a dynamic cache."
+            )
+
+    @contextmanager
+    def encoding(self, model: Any, call: Call, prompt: Any) -> Iterator[None]:
+        """An encoder, if there is one, runs within: all ranks have to have come that far.
+
+        It runs outside of the model's forward. FSDP gathers what is sharded around the layers for it as well.
+        """
+        if families.takes_only_text(model) and not model.config.is_encoder_decoder:
+            yield
+            return
+        self.agree(model, call, prompt)
+        self.may_tell = False
+        register_fsdp_forward_method(model, ENCODES)  # does nothing for other models
+        try:
+            yield
+        finally:
+            vars(model).pop(ENCODES, None)
+        self.may_tell = True
+
+    def forwards_beside(self, model: Any, is_own: bool) -> bool:
+        """Whether others take part in forwards of ``model`` besides the loop, which are announced then.
+
+        ``is_own``: it is the model that is decoded with, or a part of it; else it is another one.
+        """
+        if self.is_synced and (is_own or families.is_sharded(model)):
+            self.beside = model
+        return self.beside is model
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks, where they wait in ``agree``, that this one will not come."""
+        if isinstance(error, RankError):
+            return  # they know
+        if not self.may_tell:
+            leave_note(error, self.number)
+            return
+        with suppress(Exception):  # what is raised is ``error``
+            self._gather([1])
+            self._error_of_others(text_of(error))
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        """``numbers`` of every rank; shorter lists, of ranks that have failed, are filled up."""
+        row = torch.zeros(WIDTH, dtype=torch.long)
+        row[: len(numbers)] = torch.tensor(numbers)
+        row = row.to(self.device)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self.group))]
+        try:
+            dist.all_gather(rows, row, group=self.group)
+        except RuntimeError as error:
+            raise error_of_connection(error) from error
+        table: list[list[int]] = torch.stack(rows).tolist()
+        return table
+
+    def _difference(self, name: str, value: Any) -> RankError:
+        values: list[Any] = exchange(value, self.group)
+        if isinstance(value, frozenset):
+            shared = frozenset.intersection(*values)
+            values = [", ".join(sorted(each - shared)) or "nothing of its own" for each in values]
+        listed = "; ".join(f"rank {rank}: {each!s:.200}" for rank, each in enumerate(values))
+        return RankError(
+            f"The ranks of this call differ in {name}. {listed}. {ADVICE.get(name, '')}"
+        )
+
+    def _error_of_others(self, own: str = "") -> RankError:
+        return error_of(exchange(own, self.group))
+
+
+#: Numbers that a rank sends: whether it has failed, its part, its room, its need, and digests of facts.
+WIDTH = 16
+
+NO_LIMIT = 2**40
+
+ADVICE = {
+    "the prompt": "With tensor parallelism all ranks decode the same prompts.",
+    "the random state": "Call torch.manual_seed() with the same number on each rank, or pass `seed`.",
+    "the parameters": "With tensor parallelism all ranks make the same call.",
+    "the number of parts of the prompt": "Leave out `prefill_chunk_size`, or pad prompts to one length.",
+}
+
+_calls = 0
+
+
+def _count() -> int:
+    global _calls
+    _calls += 1
+    return _calls
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def _of_every_rank(call: Call, prompt: Any) -> dict[str, Any]:
+    """By name, what decides how often a rank forwards."""
+    config, size = call.config, call.config.prefill_chunk_size
+    length = _ids(prompt).shape[1]
+    versions = (
+        f"hfgen {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    )
+    tried = f" with {config.top_k} candidates" if config.low_memory else ""
+    return {
+        "the versions": versions,
+        "the mode": call.who + tried,
+        "what is forwarded besides": _besides(call),
+        "the kinds of input": ", ".join(_media(prompt)) or "text",
+        "the number of parts of the prompt": 1 if size is None else math.ceil(length / size),
+    }
+
+
+def _besides(call: Call) -> str:
+    """What a call forwards besides the loop, where that is a matter of its arguments."""
+    assistant, n_layers = call.request.assistant_model, call.config.assistant_early_exit
+    parts = [] if n_layers is None else [f"the first {n_layers} layers"]
+    if hasattr(assistant, "modules") and families.is_sharded(assistant):
+        parts.append(f"a sharded {type(assistant).__name__}")
+    if any(each.guidance_scale not in (None, 1) for each in call.configs):
+        parts.append("the second branch of guidance")
+    return ", ".join(parts) or "nothing"
+
+
+def _media(prompt: Any) -> list[str]:
+    """Names of the images, videos and sounds of a prompt, which encoders of the model read."""
+    given = {name for name, value in prompt.model_kwargs.items() if value is not None}
+    encoded = {
+        name for name, value in (prompt.model_kwargs.get("mm_encoder_outputs") or {}).items()
+    }
+    return sorted((given & MEDIA) | encoded)
+
+
+def _of_tensor_ranks(call: Call, prompt: Any) -> dict[str, Any]:
+    """By name, what decides which tokens are chosen."""
+    ids = _ids(prompt)
+    parameters = (
+        f"{name}={value!r}" + (f" of prompt {place}" if len(call.configs) > 1 else "")
+        for place, config in enumerate(call.configs)
+        for name, value in vars(config).items()
+        if name[0] != "_" and _is_plain(value)
+    )
+    is_drawn = any(c.do_sample and getattr(c, "seed", None) is None for c in call.configs)
+    return {
+        "the prompt": [*ids.shape, *ids.flatten().tolist()[:100_000]],
+        "the parameters": frozenset(parameters),
+        "the random state": _random_state(ids.device) if is_drawn else "none is drawn from",
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
+
+
+def _random_state(device: torch.device) -> str:
+    """A checksum of torch's generators, of which tokens are drawn."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()[:16]
+
+
+def _digest(value: Any) -> int:
+    value = (
+        sorted(value) if isinstance(value, frozenset) else value
+    )  # sets have an order of their own
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+def _ids(prompt: Any) -> torch.Tensor:
+    """What is decoded from; before an encoder has run, what it reads."""
+    return prompt.ids if prompt.ids.numel() else prompt.main_input
+
+
+def _room(model: Any, call: Call, prompt: Any) -> tuple[int, int]:
+    """How many tokens cache and learned positions have room for behind the prompt, and how many may come."""
+    if not prompt.ids.numel():
+        return NO_LIMIT, 0
+    cache = families.given_cache(prompt.model_kwargs)
+    held = math.inf if cache is None else layers.capacity(cache) + 1  # the last is not forwarded
+    table = families.position_table(model)
+    if table is not None and not model.config.is_encoder_decoder:
+        held = min(held, families.n_positions(table) + 1)
+    room = min(held - prompt.ids.shape[1], NO_LIMIT)
+    return int(room), int(call.config.max_length - call.prompt_length)

@@ -1,0 +1,168 @@
+"""Per-row state outside the cache and the forward arguments: modules, hooks, lists."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import GenerationMixin as UpstreamMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import ModelOutput
+
+from .. import families
+from ..memory import buffers
+from ..state.call import ModelKwargs
+
+#: Packages whose hooks, of models and of modules, look at each row by itself.
+LIBRARIES = ("accelerate", "torch", "transformers", __name__.partition(".")[0])
+
+#: Packages whose layers, adapters and quantised layers among them, do so in eval mode.
+LIBRARIES_OF_LAYERS = (
+    *LIBRARIES,
+    *("aqlm", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu"),
+    *("fp_quant", "gptqmodel", "hqq", "huggingface_hub", "liger_kernel", "optimum", "peft"),
+    *("quark", "sinq", "spqr_quant", "torchao", "vptq"),
+)
+
+#: Tensors by module and name, each with how often it was written to.
+ModuleTensors = dict[tuple[int, str], tuple[torch.Tensor, int | None]]
+
+
+def is_row_wise(model: Any) -> bool:
+    """Whether a forward is known to compute each row by itself, without noise or states of its own.
+
+    Modules that train are not known to: dropout draws a mask for each row.
+    """
+    return foreign_code(model) is None and not any(part.training for part in model.modules())
+
+
+def foreign_code(model: Any) -> str | None:
+    """The name of code in ``model`` that is not known to compute each row by itself, if there is any.
+
+    Of the libraries' code it is known. Other classes, functions on instances, and hooks declare it by an
+    attribute ``is_row_wise``.
+    """
+    if not isinstance(model, nn.Module):
+        return type(model).__name__
+    classes: dict[type, None] = {}
+    attentions: set[str | None] = set()
+    for module in model.modules():
+        attentions.add(getattr(vars(module).get("config"), "_attn_implementation", None))
+        for name, value in vars(module).items():
+            if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
+                return f"{type(module).__name__}.{name}"
+        if type(module) not in classes:
+            classes |= dict.fromkeys(type(module).__mro__)
+    for cls in classes:
+        attributes = vars(cls)
+        if attributes.get("is_row_wise"):  # a subclass has to say so again
+            continue
+        for value in attributes.values():
+            value = getattr(value, "__func__", value)  # of a class method
+            if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
+                return cls.__name__
+    for name, function in ALL_ATTENTION_FUNCTIONS.items():
+        if name in attentions and not _is_row_wise_code(function):
+            return str(name)
+    own_hooks = (hook for hook in _hooks(model) if not _is_row_wise(hook))
+    return next((getattr(hook, "__qualname__", type(hook).__name__) for hook in own_hooks), None)
+
+
+def has_list_of_rows(model_kwargs: ModelKwargs, n_rows: int) -> bool:
+    """Whether an argument is a list with an entry per row, which may be the caller's for all rows."""
+    lists = (value for value in model_kwargs.values() if isinstance(value, list | tuple))
+    return any(len(value) == n_rows for value in lists)
+
+
+def has_own_hooks(model: Any) -> bool:
+    """Whether a hook is of no library that is known: it may count forwards, say."""
+    return not all(map(is_of, _hooks(model)))
+
+
+_FUNCTIONS = frozenset((FunctionType, MethodType, partial))
+
+
+def _hooks(model: Any) -> Iterator[Any]:
+    yield from torch_module._global_forward_pre_hooks.values()
+    yield from torch_module._global_forward_hooks.values()
+    for module in families.modules_of(model):
+        yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if (hook := vars(module).get("_hf_hook")) is not None:  # accelerate's
+            yield from (hook, *getattr(hook, "hooks", ()))
+
+
+def _is_row_wise(hook: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
+    if (said := getattr(hook, "is_row_wise", None)) is not None:
+        return bool(said)
+    return is_of(hook, libraries)
+
+
+def _is_row_wise_code(function: Any) -> bool:
+    return _is_row_wise(function, LIBRARIES_OF_LAYERS)
+
+
+def is_of(function: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
+    """Whether a function or hook, and what it wraps, is of ``libraries``."""
+    while function is not None:
+        inner = getattr(function, "func", function)  # of a partial
+        inner = getattr(inner, "__func__", inner)
+        module = getattr(inner, "__globals__", {}).get("__name__") or getattr(
+            inner, "__module__", ""
+        )
+        package = str(module).partition(".")[0]
+        if package not in libraries and package not in sys.stdlib_module_names:  # contextlib's, …
+            return False
+        function = getattr(function, "__wrapped__", None) or getattr(inner, "__wrapped__", None)
+    return True
+
+
+def is_replaced(name: str, cls: type = UpstreamMixin) -> bool:
+    """Whether the method ``name`` of ``cls``, by default of transformers' mixin, is of no library."""
+    return not is_of(getattr(cls, name, None))
+
+
+def module_tensors(model: Any) -> ModuleTensors:
+    """The tensors that modules hold as plain attributes, and how often each was written to."""
+    return {
+        (id(module), name): (value, buffers.n_writes(value))
+        for module in families.modules_of(model)
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def have_changed(model: Any, before: ModuleTensors) -> bool:
+    """Whether a module got another tensor since ``module_tensors``, or one was written to."""
+    for key, (value, version) in module_tensors(model).items():
+        was, version_then = before.get(key, (None, None))
+        if value is not was or version != version_then:
+            return True
+    return False
+
+
+@contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """After it, modules have the attributes that they had before, whatever forwards have left there."""
+    before = [(module, dict(vars(module))) for module in families.modules_of(model)]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update({n: v for n, v in attributes.items() if now.get(n) is not v})
+
+
+def has_other_caches(outputs: ModelOutput) -> bool:
+    """Whether a forward returns states besides those of ``past_key_values``."""
+    known = (torch.Tensor, tuple, ModelOutput, type(None))
+    others = (value for name, value in outputs.items() if name != "past_key_values")
+    return not all(isinstance(value, known) for value in others)

@@ -1,0 +1,140 @@
+"""Forwarding texts that begin alike: the keys and values of a common prefix are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from .. import families
+from ..memory.caches import layers
+from ..memory.caches.dynamic import GrowingCache, upstream_kind
+from .prefix import eligibility, windows
+from .prefix.radix import bytes_per_token
+from .prompt_logits import Body
+from .row_states import restored
+from .signatures import parameters
+
+
+def may_share(model: Any, max_length: int) -> bool:
+    """Whether texts of up to ``max_length`` tokens may continue the keys and values of a prefix.
+
+    The model has to take positions, since shorter prefixes are padded on the left. What else rules it
+    out also rules out a ``PrefixCache``.
+    """
+    if not model._supports_default_dynamic_cache() or model.is_remote_code():
+        return False
+    cache = GrowingCache(config=model.config.get_text_config(decoder=True))
+    kinds = {upstream_kind(layer) for layer in cache.layers}
+    return (
+        bool(kinds)
+        and kinds <= {*eligibility.CUTTABLE}
+        and {"past_key_values", "position_ids"} <= parameters(model.forward)
+        and not families.counts_positions_of_ids(model)
+        and not families.selects_keys(model)
+        and not eligibility.is_length_dependent(model, max_length)
+        and eligibility.of_model(model) is None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Keys and values: the last ``lengths (rows,)`` columns of each row are tokens, others are padding."""
+
+    cache: Any
+    lengths: Tensor
+
+    @property
+    def bytes_per_token(self) -> int:
+        held = windows.attention_layers(self.cache)
+        return bytes_per_token(states for layer in held for states in (layer.keys, layer.values))
+
+    def expand(self, model: Any, rows: Sequence[int], lengths: Sequence[int], n: int) -> Prefixes:
+        """A copy of the first ``lengths`` columns of ``rows``, to be continued by up to ``n`` tokens.
+
+        All rows end in the same column: shorter ones are padded on the left.
+        """
+        kept, width = torch.tensor(lengths), max(lengths)
+        cache, index = _empty_cache(model, width + n), torch.tensor(rows)[:, None]
+        columns = (torch.arange(width) - (width - kept)[:, None]).clamp(min=0)
+        both = windows.attention_layers(cache), windows.attention_layers(self.cache)
+        for own, layer in zip(*both, strict=True):
+            at = index.to(layer.keys.device), columns.to(layer.keys.device)
+            own.update(*(s[at[0], :, at[1]].transpose(1, 2) for s in (layer.keys, layer.values)))
+        return Prefixes(cache, kept)
+
+    def inputs(self, sizes: Tensor) -> dict[str, Tensor]:
+        """Mask and positions for texts of ``sizes (rows,)`` tokens behind them; none without padding."""
+        width, n = int(self.lengths.max()), int(sizes.max())
+        if bool((self.lengths == width).all()):
+            return {}
+        columns, starts = torch.arange(width + n), (width - self.lengths)[:, None]
+        last = int((self.lengths + sizes).max()) - 1  # the model may have no more positions
+        positions = (columns[width:] - starts).clamp(max=last)
+        return {"attention_mask": (columns >= starts).long(), "position_ids": positions}
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What a forward of texts gives: ``ids (rows, length)`` are padded on the right."""
+
+    ids: Tensor
+    #: What logits are made of; or all of them, ``(rows, length, vocab)``.
+    source: Body | Tensor
+    prefixes: Prefixes | None
+
+    def logits(self, rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
+        """Logits ``(n, vocab)`` of the positions ``rows (m,)``, ``columns (m,)``, some after another."""
+        if isinstance(self.source, Body):
+            yield from self.source.logits_at(self.ids, rows, columns)
+        else:
+            yield self.source[rows, columns]
+
+
+@torch.no_grad()
+def forward(
+    model: Any,
+    texts: Sequence[Sequence[int]],
+    prefixes: Prefixes | None = None,
+    keeps: bool = False,
+) -> Forwarded:
+    """Forward the ids of ``texts``, behind ``prefixes`` if there are some.
+
+    ``keeps``: whether their keys and values are kept, as prefixes of other texts. Then columns behind
+    the end of a shorter text hold no tokens.
+    """
+    sizes = torch.tensor([len(text) for text in texts])
+    ids = pad_sequence([torch.tensor(text) for text in texts], True, 0).to(model.device)
+    n = ids.shape[1]
+    if prefixes is None and keeps:
+        prefixes = Prefixes(_empty_cache(model, n), torch.zeros_like(sizes))
+    kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": prefixes is not None}
+    if prefixes is not None:
+        kwargs |= {name: each.to(ids.device) for name, each in prefixes.inputs(sizes).items()}
+        kwargs["past_key_values"] = prefixes.cache
+    if model._supports_logits_to_keep():
+        kwargs["logits_to_keep"] = 0
+    with restored(model):
+        source: Any = Body.of_model(model)
+        if source is not None:
+            source.view()(**kwargs, return_dict=True)
+            if not source.covers(ids):
+                source = None
+                if prefixes is not None:
+                    layers.roll_back(prefixes.cache, n)
+        if source is None:
+            source = model(**kwargs, return_dict=True).logits
+    if prefixes is not None:
+        prefixes = Prefixes(prefixes.cache, prefixes.lengths + n)
+    return Forwarded(ids, source, prefixes)
+
+
+def _empty_cache(model: Any, max_length: int) -> Any:
+    """A cache whose windows keep all tokens, so that parts of it can be taken."""
+    cache = GrowingCache(config=model.config.get_text_config(decoder=True), max_length=max_length)
+    windows.start(cache)
+    return cache

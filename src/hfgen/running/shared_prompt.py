@@ -1,0 +1,141 @@
+"""One prefill for all beams and samples of a prompt.
+
+The hooks see one row per beam or returned sequence, as upstream's do. The prefill runs on the inputs
+as they were before that; its outputs and cache are expanded instead.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeGuard
+from weakref import WeakSet
+
+import torch
+from transformers import StaticCache
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from .. import families
+from ..memory.batch import map_outputs
+from ..memory.caches import layers
+from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
+from ..state.run import Run
+from .recorders import generator_states, set_generator_states
+from .row_states import (
+    has_list_of_rows,
+    has_other_caches,
+    have_changed,
+    module_tensors,
+)
+
+#: Classes of models of which a forward has drawn, or left states of its rows outside of the cache.
+_NOT_SHARED: WeakSet[type] = WeakSet()
+
+
+def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
+    """Forward the prompt of each row, once where rows have the same one.
+
+    A forward that draws, or leaves states of its rows outside of the cache, is undone; then all rows are
+    forwarded.
+    """
+    call, shared = run.call, None
+    if call is not None:  # its tensors are not needed after this
+        shared, call.shared_prompt = call.shared_prompt, None
+    cache, device = run.model_kwargs.get("past_key_values"), run.ids.device
+    before: list[torch.Tensor] = []
+    if _can_fan_out(shared, run.model, run.ids, cache):
+        states, spare = module_tensors(run.model), copy.deepcopy(cache)
+        before = generator_states(device)
+        outputs = _prefill_prompts(run, shared, is_first_iteration)
+        after = generator_states(device)
+        is_quiet = all(map(torch.equal, before, after))
+        if is_quiet and not (have_changed(run.model, states) or has_other_caches(outputs)):
+            del spare
+            _expand(run, shared, outputs)
+            return outputs
+        set_generator_states(device, before)
+        _NOT_SHARED.add(type(run.model))
+        vars(cache).clear()
+        vars(cache).update(vars(spare))
+        if layers.count(cache) is not None:
+            layers.take(cache, _prompts_of_rows(run, shared))
+    outputs = run.model._prefill(
+        run.ids, run.config, run.model_kwargs, is_first_iteration=is_first_iteration
+    )
+    if before and all(map(torch.equal, before, generator_states(device))):
+        set_generator_states(device, after)  # drawn once: BigBird's first forward makes layers
+    return outputs
+
+
+def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -> ModelOutput:
+    given = shared.model_kwargs
+    added = {name: value for name, value in run.model_kwargs.items() if name not in given}
+    kwargs = given | added | {"past_key_values": run.model_kwargs["past_key_values"]}
+    kwargs = with_own_states(kwargs)
+    return run.model._prefill(shared.ids, run.config, kwargs, is_first_iteration=is_first_iteration)
+
+
+def with_own_states(kwargs: ModelKwargs) -> ModelKwargs:
+    """``kwargs`` with a copy of the encoder's states: some decoders write to what they get."""
+    if (states := kwargs.get("encoder_outputs")) is None:
+        return kwargs
+    copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in states.items()}
+    return kwargs | {"encoder_outputs": type(states)(**copies)}
+
+
+def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
+    """Repeat the prompts' rows in ``outputs``, and in the cache among them, in place."""
+    if (cache := outputs.get("past_key_values")) is not None:
+        layers.repeat(cache, _prompts_of_rows(run, shared))
+        run.shares_prompts = True
+    # Without a cache, the model forwards all ids again at the next step.
+    n, rows_of_states = shared.n, families.rows_of_states(run.model)
+    map_outputs(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
+    # Idefics feeds its images again.
+    if isinstance(images := outputs.get("image_hidden_states"), torch.Tensor):
+        outputs["image_hidden_states"] = images.repeat_interleave(n, dim=0)
+
+
+def _prompts_of_rows(run: Run, shared: SharedPrompt) -> torch.Tensor:
+    """``(rows,)``: which prompt each row continues."""
+    prompts = torch.arange(len(shared.ids), device=run.ids.device)
+    return prompts.repeat_interleave(shared.n)
+
+
+def is_possible(run: Run) -> bool:
+    """Whether ``prefill`` will forward each prompt once for several rows."""
+    shared = None if run.call is None else run.call.shared_prompt
+    return _can_fan_out(shared, run.model, run.ids, run.model_kwargs.get("past_key_values"))
+
+
+def is_ahead(model: Any, call: Call, prompt: Prompt) -> bool:
+    """Whether the call's own loop will fan out after the prefill."""
+    cache = prompt.model_kwargs.get("past_key_values")
+    return (
+        call.is_own_method
+        and call.strategy.shares_prefill
+        and _can_fan_out(call.shared_prompt, model, prompt.ids, cache)
+    )
+
+
+def _can_fan_out(
+    shared: SharedPrompt | None, model: Any, ids: torch.Tensor, cache: Any
+) -> TypeGuard[SharedPrompt]:
+    """Whether all that the prefill leaves behind is in a cache that can be expanded."""
+    if shared is None or not isinstance(cache, Cache):
+        return False
+    is_shared = len(ids) == len(shared.ids) * shared.n and ids.shape[1] == shared.ids.shape[1]
+    is_expanded = layers.count(cache) not in (None, len(shared.ids))
+    if not is_shared or is_expanded or layers.is_foreign(cache):
+        return False
+    is_static = isinstance(layers.decoder_cache(cache), StaticCache)
+    if is_static and not families.masks_filled_static_cache(model):
+        return False  # NLLB-MoE's router reads another row's mask if there are fewer rows
+    plain = (torch.Tensor, ModelOutput, bool, int, float, str, dict, list, tuple, type(None))
+    others = (value for name, value in shared.model_kwargs.items() if name != "past_key_values")
+    return (
+        not hasattr(model, "_reorder_cache")  # RAG reorders documents, too
+        and not has_list_of_rows(shared.model_kwargs, len(ids))
+        and type(model) not in _NOT_SHARED
+        and all(isinstance(value, plain) for value in others)
+    )

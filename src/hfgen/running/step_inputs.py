@@ -1,0 +1,171 @@
+"""The arguments of a forward pass, and how they change from step to step."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.generation.utils import ALL_CACHE_NAMES, MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils import ModelOutput
+
+from .. import families
+from ..memory import buffers
+from ..settings.logs import logger
+from ..state.call import ModelKwargs
+from ..state.run import Run
+from .signatures import parameters
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+#: What forward never gets, and what it does not get behind the prefill.
+NEVER_PASSED = frozenset({"labels"})
+DROPPED = NEVER_PASSED | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+
+
+@cache
+def _fillers(is_encoder_decoder: bool) -> dict[str, buffers.Fill]:
+    """The arguments with a column per token, and how each goes on after the last one."""
+    prefix = "decoder_" if is_encoder_decoder else ""
+    return {
+        prefix + "attention_mask": buffers.ones,
+        prefix + "position_ids": buffers.count_on,
+        "token_type_ids": buffers.repeat_last,
+        "mm_token_type_ids": buffers.zeros,  # what is generated is text
+    }
+
+
+def resized(run: Run, n_new: int) -> ModelKwargs:
+    """A copy of the model kwargs for ids that are ``n_new`` longer, or shorter if that is negative."""
+    model_kwargs = dict(run.model_kwargs)
+    if n_new == 0:
+        return model_kwargs
+    fillers, grows = _fillers(run.is_encoder_decoder), n_new > 0
+    for name, fill in fillers.items():
+        if (tensor := model_kwargs.get(name)) is not None:
+            model_kwargs[name] = buffers.grow(tensor, n_new, fill) if grows else tensor[..., :n_new]
+    if any(name.endswith("_mask") and model_kwargs.get(name) is not None for name in fillers):
+        for name in ("cross_attention_mask", "image_attention_mask"):  # (rows, length, …)
+            tensor = model_kwargs.get(name)
+            if tensor is not None and tensor.shape[1]:
+                more = tensor[:, -1:].expand(-1, max(n_new, 0), *tensor.shape[2:])
+                # Idefics keeps the last column alone, by which later ones are made.
+                n_left = max(tensor.shape[1] + n_new, 1)
+                model_kwargs[name] = torch.cat([tensor, more], dim=1)[:, :n_left]
+    return model_kwargs
+
+
+def prepare_inputs_for_generation(
+    self: Any,
+    input_ids: torch.Tensor,
+    next_sequence_length: int | None = None,
+    past_key_values: Cache | None = None,
+    attention_mask: torch.Tensor | None = None,
+    inputs_embeds: torch.Tensor | None = None,
+    is_first_iteration: bool | None = False,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """The arguments of the next forward.
+
+    ``input_ids (rows, length)`` and all that has a column per token are cut to the last
+    ``next_sequence_length``. Embeddings take the place of ids in the first forward only. For a
+    compilable cache the mask becomes four-dimensional. Other kwargs are passed on.
+    """
+    is_encoder_decoder = self.config.is_encoder_decoder
+    prefix = "decoder_" if is_encoder_decoder else ""
+    ids_name, positions_name = prefix + "input_ids", prefix + "position_ids"
+
+    is_embedded = inputs_embeds is not None and is_first_iteration and not is_encoder_decoder
+    tensor: Any = inputs_embeds if is_embedded else input_ids
+    # Clones, so that strides are the same at every step whatever the ids are a view of.
+    tensor = _contiguous_clone(tensor[:, -(next_sequence_length or 0) :])
+    inputs = {ids_name: None, "inputs_embeds": tensor} if is_embedded else {ids_name: tensor}
+    batch_size, length = tensor.shape[:2]
+
+    if past_key_values is not None:
+        inputs["past_key_values"] = past_key_values
+    for name in (positions_name, *TOKEN_TYPES):
+        if (value := kwargs.pop(name, None)) is not None:
+            if value.shape[-1] != length:
+                value = _contiguous_clone(value[..., -length:])
+            inputs[name] = value
+
+    encoder_mask = attention_mask if is_encoder_decoder else None
+    mask = kwargs.pop("decoder_attention_mask", None) if is_encoder_decoder else attention_mask
+    if (
+        isinstance(past_key_values, Cache)
+        and past_key_values.is_compileable
+        and (mask is None or mask.ndim == 2)
+    ):
+        create_masks = getattr(self, "create_masks_for_generate", create_masks_for_generate)
+        mask = create_masks(
+            config=self.config,
+            # Only shape, dtype and device of the embeddings are read.
+            inputs_embeds=input_ids.new_empty((batch_size, length, 0), dtype=self.dtype),
+            attention_mask=mask,
+            past_key_values=past_key_values,
+            position_ids=inputs.get(positions_name),
+            # Read by the models that have their own create_masks_for_generate.
+            block_sequence_ids=inputs.get("block_sequence_ids"),
+            token_type_ids=inputs.get("token_type_ids"),
+            mm_token_type_ids=inputs.get("mm_token_type_ids"),
+            is_first_iteration=is_first_iteration,
+        )
+        if isinstance(mask, dict):
+            mask = {kind: m if m is None else m.contiguous() for kind, m in mask.items()}
+        elif mask is not None:
+            mask = mask.contiguous()
+    if mask is not None:
+        inputs[prefix + "attention_mask"] = mask
+    if encoder_mask is not None:
+        inputs["attention_mask"] = encoder_mask
+
+    has_cached_media = not is_first_iteration and kwargs.get("use_cache", True)
+    for name, value in kwargs.items():
+        if name not in inputs and name not in (DROPPED if has_cached_media else NEVER_PASSED):
+            inputs[name] = value
+
+    if self.is_remote_code() and "cache_position" in parameters(self.forward):
+        logger.warning_once(
+            f"{type(self).__name__} is remote code whose forward takes `cache_position`, which "
+            "transformers no longer has. It is passed for now; ask the author to remove it."
+        )
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        inputs["cache_position"] = torch.arange(length, device=input_ids.device) + past
+
+    # Ids may live on the CPU while the model is elsewhere; what is forwarded follows the model.
+    fed = inputs.get("inputs_embeds", inputs[ids_name])
+    if fed is not None and fed.device != (device := self.device) and device.type != "meta":
+        inputs = families.moved(inputs, device)
+    return inputs
+
+
+def _contiguous_clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def update_model_kwargs_for_generation(
+    self: Any,
+    outputs: ModelOutput,
+    model_kwargs: ModelKwargs,
+    is_encoder_decoder: bool = False,
+    num_new_tokens: int = 1,
+) -> ModelKwargs:
+    """Take the cache from ``outputs``; add ``num_new_tokens`` to mask, positions and token types."""
+    for name in ALL_CACHE_NAMES:
+        if name in outputs:
+            # XLNet and Reformer return their caches under names that they do not take them by.
+            is_renamed = name in ("past_buckets_states", "mems")
+            model_kwargs["past_key_values" if is_renamed else name] = getattr(outputs, name)
+            break
+
+    for name, fill in _fillers(is_encoder_decoder).items():
+        if (tensor := model_kwargs.get(name)) is None:
+            continue
+        if name == "token_type_ids" and num_new_tokens != 1:
+            model_kwargs[name] = torch.cat([tensor, tensor[:, -num_new_tokens:]], dim=-1)
+        else:
+            model_kwargs[name] = buffers.grow(tensor, num_new_tokens, fill)
+    return model_kwargs

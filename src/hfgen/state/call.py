@@ -1,0 +1,189 @@
+"""The objects of one ``generate()`` call: its arguments and what the stages prepare.
+
+Shapes, everywhere in hfgen:
+
+* ``batch``: prompts that the caller passed.
+* ``rows``: sequences that the model sees, ``batch * max(num_beams, num_return_sequences)``.
+* ``length``: tokens in a sequence so far, prompt included; ``n_new``: tokens added by one step.
+* ``vocab``: width of the logits.
+
+``model_kwargs`` is an open dict, as in the hooks of model classes: of ``Prompt``, then of ``Run``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .run import Run
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+    from .rows import RowParams
+    from .run import Strategy
+
+ModelKwargs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of ``generate``, verbatim."""
+
+    inputs: torch.Tensor | None = None
+    generation_config: GenerationConfig | None = None
+    logits_processor: LogitsProcessorList | None = None
+    stopping_criteria: StoppingCriteriaList | None = None
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None
+    synced_gpus: bool | None = None
+    assistant_model: Any = None
+    streamer: BaseStreamer | None = None
+    negative_prompt_ids: torch.Tensor | None = None
+    negative_prompt_attention_mask: torch.Tensor | None = None
+    custom_generate: str | Callable | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> Request:
+        """The request of a call ``generate(*args, **kwargs)``."""
+        named = {name: kwargs.pop(name) for name in cls.__slots__[:-1] if name in kwargs}
+        return cls(*args, **named | {"kwargs": kwargs})
+
+
+@dataclass(slots=True)
+class Prompt:
+    """What will be decoded: the tensors that the stages prepare for the loop."""
+
+    #: ``(batch, …)``: what the model, or its encoder, is conditioned on.
+    main_input: torch.Tensor
+    main_input_name: str | None
+    batch_size: int
+    model_kwargs: ModelKwargs
+    #: ``(rows, length)``: written by ``inputs.prepare_ids``, empty until then.
+    ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
+
+
+@dataclass(slots=True)
+class SharedPrompt:
+    """Inputs before each row is repeated ``n`` times: ``ids (batch, length)``, and other arguments."""
+
+    ids: torch.Tensor
+    model_kwargs: ModelKwargs
+    n: int
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, from its arguments to the method that decodes it; made by ``prepare.prepare``.
+
+    The method finds it as ``config._call``, since the hook's signature is upstream's.
+    """
+
+    request: Request
+    #: The resolved config: a copy that belongs to this call.
+    config: GenerationConfig
+    mode: Any  # a row of ``decoding.modes.MODES``
+    #: Arguments of the decoding method that are not the model's.
+    mode_kwargs: dict[str, Any]
+    has_default_max_length: bool
+    has_default_min_length: bool
+    #: The function that decodes: a method of the model's class, or the caller's callable.
+    method: Callable[..., Any]
+    rows: RowParams | None = None  # what each prompt asks for, where they differ
+    #: ``(rows,)``: keys of the noise of each row, if a row has a seed; written by ``rows.set_keys``.
+    row_keys: torch.Tensor | None = None
+    #: The written prompt; the fields below are written by the stages in this order.
+    prompt: Prompt | None = None
+    prompt_length: int = 0  # tokens: stop strings are looked for after it
+    shared_prompt: SharedPrompt | None = None  # by ``inputs.prepare_ids``; the prefill takes it
+    processors: Any = None
+    criteria: Any = None
+    prefixes: Any = None  # the ``PrefixCache`` that it may use
+    prefix_session: Any = None  # its use of it, written by ``prefix.begin``
+    ranks: Any = None  # the processes that forward the model together
+    started: float = field(default_factory=time.perf_counter)  # when the call began
+
+    def __post_init__(self) -> None:
+        self.adopt(self.config)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: a copy of this call's config is for another call, an assistant's."""
+
+    def adopt(self, config: GenerationConfig) -> None:
+        """Decode by ``config``, which a hook may have made of the one before."""
+        self.config = config
+        config._call = self
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy's class, if the method is known to decode with one; it says what it can do."""
+        own = self.mode.strategy if self.is_own_method else None
+        return own or getattr(self.method, "strategy_class", None)
+
+    @property
+    def is_own_method(self) -> bool:
+        """Whether hfgen's method of the mode decodes, and no override of it."""
+        return self.method is self.mode.decode
+
+    @property
+    def who(self) -> str:
+        """What decodes, for messages: the mode, or the strategy in its place."""
+        if self.is_own_method:
+            return self.mode.name
+        return getattr(self.strategy, "__name__", "the decoding method")
+
+    @property
+    def configs(self) -> list[GenerationConfig]:
+        """What the prompts ask for: one config, or one for each prompt where they differ."""
+        return [self.config] if self.rows is None else self.rows.configs
+
+    @property
+    def row_keys_of_beams(self) -> torch.Tensor | None:
+        """``row_keys``, repeated for the beams of a prompt: ``(rows,)``."""
+        if (keys := self.row_keys) is None or self.prompt is None:
+            return None
+        return keys.repeat_interleave(len(self.prompt.ids) // len(keys))
+
+    @property
+    def cache(self) -> Any:
+        """The cache that decoding starts with, if there is one."""
+        return self.prompt and self.prompt.model_kwargs.get("past_key_values")
+
+    def decode(self, model: Any) -> Any:
+        """Let the method decode; returns what it returns."""
+        prompt = self.prompt
+        assert prompt is not None
+        try:
+            return self.method(
+                model,
+                prompt.ids,
+                logits_processor=self.processors,
+                stopping_criteria=self.criteria,
+                generation_config=self.config,
+                **self.mode_kwargs,
+                **prompt.model_kwargs,
+            )
+        finally:
+            self.release()
+
+    def run(self, model: Any) -> Run:
+        """The state of a loop, for callers that drive it themselves; the method does not decode."""
+        prompt = self.prompt
+        assert prompt is not None
+        kwargs = self.mode_kwargs | prompt.model_kwargs
+        arguments = self.processors, self.criteria, self.config, kwargs.pop("synced_gpus", False)
+        return Run.of(model, prompt.ids, *arguments, kwargs)
+
+    def start(self, model: Any) -> tuple[Run, Strategy]:
+        """The run, and the strategy that the method decodes with; it has to be hfgen's or a recipe."""
+        run, source = self.run(model), self.mode if self.is_own_method else self.method
+        return run, source.start(run, self.mode_kwargs)  # type: ignore[union-attr]
+
+    def release(self) -> None:
+        """Let go of the config: a cycle would keep prompt and cache in memory after the call."""
+        self.config._call = None

@@ -1,0 +1,204 @@
+"""The state of a decode loop, and the interfaces of its strategy and its observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from .seeds import RowChoice
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.utils import ModelOutput
+
+    from .call import Call, ModelKwargs
+    from .rows import RowParams
+
+
+#: Arguments of one mode or another that no model's forward takes.
+OF_MODES = ("tokenizer", "streamer", "assistant_tokenizer", "assistant_model", "inputs_tensor")
+
+
+@dataclass(slots=True)
+class Speculation:
+    """How well drafting went: ``output.speculation``, with ``output_speculation=True``.
+
+    Tokens are counted over all rows. ``rounds`` have a draft; ``forwards`` are the target model's.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    generated: int = 0
+    rounds: int = 0
+    forwards: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted of the drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Generated tokens, of all rows together, per forward of the target model."""
+        return self.generated / self.forwards if self.forwards else 0.0
+
+
+@dataclass(slots=True)
+class Run:
+    """The state of one decoding loop. A strategy's own state stays on the strategy."""
+
+    model: Any
+    #: ``(rows, length)``: the sequences so far; written by the strategy's ``step``.
+    ids: torch.Tensor
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    model_kwargs: ModelKwargs
+    synced_gpus: bool = False
+    finished: bool = False  # nothing is left to decode on this device; by the strategy's ``stop``
+    #: Processed scores of each step, if asked for, as stopping criteria see them; written by ``step``.
+    scores: tuple[torch.Tensor, ...] | None = None
+    speculation: Speculation | None = (
+        None  # how drafting went; by ``decoding/strategies/assisted.py``
+    )
+    shares_prompts: bool = False  # in prefill and in the cache; by ``execution``
+    rows_have_left: bool = False  # the cache has fewer than ``ids``; by ``execution.active_rows``
+    tokenizer: Any = None
+    streamer: BaseStreamer | None = None
+    rows: RowParams | None = None  # what each prompt asks for, where they differ
+    #: How rows choose tokens if they have seeds, or some are greedy and others sampled.
+    row_choice: RowChoice | None = None
+    observers: list[Observer] = field(default_factory=list)  # told of each step; by ``loop.begin``
+    extras: dict[str, Any] = field(default_factory=dict)  # hfgen's own attributes of the output
+    ahead: Any = None  # reads stop flags late; a ``running.ahead.Ahead``, written there
+    is_streamed: bool = False  # somebody waits for each token
+    invalid: Any = None  # which rows are lost (``strategies.base.InvalidScores``); by the strategy
+    body: Any = (
+        None  # for ``prompt_logprobs``: hidden states of the prefill, a ``prompt_logits.Body``
+    )
+    prompts: torch.Tensor = field(init=False)  # the first ``ids``
+
+    def __post_init__(self) -> None:
+        self.prompts = self.ids
+        if self.config.return_dict_in_generate and self.config.output_scores:
+            self.scores = ()
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        synced_gpus: bool,
+        model_kwargs: ModelKwargs,
+    ) -> Run:
+        """The state that a decoding method starts with; ``model_kwargs`` without the mode's own."""
+        kwargs = {name: value for name, value in model_kwargs.items() if name not in OF_MODES}
+        run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
+        run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
+        run.is_streamed = run.streamer is not None
+        if run.call is not None:
+            run.rows, keys = run.call.rows, run.call.row_keys
+            if keys is not None:
+                run.row_choice = RowChoice.of(keys, run.rows, ids.shape[1])
+        return run
+
+    @property
+    def call(self) -> Call | None:
+        """The call that prepared this run; ``None`` if upstream's ``generate`` did."""
+        return getattr(self.config, "_call", None)
+
+    @property
+    def configs(self) -> list[GenerationConfig]:
+        """What the prompts ask for: one config, or one for each prompt where they differ."""
+        return [self.config] if self.rows is None else self.rows.configs
+
+    def asks_for(self, *fields: str) -> bool:
+        """Whether any row has set one of ``fields``; an upstream config lacks hfgen's own."""
+        return any(getattr(c, name, None) is not None for c in self.configs for name in fields)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of the loop yields.
+
+    ``tokens (rows, n_new)``; ``scores`` and ``logits`` are ``n_new``-tuples of ``(rows, vocab)``
+    float32, or ``None`` if not asked for; attentions and hidden states come as the model returned
+    them, one entry per new token. It never holds whole model outputs, which are large.
+
+    A streamer gets ``tokens``, or what ``settled`` returns: tokens ``(batch, n)`` that no later step
+    changes, in the order of the result. It is called after the strategy's ``stop``.
+    """
+
+    tokens: torch.Tensor
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple | None = None
+    cross_attentions: tuple | None = None
+    hidden_states: tuple | None = None
+    settled: Callable[[], torch.Tensor] | None = None
+
+
+class Strategy(Protocol):
+    """How the next tokens are chosen. ``loop.steps`` pulls it; see ``decoding/strategies/sample.py``.
+
+    What else it can do is declared by attributes of its class, and not assumed otherwise:
+
+    * ``checks_late = True``: its ``stop`` reads flags by ``check``, maybe behind the next ``forward``.
+    * ``continues_cache = True``: its prefill forwards only what the cache lacks (``PrefixCache``).
+    * ``may_record = True``: it reads what a forward returns before the next one (``use_cuda_graph``).
+    * ``joins = True``: its rows may be forwarded with those of other calls (``hfgen.Engine``).
+    * ``drops_rows = True``: rows that have finished may leave the batch (``drop_finished``).
+    * ``rolls_back = True``: it takes tokens out of the cache, which has to be of a kind that can.
+    * ``shares_prefill = True``: its prefill forwards each prompt once for all its rows.
+    * ``tokens_ahead = n``: a cache of fixed length gets room for ``n`` more tokens. Default: 0.
+    * ``streams = False``: no token is final before the end, so a streamer is refused.
+    * ``takes_rows = True``: prompts may differ (``hfgen.state.rows``), but for the fields in ``fields_of_call``.
+    * ``reads_prompt(model, call)``: whether it needs hidden states of the whole prompt; default: no.
+    * ``row_ends(run)``: see ``streaming.events.Rows``; without it, rows end at an EOS.
+
+    Observers ask two more methods, if it has them, about the newest step, behind ``stop``:
+
+    * ``is_token(run, step)``: bools ``(rows, n_new)``, false for padding; ``None``: all are tokens.
+    * ``scored()``: rows and tokens ``(m,)`` that the step scored and that may be returned, where rows
+      have changed places since: beams. Then ``result`` has ``beam_indices``.
+    """
+
+    def prefill(self, run: Run) -> ModelOutput | None:
+        """Forward the prompt. ``None`` if the first ``forward`` takes the prompt itself."""
+
+    def decoding(self, run: Run) -> AbstractContextManager[None]:
+        """The context in which everything after the prefill runs."""
+
+    def forward(self, run: Run) -> ModelOutput:
+        """Forward the newest tokens."""
+
+    def step(self, run: Run, outputs: ModelOutput) -> Step:
+        """Choose the next tokens from ``outputs`` and append them to ``run.ids``."""
+
+    def stop(self, run: Run) -> None:
+        """Apply the stopping criteria; set ``run.finished``."""
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        """Fields of the output that only the strategy knows; ``sequences`` at least."""
+
+
+class Observer(Protocol):
+    """Told of each step of a run, and of its result: the recording, a streamer, a prefix cache."""
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """Called after each step, when the strategy has applied the stopping criteria."""
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, torch.Tensor | None]) -> None:
+        """Called once, with the strategy's result, unless the run ended in an exception."""

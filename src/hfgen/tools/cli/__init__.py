@@ -1,0 +1,139 @@
+"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo``, ``serve``, ``inspect`` and ``doctor``.
+
+Commands import torch and transformers when they run, so that ``--help`` does not wait.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import (
+    batch,
+    bench,
+    chat,
+    compare,
+    demo,
+    doctor,
+    eval_generate,
+    evaluate,
+    generate,
+    inspect,
+    serve,
+)
+from .options import GenerationCommand, PlainCommand, PlainHelp
+from .report import CliError, one_line, say
+
+__all__ = ["app", "main"]
+
+COMMANDS = (
+    *("generate", "chat", "inspect", "compare", "batch"),
+    *("demo", "bench", "serve", "doctor", "eval"),
+)
+
+
+class OneLineErrors(PlainHelp, TyperGroup):
+    """Ends a failed command with one line on standard error; exit code 2 is wrong input."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        arguments = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
+        try:
+            status = super().main(arguments, *rest, **extra)
+        except typer.Abort:
+            status = 130
+        except Exception as error:
+            if "--debug" in arguments:
+                raise
+            status, message = describe(error, arguments)
+            say(f"[red]hfgen:[/] {message}")
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+def describe(error: Exception, arguments: Sequence[str] = ()) -> tuple[int, str]:
+    """The exit code, and what went wrong in one line of rich markup; ``arguments`` are the command's."""
+    if isinstance(error, CliError):
+        return 2, one_line(str(error))
+    if hasattr(error, "format_message"):  # a usage error, whose class depends on typer's version
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else command_of(arguments)
+        message = error.format_message().rstrip(".") + given(error, arguments)
+        if "extra argument" in message and command == "hfgen generate":
+            message += ": a prompt of several words needs quotes"
+        return 2, f"{one_line(message)}; see {command} --help"
+    message = f"unexpected {type(error).__name__}: {one_line(str(error))}"
+    return 1, f"{message} (--debug shows the traceback)"
+
+
+def given(error: Any, arguments: Sequence[str]) -> str:
+    """What was given to the option that ``error``, a usage error, is about, if it does not say so."""
+    for option in getattr(getattr(error, "param", None), "opts", ()):
+        for argument, following in pairwise([*arguments, ""]):
+            name, equals, value = argument.partition("=")
+            value = value if equals else following
+            if name == option and value not in error.format_message():
+                return f", but {value!r} was given"
+    return ""
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """The command that ``arguments`` begin with."""
+    names: list[str] = []
+    for argument in arguments:
+        commands = {"eval": ("perplexity", "generate")}.get(names[-1]) if names else COMMANDS
+        if argument not in (commands or ()):
+            break
+        names.append(argument)
+    return " ".join(["hfgen", *names])
+
+
+app = typer.Typer(
+    name="hfgen",
+    cls=OneLineErrors,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    invoke_without_command=True,
+)
+
+
+@app.callback()
+def hfgen(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Generate with any transformers model: same call, same tokens."""
+    if version:
+        from ... import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for _command in (generate.generate, chat.chat, inspect.inspect, compare.compare, batch.batch):
+    app.command(cls=GenerationCommand)(_command)
+for _plain in (demo.demo, bench.bench, serve.serve, doctor.doctor):
+    app.command(cls=PlainCommand)(_plain)
+_eval = typer.Typer(
+    cls=OneLineErrors, help="Measure a model: perplexity of texts, metrics of completions."
+)
+_eval.command(cls=PlainCommand)(evaluate.perplexity)
+_eval.command(cls=GenerationCommand)(eval_generate.generate)
+app.add_typer(_eval, name="eval")
+
+
+def main() -> None:
+    """Run the command line on ``sys.argv`` and exit with its status."""
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # what its encoding does not have is shown by its code
+        sys.stdout.reconfigure(errors="backslashreplace")
+    app(prog_name="hfgen")

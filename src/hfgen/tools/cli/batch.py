@@ -1,0 +1,273 @@
+"""``hfgen batch``: decodes a file in OpenAI's batch format with one engine."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import files, options
+from .job_files import Line, Output, Requests
+from .loading import Loaded, load, quiet
+from .report import CliError, duration, err, say
+
+if TYPE_CHECKING:
+    from ...engine import Engine, RequestOutput
+    from ...engine.progress import JobProgress
+
+#: Tokens of a chat whose body gives no limit, where the model has room for them.
+NEW_TOKENS = 1024
+
+POLICIES = ("fcfs", "srpt")  # requests have no priorities
+
+
+def batch(
+    context: typer.Context,
+    requests: Annotated[
+        Path, typer.Argument(metavar="IN.jsonl", help="Requests, one JSON object on each line.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to append answers to."),
+    ],
+    model: options.ModelOption = "builtin",
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", metavar="i/n", help="Only every n-th line, from the i-th."),
+    ] = None,
+    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Rows decoded at once.")] = 32,
+    memory: Annotated[
+        float,
+        typer.Option(
+            "--memory",
+            help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
+            callback=options.checked(options.check_memory),
+        ),
+    ] = 0.8,
+    prefill_tokens: Annotated[
+        int, typer.Option("--prefill-tokens", min=1, help="Prompt tokens per step, at most.")
+    ] = 2048,
+    policy: Annotated[
+        str,
+        typer.Option("--policy", help="Order: fcfs, or srpt (short prompts first)."),
+    ] = "fcfs",
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache", help="Forward common prompt prefixes only once.")
+    ] = False,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option("--chat-template", help="A file to use instead of the tokenizer's template."),
+    ] = None,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format, and go on where a killed job was.
+
+    Each line of the output has the custom_id of its request, and a response or an error. Fields of
+    GenerationConfig, as --temperature 0.7, hold where a request says nothing. The exit code is 0 if all
+    requests have an answer, 1 if some have an error, 2 for wrong input.
+    """
+    if policy not in POLICIES:
+        raise CliError(f"--policy takes one of {', '.join(POLICIES)}, but {policy!r} was given")
+    template = None if chat_template is None else files.read_template(chat_template)
+    lines = Requests.of(requests, shard)
+    if output.exists() and output.samefile(requests):
+        raise CliError("-o is the file of requests: give another one")
+    lines.check()
+    with Output(output) as file:
+        if file.was_cut:
+            say("[yellow]note:[/] the last line of the output was not finished, and is done again")
+        n_lines = n_left = 0
+        for line in lines:
+            n_lines, n_left = n_lines + 1, n_left + (not file.check(line))
+        if not n_left:
+            say(f"all {n_lines} requests were done before, {file.n_failed} of them with an error")
+            raise typer.Exit(1 if file.n_failed else 0)
+        with quiet(debug):
+            from ... import Engine, PrefixCache
+            from ...engine.progress import JobProgress
+
+            loaded = load(model, None, dtype, device, trust_remote_code)
+            if template is not None:
+                loaded.tokenizer.chat_template = template
+            options.generation_config(context.obj, loaded.model, NEW_TOKENS)  # checks the fields
+            try:
+                engine = Engine(
+                    loaded.model,
+                    loaded.tokenizer,
+                    max_rows=max_rows,
+                    memory=memory,
+                    prefill_tokens=prefill_tokens,
+                    policy=policy,
+                    prefix_cache=PrefixCache() if prefix_cache else None,
+                )
+            except ValueError as error:
+                raise CliError(str(error)) from error
+            progress = JobProgress(n_left)
+            job = Job(loaded, lines, file, context.obj, progress)
+            try:
+                with progress if err.is_terminal else nullcontext():
+                    job.run(engine)
+            except KeyboardInterrupt:
+                say(f"{job.summary(n_lines - n_left)}\n[dim]the same command goes on from here[/]")
+                raise
+        say(job.summary(n_lines - n_left))
+        raise typer.Exit(1 if file.n_failed else 0)
+
+
+@dataclass(slots=True)
+class Request:
+    """A line that is being answered: the outputs of its prompts, as they finish."""
+
+    line: Line
+    n_prompts: int
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Job:
+    """Feeds the lines that are not done to an engine, and writes what becomes of them."""
+
+    loaded: Loaded
+    lines: Requests
+    output: Output
+    #: Fields of the command line.
+    fields: dict[str, Any]
+    progress: JobProgress
+    n_done: int = 0
+    n_failed: int = 0
+    #: Number of a prompt → its request, and its place among the prompts of that.
+    requests: dict[int, tuple[Request, int]] = field(default_factory=dict)
+
+    def run(self, engine: Engine) -> None:
+        """Answer all lines."""
+        from ...engine import many
+
+        on_tokens = self.progress.add_tokens
+        found = many.outputs(engine, self.prompts(), {}, in_order=False, on_tokens=on_tokens)
+        for number, output in found:
+            request, place = self.requests.pop(number)
+            request.outputs[place] = output
+            if len(request.outputs) == request.n_prompts:
+                self.finish(request)
+
+    def prompts(self) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """The prompts of the lines that are not done, and their arguments; wrong lines are written."""
+        number = 0
+        for line in self.lines:
+            if line.key in self.output.done:
+                continue
+            try:
+                prompts, kwargs = self.read(line)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of Rust is no Exception; other lines go on
+                self.fail(line, error)
+                continue
+            request = Request(line, len(prompts))
+            for place, prompt in enumerate(prompts):
+                self.requests[number] = request, place
+                number += 1
+                yield prompt, kwargs if "max_new_tokens" in kwargs else self.limited(prompt, kwargs)
+
+    def read(self, line: Line) -> tuple[list[list[int]], dict[str, Any]]:
+        """The prompts of a line, and the arguments of ``generate``. Raises ``ValueError``."""
+        from ...settings.fields import FIELDS
+        from ..openai_api import generate_kwargs, prompts_of
+
+        body = line.request.get("body")
+        if line.error is not None:
+            raise ValueError(line.error)
+        if not isinstance(body, dict):
+            raise ValueError(f"`body` has to be a JSON object, but is {body!r}.")
+        if line.request.get("method", "POST") != "POST":
+            raise ValueError(f"`method` has to be POST, but is {line.request['method']!r}.")
+        if body.get("stream"):
+            raise ValueError(
+                "`stream` has to be false: the answers of a batch are written as a whole."
+            )
+        is_chat = is_chat_url(line.request.get("url"))
+        own = vars(self.loaded.model.generation_config)
+        defaults = {name: value for name, value in own.items() if value is not None} | self.fields
+        kwargs = generate_kwargs(body, is_chat=is_chat, defaults=defaults)
+        kwargs = self.fields | kwargs
+        if not kwargs["do_sample"]:
+            kwargs = {n: v for n, v in kwargs.items() if FIELDS[n].needs != "do_sample"}
+        return prompts_of(body, self.loaded.tokenizer, is_chat=is_chat), kwargs
+
+    def limited(self, prompt: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``kwargs`` with a length, where neither they nor the model have one."""
+        own = self.loaded.model.generation_config
+        if "max_length" in kwargs or own.max_new_tokens is not None or own.max_length is not None:
+            return kwargs
+        config = self.loaded.model.config.get_text_config()
+        room = getattr(config, "max_position_embeddings", None) or len(prompt) + NEW_TOKENS
+        return {**kwargs, "max_new_tokens": max(1, min(NEW_TOKENS, room - len(prompt)))}
+
+    def finish(self, request: Request) -> None:
+        """Write the response of a request, or the error of one of its prompts."""
+        from ..openai_api import chat_response, completion_response
+
+        outputs = [request.outputs[place] for place in range(request.n_prompts)]
+        errors = [output.error for output in outputs if output.error is not None]
+        if errors:
+            return self.fail(request.line, errors[0])
+        asked = request.line.request["body"]
+        names = {
+            "model": asked.get("model") or self.loaded.name,
+            "tokenizer": self.loaded.tokenizer,
+        }
+        if is_chat_url(request.line.request["url"]):
+            body = chat_response(outputs[0], **names)
+        else:
+            body = completion_response(outputs, echo=bool(asked.get("echo")), **names)
+        self.n_done += 1
+        return self.write(request.line, 200, body, None)
+
+    def fail(self, line: Line, error: BaseException) -> None:
+        """Write that a line is wrong, or that answering it failed."""
+        from ..openai_api import error_body
+
+        status = 400 if isinstance(error, ValueError | TypeError) else 500
+        body = error_body(error, status)
+        facts = {"code": body["error"]["type"], "message": body["error"]["message"]}
+        self.n_failed += 1
+        self.output.n_failed += 1
+        self.write(line, status, body, {**facts, "line": line.number})
+
+    def write(
+        self, line: Line, status: int, body: dict[str, Any], error: dict[str, Any] | None
+    ) -> None:
+        name = uuid.uuid4().hex
+        response = {"status_code": status, "request_id": name, "body": body}
+        record = {"id": f"batch_req_{name}", "custom_id": line.custom_id}
+        record["request_digest"] = line.digest
+        self.output.write({**record, "response": response, "error": error})
+        self.progress.add_done()
+
+    def summary(self, n_before: int) -> str:
+        """One line: how many were answered, failed, or done before; tokens and time."""
+        counts = [f"{self.n_done:,} answered", f"{self.n_failed:,} failed"]
+        counts += [f"{n_before:,} done before"] if n_before else []
+        seconds, speed = self.progress.seconds, self.progress.tokens_per_second
+        counts += [
+            f"{self.progress.n_tokens:,} tokens",
+            duration(seconds),
+            f"{speed:,.0f} tokens/s",
+        ]
+        return " · ".join(counts)
+
+
+def is_chat_url(url: Any) -> bool:
+    """Whether it asks for a chat, or for a completion. Raises ``ValueError`` for another one."""
+    urls = {"/v1/chat/completions": True, "/v1/completions": False}
+    if url not in urls:
+        raise ValueError(f"`url` has to be one of {list(urls)}, but is {url!r}.")
+    return urls[url]

@@ -1,0 +1,139 @@
+"""``hfgen chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+
+from . import measure, options
+from .companions import check_no_results, note_idle
+from .loading import Loaded, load, quiet
+from .report import Answers, CliError, err, one_line, say, why
+
+NEW_TOKENS = 256
+NO_MODEL = (
+    "a chat needs a model that was trained for it: give --model, a folder or a hub id such as "
+    "HuggingFaceTB/SmolLM2-360M-Instruct, which is downloaded. The built-in model only completes Python: "
+    "hfgen generate 'def '"
+)
+HELP = "[dim]/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer[/]"
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far, as the model gets them."""
+
+    loaded: Loaded
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.loaded.tokenizer, "chat_template", None))
+
+    def inputs(self) -> dict[str, Any]:
+        """Model inputs ``(1, length)`` for the next answer; plain lines without a chat template."""
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        messages = opening + self.messages
+        if not self.has_template:
+            text = "".join(message["content"] + "\n" for message in messages)
+            return measure.encode(self.loaded, [text])
+        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        try:
+            encoded = self.loaded.tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # the template's own: no system message, roles out of turn
+            raise CliError(f"the chat template fails: {error}") from error
+        device = self.loaded.model.device
+        return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def chat(
+    context: typer.Context,
+    model: Annotated[
+        str | None, options.model_option("A folder or a hub id of a model that can chat.")
+    ] = None,
+    assistant: options.AssistantOption = None,
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
+) -> None:
+    """Talk with a model, turn by turn, in its chat template where its tokenizer has one.
+
+    It needs --model: the built-in model completes Python code, and cannot talk.
+
+    Ctrl-C stops the answer and not the program; Ctrl-D or /exit leaves; /reset forgets; /help.
+    An answer has at most 256 new tokens unless told otherwise.
+    """
+    if (context.obj.get("num_return_sequences") or 1) > 1:
+        raise CliError("a chat goes on from one answer: leave --num-return-sequences out")
+    check_no_results("hfgen chat", context.obj)
+    if model is None:
+        raise CliError(NO_MODEL)
+    with quiet(debug):
+        import hfgen
+
+        loaded = load(model, assistant, dtype, device, trust_remote_code)
+        config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
+        note_idle(context.obj, config, loaded)
+        loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
+        conversation = Conversation(loaded, system)
+        if sys.stdin.isatty():
+            say(HELP)
+        if not conversation.has_template:
+            reason = "this tokenizer has no chat template"
+            say(f"[yellow]note:[/] {reason}, so the model continues the conversation as plain text")
+        while (line := read_line()) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                conversation.messages.clear()
+                say("[dim]forgotten[/]")
+            elif line == "/help":
+                say(HELP)
+            elif line.startswith("/"):
+                say(f"no command {one_line(line.split()[0])}; {HELP}")
+            elif line:
+                turn(conversation, line, config)
+
+
+def read_line() -> str | None:
+    """The next line of the user without spaces around it; None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    with suppress(ImportError):
+        import readline  # noqa: F401  line editing and history for input()
+    while True:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            say(HELP)
+
+
+def turn(conversation: Conversation, line: str, config: Any) -> None:
+    """Stream the answer to ``line``; Ctrl-C keeps what was said so far, an error undoes the turn."""
+    conversation.messages.append({"role": "user", "content": line})
+    answers = Answers()
+    try:
+        said = measure.stream(conversation.loaded, conversation.inputs(), config, show=answers)
+        if err.is_terminal:
+            speed = f"{said.tokens} tokens · {said.per_second:,.0f} tokens/s"
+            say(f"[dim]{speed} · {why(said.reasons[0])}[/]")
+    except KeyboardInterrupt:
+        answers.end()
+        say("[dim]stopped[/]")
+    except CliError as error:
+        conversation.messages.pop()
+        say(f"[red]hfgen:[/] {one_line(str(error))} (/reset starts again)")
+        return
+    conversation.messages.append({"role": "assistant", "content": answers.texts[0]})

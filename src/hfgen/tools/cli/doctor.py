@@ -1,0 +1,190 @@
+"""``hfgen doctor``: checks the installation and lists optional packages."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from ...settings.versions import TESTED
+from . import measure
+from .compare import compare_call
+from .loading import load, quiet
+from .options import DebugOption, generation_config
+from .report import duration, out, print_json
+
+#: Part → the modules that it needs, and how to get them.
+OPTIONAL: dict[str, tuple[tuple[str, ...], str]] = {
+    "grammars": (("llguidance",), "pip install 'hfgen[grammar]'"),
+    "minimum Bayes risk": (("sacrebleu",), "pip install 'hfgen[mbr]'"),
+    "hfgen serve": (
+        ("fastapi", "jinja2", "llguidance", "openai", "prometheus_client", "pydantic", "uvicorn"),
+        "pip install 'hfgen[serve]'",
+    ),
+    "hfgen eval generate": (("rouge_score", "sacrebleu"), "pip install 'hfgen[eval]'"),
+    "Ray Data": (("ray",), "pip install 'hfgen[ray]'"),
+    "plots of benchmarks": (("matplotlib",), "pip install matplotlib"),
+}
+
+PROMPT = "def add(a, b):"
+NEW_TOKENS = 24
+SEED = 0
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.95},
+    "beam search (4)": {"do_sample": False, "num_beams": 4},
+}
+SECONDS = 10.0  # no mode but the first is begun after this
+STYLES = {"ok": "green", "note": "yellow", "broken": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: ``note`` can be lived with, ``broken`` cannot."""
+
+    topic: str
+    name: str
+    value: str
+    state: Literal["ok", "note", "broken"] = "ok"
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check this installation: versions, devices, optional packages, and the same tokens as transformers.
+
+    Exit code 0: nothing is broken; 1: something is.
+    """
+    findings = [*versions(), *parts(), *devices(), *contract(debug)]
+    if not any(finding.state == "broken" for finding in findings):
+        findings += self_check(debug)
+    n_broken = sum(finding.state == "broken" for finding in findings)
+    if as_json:
+        print_json({"works": not n_broken, "findings": [asdict(each) for each in findings]})
+    else:
+        out.print(table_of(findings))
+        works = "[bold green]hfgen works here.[/]"
+        out.print(f"[bold red]{n_broken} broken.[/]" if n_broken else works)
+    raise typer.Exit(1 if n_broken else 0)
+
+
+def versions() -> Iterator[Finding]:
+    """Python and the packages that hfgen stands on; which transformers is a tested one."""
+    from ... import __version__
+
+    yield Finding("versions", "hfgen", __version__)
+    yield Finding("versions", "python", platform.python_version())
+    for package in ("torch", "transformers", "accelerate"):
+        try:
+            found = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield Finding("versions", package, f"missing: pip install {package}", "broken")
+            continue
+        if package == "transformers" and found not in TESTED:
+            yield Finding("versions", package, f"{found}, not tested: hfgen's are {TESTED}", "note")
+        else:
+            yield Finding("versions", package, found)
+
+
+def parts() -> Iterator[Finding]:
+    """What is optional: installed, or the line that installs it."""
+    for name, (modules, line) in OPTIONAL.items():
+        missing = [module for module in modules if find_spec(module) is None]
+        if missing:
+            yield Finding("optional", name, f"{line}, for {', '.join(missing)}", "note")
+        else:
+            yield Finding("optional", name, "installed")
+
+
+def devices() -> Iterator[Finding]:
+    """Where models can run."""
+    try:
+        import torch
+    except Exception as error:  # of any kind: a library that does not load, a wrong build
+        yield Finding("devices", "torch", f"cannot be imported: {error}", "broken")
+        return
+    n_threads = torch.get_num_threads()
+    yield Finding("devices", "cpu", f"{n_threads} thread{'s' if n_threads > 1 else ''}")
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        memory = f"{about.total_memory / 2**30:.0f} GiB"
+        yield Finding("devices", f"cuda:{number}", f"{about.name}, {memory}")
+    if torch.backends.mps.is_available():
+        yield Finding("devices", "mps", "available")
+
+
+def contract(debug: bool) -> Iterator[Finding]:
+    """Whether transformers still has what hfgen relies on."""
+    topic = "transformers' internals"
+    if (found := find_spec("transformers")) is None or found.origin is None:
+        return
+    from ..contract import PRIVATE, hooks, imports, moved_hooks, moved_names
+
+    folder = Path(found.origin).parent
+    lines = moved_names(folder)
+    try:
+        with quiet(debug):
+            lines += moved_hooks(folder)
+    except Exception as error:  # hfgen cannot be imported: what moved may be among the other lines
+        lines.append(f"import of hfgen: {type(error).__name__}: {error}")
+    for line in lines:
+        name, _, what = line.partition(": ")
+        yield Finding(topic, name, what, "broken")
+    if not lines:
+        yield Finding(topic, "hooks", f"{len(hooks())}, with the same parameters")
+        yield Finding(topic, "imports", f"{len(imports())} names, all there")
+        yield Finding(topic, "private attributes", f"{len(PRIVATE)}, all there")
+
+
+def self_check(debug: bool) -> Iterator[Finding]:
+    """The built-in model through both libraries."""
+    topic, start = "self-check", time.perf_counter()
+    with quiet(debug):
+        try:
+            loaded = load("builtin", None, "auto", "cpu")
+            inputs = measure.encode(loaded, [PROMPT])
+        except Exception as error:
+            yield Finding(topic, "built-in model", f"{type(error).__name__}: {error}", "broken")
+            return
+        for mode, fields in MODES.items():
+            before = time.perf_counter()
+            if before - start > SECONDS and mode != next(iter(MODES)):
+                yield Finding(topic, mode, "left out: this machine is slow or busy", "note")
+                continue
+            try:
+                config = generation_config(fields, loaded.model, NEW_TOKENS)
+                result = compare_call(loaded, inputs, config, SEED, 0)
+            except Exception as error:
+                yield Finding(topic, mode, f"{type(error).__name__}: {error}", "broken")
+                continue
+            seconds = duration(time.perf_counter() - before)
+            if result.differences:
+                what = f"transformers' tokens differ: {result.differences[0].found}"
+                yield Finding(topic, mode, what, "broken")
+            else:
+                yield Finding(topic, mode, f"same tokens as transformers, {seconds}")
+
+
+def table_of(findings: list[Finding]) -> Table:
+    """The findings, those of one topic under its heading."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    topic = ""
+    for finding in findings:
+        if finding.topic != topic:
+            table.add_row(f"[bold]{finding.topic}[/]")
+        style = STYLES[finding.state]
+        table.add_row(f"  {escape(finding.name)}", f"[{style}]{escape(finding.value)}[/]")
+        topic = finding.topic
+    return table

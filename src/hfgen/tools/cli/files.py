@@ -1,0 +1,51 @@
+"""Files that options name: their texts, and whether an output can be written."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from .report import CliError
+
+#: The tags of chat templates that only transformers knows.
+GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises ``ValueError`` if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8: {error}") from error
+
+
+def read_template(path: Path) -> str:
+    """The chat template in a file. Raises ``CliError`` if there is none."""
+    import jinja2
+
+    try:
+        template = read_text(path)
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+        environment.parse(GENERATION.sub("", template))
+    except jinja2.TemplateSyntaxError as error:
+        place = f"line {error.lineno} of {str(path)!r}"
+        raise CliError(f"--chat-template: {place} is wrong: {error.message}") from error
+    except ValueError as error:
+        raise CliError(f"--chat-template: {error}") from error
+    return template
+
+
+def check_output(path: Path, suffixes: tuple[str, ...] = (), option: str = "-o") -> None:
+    """Raise ``CliError`` for a path that cannot be written, before anything is loaded."""
+    if suffixes and path.suffix not in suffixes:
+        ends = ", ".join(suffixes)
+        raise CliError(f"{option} takes a file that ends in {ends}, but is {str(path)!r}")
+    if path.is_dir():
+        raise CliError(f"{option}: {str(path)!r} is a folder: give a file")
+    if not path.parent.is_dir():
+        raise CliError(f"{option}: cannot write to {str(path)!r}: no such folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CliError(f"{option}: {str(path)!r} may not be written")

@@ -1,0 +1,72 @@
+"""``hfgen inspect``: a page that shows what happened at each token of a completion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import files, options
+from .companions import check_no_results, note_idle
+from .loading import load, quiet
+from .measure import named_errors
+from .report import CliError, one_line, say
+
+NEW_TOKENS = 48
+
+SUFFIXES = (".html", ".htm", ".json")
+
+
+def inspect(
+    context: typer.Context,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="PAGE.html", help="The output file; .json writes the data."
+        ),
+    ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="Texts to complete, one tab each; - or a pipe reads standard input.",
+        ),
+    ] = None,
+    model: options.ModelOption = "builtin",
+    assistant: options.AssistantOption = None,
+    top: Annotated[
+        int, typer.Option("--top", min=1, help="Number of likely tokens to keep at each position.")
+    ] = 10,
+    dtype: options.DtypeOption = "auto",
+    device: options.DeviceOption = None,
+    trust_remote_code: options.TrustOption = False,
+    debug: options.DebugOption = False,
+) -> None:
+    """Complete prompts, and write a page that shows what happened at each token.
+
+    It shows probabilities, alternatives with their scores after each processor, entropy, beams, drafts and times,
+    and is one file that needs no network. Every field of GenerationConfig is an option, as in
+    --temperature 0.8 --top-p 0.9 --num-beams 4.
+    """
+    fields: dict[str, Any] = context.obj
+    files.check_output(output, SUFFIXES)
+    check_no_results("hfgen inspect", fields)
+    given = [options.read_prompt(prompt) for prompt in prompts or (None,)]
+    with quiet(debug):
+        import hfgen
+
+        loaded = load(model, assistant, dtype, device, trust_remote_code)
+        config = options.generation_config(fields, loaded.model, NEW_TOKENS)
+        note_idle(fields, config, loaded)
+        kwargs = {**loaded.mode_kwargs(), "generation_config": config}
+        with named_errors():
+            trace = hfgen.trace(loaded.model, given, top=top, **kwargs)
+    try:
+        trace.save(output)
+    except OSError as error:
+        raise CliError(f"-o: cannot write {str(output)!r}: {error.strerror}") from error
+    size = output.stat().st_size
+    n_tokens = sum(len(sequence.tokens) for sequence in trace.sequences)
+    answers = "1 answer" if len(trace.sequences) == 1 else f"{len(trace.sequences)} answers"
+    say(f"{n_tokens} tokens of {answers} · {size / 1000:,.0f} kB in {one_line(str(output))}")

@@ -1,0 +1,236 @@
+"""Loading models and tokenizers by name, and running one model with both libraries."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from .report import CliError, one_line, say
+
+BUILTIN = {"builtin": False, "builtin-draft": True}  # name -> whether it is the draft model
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = "cpu, cuda, cuda:1, mps or auto"
+NO_TRUST = "trust_remote_code"  # in transformers' error where it does not run a checkpoint's code
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that generates with hfgen, its tokenizer, and the model that drafts for it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    assistant: Loaded | None = None
+
+    def mode_kwargs(self) -> dict[str, Any]:
+        """The arguments of ``generate`` that stand beside the config and the inputs."""
+        return {"tokenizer": self.tokenizer, **self.drafting()}
+
+    def drafting(self) -> dict[str, Any]:
+        """The arguments of ``generate`` with which the assistant drafts; none without one."""
+        if self.assistant is None:
+            return {}
+        model, tokenizer = self.assistant.model, self.assistant.tokenizer
+        own = {} if len(tokenizer) == len(self.tokenizer) else {"assistant_tokenizer": tokenizer}
+        return {"assistant_model": model, **own}
+
+
+def load(
+    name: str,
+    assistant: str | None,
+    dtype: str,
+    device: str | None,
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``); raises ``CliError``.
+
+    ``device`` is a torch device, ``auto`` for all of them, or None for the GPU where there is one.
+    """
+    check_dtype(dtype)
+    import torch
+
+    import hfgen
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device("cpu" if device == "auto" else device)
+    except RuntimeError as error:
+        raise CliError(f"--device takes {DEVICES}, but {device!r} was given") from error
+    if found.type == "meta":
+        raise CliError("--device meta has no memory, so nothing can be generated on it")
+    try:
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError) as error:  # a build without it is the former
+        reason = first_line(error)
+        raise CliError(f"--device {device}: it cannot be used here ({reason})") from error
+    drafts = None if assistant is None else load(assistant, None, dtype, device, trust_remote_code)
+    try:
+        if name in BUILTIN:
+            model, tokenizer = hfgen.builtin_model(draft=BUILTIN[name])
+            model = model if dtype == "auto" else model.to(getattr(torch, dtype))
+            model = model if device == "auto" else model.to(device)
+        else:
+            model, tokenizer = _load(name, dtype, device, trust_remote_code)
+        return Loaded(name, hfgen.mix_into(model).eval(), tokenizer, drafts)
+    except CliError:
+        raise
+    except Exception as error:
+        if NO_TRUST in str(error):
+            raise CliError(
+                f"{name!r} brings Python code of its own, which is not run: read it, and give "
+                "--trust-remote-code if you trust it"
+            ) from error
+        raise CliError(f"cannot load {name!r}: {cause(error, name)}") from error
+
+
+def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    import transformers
+
+    path = check_source(name)
+    source = name if path is None else str(path)
+    shared = {"local_files_only": offline(), "trust_remote_code": trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(source, **shared)
+    kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **shared)
+    except Exception as error:
+        if NO_TRUST in str(error):
+            raise
+        reason = "" if first_line(error).endswith("one of") else f" ({first_line(error)})"
+        raise CliError(
+            f"no tokenizer with {name!r}: save one to the same folder{reason}"
+        ) from error
+    settings = {"dtype": dtype, "device_map": device, "output_loading_info": True}
+    model, found = auto.from_pretrained(source, **settings, **shared)
+    if missing := sorted(found["missing_keys"]):
+        say(
+            f"[yellow]note:[/] {one_line(name)} lacks weights, which are random now, so that answers mean "
+            f"nothing ({one_line(missing[0])}, …): is it a model that generates?"
+        )
+    return model, tokenizer
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise ``CliError`` for what is no type of weights."""
+    if dtype not in DTYPES:
+        raise CliError(f"--dtype takes one of {', '.join(DTYPES)}, but {dtype!r} was given")
+
+
+def check_device(device: str) -> None:
+    """Raise ``CliError`` for what cannot name a device; torch knows whether there is one."""
+    if re.fullmatch(r"[a-z]+(:\d+)?", device) is None:
+        raise CliError(f"--device takes {DEVICES}, but {device!r} was given")
+
+
+def check_source(name: str) -> Path | None:
+    """The folder of a model, or None for a hub id or a built-in one.
+
+    Raises ``CliError`` for a folder that is not there or has no model in it.
+    """
+    if not name.strip():
+        raise CliError("the name of the model is empty: give a folder, a hub id, or builtin")
+    path = Path(name).expanduser()
+    is_path = path.exists() or path.is_absolute() or name[0] in ".~" or name.count("/") > 1
+    if name in BUILTIN or not is_path:
+        return None
+    wanted = "give a folder with a config.json, as save_pretrained writes it, a hub id, or builtin"
+    if not path.exists():
+        raise CliError(f"no model at {name!r}, there is no such folder: {wanted}")
+    if not path.is_dir():
+        raise CliError(f"no model at {name!r}, it is a file: {wanted}")
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        merged = "merge it into its model (merge_and_unload) and save that"
+        raise CliError(f"{name!r} is an adapter of PEFT without its model: {merged}")
+    if not (path / "config.json").exists():
+        raise CliError(f"no model at {name!r}, the folder has no config.json: {wanted}")
+    return path
+
+
+def cause(error: BaseException, name: str) -> str:
+    """Why a model could not be loaded, and what to do, by the first cause that says more."""
+    kinds = {type(each).__name__ for each in chain(error)}
+    if "GatedRepoError" in kinds:
+        return f"it is gated; ask for access at its page on the hub, then log in: hf auth login ({name})"
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            "the hub has no such model, or it is private: check the name, or log in: hf auth login"
+        )
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} or (
+        check_source(name) is None and name not in BUILTIN and offline()
+    ):
+        return "it has not been downloaded before, and the hub cannot be reached: no network"
+    if "SafetensorError" in kinds:
+        return f"its weights are damaged or incomplete, so save or download them again ({first_line(error)})"
+    if "ignore_mismatched_sizes" in str(
+        error
+    ):  # transformers logs the shapes, and --debug shows it
+        return "its weights do not fit its config.json: they have other shapes (--debug lists them)"
+    advice = "Give a folder written by save_pretrained, a hub id, or builtin."
+    return f"{first_line(error)}. {advice}"
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, up to its first line end; its class if it says nothing."""
+    return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(" .:")
+
+
+def offline() -> bool:
+    """Whether the hub's name cannot be resolved; without this, loading retries for half a minute."""
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        return not getproxies() and not socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
+    except OSError:
+        return True
+
+
+@contextmanager
+def upstream(loaded: Loaded) -> Iterator[None]:
+    """Inside, the model, its assistant and the models inside of them generate with transformers."""
+    parts = [part for each in (loaded, loaded.assistant) if each for part in each.model.modules()]
+    mixed = [(part, type(part)) for part in parts if hasattr(part, "_unmixed_class")]
+    for part, cls in mixed:
+        part.__class__ = cls._unmixed_class
+    try:
+        yield
+    finally:
+        for part, cls in mixed:
+            part.__class__ = cls
+
+
+@contextmanager
+def quiet(debug: bool = False) -> Iterator[None]:
+    """Inside, transformers' log lines, loading bars and warnings are off, unless ``debug``."""
+    from transformers.utils import logging as bars
+
+    if debug:
+        yield
+        return
+    level, has_bars = logging.root.manager.disable, bars.is_progress_bar_enabled()
+    logging.disable(logging.WARNING)
+    bars.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        if has_bars:
+            bars.enable_progress_bar()

@@ -1,0 +1,346 @@
+"""Every field of ``GenerationConfig`` as a command-line option."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Annotated, Any, TypeVar
+
+from typer import Option
+from typer.core import TyperCommand
+
+from ...settings.kinds import INT64
+from .checks import check_fields
+from .companions import check_companions
+from .loading import check_device, check_dtype, check_source
+from .report import CliError, out, say
+from .short_forms import SHORT_FORMS, fields_of
+from .topics import LEGEND, METAVARS, option_name, panels
+
+T = TypeVar("T")
+
+#: Names that llama.cpp, vLLM and OpenAI's interface have for fields.
+OTHER_NAMES = {
+    "temp": "temperature",
+    "n_predict": "max_new_tokens",
+    "predict": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "n": "num_return_sequences",
+    "beam_width": "num_beams",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "penalty_window",
+    "typical": "typical_p",
+    "top_nsigma": "top_n_sigma",
+    "dynatemp_exp": "dynatemp_exponent",
+    "mirostat_lr": "mirostat_eta",
+    "mirostat_ent": "mirostat_tau",
+    "samplers": "sampler_order",
+    "grammar_file": "--lark",
+    "guided_json": "--json-schema",
+    "guided_regex": "--regex",
+    "guided_choice": "--choice",
+}
+
+WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def checked(check: Callable[[T], object]) -> Callable[[T | None], T | None]:
+    """A callback of an option, which is checked before torch is imported."""
+
+    def callback(value: T | None) -> T | None:
+        if value is not None:
+            check(value)
+        return value
+
+    return callback
+
+
+def model_option(help: str) -> Any:
+    """``--model``, with its line of help."""
+    return Option("--model", metavar="ID_OR_PATH", help=help, callback=checked(check_source))
+
+
+ModelOption = Annotated[str, model_option("A folder, a hub id, builtin or builtin-draft.")]
+AssistantOption = Annotated[
+    str | None,
+    Option(
+        "--assistant",
+        metavar="ID_OR_PATH",
+        help="Draft tokens with this smaller model (assisted decoding).",
+        callback=checked(check_source),
+    ),
+]
+DtypeOption = Annotated[
+    str,
+    Option(
+        "--dtype",
+        help="auto, float32, bfloat16 or float16 weights.",
+        callback=checked(check_dtype),
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    Option(
+        "--device",
+        help="cpu, cuda, cuda:1, mps, or auto to spread over all; the GPU if there is one.",
+        callback=checked(check_device),
+    ),
+]
+TrustOption = Annotated[
+    bool, Option("--trust-remote-code", help="Run the Python code in the model's repository.")
+]
+DebugOption = Annotated[
+    bool, Option("--debug", help="Show warnings, and the traceback of an error.")
+]
+
+
+class PlainHelp:
+    """A mixin of commands whose help has no line ends within a paragraph, and no type of flags."""
+
+    help: str | None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.help = re.sub(r"(?<!\n)\n(?!\n) *", " ", self.help or "")
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+
+class PlainCommand(PlainHelp, TyperCommand):
+    """A command without fields of ``GenerationConfig``."""
+
+
+class GenerationCommand(PlainHelp, TyperCommand):
+    """A command whose ``context.obj`` has the fields of ``GenerationConfig`` among its arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names = (name for parameter in self.params for name in parameter.opts)
+        own = {"--help", *(name for name in names if name.startswith("-"))}
+        rest, fields = split_fields(args, own)
+        ctx.obj = with_sampling(fields)
+        check_fields(ctx.obj)
+        remaining = super().parse_args(ctx, rest)
+        check_companions(ctx.obj, ctx.params.get("assistant"))
+        return remaining
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        metavars = {option_name(n): METAVARS[kind.option] for n, kind in known_fields().items()}
+        metavars |= {option: form.metavar for option, form in SHORT_FORMS.items()}
+        own = {option for parameter in self.params for option in parameter.opts}
+        for panel in panels(metavars, own):
+            out.print(panel)
+        out.print(LEGEND, style="dim")
+
+
+def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
+    """Separate generation fields from a command's own arguments, whose options are ``own``.
+
+    ``--top-k 5``, ``--top_k=5``, ``--do-sample``, ``--no-use-cache`` and ``--use-cache false`` are
+    understood, and short forms; what follows ``--`` is left alone. Raises ``CliError`` for what is not
+    understood.
+    """
+    rest: list[str] = []
+    fields: dict[str, Any] = {}
+    short: dict[str, list[str]] = {}
+    pending = list(args)
+    while pending:
+        argument = pending.pop(0)
+        option, equals, text = argument.partition("=")
+        if argument == "--":
+            rest += [argument, *pending]
+            break
+        if not option.startswith("--") or option in own:
+            rest.append(argument)
+            continue
+        if (form := SHORT_FORMS.get(option)) is not None:
+            takes = form.metavar
+            if equals and not takes:
+                raise CliError(f"{option} takes no value, but {text!r} was given")
+            value = text if equals or not takes else following(option, pending, takes)
+            short.setdefault(option, []).append(value)
+            continue
+        name, negated = field_name(option, own)
+        if negated and equals:
+            raise CliError(f"{option} takes no value, but {text!r} was given")
+        if equals:
+            fields[name] = parse_value(name, text)
+        elif negated or (is_flag(name) and not (pending and is_switch(name, pending[0]))):
+            fields[name] = not negated
+        else:
+            value = following(option, pending, known_fields()[name].option)
+            fields[name] = parse_value(name, value)
+    return rest, fields | fields_of(short, fields)
+
+
+def following(option: str, pending: list[str], takes: str) -> str:
+    """Take the value of ``option`` off the arguments that are left; ``CliError`` if there are none."""
+    if not pending:
+        raise CliError(f"{option} needs a value: {takes}")
+    return pending.pop(0)
+
+
+def with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields``, which sample if one of them is about sampling, and none says that they do not."""
+    if not fields:
+        return fields
+    from ...settings.fields import FIELDS
+
+    says_not = fields.get("temperature") == 0 or "penalty_alpha" in fields
+    if says_not or "do_sample" in fields or all(FIELDS[n].needs != "do_sample" for n in fields):
+        return fields
+    return fields | {"do_sample": True}
+
+
+def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
+    """The field that ``option`` names, and whether it is the ``--no-…`` form of a flag."""
+    name = option.removeprefix("--").replace("-", "_")
+    if name in (known := known_fields()):
+        return name, False
+    if (flag := name.removeprefix("no_")) in known and is_flag(flag):
+        return flag, True
+    options = {n.strip("-").replace("-", "_"): n for n in (*SHORT_FORMS, *own)}
+    names = {n: option_name(n) for n in known} | options
+    nearest = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
+    nearest += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if nearest := nearest or sorted(n for n in names if n.startswith(name)):
+        shown = names.get(nearest[0], nearest[0])
+        raise CliError(f"no option {option}; the nearest is {shown}, and --help lists all of them")
+    raise CliError(f"no option {option}; --help lists all of them")
+
+
+def known_fields() -> dict[str, Any]:
+    """The fields that can be given as text, sorted, and the kind of value that each takes."""
+    from ...settings.fields import FIELDS
+
+    return {name: row.kind for name, row in sorted(FIELDS.items()) if row.kind.option is not None}
+
+
+def is_flag(name: str) -> bool:
+    """Whether the field ``name`` may stand without a value."""
+    return known_fields()[name].option == "true or false"
+
+
+def is_switch(name: str, text: str) -> bool:
+    """Whether ``text``, found after the flag ``name``, is its value and not the next argument."""
+    return text.lower() in WORDS or known_fields()[name].accepts(text)
+
+
+def parse_value(name: str, text: str) -> Any:
+    """The value of ``text`` for the field ``name``: JSON or text. Raises ``CliError`` if it fits not."""
+    try:
+        value = WORDS[text.lower()] if text.lower() in WORDS else json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    kind = known_fields()[name]
+    if kind.option == "a number" and not isinstance(value, bool):
+        with suppress(ValueError):
+            value = float(text)  # '.5' is no JSON, and '2' no float
+    if value is None:
+        return None
+    if is_flag(name):
+        fits = is_switch(name, text)
+    else:
+        fits = kind.option == "text or JSON" or (
+            kind.accepts(value) and not isinstance(value, bool)
+        )
+    if not fits:
+        takes = "true, false or never" if name == "early_stopping" else kind.option
+        raise CliError(f"{option_name(name)} takes {takes}, but {text!r} was given")
+    # '--stop-strings 1' stops at the text "1"
+    return text if kind.accepts(text) and not kind.accepts(value) else value
+
+
+def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
+    """The config of ``fields``; ``default_new_tokens`` are the limit where these and the model have none.
+
+    Raises ``CliError`` for a value that the config refuses.
+    """
+    import transformers
+
+    import hfgen
+
+    values, own = dict(fields), model.generation_config
+    is_one_mode = "penalty_alpha" in values or "dola_layers" in values
+    if (values.get("num_return_sequences") or 1) > 1 and not is_one_mode:
+        # Several answers are those of the beams, where there are beams, and else samples.
+        has_beams = (values.setdefault("num_beams", own.num_beams) or 1) > 1
+        values.setdefault("do_sample", bool(own.do_sample) or not has_beams)
+    limits = ("max_new_tokens", "max_length")
+    if all(values.get(n) is None and getattr(own, n) is None for n in limits):
+        values["max_new_tokens"] = default_new_tokens
+    try:
+        if isinstance(values.get("compile_config"), dict):
+            values["compile_config"] = transformers.CompileConfig(**values["compile_config"])
+        return hfgen.GenerationConfig(**values)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CliError(str(error)) from error
+
+
+def check_memory(memory: float) -> None:
+    """Raise ``CliError`` for a ``--memory`` that is neither a share nor bytes."""
+    if not 0 < memory < math.inf:
+        raise CliError(
+            f"--memory takes bytes, or up to 1 a share of what is free, but is {memory:g}"
+        )
+
+
+def check_seed(seed: int) -> None:
+    """Raise ``CliError`` for a number that is no seed."""
+    if not INT64.accepts(seed):
+        raise CliError(f"a seed has to be {INT64.words}, but is {seed}")
+
+
+def plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """``fields`` as JSON has them."""
+    return {n: value.to_dict() if n == "grammar" else value for n, value in fields.items()}
+
+
+def note_length(model: Any, config: Any, prompt_tokens: int) -> None:
+    """Say that more tokens were asked for than the model has positions."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    n_tokens = prompt_tokens + (config.max_new_tokens or 0)
+    if isinstance(limit, int) and n_tokens > limit and not model.config.is_encoder_decoder:
+        say(
+            f"[yellow]note:[/] the model has {limit:,} positions, and prompt and answer may take {n_tokens:,}: "
+            "what comes after is worse, or an error"
+        )
+
+
+def note_own(fields: dict[str, Any]) -> None:
+    """Say which of the given fields transformers goes without."""
+    from ...settings.fields import OWN_FIELDS
+
+    known = known_fields()
+    own = [n for n in fields if n in OWN_FIELDS]
+    if shown := ", ".join(option_name(n) if n in known else f"a {n}" for n in own):
+        say(f"[yellow]note:[/] transformers does not know {shown}, and runs without")
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt of the command line, or of standard input (piped or ``-``) without its line end.
+
+    Raises ``CliError`` for a prompt that is missing, empty or not UTF-8.
+    """
+    if prompt is None and sys.stdin.isatty():
+        raise CliError("no prompt: write one after the command, or pipe one in")
+    try:
+        if prompt is None or prompt == "-":
+            prompt = sys.stdin.read().removesuffix("\n")
+        prompt.encode()  # what cannot be decoded comes as lone surrogates
+    except UnicodeError as error:
+        raise CliError("the prompt is not UTF-8 text") from error
+    if not prompt:
+        raise CliError("the prompt is empty: give at least one character")
+    return prompt

@@ -1,0 +1,136 @@
+"""What hfgen uses of transformers beyond its documented interface, checked against transformers' source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+#: Where hfgen's own source lies.
+SOURCE = Path(__file__).parents[1]
+
+#: Names of the mixin that are hfgen's own, or of modes that transformers has moved to repositories.
+OWN = frozenset(
+    "stream astream init_continuous_batching continuous_batching_context_manager generate_batch "
+    "_prepare_call _mixed_view _contrastive_search _dola_decoding _group_beam_search "
+    "_constrained_beam_search".split()
+)
+
+#: Private attribute → the file of transformers that has it, and what hfgen reads it for.
+PRIVATE: dict[str, tuple[str, str]] = {
+    "_active_collector": ("utils/output_capturing.py", "compiled decoder layers"),
+    "_attn_implementation": ("configuration_utils.py", "fingerprints of stored prefixes"),
+    "_attn_implementation_internal": ("configuration_utils.py", "generate_batch with paged|eager"),
+    "_bos_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
+    "_cached_continuous_batching_manager": (
+        "generation/continuous_batching/continuous_api.py",
+        "the engine behind generate_batch",
+    ),
+    "_can_compile_fullgraph": ("modeling_utils.py", "which models mask a static cache"),
+    "_compile_all_devices": ("generation/configuration_utils.py", "compilation on the CPU"),
+    "_decoder_start_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
+    "_eos_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
+    "_get_candidate_generator": ("generation/utils.py", "drafters of transformers"),
+    "_get_default_generation_params": ("generation/configuration_utils.py", "default values"),
+    "_get_generation_parameters": ("configuration_utils.py", "fields in a model's own config"),
+    "_is_stateful": ("modeling_utils.py", "models that cannot be rolled back"),
+    "_is_user_defined": ("generation/utils.py", "caches of the caller"),
+    "_load_model": ("cli/serving/model_manager.py", "hfgen serve"),
+    "_load_processor": ("cli/serving/model_manager.py", "hfgen serve"),
+    "_mask_length": ("generation/utils.py", "the length of masks, as models read it"),
+    "_non_streaming": ("cli/serving/response.py", "hfgen serve"),
+    "_normalize_input": ("cli/serving/response.py", "hfgen serve"),
+    "_normalize_tools": ("cli/serving/response.py", "hfgen serve"),
+    "_output_capturing_hooks_installed": ("utils/output_capturing.py", "drafts by early exit"),
+    "_pad_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
+    "_reorder_cache": ("generation/utils.py", "beams of models with a cache of their own"),
+    "_streaming": ("cli/serving/response.py", "hfgen serve"),
+    "_validate_request": ("cli/serving/utils.py", "hfgen serve"),
+    "_tp_size": ("generation/utils.py", "the ranks of tensor parallelism"),
+    "_timestamps": ("generation/continuous_batching/requests.py", "times of generate_batch"),
+}
+
+
+def breaches(folder: Path) -> list[str]:
+    """What of this the transformers whose package lies in ``folder`` does not keep, a line each."""
+    return [*moved_names(folder), *moved_hooks(folder)]
+
+
+def moved_names(folder: Path) -> list[str]:
+    """The part of ``breaches`` that can be found where hfgen cannot be imported: imports, and attributes."""
+    return [*_moved_imports(folder), *_moved_attributes(folder)]
+
+
+def hooks() -> dict[str, list[str]]:
+    """The methods that take the place of transformers', and the names of their parameters."""
+    from .. import mixin  # imports much of transformers, which may have moved
+
+    found = {}
+    for name, attribute in mixin.OWN.items():
+        function = getattr(attribute, "__func__", attribute)
+        if callable(function) and name not in OWN:
+            found[name] = list(inspect.signature(function).parameters)
+    return found
+
+
+def imports() -> dict[tuple[str, str], str]:
+    """What is imported from modules of transformers, ``(module, name)``, and the file that does it first.
+
+    Names of the package itself are left out: they are documented.
+    """
+    found: dict[tuple[str, str], str] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers."):
+                for each in node.names:
+                    place = path.relative_to(SOURCE).as_posix()
+                    found.setdefault((str(node.module), each.name), place)
+    return found
+
+
+def _moved_imports(folder: Path) -> list[str]:
+    lines = []
+    for (module, name), place in imports().items():
+        base = folder.joinpath(*module.split(".")[1:])
+        files = [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.exists()]
+        text = files[0].read_text(encoding="utf-8") if files else ""
+        is_module = (base / f"{name}.py").exists() or (base / name).is_dir()
+        if not is_module and re.search(rf"\b{name}\b", text) is None:
+            lines.append(f"{module}.{name}: is not there; hfgen/{place} imports it")
+    return lines
+
+
+def moved_hooks(folder: Path) -> list[str]:
+    """The methods that are not there any more, or take other parameters, a line each."""
+    file = folder / "generation" / "utils.py"
+    tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else ast.Module([], [])
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    body = next((node.body for node in classes if node.name == "GenerationMixin"), [])
+    theirs = {node.name: _parameters(node) for node in body if isinstance(node, ast.FunctionDef)}
+    lines = []
+    for name, ours in hooks().items():
+        if name not in theirs:
+            lines.append(f"GenerationMixin.{name}: is not there")
+        elif theirs[name] != ours:
+            lines.append(
+                f"GenerationMixin.{name}: takes ({', '.join(theirs[name])}), "
+                f"and hfgen's ({', '.join(ours)})"
+            )
+    return lines
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    own = function.args
+    positional, keywords = [*own.posonlyargs, *own.args, own.vararg], [*own.kwonlyargs, own.kwarg]
+    return [argument.arg for argument in (*positional, *keywords) if argument is not None]
+
+
+def _moved_attributes(folder: Path) -> list[str]:
+    lines = []
+    for name, (path, purpose) in PRIVATE.items():
+        file = folder / path
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        if re.search(rf"\b{name}\b", text) is None:
+            lines.append(f"{name}: is not in {path}; hfgen reads it for {purpose}")
+    return lines

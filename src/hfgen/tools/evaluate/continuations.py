@@ -1,0 +1,237 @@
+"""Log-likelihoods of continuations of contexts; what several have in common is forwarded once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from os.path import commonprefix
+from typing import Any
+
+import torch
+
+from ...running import shared_prefix
+from ...running.prefix.padding import FORWARD
+from ...running.shared_prefix import Forwarded, Prefixes
+
+#: Without a batch size: tokens that are forwarded at once. Logits of prompts are made some positions
+#: at a time, so that tokens bound little more than hidden states.
+TOKENS = 8192
+
+#: Bytes of keys and values that rows may take together, if ``TOKENS`` take less.
+HELD = 2**29
+
+#: What a forward costs besides its tokens, in tokens: no batch has more padding. On an accelerator, an
+#: estimate: launching a forward takes some 20 ms, and models forward 30,000 to 300,000 tokens per second.
+ON_CPU, ON_ACCELERATOR = FORWARD, 2048
+
+#: How many forwards a prefix that contexts share has to save: it costs its own, and batches of fewer rows.
+WORTH = 4
+
+#: Texts share a prefix if that saves so large a share of their tokens. Each forward has a cost of its own.
+SHARE = 0.3
+
+#: Ids of a context, and ids of a continuation.
+Pair = tuple[list[int], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The forwarded ``tokens``: all but the last one of each continuation, which ``numbers`` tell."""
+
+    tokens: tuple[int, ...]
+    continuations: dict[int, list[int]]
+
+    @property
+    def n_context(self) -> int:
+        """Tokens of the shortest context."""
+        return len(self.tokens) + 1 - max(map(len, self.continuations.values()))
+
+    def wanted(self) -> Iterator[tuple[int, int, int]]:
+        """Columns whose logits are wanted, the token that follows there, the number of the continuation."""
+        for number, tokens in self.continuations.items():
+            for place, token in enumerate(tokens, len(self.tokens) - len(tokens)):
+                yield place, token, number
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Texts of one context, and the ``prefix`` that they share; a text alone is its own prefix."""
+
+    prefix: tuple[int, ...]
+    texts: list[Text]
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens before the first column whose logits are wanted."""
+        return self.prefix[: min(text.n_context for text in self.texts) - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihoods:
+    """Log-likelihoods by ``model``, a decoder; computed in ``dtype``.
+
+    ``batch_size``: contexts that are forwarded at once; ``None``: as ``TOKENS`` says. Texts that
+    continue them are forwarded together as far as ``TOKENS`` and ``HELD`` allow.
+    """
+
+    model: Any
+    max_length: int
+    batch_size: int | None = None
+    dtype: torch.dtype | None = None
+
+    def of(self, pairs: Sequence[Pair]) -> Iterator[dict[int, tuple[float, bool]]]:
+        """By number of the pair, some pairs after another: a continuation's log-probability, and whether
+        each of its tokens is the likeliest one.
+
+        Of a pair that is too long, the first tokens are left out.
+        """
+        may_share = shared_prefix.may_share(self.model, self.max_length)
+        groups = list(grouped(pairs, self.max_length, may_share))
+        least = WORTH * self._cost
+        for n_shared, some in clusters(groups, least) if may_share else [(0, groups)]:
+            some.sort(key=lambda group: -len(group.prefix))
+            start, prefixes = 0, None
+            if n_shared:
+                first = [some[0].prefix[:n_shared]]
+                prefixes = shared_prefix.forward(self.model, first, keeps=True).prefixes
+            while start < len(some):
+                longest, sizes = len(some[start].prefix), (len(g.prefix) for g in some[start:])
+                most = self.batch_size or _rows(longest, longest - n_shared, prefixes)
+                n = self._n_alike(sizes, most)
+                yield self._of_groups(some[start : start + n], n_shared, prefixes)
+                start += n
+
+    def _of_groups(
+        self, groups: list[Group], n_shared: int, shared: Prefixes | None
+    ) -> dict[int, tuple[float, bool]]:
+        """Of the continuations of ``groups``, whose first ``n_shared`` tokens are the one row of ``shared``."""
+        found: dict[int, tuple[float, bool]] = defaultdict(lambda: (0.0, True))
+        longer = [
+            (row, len(group.prefix), text)
+            for row, group in enumerate(groups)
+            for text in group.texts
+            if len(text.tokens) > len(group.prefix)
+        ]
+        tokens = [group.prefix[n_shared:] for group in groups]
+        if shared is not None:
+            n = len(groups)
+            shared = shared.expand(self.model, n * [0], n * [n_shared], max(map(len, tokens)))
+        forwarded = shared_prefix.forward(self.model, tokens, shared, keeps=bool(longer))
+        wanted = (
+            (row, column - n_shared, *others)
+            for row, group in enumerate(groups)
+            for text in group.texts
+            for column, *others in text.wanted()
+            if column < len(group.prefix)
+        )
+        self._add(found, forwarded, wanted)
+        longer.sort(key=lambda each: each[1] - len(each[2].tokens))
+        while longer:
+            assert forwarded.prefixes is not None
+            sizes = [len(text.tokens) - length for _, length, text in longer]
+            longest = max(len(text.tokens) for _, _, text in longer)
+            most = max(self.batch_size or 1, _rows(longest, sizes[0], forwarded.prefixes))
+            n = self._n_alike(sizes, most)
+            self._add_longer(found, forwarded.prefixes, longer[:n])
+            del longer[:n]
+        return found
+
+    @property
+    def _cost(self) -> int:
+        return ON_CPU if self.model.device.type == "cpu" else ON_ACCELERATOR
+
+    def _n_alike(self, sizes: Iterable[int], most: int) -> int:
+        """How many rows of ``sizes``, the largest first, to forward at once: at most ``most``."""
+        some = list(islice(sizes, most))
+        padding = accumulate(some[0] - size for size in some)
+        return sum(n <= self._cost for n in padding)
+
+    def _add_longer(
+        self, found: dict[int, Any], prefixes: Prefixes, longer: list[tuple[int, int, Text]]
+    ) -> None:
+        """Forward what texts have behind their prefixes: of each, a row of ``prefixes`` and its tokens there."""
+        rows, lengths, texts = zip(*longer, strict=True)
+        tokens = [text.tokens[length:] for _, length, text in longer]
+        own = prefixes.expand(self.model, rows, lengths, max(map(len, tokens)))
+        wanted = (
+            (row, column - lengths[row], *others)
+            for row, text in enumerate(texts)
+            for column, *others in text.wanted()
+            if column >= lengths[row]
+        )
+        self._add(found, shared_prefix.forward(self.model, tokens, own), wanted)
+
+    def _add(
+        self, found: dict[int, Any], forwarded: Forwarded, wanted: Iterable[tuple[int, ...]]
+    ) -> None:
+        """Add the log-probabilities of ``wanted``: row, column, the token that follows, the pair's number."""
+        row, column, token, number = torch.tensor(list(wanted)).T
+        width = forwarded.ids.shape[1]
+        places, index = (row * width + column).unique(return_inverse=True)
+        start = 0
+        for logits in forwarded.logits(places // width, places % width):
+            end = start + len(logits)
+            here = (index >= start) & (index < end)
+            at, tokens = (each[here].to(logits.device) for each in (index - start, token))
+            logprobs = logits.log_softmax(dim=-1, dtype=self.dtype or torch.float32)[at, tokens]
+            is_best = logits.argmax(dim=-1)[at] == tokens
+            start = end
+            for which, *values in zip(
+                number[here].tolist(), logprobs.tolist(), is_best.tolist(), strict=True
+            ):
+                value, is_greedy = found[which]
+                found[which] = value + values[0], is_greedy and values[1]
+
+
+def _rows(longest: int, n_new: int, prefixes: Prefixes | None) -> int:
+    """How many rows of up to ``longest`` tokens are forwarded at once, ``n_new`` of each."""
+    held = TOKENS if prefixes is None else max(TOKENS, HELD // prefixes.bytes_per_token)
+    return max(1, min(TOKENS // n_new, held // longest))
+
+
+def grouped(pairs: Sequence[Pair], max_length: int, may_share: bool = True) -> Iterator[Group]:
+    """What to forward for ``pairs``: each text once, those of a context together if that saves enough."""
+    texts: dict[tuple[int, ...], Text] = {}
+    for number, (context, continuation) in enumerate(pairs):
+        tokens = tuple((context + continuation)[-(max_length + 1) :][:-1])
+        texts.setdefault(tokens, Text(tokens, {})).continuations[number] = continuation
+    of_contexts: dict[tuple[int, ...], list[Text]] = defaultdict(list)
+    for text in texts.values():
+        of_contexts[text.tokens[: text.n_context]].append(text)
+    for some in of_contexts.values():
+        prefix: Any = commonprefix([text.tokens for text in some])  # noqa: RUF071 - of any sequences
+        saved = (len(some) - 1) * len(prefix)
+        if may_share and saved > SHARE * sum(len(text.tokens) for text in some):
+            yield Group(prefix, some)
+        else:
+            yield from (Group(text.tokens, [text]) for text in some)
+
+
+def clusters(groups: Iterable[Group], least: int) -> Iterator[tuple[int, list[Group]]]:
+    """Groups that begin alike, as those with the same few-shot examples do, and with how many tokens.
+
+    Those of which too few begin alike to save ``least`` tokens come first, with 0.
+    """
+    found: list[tuple[tuple[int, ...], list[Group]]] = []
+    for group in sorted(groups, key=lambda group: group.prefix):
+        context = group.context
+        if found:
+            prefix, some = found[-1]
+            n = len(some)
+            common: Any = commonprefix([prefix, context])  # noqa: RUF071 - of any sequences
+            # Two have to be alike; another one is taken in if together they save no less.
+            longer = SHARE * max(len(prefix), len(context))
+            if 0 < len(common) >= (longer if n == 1 else (n - 1) / n * len(prefix)):
+                some.append(group)
+                found[-1] = common, some
+                continue
+        found.append((context, [group]))
+    is_worth = [len(prefix) * (len(some) - 1) >= max(least, 1) for prefix, some in found]
+    rest = [g for (_, some), is_so in zip(found, is_worth, strict=True) if not is_so for g in some]
+    if rest:
+        yield 0, rest
+    for (prefix, some), is_so in zip(found, is_worth, strict=True):
+        if is_so:
+            yield len(prefix), some

@@ -1,0 +1,172 @@
+"""Perplexity of texts that may be longer than the model's context: windows with a stride."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ... import families
+from ...state.text import Pieces
+from .bootstrap import Interval, interval
+
+#: Tokens of a window where none are given and the model allows more.
+WINDOW = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The tokens ``start:end`` of a text, of which those from ``first`` on are scored."""
+
+    start: int
+    first: int
+    end: int
+
+
+@dataclass(slots=True)
+class TextScore:
+    """How likely a text is: for each of its windows, the nats of its scored tokens, and their number."""
+
+    name: str
+    #: UTF-8 bytes of the scored tokens.
+    n_bytes: int
+    nats: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Of one text or of several together; ``interval`` is that of ``perplexity``."""
+
+    n_tokens: int
+    n_bytes: int
+    n_windows: int
+    perplexity: float  # exp(nats / tokens)
+    bits_per_token: float
+    bits_per_byte: float
+    interval: Interval | None
+
+    @classmethod
+    def of(
+        cls, scores: Sequence[TextScore], *, by_document: bool = False, seed: int = 0
+    ) -> Perplexity:
+        """Of all texts of ``scores``; the interval's units are windows, or texts if ``by_document``."""
+        rows = [
+            [(sum(s.nats), sum(s.counts))]
+            if by_document
+            else list(zip(s.nats, s.counts, strict=True))
+            for s in scores
+        ]
+        parts = torch.tensor([pair for row in rows for pair in row], dtype=torch.float64)
+        nats, n_tokens = parts.sum(dim=0).tolist()
+        n_bytes = sum(score.n_bytes for score in scores)
+        return cls(
+            int(n_tokens),
+            n_bytes,
+            sum(len(score.counts) for score in scores),
+            _perplexity([nats, n_tokens]),
+            nats / math.log(2) / n_tokens,
+            nats / math.log(2) / max(n_bytes, 1),
+            interval(parts, _perplexity, seed),
+        )
+
+
+def _perplexity(sums: list[float]) -> float:
+    nats, n_tokens = sums
+    return float(torch.tensor(nats / n_tokens, dtype=torch.float64).exp())
+
+
+def sizes(model: Any, window: int | None = None, stride: int | None = None) -> tuple[int, int]:
+    """``window`` and ``stride``, or their defaults: what the model allows, and half of it.
+
+    Raises ``ValueError`` for a model with an encoder, and for sizes that do not fit it or each other.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            "Perplexity needs a decoder-only model, but "
+            f"{type(model).__name__} is an encoder-decoder."
+        )
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    window = int(min(limit, WINDOW)) if window is None else window
+    if not 2 <= window <= limit:
+        raise ValueError(f"`window` has to be from 2 to {limit} tokens, but is {window}.")
+    stride = max(window // 2, 1) if stride is None else stride
+    if not 1 <= stride < window:
+        raise ValueError(
+            f"`stride` has to be from 1 to {window - 1}, below `window`, so that each token has "
+            f"another before it, but is {stride}."
+        )
+    return window, stride
+
+
+def windows(n_tokens: int, window: int, stride: int) -> Iterator[Window]:
+    """Windows that start each ``stride`` tokens; each token but the first is scored once.
+
+    A token has at least ``window - stride`` tokens before it, if the text has them.
+    """
+    first = 1
+    for start in range(0, max(n_tokens, 1), stride):
+        end = min(start + window, n_tokens)
+        if end > first:
+            yield Window(start, first, end)
+        first = end
+        if end == n_tokens:
+            return
+
+
+def score(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    text: str,
+    *,
+    window: int,
+    stride: int,
+    batch_size: int = 4,
+    on_tokens: Callable[[int], None] = lambda n: None,
+) -> TextScore:
+    """The log-probabilities of a text's tokens, by ``prompt_logprobs`` of its windows.
+
+    The text begins with what the tokenizer puts before it. The first token is not scored: where the
+    tokenizer puts none before the text, that is the text's own first. ``batch_size`` windows are
+    forwarded at once; ``on_tokens`` is told how many tokens were scored.
+
+    Raises ``ValueError`` for a text of fewer than two tokens.
+    """
+    ids = tokenizer(text, verbose=False).input_ids
+    if len(ids) < 2:
+        raise ValueError(f"{name!r} has {len(ids)} tokens, but perplexity needs at least 2.")
+    lead = Pieces(tokenizer)[ids[0]] if ids[0] not in tokenizer.all_special_ids else b""
+    found = TextScore(name, len(text.encode()) - len(lead))
+    tokens, rest = torch.tensor(ids), windows(len(ids), window, stride)
+    while batch := list(islice(rest, batch_size)):
+        logprobs = _logprobs(model, [tokens[w.start : w.end] for w in batch])
+        for row, each in zip(logprobs, batch, strict=True):
+            n = each.end - each.first
+            found.nats.append(-float(row[-n:].sum(dtype=torch.float64)))
+            found.counts.append(n)
+            on_tokens(n)
+    return found
+
+
+def _logprobs(model: Any, rows: list[Tensor]) -> Tensor:
+    """Log-probabilities ``(rows, longest)`` of ``rows`` of tokens, padded on the left."""
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, padding_side="left")
+    output = model.generate(
+        pad_sequence(rows, True, 0, padding_side="left").to(families.device_of(model)),
+        attention_mask=mask.to(families.device_of(model)),
+        max_new_tokens=0,
+        do_sample=False,
+        num_beams=1,
+        prompt_logprobs=0,
+        return_dict_in_generate=True,
+    )
+    found: Tensor = output.prompt_logprobs.token_logprobs.cpu()
+    return found

@@ -1,0 +1,161 @@
+"""The observer that records a call for a trace, and clocks around forward passes and drafting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...decoding.strategies import Beam as Search
+from ...decoding.strategies import Dola, Sample
+from ...decoding.strategies.assisted import Assisted
+from ...state.run import Run
+from ...state.run import Step as LoopStep
+from .beams import Tree
+from .measures import Position
+from .records import Draft, Stage, Step
+from .stages import Watched
+
+
+@dataclass(slots=True)
+class Clock:
+    """Adds up the seconds that a function takes, those of the device included."""
+
+    device: torch.device
+    seconds: float = 0.0
+    #: How many of its functions run, one within the other: the outermost is timed.
+    depth: int = 0
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:
+                return function(*args, **kwargs)
+            started, self.depth = self.now(), 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds, self.depth = self.seconds + self.now() - started, 0
+
+        return timed
+
+    def take(self) -> float:
+        """The seconds so far; begins again at 0."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class Tracer:
+    """Keeps of each step what ``Trace`` holds of it; the tokens are those of a call without it."""
+
+    def __init__(self, run: Run, strategy: Any, watched: Watched, top: int) -> None:
+        self.watched, self.top = watched, top
+        self.prompt_length = run.ids.shape[1]
+        self.stages = (Stage("logits"), *self.before(strategy), *watched.stages(run.configs))
+        self.positions: list[Position] = []
+        #: ``(rows,)`` of each position: which rows have a token there, or ``None`` for all.
+        self.is_token: list[list[bool] | None] = []
+        self.steps: list[Step] = []
+        self.search = strategy if isinstance(strategy, Search) else None
+        self.tree = None if self.search is None else Tree(self.search)
+        self.forward, self.draft = Clock(run.ids.device), Clock(run.ids.device)
+        #: ``(rows, n)``: what was drafted in the newest round, -1 where nothing was.
+        self.guesses: list[list[int]] = []
+        #: Methods that are watched, by their objects and names.
+        self.replaced: list[tuple[Any, str]] = []
+        parts = (strategy, "prefill"), (strategy.executor, "forward"), (strategy.executor, "verify")
+        for owner, name in parts:
+            self.replace(owner, name, self.forward.around(getattr(owner, name)))
+        if isinstance(strategy, Assisted):
+            self.watch_drafts(strategy)
+        self.since = self.forward.now()
+        self.result: dict[str, Any] = {}
+
+    def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Let ``function`` stand for a method of one object, until ``finish``."""
+        setattr(owner, name, function)
+        self.replaced.append((owner, name))
+
+    def before(self, strategy: Any) -> list[Stage]:
+        """What the strategy makes of the logits before the processors get them."""
+        if isinstance(strategy, Search):
+            return [Stage("log-probability")]
+        if isinstance(strategy, Dola):
+            return [Stage("contrast of layers")]
+        is_own = getattr(type(strategy), "adjust", Sample.adjust) is not Sample.adjust
+        return [Stage(type(strategy).__name__)] if is_own else []
+
+    def add(self, run: Run, strategy: Any, step: LoopStep) -> None:
+        """Measure the tokens of a step."""
+        seconds = self.forward.now() - self.since
+        draft = self.draft.take()
+        n_new = step.tokens.shape[1]
+        if step.logits is None:
+            raise ValueError(
+                f"A trace needs `Step.logits`, which {type(strategy).__name__} does not set."
+            )
+        told = getattr(strategy, "is_token", None)
+        is_token = None if told is None else told(run, step)
+        length = run.ids.shape[1] - n_new
+        for place in range(n_new):
+            tokens = step.tokens[:, place]
+            rows = torch.arange(len(tokens), device=tokens.device)
+            if self.tree is not None:
+                rows, tokens = strategy.scored()
+            stages = self.scores(length + place, step.logits[place], len(step.tokens))
+            self.positions.append(Position.of(len(self.steps), stages, rows, tokens, self.top))
+            self.is_token.append(None if is_token is None else is_token[:, place].tolist())
+        drafts = self.drafts(strategy, length) if isinstance(strategy, Assisted) else ()
+        self.steps.append(Step(n_new, seconds, self.forward.take(), draft, tuple(drafts)))
+        if self.tree is not None:
+            self.tree.add(run, strategy)
+        self.since = self.forward.now()
+
+    def scores(self, length: int, logits: Tensor, n_rows: int) -> list[Tensor]:
+        """The scores ``(rows, vocab)`` of each stage, at the position behind ``length`` tokens."""
+        notes = self.watched.take(length)
+        if notes is None:  # there are no processors, and they were not asked
+            return [logits[:n_rows]]
+        has_before = len(self.stages) > len(notes)
+        return [logits[:n_rows], *notes] if has_before else notes
+
+    def watch_drafts(self, strategy: Assisted) -> None:
+        """Time the making of drafts, and note them before they are verified, which writes over them."""
+        make = self.draft.around(strategy.make_draft)
+
+        def make_draft(run: Run, start: int) -> None:
+            make(run, start)
+            self.guesses = strategy.rows.guesses.tolist()
+
+        self.replace(strategy, "make_draft", make_draft)
+
+    def drafts(self, strategy: Assisted, start: int) -> Iterator[Draft]:
+        """What was drafted in a round that began behind ``start`` tokens, by row."""
+        rows = strategy.rows
+        for row, guesses in enumerate(self.guesses):
+            drafted = [(place, token) for place, token in enumerate(guesses, start) if token >= 0]
+            if not drafted:
+                continue
+            known = rows.tokens[row, : rows.known[row]].tolist()
+            is_right = (known[place : place + 1] == [token] for place, token in drafted)
+            n_accepted = sum(1 for _ in takewhile(bool, is_right))
+            tokens = tuple(token for _, token in drafted)
+            yield Draft(row, drafted[0][0] - self.prompt_length, tokens, n_accepted)
+        self.guesses = []
+
+    def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
+        """Keep the result, of which ``tracing.trace`` makes the trace."""
+        self.result = result
+        for owner, name in self.replaced:  # what refers to itself would keep the cache in memory
+            delattr(owner, name)

@@ -1,0 +1,228 @@
+"""``hfgen.trace``: a call of generate with a record of what happened at each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ... import families
+from ...decoding import loop
+from ...decoding.results import Results
+from ...decoding.strategies import Beam as Search
+from ...decoding.strategies import GroupBeam, Sample
+from ...decoding.strategies.assisted import Assisted
+from ...decoding.strategies.minimum_bayes_risk import MinimumBayesRisk
+from ...memory.checks import explaining_misfit
+from ...mixin import GenerationMixin, driven, mixed_view
+from ...prepare.stages import prepare
+from ...settings.fields import FIELDS
+from ...state.call import Call
+from ...state.call import Request as GenerateRequest
+from ...state.run import Run
+from .records import Prompt, Sequence, Trace
+from .spelling import Speller, all_ids
+from .stages import Watched
+from .tracer import Tracer
+
+#: What strategies have to be, or to be derived from; and those of them that do otherwise.
+SHOWN = (Sample, Search, Assisted)
+NOT_SHOWN = (GroupBeam, MinimumBayesRisk)
+MODES = (
+    "greedy decoding, sampling, beam search and sampling, assisted decoding, contrastive search, DoLa and "
+    "constrained beam search"
+)
+
+
+@torch.no_grad()
+def trace(
+    model: Any, prompt: Any = None, tokenizer: Any = None, *, top: int = 10, **kwargs: Any
+) -> Trace:
+    """Run ``model.generate`` and record what happened at each token.
+
+    The tokens are those of ``generate`` with the same arguments. A call without this does no more work
+    than before. Times include copies of the scores, and are those of a call that is watched.
+
+    Args:
+        model: Any model; one without hfgen's mixin stays as it is.
+        prompt: Text, a list of texts, ids ``(length,)`` or ``(batch, length)``, or a mapping of model
+            inputs, as a tokenizer returns it. Inputs may also come by name, among the ``kwargs``.
+        tokenizer: For prompts that are text, and to spell tokens; without one, ids are shown.
+        top: How many of the likeliest tokens to keep of each position, by the model's logits, and again
+            by the last scores.
+        kwargs: Those of ``generate``.
+
+    Returns:
+        A ``hfgen.tools.inspect.Trace``: ``.save("page.html")`` writes a page, ``.to_dict()`` is JSON, and a
+        notebook shows it.
+
+    Raises:
+        ValueError: ``top`` below 1, text without a tokenizer, or a mode that cannot be shown: diverse
+            beam search, minimum Bayes risk, strategies that are not derived from hfgen's.
+        TypeError: A prompt of another kind; a model that cannot generate, or with a ``generate`` or
+            decoding method of its own.
+    """
+    if isinstance(top, bool) or not isinstance(top, int):
+        raise TypeError(f"`top` has to be an integer, but is {top!r}.")
+    if top < 1:
+        raise ValueError(f"`top` has to be at least 1, but is {top}.")
+    model = mixed_view(model)
+    if not isinstance(model, GenerationMixin):
+        raise TypeError(
+            f"`model` has to be a model that generates, but is {type(model).__name__}: load it with "
+            "AutoModelForCausalLM, for example."
+        )
+    if kwargs.get("streamer") is not None:
+        raise ValueError("`streamer` does not work with a traced call. Leave it out.")
+    if tokenizer is not None:
+        kwargs["tokenizer"] = tokenizer
+    kwargs |= model_inputs(prompt, tokenizer, model)
+    return _trace(model, driven(model, GenerateRequest.of(**kwargs)), tokenizer, top)
+
+
+def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Trace:
+    call = prepare(model, request)
+    try:
+        check_shown(call)
+        call.processors = watched = Watched(call.processors)
+        run, strategy = call.start(model)
+        recording = loop.begin(run)
+        tracer = Tracer(run, strategy, watched, top)
+        prepare_seconds = tracer.since - call.started
+        prompts = list(prompts_of(run, call))
+        if not any(isinstance(observer, Results) for observer in run.observers):
+            run.observers.append(Results(run))  # why rows ended
+        run.observers.append(tracer)
+        with explaining_misfit(model, call.cache):
+            with closing(loop.drive(run, strategy)) as steps:
+                for _ in steps:
+                    pass
+            loop.conclude(run, strategy, recording)
+        speller = Speller(tokenizer)
+        sequences = tuple(sequences_of(run, tracer, len(prompts), speller))
+        beams: Any = ()
+        if tracer.tree is not None:
+            paths = tracer.result["beam_indices"]
+            beams = tracer.tree.result(paths, tracer.result["sequences"])
+        return Trace(
+            mode=call.who,
+            model=type(model).__name__,
+            settings=settings_of(call, model),
+            stages=tracer.stages,
+            prompts=tuple(Prompt(tuple(prompt), speller.text(prompt)) for prompt in prompts),
+            sequences=sequences,
+            steps=tuple(tracer.steps),
+            beams=beams,
+            prepare_seconds=prepare_seconds,
+            vocabulary_size=int(model.config.get_text_config(decoder=True).vocab_size),
+            spelling=speller.spelling(all_ids(prompts, sequences, beams, tracer.steps)),
+        )
+    finally:
+        call.release()
+
+
+def check_shown(call: Call) -> None:
+    """Raise ``ValueError`` for a mode of which no trace can be made."""
+    kind = call.strategy
+    if not (isinstance(kind, type) and issubclass(kind, SHOWN)) or issubclass(kind, NOT_SHOWN):
+        raise ValueError(f"trace() shows {MODES}, but the arguments ask for {call.who}.")
+
+
+def model_inputs(prompt: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
+    """The inputs of ``generate`` for what ``trace`` takes as its prompt."""
+    if prompt is None:
+        return {}
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(texts, list | tuple) and texts and all(isinstance(t, str) for t in texts):
+        if tokenizer is None:
+            raise ValueError("A prompt that is text needs a `tokenizer`.")
+        rows = [torch.tensor(tokenizer(text).input_ids, dtype=torch.long) for text in texts]
+        if empty := [text for text, ids in zip(texts, rows, strict=True) if not len(ids)]:
+            raise ValueError(f"The prompt {empty[0]!r} has no tokens.")
+        side = "right" if model.config.is_encoder_decoder else "left"
+        pad = getattr(tokenizer, "pad_token_id", None) or 0
+        masks = [torch.ones_like(ids) for ids in rows]
+        return {
+            "input_ids": pad_sequence(rows, True, pad, side).to(families.device_of(model)),
+            "attention_mask": pad_sequence(masks, True, 0, side).to(families.device_of(model)),
+        }
+    if isinstance(prompt, Mapping):
+        return {
+            n: v.to(families.device_of(model)) if isinstance(v, Tensor) else v
+            for n, v in prompt.items()
+        }
+    if isinstance(prompt, list | tuple):
+        with suppress(TypeError, ValueError):  # rows of several lengths, or no ids
+            prompt = torch.tensor(prompt, dtype=torch.long)
+    if not isinstance(prompt, Tensor):
+        raise TypeError(
+            "`prompt` has to be text, a list of texts, token ids `(length,)` or `(batch, length)`, or a "
+            f"mapping of model inputs, but is {prompt!r:.80}."
+        )
+    return {"inputs": torch.atleast_2d(prompt).to(families.device_of(model))}
+
+
+def prompts_of(run: Run, call: Call) -> Iterable[list[int]]:
+    """The ids of each prompt, without padding; none where the input is not ids."""
+    assert call.prompt is not None
+    n_prompts = call.prompt.batch_size
+    ids = call.prompt.main_input if run.is_encoder_decoder else run.ids
+    mask = run.model_kwargs.get("attention_mask")
+    if ids.ndim != 2 or ids.is_floating_point():
+        ids, mask = run.ids[:, :0], None
+    ids = ids[:: max(len(ids) // n_prompts, 1)]
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == ids.shape[1]:
+        keep = mask[:: max(len(mask) // n_prompts, 1)] != 0
+    for row, kept in zip(ids, keep, strict=True):
+        yield row[kept].tolist()
+
+
+def sequences_of(run: Run, tracer: Tracer, n_prompts: int, speller: Speller) -> Iterable[Sequence]:
+    """The sequences that are returned, with what is known of their tokens."""
+    found: Any = tracer.result["sequences"]
+    paths, reasons = tracer.result.get("beam_indices"), run.extras["finish_reasons"]
+    texts = run.extras.get("texts", [None] * len(found))
+    scores: Any = [None] * len(found)
+    if tracer.search is not None:
+        scores = tracer.search.finished.scores[:, : len(found) // n_prompts].flatten().tolist()
+    drafted = {
+        (draft.sequence, draft.position + place)
+        for step in tracer.steps
+        for draft in step.drafts
+        for place in range(draft.n_accepted)
+    }
+    for index, ids in enumerate(found[:, tracer.prompt_length :].tolist()):
+        tokens = []
+        for place, (position, token) in enumerate(zip(tracer.positions, ids, strict=False)):
+            row = index if paths is None else int(paths[index, place])
+            is_token = tracer.is_token[place]
+            if row < 0 or (is_token is not None and not is_token[row]):
+                break
+            tokens.append(position.token(row, token, (index, place) in drafted))
+        prompt, reason = index * n_prompts // len(found), reasons[index]
+        stop = getattr(reason, "stop", None)
+        text = texts[index] if texts[index] is not None else speller.text(ids[: len(tokens)])
+        yield Sequence(prompt, tuple(tokens), text, str(reason), stop, score=scores[index])
+
+
+def settings_of(call: Call, model: Any) -> dict[str, Any]:
+    """The fields of the config that the call, or the model's own config, has set."""
+    request = call.request
+    sources = (
+        request.kwargs,
+        vars(request.generation_config or SimpleNamespace()),
+        vars(model.generation_config),
+    )
+    names = [n for source in sources for n, v in source.items() if n in FIELDS and v is not None]
+    settings = {}
+    for name in dict.fromkeys(n for n in names if n != "transformers_version"):
+        values = [getattr(config, name, None) for config in call.configs]
+        value = values[0] if all(v == values[0] for v in values) else values
+        settings[name] = value if isinstance(value, int | float | str | list) else repr(value)
+    return settings

@@ -1,0 +1,192 @@
+"""What a client gets while a request decodes: the chunks of chats and completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+
+from ...engine.errors import EngineClosedError
+from ...logits.logprobs.openai import content, legacy
+from ...settings.logs import logger
+from ..openai_api import error_body, finish_reason
+from ..openai_api.responses import stop_reason
+
+if TYPE_CHECKING:
+    from ...engine.request import EngineEvent
+    from ...engine.serving import ServiceRequest
+
+Choice = dict[str, Any]
+
+
+class Message:
+    """A row's text as a chat has it: upstream's parser tells thoughts and tool calls from the answer."""
+
+    def __init__(self, parser: Any = None) -> None:
+        self.parser = parser
+        #: Text of which nothing has been returned.
+        self.unread = ""
+        self.opening = [] if parser is None else response_events_to_chunks(parser.initial_events)
+
+    def items(self, text: str, is_end: bool) -> list[str | ToolCall]:
+        """What more ``text`` adds: text, ``ReasoningText``, and calls that are complete."""
+        if self.parser is None:
+            return [text] if text else []
+        found, self.opening = self.opening, []
+        self.unread += text
+        try:
+            found += response_events_to_chunks(self.parser.feed(text))
+        except ValueError:  # no call, though it looks like one: from here on, all is text
+            self.parser = None
+            return [*found, self.unread]
+        if is_end:
+            with suppress(ValueError, RuntimeError):  # cut off amid a tool call, which is left out
+                found += response_events_to_chunks(self.parser.finalize()[1])
+        if found:
+            self.unread = ""
+        return found
+
+    def whole(self, text: str, request_id: str, row: int) -> dict[str, Any]:
+        """The fields of a message that is ``text``."""
+        items = self.items(text, is_end=True)
+        if self.parser is None:
+            return {"content": text}
+        calls = [item for item in items if isinstance(item, ToolCall)]
+        thoughts = "".join(item for item in items if isinstance(item, ReasoningText)).strip()
+        rest = "".join(item for item in items if type(item) is str).strip()
+        message: dict[str, Any] = {"content": rest if rest or not calls else None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls:
+            own = enumerate(calls)
+            message["tool_calls"] = [tool_call(request_id, row, n, call) for n, call in own]
+        return message
+
+
+@dataclass(slots=True)
+class ChatChoices:
+    """One row of a chat."""
+
+    index: int
+    message: Message
+    pieces: Any
+    request_id: str
+    n_calls: int = 0
+
+    def begin(self) -> list[Choice]:
+        return [self.choice({"role": "assistant", "content": ""})]
+
+    def gain(self, event: EngineEvent) -> list[Choice]:
+        """The choices of an event; its log-probabilities are with the first of them."""
+        items = self.message.items(event.text, event.finish_reason is not None)
+        choices = [self.choice(self.delta(item)) for item in items]
+        if event.logprobs:
+            choices = choices or [self.choice({"content": ""})]
+            tokens = content(event.logprobs, self.pieces)
+            choices[0]["logprobs"] = {"content": tokens, "refusal": None}
+        if event.finish_reason is not None:
+            why = finish_reason(event.finish_reason)
+            last = self.choice({}, "tool_calls" if self.n_calls and why == "stop" else why)
+            choices.append(last | {"stop_reason": stop_reason(event.finish_reason)})
+        return choices
+
+    def delta(self, item: str | ToolCall) -> dict[str, Any]:
+        if isinstance(item, ReasoningText):
+            return {"reasoning_content": str(item)}
+        if isinstance(item, str):
+            return {"content": item}
+        call = tool_call(self.request_id, self.index, self.n_calls, item)
+        self.n_calls += 1
+        return {"tool_calls": [{"index": self.n_calls - 1, **call}]}
+
+    def choice(self, delta: dict[str, Any], why: str | None = None) -> Choice:
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": why}
+
+
+def tool_call(request_id: str, row: int, number: int, call: ToolCall) -> dict[str, Any]:
+    """A call as OpenAI's messages have it."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {
+        "id": f"{request_id}_{row}_tool_call_{number}",
+        "type": "function",
+        "function": function,
+    }
+
+
+@dataclass(slots=True)
+class TextChoices:
+    """One row of a completion."""
+
+    index: int
+    pieces: Any
+    #: The text of the prompt, if the answer is to begin with it.
+    opening: str = ""
+    #: Characters of the tokens that have come.
+    offset: int = 0
+
+    def begin(self) -> list[Choice]:
+        choice = {"index": self.index, "text": self.opening, "logprobs": None}
+        return [choice | {"finish_reason": None}] if self.opening else []
+
+    def gain(self, event: EngineEvent) -> list[Choice]:
+        """One choice, if there is something to tell."""
+        logprobs = None
+        if event.logprobs:
+            logprobs = legacy(event.token_ids, event.logprobs, self.pieces)
+            logprobs["text_offset"] = [n + self.offset for n in logprobs["text_offset"]]
+            self.offset += sum(map(len, logprobs["tokens"]))
+        why = event.finish_reason
+        if not event.text and logprobs is None and why is None:
+            return []
+        choice = {"index": self.index, "text": event.text, "logprobs": logprobs}
+        if why is None:
+            return [choice | {"finish_reason": None}]
+        return [choice | {"finish_reason": finish_reason(why), "stop_reason": stop_reason(why)}]
+
+
+async def chunks(
+    request: ServiceRequest,
+    choices_of: Callable[[int], ChatChoices | TextChoices],
+    common: dict[str, Any],
+    count: Callable[[Any], dict[str, int]] | None,
+) -> AsyncIterator[str]:
+    """The server-sent events of a stream; what they have in ``common`` comes first in each.
+
+    ``count``: the usage of the output, if it is to be told at the end. Leaving cancels the request.
+    """
+    rows: dict[int, ChatChoices | TextChoices] = {}
+    async with request:
+        try:
+            async for event in request:
+                if event.finish_reason == "error":
+                    continue  # what was raised comes next
+                check_open(event.finish_reason)
+                found: list[Choice] = []
+                if event.row not in rows:
+                    rows[event.row] = choices_of(event.row)
+                    found = rows[event.row].begin()
+                found += rows[event.row].gain(event)
+                if found:
+                    yield "".join(sse({**common, "choices": [choice]}) for choice in found)
+        except Exception as error:  # the status has been sent: the client reads it here
+            logger.error("A request has failed.", exc_info=error)
+            yield sse(error_body(error, 500))
+            return
+        if count is not None:
+            yield sse({**common, "choices": [], "usage": count(request.output)})
+        yield "data: [DONE]\n\n"
+
+
+def check_open(finish_reason: str | None) -> None:
+    """Raise ``EngineClosedError`` for an answer that the server has cut off; clients that leave read none."""
+    if finish_reason == "cancelled":
+        raise EngineClosedError("The server was closed before the answer ended.")
+
+
+def sse(chunk: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"

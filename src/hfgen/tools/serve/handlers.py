@@ -1,0 +1,316 @@
+"""The handlers of ``/v1/chat/completions`` and ``/v1/completions``, and code that all handlers share."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse, StreamingResponse
+from transformers.cli.serving.utils import build_response_parser, get_response_template
+
+from ...engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
+from ...engine.serving import ServiceRequest
+from ...families import max_positions
+from ...logits.grammar.llguidance import library_of
+from ...settings.grammar import Grammar
+from ...settings.logs import logger
+from ...state.text import Pieces
+from ..openai_api import (
+    chat_response,
+    completion_response,
+    generate_kwargs,
+    in_words_of,
+    prompts_of,
+    usage,
+)
+from ..openai_api.responses import echoed
+from .answers import ChatChoices, Message, TextChoices, check_open, chunks
+from .chats import TEXTS, check_messages, inputs_of
+from .served import Served
+from .tools import USUAL, Tools, reader_of
+
+#: New tokens of an answer that neither the request nor the model limits, as upstream has it.
+NEW_TOKENS = 1024
+
+#: Fields of a generation config that a client sends along, and the model decides.
+OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cache")
+
+#: Of the likeliest tokens that an answer tells of in each place, as OpenAI has it.
+MAX_LOGPROBS = 20
+
+#: The fields of a body that limit its answer.
+ANSWER_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
+
+#: Fields of a body that say what the prompt is.
+PROMPTS = ("messages", "prompt", "input", "instructions", "tools", "documents")
+
+#: Seconds after which a client that was refused may come again.
+RETRY_AFTER = 1
+
+
+@contextmanager
+def refusals(body: dict[str, Any]) -> Iterator[None]:
+    """Turns what is raised before the request of ``body`` is in the engine into a status."""
+    try:
+        yield
+    except HTTPException:
+        raise
+    except QueueFullError as error:
+        raise HTTPException(429, str(error), {"Retry-After": str(RETRY_AFTER)}) from error
+    except EngineClosedError as error:
+        raise HTTPException(503, str(error)) from error
+    except DoesNotFitError as error:
+        advice = "Lower `n` or `max_tokens`, or shorten the prompt."
+        raise HTTPException(400, f"{error} {advice}") from error
+    except (IndexError, ValueError) as error:
+        raise HTTPException(400, in_words_of(body, str(error))) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        message = f"The request cannot be read: {in_words_of(body, str(error))}"
+        raise HTTPException(400, message) from error
+
+
+async def result_of(request: ServiceRequest) -> Any:
+    """The output of a request; raises ``HTTPException``: 500 if it has failed, 503 if it was cut off."""
+    try:
+        async with request:
+            output = await request.result()
+        check_open(output.finish_reason)
+        return output
+    except EngineClosedError as error:
+        raise HTTPException(503, str(error)) from error
+    except Exception as error:
+        logger.error("A request has failed.", exc_info=error)
+        message = f"The request has failed: {type(error).__name__}: {error}"
+        raise HTTPException(500, message) from error
+
+
+class EngineHandler:
+    """What the handlers share: parameters of a request, and its way into the engine.
+
+    A copy of the handler serves each request, and knows its ``body`` and the ``fields`` of generation.
+    """
+
+    body: dict[str, Any]
+    fields: dict[str, Any]
+    #: The field of a body that has its messages.
+    messages = "messages"
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer, or raise ``HTTPException``: 400, 429, 500 or 503."""
+        own = copy.copy(self)
+        with refusals(body):
+            self.served.check_name(body)
+            await self.served.prepared(own.read, body)
+            return await own.answer(own.body, request_id)
+
+    def read(self, body: dict[str, Any]) -> None:
+        """Set ``body`` and ``fields`` of this request. Raises ``ValueError``."""
+        self.served.limits.check(body, PROMPTS)
+        self.body = body = unfolded(body)
+        self.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
+        check(self.fields, body)
+        most = self.served.service.engine.scheduler.max_rows
+        for name, own in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
+            if (asked := self.fields.get(own) or 1) > most:
+                raise ValueError(f"`{name}` is at most {most} (--max-rows), but is {asked}.")
+        self.compile()
+
+    def compile(self) -> None:
+        """Compile the request's grammar here, so that the engine's thread finds it."""
+        if isinstance(grammar := self.fields.get("grammar"), Grammar):
+            library_of(self.served.tokenizer).matcher(grammar)
+
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        """The response."""
+        raise NotImplementedError
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The fields of generation that a body asks for. Raises ``ValueError``."""
+        raise NotImplementedError
+
+    async def begin(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any, ServiceRequest]:
+        """Of a chat: its inputs, what upstream's parsers read its answer with, and the request.
+
+        An answer that the model's own template reads has special tokens.
+        """
+        check_messages(messages, self.messages)
+        contents = (message.get("content") for message in messages)
+        parts = (part for parts in contents if isinstance(parts, list) for part in parts)
+        has_media = any(not isinstance(p, dict) or p.get("type") not in TEXTS for p in parts)
+        inputs, reader = await self.served.prepared(self.of_chat, messages, body, is_slow=has_media)
+        return inputs, reader, await self.add(dict(inputs))
+
+    def of_chat(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any]:
+        """The inputs of the model for a chat, and what reads its answer. Raises ``ValueError``."""
+        model, processor, tools = self.served.model, self.served.processor, Tools.of(body)
+        reader, format = reader_of(model, processor, tools)
+        if (calls := tools.grammar(format, self.fields.get("grammar"))) is not None:
+            self.fields["grammar"] = calls
+            self.compile()
+        if get_response_template(reader, model) not in (None, USUAL):
+            self.fields["skip_special_tokens"] = False
+        shown = body if tools.functions else body | {"tools": None}
+        given = messages, shown, self.messages, self.served.limits
+        return inputs_of(model, processor, *given), reader
+
+    async def add(self, inputs: Any, **kwargs: Any) -> ServiceRequest:
+        """Put a prompt, its ids or the model's inputs, into the engine."""
+        served, fields, is_ids = self.served, self.fields, not isinstance(inputs, dict)
+        own = fields | served.defaults
+        length = len(inputs) if is_ids else inputs["input_ids"].shape[-1]
+        self.check_length(length)
+        if "max_new_tokens" not in own and "max_length" not in own:
+            kwargs["max_new_tokens"] = default_length(served.model, length)
+        if hasattr(served.model, "has_talker"):  # it would speak, too
+            kwargs["generation_mode"] = "text"
+        is_text = is_ids or inputs.keys() <= {"input_ids", "attention_mask"}
+        if is_text and (fields.get("num_beams") or own.get("num_beams") or 1) == 1:
+            kwargs |= served.drafts
+        priority = self.body.get("priority", 0)
+        return await served.service.add(inputs, priority=priority, **fields | kwargs)
+
+    def check_length(self, length: int) -> None:
+        """Raise ``ValueError`` for a prompt, or a prompt and an answer, of more tokens than positions."""
+        positions, n_new = max_positions(self.served.model), self.fields.get("max_new_tokens")
+        if positions is None:
+            return
+        if length + (0 if n_new == 0 else 1) > positions:
+            name = self.messages if self.messages in self.body else "prompt"
+            raise ValueError(
+                f"`{name}` has {length:,} tokens, but the model has {positions:,} positions."
+            )
+        if n_new is not None and length + n_new > positions:
+            room = positions - length
+            if any(self.body.get(name) is not None for name in ANSWER_LENGTHS):
+                raise ValueError(
+                    f"`max_tokens` is at most {room:,} behind this prompt: the model has "
+                    f"{positions:,} positions."
+                )
+            self.fields["max_new_tokens"] = room
+
+    def common(self, request_id: str, kind: str) -> dict[str, Any]:
+        """What the chunks of a stream have in common."""
+        created, name = int(time.time()), self.served.name
+        return {"id": request_id, "object": kind, "created": created, "model": name}
+
+    @property
+    def pieces(self) -> Any:
+        """The texts of single tokens, if log-probabilities are asked for."""
+        return Pieces(self.served.tokenizer) if "logprobs" in self.fields else None
+
+    @property
+    def count(self) -> Any:
+        """What counts the tokens of an output, if a stream is to end with that."""
+        has_usage = (self.body.get("stream_options") or {}).get("include_usage")
+        return (lambda output: usage([output])) if has_usage else None
+
+
+def unfolded(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with the fields of its ``generation_config``, JSON text, which ``transformers chat`` sends."""
+    if body.get("generation_config") is None:
+        return body
+    try:
+        fields = dict(json.loads(body["generation_config"]))
+    except (TypeError, ValueError):
+        raise ValueError(
+            "`generation_config` has to be the JSON text of one, but is not."
+        ) from None
+    rest = {name: value for name, value in body.items() if name != "generation_config"}
+    return {name: value for name, value in fields.items() if name not in OF_THE_MODEL} | rest
+
+
+def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
+    """Refuse what a server cannot give: log-probabilities of whole vocabularies, and of the prompt."""
+    if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
+        name = "top_logprobs" if "top_logprobs" in body else "logprobs"
+        raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
+    if type(body.get("priority", 0)) is not int:
+        raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        if body.get(name) is not None:
+            raise ValueError(
+                f"`{name}` is not supported: a completion with `echo` and `logprobs` has the prompt's."
+            )
+
+
+def default_length(model: Any, prompt_length: int) -> int:
+    """New tokens where nobody limits them: as many as the model has positions for, up to a limit."""
+    positions = max_positions(model)
+    room = NEW_TOKENS if positions is None else positions - prompt_length
+    return max(1, min(NEW_TOKENS, room))
+
+
+class ChatHandler(EngineHandler):
+    """``/v1/chat/completions``."""
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        return generate_kwargs(body, is_chat=True, defaults=self.served.defaults)
+
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        served, pieces = self.served, self.pieces
+        inputs, reader, request = await self.begin(body.get("messages"), body)
+
+        def message() -> Message:
+            ids, tools = inputs["input_ids"], body.get("tools")
+            return Message(build_response_parser(reader, served.model, ids, tools=tools))
+
+        if body.get("stream"):
+            lines = chunks(
+                request,
+                lambda row: ChatChoices(row, message(), pieces, request_id),
+                self.common(request_id, "chat.completion.chunk"),
+                self.count,
+            )
+            return StreamingResponse(lines, media_type="text/event-stream")
+        output = await result_of(request)
+        common = {"model": served.name, "tokenizer": served.tokenizer, "id": request_id}
+        response = chat_response(output, **common)
+        for choice in response["choices"]:
+            own = choice["message"]
+            own |= message().whole(own["content"], request_id, choice["index"])
+            if "tool_calls" in own and choice["finish_reason"] == "stop":
+                choice["finish_reason"] = "tool_calls"
+        return JSONResponse(response)
+
+
+class TextHandler(EngineHandler):
+    """``/v1/completions``: of text or token ids, and of several prompts where it is no stream."""
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        return generate_kwargs(body, is_chat=False, defaults=self.served.defaults)
+
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        served = self.served
+        read = partial(prompts_of, is_chat=False)
+        prompts = await self.served.prepared(read, body, served.tokenizer)
+        pieces, echo = self.pieces, bool(body.get("echo"))
+        if body.get("stream"):
+            if len(prompts) > 1:
+                raise ValueError("With `stream`, `prompt` has to be a single prompt.")
+            if echo and pieces is not None:
+                raise ValueError("With `echo` and `logprobs`, `stream` has to be false.")
+            opening = echoed(prompts[0], served.tokenizer) if echo else ""
+            lines = chunks(
+                await self.add(prompts[0]),
+                lambda row: TextChoices(row, pieces, opening),
+                self.common(request_id, "text_completion"),
+                self.count,
+            )
+            return StreamingResponse(lines, media_type="text/event-stream")
+        async with AsyncExitStack() as stack:
+            requests = [
+                await stack.enter_async_context(await self.add(prompt, has_events=False))
+                for prompt in prompts
+            ]
+            outputs = [await result_of(request) for request in requests]
+        common = {"model": served.name, "tokenizer": served.tokenizer, "id": request_id}
+        return JSONResponse(completion_response(outputs, echo=echo, **common))

@@ -1,0 +1,90 @@
+"""The handler of ``/v1/responses``: transformers' response format, with the engine's requests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    BaseHandler,
+    _StreamError,
+)
+
+from ...engine.serving import ServiceRequest
+from ..openai_api import generate_kwargs
+from .answers import Message, check_open
+from .handlers import EngineHandler, result_of
+
+#: Parameters of ``/v1/responses`` and their names in a chat.
+OF_RESPONSES = {"max_output_tokens": "max_completion_tokens", "temperature": "temperature"}
+OF_RESPONSES |= {name: name for name in ("top_p", "seed", "stop")}
+
+
+class ResponsesHandler(EngineHandler, ResponseHandler):
+    """``/v1/responses``: upstream's answers, of requests of the engine."""
+
+    messages = "input"
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("input") is None:
+            raise ValueError("`input` has to be text or a list, but is missing.")
+        BaseHandler._validate_request(self, body)
+        chat = {OF_RESPONSES[name]: body[name] for name in OF_RESPONSES if name in body}
+        form = body.get("text") or {}
+        form = form.get("format", {"type": "text"}) if isinstance(form, dict) else form
+        if not isinstance(form, dict):
+            raise ValueError(f"`text` has to have an object `format`, but is {body['text']!r:.80}.")
+        chat["response_format"] = form | {"json_schema": form}  # which are one level here
+        return generate_kwargs(chat, is_chat=True, defaults=self.served.defaults)
+
+    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+        """Upstream's; no stream is the default, as OpenAI has it."""
+        body = body | {"tools": self._normalize_tools(body.get("tools"))}
+        inputs, reader, request = await self.begin(self._normalize_input(body), body)
+        given: Any = request_id, self.served.model, reader, self.served.name, body, inputs, None
+        more: Any = {"gen_manager": OneRequest(request), "tools": body["tools"]}
+        if body.get("stream"):
+            return self._streaming(*given, **more)
+        return await self._non_streaming(*given, **more)
+
+
+class OneRequest(BaseGenerateManager):
+    """A request of the engine, as upstream's handlers ask for what they generate.
+
+    It is also what they know as the streamer: it counts tokens, and can be cancelled.
+    """
+
+    total_tokens = 0
+
+    def __init__(self, request: ServiceRequest) -> None:
+        self.request = request
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
+
+    def generate_streaming(self, *_: Any, response_parser: Any = None, **__: Any) -> Any:
+        self.task = asyncio.ensure_future(self.run(Message(response_parser)))
+        return self.queue, self
+
+    async def run(self, message: Message) -> None:
+        """Fill the queue, as upstream's streamers do: the end is ``None``."""
+        try:
+            async for event in self.request:
+                check_open(event.finish_reason)
+                self.total_tokens += len(event.token_ids)
+                for item in message.items(event.text, event.finish_reason is not None):
+                    self.queue.put_nowait(item)
+        except Exception as error:
+            self.queue.put_nowait(_StreamError(str(error)))
+        self.queue.put_nowait(None)
+
+    async def generate_non_streaming(self, *_: Any, **__: Any) -> tuple[str, int, list[int]]:
+        output = await result_of(self.request)
+        return output.text or "", len(output.prompt_token_ids), output.token_ids
+
+    def cancel(self) -> None:
+        self.request.cancel()
+
+    def stop(self) -> None:
+        self.cancel()

@@ -1,0 +1,60 @@
+"""``Served``: the model of a server, the engine that decodes with it, and threads that prepare requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fastapi import HTTPException
+
+from ...engine.serving import Service
+from .limits import Limits
+
+#: Requests of a kind that are prepared at once.
+N_WORKERS = 4
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of the server, the engine that decodes with it, and arguments by which all requests draft."""
+
+    name: str
+    model: Any
+    processor: Any
+    service: Service
+    drafts: Mapping[str, Any]
+    limits: Limits
+    #: Threads for templates, tokenizers and grammars, and for media, which may come slowly.
+    pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
+    media_pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The model's own generation config, as far as it says something."""
+        config = vars(self.model.generation_config)
+        return {name: value for name, value in config.items() if value is not None}
+
+    def check_name(self, body: dict[str, Any]) -> None:
+        """Raise ``HTTPException`` if ``body`` is for another model."""
+        if body.get("model") not in (None, self.name):
+            raise HTTPException(400, f"`model` has to be {self.name!r}, but is {body['model']!r}.")
+
+    async def prepared(self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False) -> Any:
+        """What ``prepare`` returns, run in a worker thread. Raises ``ValueError`` if it takes too long."""
+        pool = self.media_pool if is_slow else self.pool
+        running = asyncio.get_running_loop().run_in_executor(pool, prepare, *args)
+        seconds = self.limits.prepare_seconds
+        try:
+            return await asyncio.wait_for(running, seconds)
+        except asyncio.TimeoutError:
+            raise ValueError(
+                f"The request took more than {seconds:g} seconds (--prepare-seconds) to prepare."
+            ) from None

@@ -1,0 +1,162 @@
+"""Running the server: an engine, the application, its guards, and uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ...engine.engine import Engine
+from ...engine.errors import EngineError
+from ...engine.serving import Service
+from .adapter import application
+from .guard import Guard
+from .limits import Limits
+from .metrics import Metrics
+from .served import Served
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+
+#: Seconds for clients to read what they were told when the grace of the server has ended.
+PARTING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where the server listens, and what it lets in."""
+
+    host: str = "127.0.0.1"
+    #: 0: any that is free.
+    port: int = 8000
+    api_key: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    log_level: str = "warning"
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names by which clients may call the server; any if it is empty.
+
+        A page of any website may call a server on loopback by a name of its own (DNS rebinding).
+        """
+        named = [name for name in self.limits.allowed_hosts.split(",") if name]
+        return [*LOCAL, *named] if self.host in LOCAL or named else []
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound, and does not listen yet. Raises ``OSError`` for an address that is taken."""
+    (family, kind, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = socket.socket(family, kind)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind(address)
+    except OSError:
+        found.close()
+        raise
+    return found
+
+
+class Protocol(H11Protocol):
+    """Closes connections whose client takes too long to send the headers of a request."""
+
+    #: Of the server; a subclass has it.
+    seconds: float
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(self.seconds, self.close_if_silent, None)
+
+    def close_if_silent(self, before: Any) -> None:
+        """Close the connection if no request has come since ``before`` and none is being answered."""
+        newest = self.cycle
+        is_answering = newest is not None and not newest.response_complete
+        if newest is before and not is_answering:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(self.seconds, self.close_if_silent, newest)
+
+
+class Server(uvicorn.Server):
+    """Ends open answers with an error when their grace has passed, and the process if that fails."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        grace: float,
+        on_start: Callable[[Any], None],
+    ) -> None:
+        super().__init__(config)
+        self.service, self.grace, self.on_start = service, grace, on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_start(self)
+
+    def handle_exit(self, *args: Any) -> None:
+        super().handle_exit(*args)
+        faulthandler.dump_traceback_later(self.grace + 2 * PARTING, exit=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.ensure_future(self.end_answers())
+        await super().shutdown(sockets)
+        closing.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+    async def end_answers(self) -> None:
+        await asyncio.sleep(self.grace)
+        await self.service.close()
+
+    async def watch(self) -> None:
+        """Stop when the engine's thread has ended."""
+        await self.service.ended.wait()
+        self.should_exit = True
+
+
+async def serve(
+    name: str,
+    model: Any,
+    processor: Any,
+    engine: Engine,
+    settings: Settings,
+    on_start: Callable[[uvicorn.Server], None] = lambda server: None,
+    drafts: Mapping[str, Any] = MappingProxyType({}),
+    listener: socket.socket | None = None,
+) -> None:
+    """Serve ``model`` under ``name`` until the process gets a signal, or the server is told to exit.
+
+    ``processor``: a tokenizer, or a processor of other inputs as well. ``on_start`` gets the server
+    when it listens. ``drafts``: arguments of each ``generate`` that can draft, as
+    ``assistant_model``. ``listener``: a bound socket. Raises ``EngineError`` if the engine has failed,
+    ``OSError`` if the port is taken.
+    """
+    logging.getLogger("transformers.cli.serving").setLevel(
+        logging.ERROR
+    )  # it warns of every request
+    listener = listener or bound(settings.host, settings.port)
+    metrics, limits = Metrics(engine), settings.limits
+    async with Service(engine, metrics.observe) as service:
+        app = application(Served(name, model, processor, service, drafts, limits), metrics)
+        config = uvicorn.Config(
+            Guard(app, settings.api_key, limits, settings.hosts),
+            host=settings.host,
+            port=settings.port,
+            http=type("Protocol", (Protocol,), {"seconds": limits.receive_seconds}),
+            log_level=settings.log_level,
+            limit_concurrency=limits.max_connections,
+            timeout_graceful_shutdown=round(limits.grace_seconds + PARTING),
+        )
+        server = Server(config, service, limits.grace_seconds, on_start)
+        watching = asyncio.ensure_future(server.watch())
+        await server.serve([listener])
+        watching.cancel()
+    if service.error is not None:
+        message = f"the engine has failed: {type(service.error).__name__}: {service.error}"
+        raise EngineError(message) from service.error
