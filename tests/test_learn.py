@@ -1,0 +1,98 @@
+"""The twin of learn/ has the tokens of transformers, before the lessons and after each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from learn.generate import Config, generate
+from tests.parity.decoder_families import DECODER_FAMILIES, ROWS
+from tests.parity.family import Limit
+from tests.parity.harness import FAMILIES, quiet, upstream
+
+#: Decoder-only families whose tokens are not the twin's, and why.
+FORCED = (
+    "its generation config forces an EOS token at the full length, which the twin does not know"
+)
+OWN_CACHE = "its cache is no DynamicCache"
+OWN_INPUTS = "its forward takes other inputs, which prepare_inputs_for_generation makes"
+NO_LENGTH = "its state has no length by which the twin could tell what was forwarded"
+LEFT_OUT = {
+    "bart": FORCED,
+    "blenderbot": FORCED,
+    "blenderbot-small": FORCED,
+    "marian": FORCED,
+    "mbart": FORCED,
+    "pegasus": FORCED,
+    "plbart": FORCED,
+    "minimax": OWN_CACHE,
+    "reformer": OWN_CACHE,
+    "rwkv": OWN_CACHE,
+    "blt": OWN_CACHE,
+    "cpmant": OWN_INPUTS,
+    "flaubert": OWN_INPUTS,
+    "xlm": OWN_INPUTS,
+    "xlnet": OWN_INPUTS,
+    "falcon_mamba": NO_LENGTH,
+    "mamba": NO_LENGTH,
+    "mamba2": NO_LENGTH,
+}
+PASSING = [family.name for family in DECODER_FAMILIES if family.name not in LEFT_OUT]
+
+#: Several EOS tokens, so that rows end at different times.
+EOS = [2, 7, 11, 13, 23, 29, 31]
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"eos_token_id": EOS},
+    "sample": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "beams": {"num_beams": 3, "eos_token_id": EOS},
+}
+
+
+def same_tokens(
+    family: str, options: dict[str, Any], padded: bool, twin: Any = generate
+) -> tuple[Tensor, Tensor]:
+    """What transformers and the twin return for the same call and the same random state."""
+    model, rows = upstream(family), 3 if padded else 1
+    inputs = FAMILIES[family].inputs(model, rows, padded, 3)
+    options = {"max_new_tokens": 6, "pad_token_id": 1, **options}
+    with quiet():
+        torch.manual_seed(0)
+        theirs = model.generate(**inputs, **options)
+        torch.manual_seed(0)
+        return theirs, twin(model, **inputs, **options)
+
+
+def test_most_families_are_not_left_out() -> None:
+    assert len(PASSING) > 100
+    assert LEFT_OUT.keys() <= {family.name for family in ROWS}
+
+
+@pytest.mark.parametrize("family", PASSING)
+def test_tokens_of_transformers(family: str) -> None:
+    unsupported = FAMILIES[family].unsupported
+    for mode, padded in (("greedy", True), ("sample", False), ("sample", True), ("beams", True)):
+        if mode == "beams" and Limit.BEAMS in unsupported:
+            continue
+        theirs, mine = same_tokens(family, MODES[mode], padded and Limit.PADDING not in unsupported)
+        assert torch.equal(theirs, mine), mode
+
+
+def test_values_of_the_call_win_over_those_of_the_model() -> None:
+    model = upstream("llama")  # its generation config has EOS 2 and pad 0
+    config = Config.resolve(model, {"eos_token_id": [5, 6], "top_k": 3})
+    assert (config.eos, config.pad, config.top_k, config.top_p) == ([5, 6], 0, 3, 1.0)
+    assert Config.resolve(model, {"eos_token_id": None, "pad_token_id": None}).eos == []
+    with pytest.raises(TypeError, match="top_z"):
+        generate(model, torch.tensor([[5]]), top_z=1)
+
+
+def test_pad_tokens_are_padding_without_a_mask() -> None:
+    model = upstream("llama")
+    inputs = FAMILIES["llama"].inputs(model, 3, True, 1)
+    ids = inputs["input_ids"]
+    assert (ids == 0).any()
+    assert torch.equal(generate(model, ids), generate(model, **inputs))
+    assert not torch.equal(generate(model, ids), generate(model, ids, torch.ones_like(ids)))
