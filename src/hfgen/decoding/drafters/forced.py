@@ -49,7 +49,7 @@ class UnderGrammar(Drafter):
         for row, known, is_done in zip(rows, context.known, context.is_done, strict=True):
             n = 0 if is_done else max(context.end - known, 0)
             is_open = n > 0 and self.follower.is_open(row)
-            forced.append(row.matcher.forced()[:n] if is_open else [])
+            forced.append(row.matcher.compute_ff_tokens()[:n] if is_open else [])
             needs_own = needs_own or (n > 0 and not forced[-1])
         self.has_asked, draft = needs_own, None
         if needs_own:

@@ -1,35 +1,65 @@
 """The state of each row in its grammar: a function of the tokens generated so far.
 
-What was computed for the rows of the last call is gone on from: a row that got longer, that was
-taken back, or that is now the continuation of another one (beams, candidates).
+Each call continues from the states of the last one: of a row that got longer, that was rolled back,
+or that now continues another one (beams, candidates).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .matcher import Matcher
-from .thinking import Thinking
+from ...settings.markers import first, last
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class Thinking:
+    """The section of a row's thoughts: behind the tokens ``start``, up to the tokens ``end``.
+
+    ``may_begin``: the row may open a section itself, with its first tokens; else only its prompt may.
+    """
+
+    def __init__(self, start: Sequence[int], end: Sequence[int], may_begin: bool) -> None:
+        self.start, self.end, self.may_begin = torch.tensor(start), torch.tensor(end), may_begin
+
+    def is_open(self, prompt: torch.Tensor) -> bool:
+        """Whether a ``prompt (length,)`` ends inside a section."""
+        return bool(last(prompt[None], self.start) > last(prompt[None], self.end))
+
+    def split(self, tokens: torch.Tensor, is_open: bool) -> tuple[int, int | None]:
+        """How many of the generated ``tokens (n,)`` precede the text, -1 while the row thinks.
+
+        Also the next token of ``start``, if ``tokens`` are nothing but the beginning of it. ``is_open``:
+        the prompt ends inside a section.
+        """
+        n, n_start = len(tokens), len(self.start)
+        if is_open:
+            return first(tokens, self.end), None
+        if not torch.equal(tokens[:n_start], self.start[:n]):
+            return 0, None
+        if n < n_start:
+            return 0, int(self.start[n])
+        end = first(tokens[n_start:], self.end)
+        return end if end < 0 else n_start + end, None
 
 
 @dataclass(slots=True)
 class Followed:
-    """One row: the ``tokens (n,)`` of its text, of which the grammar took the first ``n_consumed``.
-
-    Tokens are a numpy array: it is quicker than a tensor where there are few.
-    """
+    """One row: the ``tokens (n,)`` of its text, of which its matcher consumed the first ``n_consumed``."""
 
     prompt: int
-    matcher: Matcher
+    matcher: LLMatcher
+    #: A numpy array, which is faster than a tensor for few tokens.
     tokens: Any
     n_consumed: int = 0
-    #: Whether the text has not begun, since the row thinks; ``tokens`` are its thoughts.
+    #: The row is inside a section of thoughts, which are its ``tokens``; the text has not begun.
     is_thinking: bool = False
-    #: The token that goes on opening a section of thoughts.
+    #: The next token of the marker that opens a section of thoughts, if the row has begun to write it.
     opening: int | None = None
 
     @property
@@ -39,7 +69,7 @@ class Followed:
 
     @property
     def is_over(self) -> bool:
-        """Whether the row has ended, by an EOS or by what else is no text of its grammar."""
+        """Whether the row has ended: by an EOS, or by a token that its grammar does not allow."""
         return not self.is_text and not self.is_thinking and self.opening is None
 
 
@@ -52,7 +82,7 @@ class Follower:
 
     def __init__(
         self,
-        starts: Sequence[Matcher | None],
+        starts: Sequence[LLMatcher | None],
         eos: Sequence[frozenset[int]],
         begins: Sequence[int],
         n_tokens: int,
@@ -60,21 +90,20 @@ class Follower:
     ) -> None:
         self.starts, self.eos, self.begins, self.n_tokens = starts, eos, begins, n_tokens
         self.thinking = thinking or [None] * len(starts)
-        #: Which prompts end amid a section of thoughts.
+        #: Which prompts end inside a section of thoughts, once that was looked up.
         self.is_open_prompt: dict[int, bool] = {}
         self.rows: list[Followed | None] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Follower:
         other = Follower(self.starts, self.eos, self.begins, self.n_tokens, self.thinking)
         other.is_open_prompt = self.is_open_prompt
-        other.rows = [row and replace(row, matcher=row.matcher.copy()) for row in self.rows]
+        other.rows = [row and replace(row, matcher=row.matcher.deep_copy()) for row in self.rows]
         return other
 
     def follow(self, ids: torch.Tensor, lengths: Sequence[int] | None = None) -> list[Any]:
-        """Where the rows of ``ids (rows, length)`` stand; of row ``r``, the first ``lengths[r]`` ids.
+        """The states of the rows of ``ids (rows, length)``; of row ``r``, after ``lengths[r]`` ids.
 
-        Rows are those of the prompts, in their order, each repeated equally often. Rows without a
-        grammar are ``None``.
+        Each prompt has the same number of rows, next to each other. Rows without a grammar are ``None``.
         """
         first = min(self.begins)
         generated = ids[:, first:].to("cpu", copy=True).numpy()
@@ -86,7 +115,7 @@ class Follower:
             tokens = generated[row, self.begins[prompt] - first : end]
             targets.append(self._target(prompt, ids[row], tokens))
         sources = [self._source(row, target) for row, target in enumerate(targets)]
-        users = [0] * (len(self.rows) + 1)  # the last: of no row
+        users = [0] * (len(self.rows) + 1)  # the last counts those without a source
         for source, _ in sources:
             users[source] += 1
         for target, (source, n_shared) in zip(targets, sources, strict=True):
@@ -94,8 +123,8 @@ class Follower:
                 continue
             old = self.rows[source] if source >= 0 else None
             users[source] -= 1
-            if old is None or users[source] > 0:  # others go on from it as well
-                target.matcher = (old or target).matcher.copy()
+            if old is None or users[source] > 0:  # other rows continue it as well
+                target.matcher = (old or target).matcher.deep_copy()
             else:
                 target.matcher = old.matcher
             self._move(target, n_shared, 0 if old is None else old.n_consumed)
@@ -103,7 +132,7 @@ class Follower:
         return targets
 
     def _target(self, prompt: int, ids: torch.Tensor, tokens: Any) -> Followed | None:
-        """A row as it is to be, with the matcher of its beginning."""
+        """A row that has generated ``tokens``, with the matcher of an empty text."""
         if (start := self.starts[prompt]) is None:
             return None
         if (thinking := self.thinking[prompt]) is None:
@@ -113,8 +142,7 @@ class Follower:
             self.is_open_prompt[prompt] = thinking.is_open(before)
         if not (is_open := self.is_open_prompt[prompt]) and not thinking.may_begin:
             return Followed(prompt, start, tokens)
-        n = thinking.begin(torch.from_numpy(tokens), is_open)
-        opening = thinking.next_of_start(torch.from_numpy(tokens), is_open)
+        n, opening = thinking.split(torch.from_numpy(tokens), is_open)
         return Followed(prompt, start, tokens[max(n, 0) :], 0, n < 0, opening)
 
     def is_open(self, row: Followed | None) -> bool:
@@ -125,12 +153,12 @@ class Follower:
         """Whether nothing can follow in a row, and there is no EOS token to say so."""
         if row is None or not row.is_text or self.eos[row.prompt]:
             return False
-        return row.matcher.is_stopped
+        return row.matcher.is_stopped()
 
     def _source(self, row: int, target: Followed | None) -> tuple[int, int]:
-        """The row of the last call, of the same prompt, that shares most with ``target``, and how much.
+        """The row of the last call with the longest common prefix, and its length; -1 for no row.
 
-        -1 is none.
+        Rows of other prompts do not count.
         """
         if target is None or target.is_thinking:
             return -1, 0
@@ -149,11 +177,11 @@ class Follower:
         return best, n_best
 
     def _move(self, target: Followed, n_shared: int, n_consumed: int) -> None:
-        """Let the matcher, which has consumed ``n_consumed`` tokens, follow the target's.
+        """Bring the target's matcher, which has consumed ``n_consumed`` tokens, to the target's tokens.
 
-        The first ``n_shared`` are those that it was asked to follow before.
+        Of these, the first ``n_shared`` were tokens of the row that the matcher comes from.
         """
-        if n_shared > n_consumed:  # the token after these was refused, and is still there
+        if n_shared > n_consumed:  # the first shared token that was not consumed is still refused
             target.n_consumed = n_consumed
             return
         if n_shared < n_consumed:
@@ -162,16 +190,17 @@ class Follower:
         target.n_consumed = n_shared + self.consume(target, rest)
 
     def consume(self, row: Followed, tokens: list[int]) -> int:
-        """Let a row's matcher follow ``tokens``, up to an EOS; returns how many it took."""
+        """Let a row's matcher consume ``tokens`` up to an EOS; returns how many are allowed."""
         eos = self.eos[row.prompt]
         ends = (i for i, t in enumerate(tokens) if t in eos or not 0 <= t < self.n_tokens)
         end = next(ends, len(tokens))
-        return row.matcher.consume(tokens[:end]) if end else 0
+        return row.matcher.try_consume_tokens(tokens[:end]) if end else 0
 
     def n_allowed(self, row: Followed, tokens: list[int]) -> int:
-        """How many of ``tokens`` may follow in a row; it stays where it is."""
+        """How many of ``tokens`` may follow in a row, which stays as it is."""
         n = self.consume(row, tokens)
-        is_end = n < len(tokens) and tokens[n] in self.eos[row.prompt] and row.matcher.is_accepting
+        is_eos = n < len(tokens) and tokens[n] in self.eos[row.prompt]
+        is_end = is_eos and row.matcher.is_accepting()
         if n:
             row.matcher.rollback(n)
         return n + is_end

@@ -13,7 +13,6 @@ import torch
 from ...settings.grammar import Grammar
 from ...settings.grammar_source import source_of
 from ...settings.logs import logger
-from .matcher import Matcher
 
 try:
     import llguidance
@@ -35,37 +34,13 @@ N_ALONE = 8
 END = "<|hfgen: end of the text|>"
 
 
-class _Matcher:
-    """A ``Matcher``."""
-
-    __slots__ = ("own",)
-
-    def __init__(self, own: LLMatcher) -> None:
-        self.own = own
-
-    @property
-    def is_accepting(self) -> bool:
-        return self.own.is_accepting()
-
-    @property
-    def is_stopped(self) -> bool:
-        return self.own.is_stopped()
-
-    def consume(self, tokens: list[int]) -> int:
-        return self.own.try_consume_tokens(tokens)
-
-    def rollback(self, n_tokens: int) -> None:
-        self.own.rollback(n_tokens)
-
-    def copy(self) -> _Matcher:
-        return _Matcher(self.own.deep_copy())
-
-    def forced(self) -> list[int]:
-        return self.own.compute_ff_tokens()
-
-
 class LLGuidance:
-    """A ``Library``. Its tokenizer is the caller's with one more token, which ends a text."""
+    """Grammars for one tokenizer, to which one token is added that ends a text.
+
+    ``n_tokens`` is the number of the caller's ids. ``matcher(grammar)`` compiles a grammar once and
+    returns the matcher of an empty text, to be copied. It raises ``ValueError`` for a grammar that
+    llguidance refuses.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -98,32 +73,36 @@ class LLGuidance:
 
     @cached_property
     def executor(self) -> LLExecutor:
-        """The library's threads."""
+        """Threads that compute masks."""
         return LLExecutor()
 
-    def _compiled(self, grammar: Grammar) -> Matcher:
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
         limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
         matcher = LLMatcher(self.tokenizer, source_of(grammar), log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"`grammar` {grammar} is refused by llguidance: {matcher.get_error()}")
         for warning in matcher.get_grammar_warnings():
             logger.warning_once(f"`grammar` {grammar}: {warning}")
-        return _Matcher(matcher)
+        return matcher
 
     def bits(self, n_rows: int) -> torch.Tensor:
+        """Masks that allow everything: uint8 ``(n_rows, n_bytes)``, 8 ids a byte, lowest bit first."""
         n_words = (self.n_tokens + 1 + 31) // 32
         return torch.full((n_rows, 4 * n_words), 255, dtype=torch.uint8)
 
-    def fill(self, bits: torch.Tensor, matchers: list[tuple[int, Any]]) -> None:
-        own = [(matcher.own, row) for row, matcher in matchers]
+    def fill(self, bits: torch.Tensor, matchers: list[tuple[LLMatcher, int]]) -> None:
+        """Write to ``bits``, for each ``(matcher, row)``, which ids may follow; no EOS is among them.
+
+        Raises ``ValueError`` if a matcher fails.
+        """
         (n_rows, n_bytes), start = bits.shape, bits.data_ptr()
-        if len(own) > N_ALONE:
-            self.executor.unsafe_compute_mask_ptr(own, start, n_bytes, n_rows)
+        if len(matchers) > N_ALONE:
+            self.executor.unsafe_compute_mask_ptr(matchers, start, n_bytes, n_rows)
         else:
-            for matcher, row in own:
+            for matcher, row in matchers:
                 matcher.unsafe_compute_mask_ptr(start + row * n_bytes, n_bytes)
         (byte, bit), array = divmod(self.n_tokens, 8), bits.numpy()
-        for matcher, row in own:
+        for matcher, row in matchers:
             if matcher.is_error():
                 raise ValueError(f"The grammar of row {row} failed: {matcher.get_error()}")
             array[row, byte] &= 255 - (1 << bit)  # END
@@ -140,7 +119,7 @@ _LIBRARIES: WeakKeyDictionary[Any, tuple[int, LLGuidance]] = WeakKeyDictionary()
 
 
 def library_of(tokenizer: Any) -> LLGuidance:
-    """The library for a tokenizer: made once, and again if it has got more tokens.
+    """The grammars of a tokenizer: made once, and again if tokens were added to it.
 
     Raises ``ImportError`` if llguidance is not installed, ``ValueError`` for a tokenizer that it
     does not read.

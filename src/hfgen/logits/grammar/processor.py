@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from .follower import Followed, Follower
-from .matcher import Library
+from .llguidance import LLGuidance
 
 #: The score of every token of a beam that has ended: it stays below all that go on.
 LOWEST = -1e30
@@ -21,29 +21,29 @@ LOWEST = -1e30
 class GrammarProcessor(LogitsProcessor):
     """Leaves the tokens that the grammar of a row allows, and an EOS where its text is complete.
 
-    Its state is a function of the ids, so that it follows beams, drafts and what was taken back.
+    Its state is a function of the ids, so that beams, drafts and rollbacks need no extra care.
     Rows that have ended keep their scores; among beams, they get the lowest.
     """
 
     is_row_wise = True
 
-    def __init__(self, library: Library, follower: Follower, is_search: bool = False) -> None:
+    def __init__(self, library: LLGuidance, follower: Follower, is_search: bool = False) -> None:
         """``is_search``: rows are beams, of which those that have ended must not win."""
-        self.masks, self.follower, self.is_search = library, follower, is_search
+        self.library, self.follower, self.is_search = library, follower, is_search
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrammarProcessor:
-        return GrammarProcessor(self.masks, deepcopy(self.follower, memo), self.is_search)
+        return GrammarProcessor(self.library, deepcopy(self.follower, memo), self.is_search)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         rows = self.follower.follow(input_ids)
         is_open = [self.follower.is_open(row) for row in rows]
-        bits = self.masks.bits(len(rows))
-        places = [i for i, is_it in enumerate(is_open) if is_it]
-        self.masks.fill(bits, [(i, rows[i].matcher) for i in places if rows[i].is_text])
+        bits = self.library.bits(len(rows))
+        open_rows = [(row, i) for i, row in enumerate(rows) if is_open[i]]
+        self.library.fill(bits, [(row.matcher, i) for row, i in open_rows if row.is_text])
         bits = widened(bits, (scores.shape[1] + 7) // 8, is_open)
-        for row, own, is_it in zip(rows, bits.numpy(), is_open, strict=True):  # a view
-            if row is not None and (is_it or row.is_thinking):
-                self.complete(row, own)
+        for row, row_bits, has_grammar in zip(rows, bits.numpy(), is_open, strict=True):  # a view
+            if row is not None and (has_grammar or row.is_thinking):
+                self.complete(row, row_bits)
         limits = as_limits(bits, scores)
         over = [i for i, row in enumerate(rows) if row is not None and row.is_over]
         if self.is_search and over:
@@ -59,7 +59,7 @@ class GrammarProcessor(LogitsProcessor):
         """
         if not row.is_text and not row.is_thinking:
             bits[:] = 0
-        is_complete = row.is_text and row.matcher.is_accepting
+        is_complete = row.is_text and row.matcher.is_accepting()
         for token in self.follower.eos[row.prompt]:
             set_bit(bits, token, is_complete)
         if row.opening is not None:
@@ -67,37 +67,37 @@ class GrammarProcessor(LogitsProcessor):
 
 
 def set_bit(bits: Any, token: int, is_on: bool) -> None:
-    """Set the bit of an id in ``bits (n_bytes,)``; those of ids behind the end are left out."""
+    """Set the bit of an id in ``bits (n_bytes,)``, unless the id is outside of them."""
     byte, bit = divmod(token, 8)
     if 0 <= byte < len(bits):
         bits[byte] = bits[byte] & (255 - (1 << bit)) | (is_on << bit)
 
 
 def widened(bits: torch.Tensor, n_bytes: int, is_open: Sequence[bool]) -> torch.Tensor:
-    """``bits (rows, any)`` as ``(rows, n_bytes)``: open rows are allowed no id that is no token."""
+    """``bits (rows, any)`` as ``(rows, n_bytes)``: in open rows, ids that are no tokens are ruled out."""
     n_rows, n = bits.shape
     if n >= n_bytes:
         return bits[:, :n_bytes].contiguous()
     wide = bits.new_zeros(n_rows, n_bytes)
     array = wide.numpy()
     array[:, :n] = bits.numpy()
-    array[[not is_it for is_it in is_open], n:] = 255
+    array[[not has_grammar for has_grammar in is_open], n:] = 255
     return wide
 
 
 def as_limits(bits: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """What scores may be at most, ``(rows, 8 * n_bytes)``: infinity where an id is allowed, or -infinity.
+    """Upper bounds of scores, ``(rows, 8 * n_bytes)``: infinity where an id is allowed, else -infinity.
 
-    The least of two numbers is many times faster than a masked copy.
+    A minimum of scores and bounds is many times faster than a masked copy of the scores.
     """
-    table = _table(scores.device, scores.dtype)
+    limits_of_bytes = _limits_of_bytes(scores.device, scores.dtype)
     index = bits.to(scores.device).flatten().int()
-    return table.index_select(0, index).view(len(bits), -1)
+    return limits_of_bytes.index_select(0, index).view(len(bits), -1)
 
 
 @lru_cache(maxsize=8)
-def _table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """``(256, 8)``: the limits that the bits of a byte stand for."""
+def _limits_of_bytes(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """``(256, 8)``: the bounds of the 8 ids of each byte."""
     bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
     limits = torch.where(bits > 0, math.inf, -math.inf)
     return limits.to(device, dtype)
@@ -106,7 +106,7 @@ def _table(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 class NoTokenLeft(LogitsProcessor):
     """Makes scores NaN, which every strategy reports, where a grammar and other processors leave no token.
 
-    Of ``n_rows`` that search together (beams), one token for any of them is enough.
+    Of the ``n_rows`` beams of a prompt, one with a token left is enough.
     """
 
     is_row_wise = True
@@ -117,18 +117,18 @@ class NoTokenLeft(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         is_empty = scores.amax(dim=-1) == -math.inf
         if self.n_rows > 1:
-            together = is_empty.view(-1, self.n_rows).all(dim=1)
-            is_empty = together.repeat_interleave(self.n_rows)
+            is_empty_prompt = is_empty.view(-1, self.n_rows).all(dim=1)
+            is_empty = is_empty_prompt.repeat_interleave(self.n_rows)
         if is_empty.is_cpu and not is_empty.any():
             return scores
         return scores.masked_fill(is_empty[:, None], math.nan)
 
 
 class GrammarCriterion(StoppingCriteria):
-    """Ends a row where nothing can follow, if the call has no EOS token that would."""
+    """Ends a row without an EOS token where its grammar allows nothing more."""
 
     is_row_wise = True
-    #: Rows end before others do, so that they are padded.
+    #: Rows may end before others do, and are padded then.
     ends_rows = True
     finish_reason = "grammar"
 
@@ -137,6 +137,5 @@ class GrammarCriterion(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
-        rows = self.follower.follow(input_ids)
-        ends = [self.follower.has_ended(row) for row in rows]
+        ends = [self.follower.has_ended(row) for row in self.follower.follow(input_ids)]
         return torch.tensor(ends, device=input_ids.device)

@@ -1,4 +1,4 @@
-"""From the field ``grammar`` of a call to its processors and criterion, with checks."""
+"""Builders of the processors and the criterion for the field ``grammar`` of a call, with checks."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from ...settings.grammar import Grammar
 from ...settings.markers import marker_ids
 from ...settings.requirements import require_tokenizer
 from ...state.vocabularies import n_scores
-from .follower import Follower
-from .llguidance import library_of
-from .matcher import Library
+from .follower import Follower, Thinking
+from .llguidance import LLGuidance, library_of
 from .processor import GrammarCriterion, GrammarProcessor, NoTokenLeft
-from .thinking import Thinking
 
 
 def check(model: Any, call: Any) -> None:
-    """Compile the grammars of a call that has some.
+    """Compile the grammars of a call.
 
-    Raises ``ValueError`` without a tokenizer, for one that is not read or does not fit the model, for
-    a grammar that is refused and a mode that cannot follow one; ``ImportError`` without the library.
+    Raises ``ValueError`` for DoLa, for no tokenizer or one that is not read or has more tokens than the
+    model, and for a grammar that llguidance refuses; ``ImportError`` without llguidance.
     """
     if call.config.dola_layers is not None:
         raise ValueError(
@@ -31,8 +29,8 @@ def check(model: Any, call: Any) -> None:
             library_for(call, model, config.grammar).matcher(config.grammar)
 
 
-def library_for(call: Any, model: Any, grammar: Grammar) -> Library:
-    """The library for the tokenizer of a call; raises as ``check`` does."""
+def library_for(call: Any, model: Any, grammar: Grammar) -> LLGuidance:
+    """The grammars of a call's tokenizer; raises as ``check`` does."""
     tokenizer = tokenizer_of(call)
     require_tokenizer(tokenizer, "grammar", grammar)
     library, size = library_of(tokenizer), n_scores(model)
@@ -45,20 +43,21 @@ def library_for(call: Any, model: Any, grammar: Grammar) -> Library:
 
 
 def tokenizer_of(call: Any) -> Any:
-    """The caller's, also where what decodes does not take it."""
+    """The caller's tokenizer, also where the decoding mode takes none."""
     return call.request.kwargs.get("tokenizer")
 
 
 def processor(context: Any) -> GrammarProcessor | None:
-    """The builder of the processor, of all rows together."""
+    """One processor for all rows."""
     call = getattr(context.config, "_call", None)
     if call is None:
         return None
     configs = call.configs * (1 if call.rows else call.prompt.batch_size)
-    given = next(config.grammar for config in configs if config.grammar is not None)
-    library = library_for(call, context.model, given)
+    grammar = next(config.grammar for config in configs if config.grammar is not None)
+    library = library_for(call, context.model, grammar)
     starts = [config.grammar and library.matcher(config.grammar) for config in configs]
-    eos = [frozenset(eos_of(config)) for config in configs]
+    eos_tensors = [getattr(config, "_eos_token_tensor", None) for config in configs]
+    eos = [frozenset(() if eos is None else eos.tolist()) for eos in eos_tensors]
     # A forced BOS is no part of the text.
     n, is_first = context.prompt_length, context.prompt_length == 1
     begins = [n + (is_first and config.forced_bos_token_id is not None) for config in configs]
@@ -68,26 +67,20 @@ def processor(context: Any) -> GrammarProcessor | None:
 
 
 def thinking_of(config: Any, tokenizer: Any) -> Thinking | None:
-    """How a prompt's thoughts are told from its text."""
+    """The section of thoughts that a prompt's config describes."""
     start, end = (marker_ids(getattr(config, f"thinking_{n}"), tokenizer) for n in ("start", "end"))
     if not start or not end:
         return None
     return Thinking(start, end, may_begin=config.thinking_token_budget is not None)
 
 
-def eos_of(config: Any) -> list[int]:
-    """The EOS ids of a prompt."""
-    tokens = getattr(config, "_eos_token_tensor", None)
-    return [] if tokens is None else tokens.tolist()
-
-
 def no_token_left(context: Any) -> NoTokenLeft:
-    """The builder of what reports that nothing is left to choose."""
+    """The processor that reports a row without an allowed token."""
     return NoTokenLeft(context.config.num_beams or 1)
 
 
 def criterion(context: Any) -> GrammarCriterion | None:
-    """The builder of the criterion, for rows without an EOS; it shares the state of the processor."""
+    """The criterion, if a prompt has no EOS; it shares the rows' states with the processor."""
     call = getattr(context.config, "_call", None)
     processors = () if call is None else call.processors
     found = (p for p in processors if isinstance(p, GrammarProcessor))
