@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 if str(ROOT) not in sys.path:  # run as a file
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cache_report, engine, execution, peers, quantized_cache, speculation  # noqa: E402
+from benchmarks import cache_report, execution, peers, quantized_cache, speculation  # noqa: E402
 from benchmarks.cache_cases import Floor, Result  # noqa: E402
 from benchmarks.side_by_side import Comparison, Spread  # noqa: E402
 
@@ -105,7 +105,6 @@ def first_table(page: Path) -> str:
 
 
 def speculation_block(raw: Raw) -> str:
-    targets = raw.get("targets", {})
     ways = {"lookup": "prompt lookup", "assistant": "the built-in draft"}
 
     def gain(found: Raw, greedy: Raw) -> float:
@@ -128,10 +127,9 @@ def speculation_block(raw: Raw) -> str:
                 f"**{ours[default]:.2f}**",
                 f"{ours[best]:.2f} ({best.partition(', ')[2]})",
                 f"{max(upstream):.2f}" if upstream else "no batches",
-                f"{targets[task]:g}" if task in targets else "",
             ]
         )
-    head = ["task", "drafter", "gain, default", "gain, best length", "transformers, best", "target"]
+    head = ["task", "drafter", "gain, default", "gain, best length", "transformers, best"]
     text = measured_on(raw["machine"]) + "."
     target = speculation.ASSISTANT_TARGET
     exits = [(e, gain(e["result"], e["greedy"])) for e in raw.get("early_exit", ())]
@@ -152,21 +150,19 @@ def engine_block(raw: Raw) -> str:
         for each in of["timed"]:
             way, seconds = each["name"], statistics.median(each["seconds"])
             n_tokens, ours = each.get("n_tokens", of["n_tokens"]), each.get("engine") or all_of_them
-            target = next((t for word, t in engine.TARGETS.items() if way.startswith(word)), None)
             is_ours = way == "engine"
             rows.append(
                 [
                     "`hfgen.Engine`" if is_ours else way,
                     f"**{n_tokens / seconds:,.0f}**" if is_ours else f"{n_tokens / seconds:,.0f}",
                     "" if is_ours else f"**{seconds / ours:.2f}**",
-                    f"{target:g}" if target else "",
                 ]
             )
         if prefix := of.get("prefix"):
             gained = prefix["without"] / prefix["with"]
-            row = "the engine with a `prefix_cache` beside the engine without it, prompts that share 256 tokens"
-            rows.append([row, "", f"**{gained:.2f}**", ""])
-        head = [model_name(name), "tokens per second", "times faster with the engine", "target"]
+            row = "with a `prefix_cache`, over the engine without, prompts that share 256 tokens"
+            rows.append([row, "", f"**{gained:.2f}**"])
+        head = [model_name(name), "tokens per second", "times faster with the engine"]
         text = f"{measured_on(of['machine'])}. {of['padding']:.0%} of the cells in the engine's batches were padding."
         if moves := of.get("moves"):
             spans = [
@@ -180,16 +176,6 @@ def engine_block(raw: Raw) -> str:
             )
         parts.append(f"{table(head, rows)}\n\n{text}")
     return "\n\n".join(parts)
-
-
-def drafting_block(raw: Raw) -> str:
-    """The time with prompt lookup, relative to the time without it."""
-    took = raw["small"]["drafting"]
-    engines, batch = (took[f"{way}, prompt lookup"] / took[way] for way in ("engine", "batch"))
-    return (
-        f"On eight different editing tasks, the engine takes {engines:.2f} times as long with prompt lookup as without it. A batch, "
-        f"whose rows advance together, takes {batch:.2f} times as long ([measured](benchmarks/results/engine.md))."
-    )
 
 
 #: Label, case, context length in tokens (``None``: any), and the part that is timed.
@@ -229,18 +215,16 @@ def caches_block(raw: Raw) -> str:
                     cache_report.at_floor(comparison, floor),
                 )
                 cells.append(f"**{reached:.2f}** ({best:.2f})")
-            of_target = (t for t in cache_report.TARGETS if (t.case, t.part) == (case, part))
-            speed = next((t.speed for t in of_target if t.length in (None, length)), None)
             several = f", batch {n_rows}" if case == "decoding" else ""
-            rows.append([label + several, *cells, f"{speed:g}" if speed else ""])
+            rows.append([label + several, *cells])
     peaks = {(r.model, r.case, r.length): r.peak_bytes for r in results}
     of_samples = [peaks.get((model, "samples", 1024)) for model in models]
     if any(of_samples):
         sizes = [
             f"{p['upstream'] / 1e6:.0f} · {p['hfgen'] / 1e6:.0f}" if p else "" for p in of_samples
         ]
-        rows.append(["8 samples, peak memory in MB: transformers · hfgen", *sizes, ""])
-    head = ["", *(f"{model_name(model)}: speed-up (at the floor)" for model in models), "target"]
+        rows.append(["8 samples, peak memory in MB: transformers · hfgen", *sizes])
+    head = ["speed-up (at the floor)", *map(model_name, models)]
     text = measured_on(raw["machine"]) + "."
     if raw["memory"]:
         largest = max(raw["memory"], key=lambda each: each["peaks"]["upstream dynamic"])
@@ -284,41 +268,78 @@ def quality_block(raw: Raw) -> str:
 
 
 def quantized_block(raw: Raw) -> str:
-    """All targets, and the costs at the context that they are for."""
-    quality = [quantized_cache.Quality(**each) for each in raw["quality"]]
-    costs = cache_costs(raw)
+    """The costs of a step of the 135M model at the context that the targets are for."""
     context = quantized_cache.TARGET_CONTEXT
-    chosen = [c for c in costs if c.context == context]
-    verdicts = "\n".join(quantized_cache.verdicts(quality, costs))
-    return f"{quantized_cache.cost_table(chosen)}\n\n{measured_on(raw['machine'])}.\n\n{verdicts}"
+    chosen = [c for c in cache_costs(raw) if (c.context, c.model) == (context, "135m")]
+    rows = []
+    for of in chosen:
+        for cost in of.costs:
+            time = f"{1e3 * statistics.median(cost.seconds):.1f}"
+            size = f"{cost.n_bytes / 2 / of.numbers:.3f}"
+            rows.append([f"{of.dtype}, {cost.name}", size, f"{cost.peak / 1e6:.1f}", time])
+    head = ["random 135M model", "bytes, of float16", "peak, MB", "ms per token"]
+    return f"{table(head, rows)}\n\n{measured_on(raw['machine'])}."
+
+
+#: Of the ways that `benchmarks.execution` measures, those that a reader chooses between.
+EXECUTION_WAYS = (
+    "upstream, float32",
+    "upstream, bfloat16",
+    "upstream, bfloat16, static and compiled",
+    "hfgen",
+    "optimize",
+    "optimize, int8",
+    "optimize, int4",
+    "optimize, compiled",
+    "optimize, compiled, int8",
+)
 
 
 def execution_block(raw: Raw) -> str:
-    parts = [
-        "### Measured",
-        "`python -m benchmarks.execution`: greedy decoding, ms per token of a row, and the speed-up over the fastest way to run "
-        "it with transformers.",
+    """Milliseconds per token at 1 and 8 rows, and the speed-up over the fastest way of upstream."""
+    measured = {
+        name: [execution.Times(**each) for each in of["times"]]
+        for name, of in raw["subjects"].items()
+    }
+
+    def cell(way: str, count: int, times: list[execution.Times]) -> str:
+        mine = [each for each in times if each.rows == count]
+        found = next((each for each in mine if each.way == way), None)
+        if found is None:
+            return ""
+        if way in execution.UPSTREAM:
+            return f"{found.per_token:.2f}"
+        return f"{found.per_token:.2f} · **{execution.gain(found, mine).median:.2f}**"
+
+    rows = [
+        [way, *(cell(way, count, times) for times in measured.values() for count in (1, 8))]
+        for way in EXECUTION_WAYS
     ]
-    for name, of in raw["subjects"].items():
-        times = [execution.Times(**each) for each in of["times"]]
-        counts = sorted({each.rows for each in times})
-
-        def cell(way: str, count: int, times: list[execution.Times] = times) -> str:
-            mine = [each for each in times if each.rows == count]
-            found = next(each for each in mine if each.way == way)
-            if way in execution.UPSTREAM:
-                return f"{found.per_token:.2f}"
-            return f"{found.per_token:.2f} · **{execution.gain(found, mine).median:.2f}**"
-
-        ways = dict.fromkeys(each.way for each in times)
-        rows = [[way, *(cell(way, count) for count in counts)] for way in ways]
-        head = [model_name(name), *(f"{n} row{'s' * (n > 1)}" for n in counts)]
-        floor = f"Reading the float32 weights once takes {of['floor']:.1f} ms."
-        parts.append(f"{table(head, rows)}\n\n{floor}")
-    parts.append(
-        f"{measured_on(raw['machine'])}. All figures: [execution.md](benchmarks/results/execution.md)."
+    counts = ("1 row", "8 rows")
+    head = ["ms per token", *(f"{model_name(name)}, {n}" for name in measured for n in counts)]
+    return (
+        "### Measured\n\n`python -m benchmarks.execution`: greedy decoding, and the speed-up over the fastest way to run it with "
+        f"transformers.\n\n{table(head, rows)}\n\n{measured_on(raw['machine'])}. "
+        "All figures: [execution.md](benchmarks/results/execution.md)."
     )
-    return "\n\n".join(parts)
+
+
+def sampling_block(raw: Raw) -> str:
+    """Milliseconds to sample 8 rows."""
+    rows = []
+    for of in raw["results"]:
+        if of["rows"] != 8:
+            continue
+        median = {w: statistics.median(of[w]) * 1e3 for w in ("upstream", "hfgen", "seeded")}
+        gains = {
+            way: statistics.median(t / o for t, o in zip(of["upstream"], of[way], strict=True))
+            for way in ("hfgen", "seeded")
+        }
+        ours = [f"{median[way]:.2f} · **{gain:.2f}**" for way, gain in gains.items()]
+        rows.append([of["case"], f"{median['upstream']:.2f}", *ours])
+    head = ["samplers", "transformers, ms", "hfgen, ms · times faster", "with `seed`"]
+    more = "[All figures](benchmarks/results/sampling.md)"
+    return f"{table(head, rows)}\n\n{measured_on(raw['machine'])}. {more}."
 
 
 def lm_eval_block(raw: Raw) -> str:
@@ -457,13 +478,12 @@ def summary_block(results: Path) -> str:
 #: Name of a block → the file of results, and the function that writes the block.
 BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "speculation": ("speculation", speculation_block),
-    "speculation-optimized": ("speculation_optimized", speculation_block),
     "engine": ("engine", engine_block),
-    "engine-drafting": ("engine", drafting_block),
     "caches": ("caches", caches_block),
     "quantized-quality": ("quantized_cache", quality_block),
     "quantized-costs": ("quantized_cache", quantized_block),
     "execution": ("execution", execution_block),
+    "sampling": ("sampling", sampling_block),
     "peers": ("peers", peers.block),
     "lm-eval": ("lm_eval_tails", lm_eval_block),
     "scale": ("scale", scale_block),
