@@ -182,10 +182,8 @@ def engine_block(raw: Raw) -> str:
 CACHE_ROWS = (
     ("greedy decoding after 8,192 tokens", "decoding", 8192, "whole call"),
     ("greedy decoding after 16,384 tokens", "decoding", 16384, "whole call"),
-    ("4 beams, prompt of 1,024: first token", "beams", 1024, "first token"),
-    ("4 beams, prompt of 1,024: whole call of 32", "beams", 1024, "whole call"),
-    ("8 samples of a prompt of 1,024: first token", "samples", 1024, "first token"),
-    ("8 samples of a prompt of 1,024: whole call of 32", "samples", 1024, "whole call"),
+    ("4 beams, prompt of 1,024, 32 new tokens", "beams", 1024, "whole call"),
+    ("8 samples of a prompt of 1,024, 32 new tokens", "samples", 1024, "whole call"),
     ("second turn of a chat, `prefix_cache`: first token", "chat", None, "first token"),
     (
         "16 rows that finish after 8 to 256 tokens, `drop_finished=True`",
@@ -264,20 +262,26 @@ def cache_speed(raw: Raw, model: str, case: str, length: int | None, n_rows: int
 
 
 def quality_block(raw: Raw) -> str:
-    return quantized_cache.quality_table([quantized_cache.Quality(**q) for q in raw["quality"]])
+    """The perplexity at each number of bits, with the defaults for the rest."""
+    every = [quantized_cache.Quality(**each) for each in raw["quality"]]
+    plain = ("full precision", "int8", "int4", "int2")
+    return quantized_cache.quality_table([each for each in every if each.name in plain])
 
 
 def quantized_block(raw: Raw) -> str:
-    """The costs of a step of the 135M model at the context that the targets are for."""
-    context = quantized_cache.TARGET_CONTEXT
-    chosen = [c for c in cache_costs(raw) if (c.context, c.model) == (context, "135m")]
-    rows = []
-    for of in chosen:
-        for cost in of.costs:
-            time = f"{1e3 * statistics.median(cost.seconds):.1f}"
-            size = f"{cost.n_bytes / 2 / of.numbers:.3f}"
-            rows.append([f"{of.dtype}, {cost.name}", size, f"{cost.peak / 1e6:.1f}", time])
-    head = ["random 135M model", "bytes, of float16", "peak, MB", "ms per token"]
+    """The costs of a step of the 135M model in bfloat16 at the context that the targets are for."""
+    subject = (quantized_cache.TARGET_CONTEXT, "135m", "bfloat16")
+    of = next(c for c in cache_costs(raw) if (c.context, c.model, c.dtype) == subject)
+    rows = [
+        [
+            cost.name,
+            f"{cost.n_bytes / 2 / of.numbers:.3f}",
+            f"{cost.peak / 1e6:.1f}",
+            f"{1e3 * statistics.median(cost.seconds):.1f}",
+        ]
+        for cost in of.costs
+    ]
+    head = ["random 135M model, bfloat16", "bytes, of float16", "peak, MB", "ms per token"]
     return f"{table(head, rows)}\n\n{measured_on(raw['machine'])}."
 
 
@@ -330,7 +334,7 @@ def sampling_block(raw: Raw) -> str:
     for of in raw["results"]:
         if of["rows"] != 8:
             continue
-        median = {w: statistics.median(of[w]) * 1e3 for w in ("upstream", "hfgen", "seeded")}
+        median = {w: statistics.median(of[w]) for w in ("upstream", "hfgen", "seeded")}
         gains = {
             way: statistics.median(t / o for t, o in zip(of["upstream"], of[way], strict=True))
             for way in ("hfgen", "seeded")
