@@ -204,15 +204,15 @@ def _samples(tensors: list[Tensor]) -> bytes:
 
 def digest(tensors: Mapping[str, Any]) -> str:
     """A checksum of tensors: their names, shapes and types, and what they hold, row by row."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         if not isinstance(tensor, Tensor):
-            found.update(f"{name} {tensor!r}".encode())
+            checksum.update(f"{name} {tensor!r}".encode())
             continue
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        checksum.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat: Any = tensor.detach().cpu().contiguous().flatten()
-        found.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
-    return found.hexdigest()
+        checksum.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return checksum.hexdigest()
 
 
 def digest_of_text(value: Any) -> str:

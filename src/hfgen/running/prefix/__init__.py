@@ -21,20 +21,20 @@ __all__ = ["PrefixCache", "PrefixStats", "begin", "check", "take_argument"]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PrefixRequest:
     """The ``PrefixCache`` of a call. ``by_name``: it is an argument, not the model's attribute."""
 
     prefixes: PrefixCache
     by_name: bool
 
     def refuse(self, reason: Reason) -> None:
-        """Count a call without stored prefixes; raise ``ValueError`` if two arguments contradict."""
+        """Count a call without stored prefixes. Raises ``ValueError`` if two arguments contradict."""
         if self.by_name and reason.is_choice:
             raise ValueError(f"`prefix_cache` cannot be used: {reason.text}. Leave one out.")
         self.prefixes._bypass(reason.text)
 
 
-def take_argument(model: Any, request: Request, default: Any = None) -> Asked | None:
+def take_argument(model: Any, request: Request, default: Any = None) -> PrefixRequest | None:
     """The call's ``prefix_cache`` if it has one, else ``default``, else the model's.
 
     Raises ``TypeError`` for other types.
@@ -45,47 +45,52 @@ def take_argument(model: Any, request: Request, default: Any = None) -> Asked | 
         return None
     if not isinstance(prefixes, PrefixCache):
         name = "prefix_cache" if by_name else "model.prefix_cache"
-        given = f"{type(prefixes).__name__} ({str(prefixes)[:60]})"
-        raise TypeError(f"`{name}` has to be a hfgen.PrefixCache, but is {given}.")
-    asked = Asked(prefixes, by_name)
+        value = f"{type(prefixes).__name__} ({str(prefixes)[:60]})"
+        raise TypeError(f"`{name}` has to be a hfgen.PrefixCache, but is {value}.")
+    prefix_request = PrefixRequest(prefixes, by_name)
     if request.kwargs.get("cache_implementation") == "paged":
-        asked.refuse(Reason("`cache_implementation` is 'paged'"))
+        prefix_request.refuse(Reason("`cache_implementation` is 'paged'"))
         return None
-    return asked
+    return prefix_request
 
 
-def check(asked: Asked | None, model: Any, call: Call, model_kwargs: ModelKwargs) -> Asked | None:
-    """``asked``, unless the call's arguments rule it out. Raises ``ValueError`` as ``refuse`` does."""
-    if asked is None or call.config.is_assistant or is_zero(call.config.max_new_tokens):
+def check(
+    prefix_request: PrefixRequest | None, model: Any, call: Call, model_kwargs: ModelKwargs
+) -> PrefixRequest | None:
+    """``prefix_request``, or ``None`` if the call's arguments rule it out. Raises as ``refuse``."""
+    if call.config.is_assistant or is_zero(call.config.max_new_tokens):
         return None
-    if (reason := eligibility.of_arguments(model, call, model_kwargs)) is None:
-        return asked
-    asked.refuse(reason)
-    return None
+    if prefix_request is not None and (
+        reason := eligibility.of_arguments(model, call, model_kwargs)
+    ):
+        prefix_request.refuse(reason)
+        return None
+    return prefix_request
 
 
 def begin(model: Any, call: Call, prompt: Prompt) -> None:
     """Fill the call's cache with stored prefixes, and set ``call.prefix_session``; or ``refuse``."""
-    asked: Asked | None = call.prefixes
-    if asked is None:
+    prefix_request: PrefixRequest | None = call.prefixes
+    if prefix_request is None:
         return None
     if (reason := eligibility.of_prompt(model, call, prompt)) is not None:
-        return asked.refuse(reason)
+        return prefix_request.refuse(reason)
     cache = prompt.model_kwargs["past_key_values"]
     rows: Any = call.shared_prompt if shared_prompt.is_ahead(model, call, prompt) else prompt
     layout = Layout.of(rows.ids, rows.model_kwargs)
     if isinstance(layout, Reason):
-        return asked.refuse(layout)
-    session = PrefixSession(asked.prefixes, model, call.config, cache, rows, layout)
-    per_token, limit = session.bytes_per_token(), asked.prefixes.max_bytes
+        return prefix_request.refuse(layout)
+    prefixes = prefix_request.prefixes
+    session = PrefixSession(prefixes, model, call.config, cache, rows, layout)
+    per_token, limit = session.bytes_per_token(), prefixes.max_bytes
     if per_token is not None and (needed := session.needed(per_token)) > limit:
-        if asked.by_name:
+        if prefix_request.by_name:
             raise ValueError(
                 f"`prefix_cache` may hold {limit} bytes (`max_bytes`), but the keys and values of a "
                 f"prompt of {rows.ids.shape[1]} tokens take {needed}, {per_token} for each. Raise "
                 "`max_bytes`, or leave `prefix_cache` out."
             )
-        return asked.prefixes._bypass(TOO_LARGE)
+        return prefixes._bypass(TOO_LARGE)
     session.fill(call.config)
     call.prefix_session = session
     return None

@@ -47,8 +47,8 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int = 2 * 1024**3) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes <= 0:
-            given = f"{max_bytes!r} ({type(max_bytes).__name__})"
-            raise FieldError(f"`max_bytes` has to be a positive integer, but is {given}.")
+            value = f"{max_bytes!r} ({type(max_bytes).__name__})"
+            raise FieldError(f"`max_bytes` has to be a positive integer, but is {value}.")
         self.max_bytes = max_bytes
         self._lock = Lock()
         self._forest = Forest(max_bytes)
@@ -77,7 +77,7 @@ class PrefixCache:
             )
 
     def clear(self) -> None:
-        """Forget all prefixes; the counts stay."""
+        """Remove all prefixes; the counts stay."""
         with self._lock:
             n_evicted, self._forest = self._forest.n_evicted, Forest(self.max_bytes)
             self._forest.n_evicted = n_evicted
@@ -98,7 +98,7 @@ class PrefixCache:
     def load(
         cls, path: str | os.PathLike[str], model: Any, max_bytes: int = 2 * 1024**3
     ) -> PrefixCache:
-        """What ``save`` wrote. If it is larger than ``max_bytes``, the most recently used is kept.
+        """Read a file of ``save``; if it is larger than ``max_bytes``, the most recently used prefixes.
 
         Raises ``FileNotFoundError``, or ``ValueError`` for a file that is damaged, not of ``save``,
         or of another model: other weights, config, dtype, adapters or kernels.

@@ -117,11 +117,11 @@ def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
     unsuitable = Reason(f"{type(model).__name__} has layers whose states cannot be cut", False)
     if type(cache) not in (GrowingCache, StaticCache) or cache.offloading or not cache.layers:
         return unsuitable
-    own = {name for name, v in prompt.model_kwargs.items() if v is not None} - {*KNOWN, CACHE}
+    added = {name for name, v in prompt.model_kwargs.items() if v is not None} - {*KNOWN, CACHE}
     if prompt.model_kwargs.get("mm_encoder_outputs") == {}:  # no images, no sound
-        own.remove("mm_encoder_outputs")
-    if own:
-        return Reason(f"{type(model).__name__} adds `{min(own)}` to its inputs", is_choice=False)
+        added.remove("mm_encoder_outputs")
+    if added:
+        return Reason(f"{type(model).__name__} adds `{min(added)}` to its inputs", is_choice=False)
     ring = cache_utils.StaticSlidingWindowLayer
     windows = (layer for layer in cache.layers if upstream_kind(layer) is ring)
     if any(window.max_cache_len < config.max_length for window in windows):

@@ -1,7 +1,8 @@
 """Saving stored prefixes to a safetensors file, and loading them.
 
 One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata names the
-model (``fingerprint.content``), each node's parent, and checksums. ``load`` checks the structure, too.
+model (``fingerprint.content``), the parent of each node (its index, or -1 and an offset), and checksums,
+which ``load`` verifies: of the metadata, and of the tensors of each node.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...memory import fingerprint
-from ...memory.caches.dynamic import GrowingCache
 from .padding import Offset
 from .radix import Forest, Node
-from .windows import attention_layers
 
 try:
     import fcntl
@@ -39,21 +37,6 @@ FORMAT = "hfgen prefixes 2"
 Placed = tuple[Node, Node | None, Offset]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The metadata of a node: the index of its ``parent``, or -1 and an ``offset``."""
-
-    parent: int
-    offset: list | None
-    checksum: str
-
-    def is_valid(self, index: int) -> bool:
-        """Whether fields are of their types, and the parent comes before the node ``index``."""
-        types = [str, int] if self.parent == -1 else []
-        is_placed = [type(part) for part in self.offset or ()] == types
-        return type(self.parent) is int and -1 <= self.parent < index and is_placed
-
-
 class NotAPrefixFile(ValueError):
     """A file that is damaged, or that something else wrote."""
 
@@ -64,18 +47,19 @@ class NotAPrefixFile(ValueError):
 @torch.no_grad()
 def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[str, str]) -> None:
     """Write nodes of the model of ``content``: the most recently used first, parents before children."""
-    entries: list[Entry] = []
+    entries: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     indices: dict[Node | None, int] = {}
     for index, (node, parent, offset) in enumerate(nodes):
         indices[node], above = index, indices.get(parent, -1)
-        own = {"tokens": node.tokens} | {str(i): states for i, states in enumerate(node.states)}
-        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        entries.append(Entry(above, list(offset) if above == -1 else None, fingerprint.digest(own)))
+        held = {"tokens": node.tokens} | {str(i): states for i, states in enumerate(node.states)}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in held.items()}
+        place = {"parent": above, "offset": list(offset) if above == -1 else None}
+        entries.append({**place, "checksum": fingerprint.digest(held)})
     texts = {
         "format": FORMAT,
         "content": json.dumps(content),
-        "nodes": json.dumps([asdict(entry) for entry in entries]),
+        "nodes": json.dumps(entries),
     }
     texts["checksum"] = fingerprint.digest_of_text(sorted(texts.items()))
     with _private_folder(Path(path)) as folder:
@@ -138,61 +122,53 @@ def load(forest: Forest, path: str | os.PathLike[str], model: Any) -> None:
         raise FileNotFoundError(f"There is no file {os.fspath(path)!r} with stored prefixes.")
     try:
         with safe_open(path, framework="pt") as file:
-            entries = _read_metadata(path, file.metadata() or {}, model)
-            _read_nodes(forest, path, file, entries, model)
-    except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+            texts = file.metadata() or {}
+            _check_metadata(path, texts, model)
+            _read_nodes(forest, path, file, json.loads(texts["nodes"]), model)
+    except (SafetensorError, KeyError, TypeError) as error:
         raise NotAPrefixFile(path, f"it is damaged, or no safetensors file ({error})") from error
     for node in list(forest.nodes):  # came with the most recently used first
         forest.nodes.move_to_end(node, last=False)
 
 
-def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[Entry]:
+def _check_metadata(path: Any, texts: dict[str, str], model: Any) -> None:
+    """Raise ``ValueError`` for another format, a wrong checksum, or prefixes of another model."""
     if texts.get("format") != FORMAT:
-        given = f"its format is {texts.get('format')!r}"
-        raise NotAPrefixFile(path, f"{given}, not {FORMAT!r} of PrefixCache.save()")
+        reason = f"its format is {texts.get('format')!r}, not {FORMAT!r} of PrefixCache.save()"
+        raise NotAPrefixFile(path, reason)
     if texts.pop("checksum", None) != fingerprint.digest_of_text(sorted(texts.items())):
         raise NotAPrefixFile(path, "its metadata are not those that were saved")
-    theirs, ours = dict(json.loads(texts["content"])), fingerprint.content(model)
-    other = [name for name, value in ours.items() if theirs.get(name) != value]
-    if other:
-        pairs = ", ".join(f"{name} {theirs.get(name)!r}, not {ours[name]!r}" for name in other)
+    saved, content = json.loads(texts["content"]), fingerprint.content(model)
+    differences = ", ".join(
+        f"{name} {saved.get(name)!r}, not {value!r}"
+        for name, value in content.items()
+        if saved.get(name) != value
+    )
+    if differences:
         raise ValueError(
-            f"{os.fspath(path)!r} has prefixes of another model, or of this one as it was: {pairs}."
+            f"{os.fspath(path)!r} has prefixes of another model, or of this one as it was: "
+            f"{differences}."
         )
-    entries = [Entry(**entry) for entry in json.loads(texts["nodes"])]
-    for index, entry in enumerate(entries):
-        if not entry.is_valid(index):
-            raise NotAPrefixFile(path, f"node {index} cannot be placed in a tree ({entry})")
-    return entries
 
 
-def _read_nodes(forest: Forest, path: Any, file: Any, entries: list[Entry], model: Any) -> None:
-    """Attach the nodes that fit, each after its parent; all are checked."""
-    cache = GrowingCache(config=model.config.get_text_config(decoder=True))
-    names = ["tokens", *map(str, range(2 * len(attention_layers(cache))))]
-    if sorted(file.keys()) != sorted(f"{i}.{name}" for i in range(len(entries)) for name in names):
-        raise NotAPrefixFile(path, "its tensors are not those of its nodes and the model's layers")
+def _read_nodes(
+    forest: Forest, path: Any, file: Any, entries: list[dict[str, Any]], model: Any
+) -> None:
+    """Attach the nodes that fit, each after its parent; all checksums are verified."""
+    n_tensors = len(file.keys()) // max(len(entries), 1)
+    names = ["tokens", *map(str, range(n_tensors - 1))]
     identity = fingerprint.identity(model)
     nodes: dict[int, Node] = {}
-    expected = None
     for index, entry in enumerate(entries):
-        own = {name: file.get_tensor(f"{index}.{name}") for name in names}
-        if fingerprint.digest(own) != entry.checksum:
+        tensors = {name: file.get_tensor(f"{index}.{name}") for name in names}
+        if fingerprint.digest(tensors) != entry["checksum"]:
             raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
-        tokens, *states = own.values()
-        n = len(tokens) if tokens.ndim == 1 and tokens.dtype == torch.long else 0
-        layout = [(s.dtype, s.shape[::2]) for s in states]
-        expected = expected or layout
-        is_sound = all(s.ndim == 3 and s.shape[1] == n and s.is_floating_point() for s in states)
-        if not n or not is_sound or layout != expected:
-            raise NotAPrefixFile(path, f"node {index} does not have one state per token and layer")
+        tokens, *states = tensors.values()
         node = Node(tokens, tuple(s.to(model.device) for s in states))
-        if (parent := nodes.get(entry.parent)) is None and entry.parent != -1:
+        parent = nodes.get(entry["parent"])
+        if parent is None and entry["parent"] != -1:
             continue  # its parent did not fit
-        key = (identity, tuple(entry.offset)) if entry.offset else forest.nodes[parent]  # type: ignore[index]
-        siblings = parent or forest.roots.get(key)
-        if siblings is not None and int(tokens[0]) in siblings.children:
-            raise NotAPrefixFile(path, f"node {index} begins as another one does")
+        key = forest.nodes[parent] if parent is not None else (identity, tuple(entry["offset"]))
         if forest.n_bytes + node.n_bytes <= forest.max_bytes:
             nodes[index] = node
             forest.attach(key, parent, node)

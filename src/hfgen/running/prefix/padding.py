@@ -49,10 +49,10 @@ class Layout:
         if positions.ndim != 2 or positions.shape[1] != length:
             return Reason("`position_ids` is not one position per token")
         offsets: list[Offset] = []
-        for own, pad in zip(positions.cpu().expand(rows, -1), pads, strict=True):
-            first = int(own[pad])
+        for row, pad in zip(positions.cpu().expand(rows, -1), pads, strict=True):
+            first = int(row[pad])
             offsets.append(("position", first))
-            if not torch.equal(own[pad:], torch.arange(first, first + length - pad)):
+            if not torch.equal(row[pad:], torch.arange(first, first + length - pad)):
                 return Reason("`position_ids` does not count on from token to token")
         return cls(ids.cpu(), pads, offsets)
 

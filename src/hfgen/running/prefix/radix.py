@@ -44,8 +44,8 @@ class Node:
     @classmethod
     def copy(cls, tokens: Tensor, states: KeyValues, start: int, end: int) -> Node:
         """A node with a copy of ``tokens[start:end]`` and their states."""
-        own = (s[:, start:end].clone(memory_format=torch.contiguous_format) for s in states)
-        return cls(tokens[start:end].clone(), tuple(own))
+        copies = (s[:, start:end].clone(memory_format=torch.contiguous_format) for s in states)
+        return cls(tokens[start:end].clone(), tuple(copies))
 
     @property
     def n_bytes(self) -> int:

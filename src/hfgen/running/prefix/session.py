@@ -55,19 +55,19 @@ class PrefixSession:
         return [] if self.cache is None else attention_layers(self.cache)
 
     def detach(self) -> None:
-        """Let go of the cache: the rows go on in that of a batch, where windows keep no more than they need."""
+        """Release the cache: the rows move to the cache of a batch, with windows of the usual size."""
         windows.stop(self.cache)
         self.cache = None
 
     def bytes_per_token(self) -> int | None:
-        """Bytes that a token takes in store; ``None`` if neither the store nor the config tells."""
+        """Bytes of a stored token; ``None`` if neither the store nor the config says."""
         if (stored := self.prefixes._bytes_per_token(self.keys[0])) is not None:
             return stored
         text = self.model.config.get_text_config(decoder=True)
         shape = self.model._get_static_cache_init_shape()
         # Falcon, which has another name for its heads, gets a shape that is too large.
-        is_told = shape is not None and getattr(text, "num_key_value_heads", None)
-        if not is_told or torch.is_autocast_enabled(self.model.device.type):
+        has_shape = shape is not None and getattr(text, "num_key_value_heads", None)
+        if not has_shape or torch.is_autocast_enabled(self.model.device.type):
             return None
         heads, sizes = (n if isinstance(n, list) else len(self.layers) * [n] for n in shape)
         if len(heads) != len(sizes):  # layers that share others' keys are among them
@@ -76,7 +76,7 @@ class PrefixSession:
         return torch.long.itemsize + 2 * self.model.dtype.itemsize * numbers
 
     def needed(self, per_token: int) -> int:
-        """Bytes that the longest of the prompts takes in store."""
+        """Bytes of the longest prompt when it is stored."""
         n_tokens = self.ids.shape[1] - min(self.layout.pads)
         return size(n_tokens, per_token, 2 * len(self.layers))
 
@@ -88,8 +88,8 @@ class PrefixSession:
         starts = [pad + m.length for pad, m in zip(self.layout.pads, matches, strict=True)]
         end = best_end(starts, length) if any(match.length for match in matches) else 0
         groups = lagging(starts, end)
-        filled = {row: start for start, rows in groups.items() for row in rows}
-        saved = [filled.get(row, end) - pad for row, pad in enumerate(self.layout.pads)]
+        ends = {row: start for start, rows in groups.items() for row in rows}
+        saved = [ends.get(row, end) - pad for row, pad in enumerate(self.layout.pads)]
         self.prefixes._count(tokens, saved)
         windows.start(self.cache)
         if end:
@@ -110,20 +110,21 @@ class PrefixSession:
         """Put the first ``end`` columns of ``rows`` into ``cache``: stored ones or ``caught_up``."""
         sample: KeyValues = next(m.nodes[0].states for m in matches if m.nodes)
 
-        def filled(which: int) -> Tensor:
-            heads, _, head_size = sample[which].shape
-            states = sample[which].new_zeros(len(rows), heads, end, head_size)
+        def filled(index: int) -> Tensor:
+            """The keys, or the values, of one layer."""
+            heads, _, head_size = sample[index].shape
+            states = sample[index].new_zeros(len(rows), heads, end, head_size)
             for place, row in enumerate(rows):
                 pad = self.layout.pads[row]
                 for start, run in matches[row].runs(end - pad):
-                    at = pad + start
-                    states[place, :, at : at + run[which].shape[1]] = run[which]
-            for group, known in caught_up:
-                states[group] = known[which]
+                    column = pad + start
+                    states[place, :, column : column + run[index].shape[1]] = run[index]
+            for group, group_states in caught_up:
+                states[group] = group_states[index]
             return states
 
-        for index, layer in enumerate(attention_layers(cache)):
-            layer.update(filled(2 * index), filled(2 * index + 1))
+        for i, layer in enumerate(attention_layers(cache)):
+            layer.update(filled(2 * i), filled(2 * i + 1))
 
     def _catch_up(
         self, start: int, rows: list[int], matches: list[Match], end: int, config: Any
@@ -153,7 +154,7 @@ class PrefixSession:
         self.is_prompt_stored = True
         name, layers, length = type(self.model).__name__, self.layers, run.ids.shape[1]
         lengths = {int(layer.get_seq_length()) for layer in layers}
-        # One that puts tokens of its own before the prompt has more, or not the same everywhere.
+        # A model that puts tokens before the prompt has more, or not the same number everywhere.
         is_even = len(lengths) == 1 and lengths <= {length - 1, length}
         if run.model_kwargs.get("past_key_values") is not self.cache:
             self.give_up(f"{name} puts another cache in the place of its own")
@@ -181,15 +182,15 @@ class PrefixSession:
 
     def adopt(self, cache: Any, rows: list[int], length: int) -> None:
         """Take ``rows`` of a cache that is shared with other calls: the last ``length`` tokens of each."""
-        theirs = attention_layers(cache)
-        if any(layer.keys.shape[-2] < length for layer in theirs):  # a window has let some go
+        shared_layers = attention_layers(cache)
+        if any(layer.keys.shape[-2] < length for layer in shared_layers):  # a window dropped some
             self.is_given_up = True
             return
         text = self.model.config.get_text_config(decoder=True)
         self.cache = GrowingCache(config=text, max_length=length)
         windows.start(self.cache)
-        for own, layer in zip(self.layers, theirs, strict=True):
-            own.update(layer.keys[rows, :, -length:], layer.values[rows, :, -length:])
+        for own_layer, layer in zip(self.layers, shared_layers, strict=True):
+            own_layer.update(layer.keys[rows, :, -length:], layer.values[rows, :, -length:])
 
     def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
         """Store each of ``sequences (wanted, length)`` from the row that agrees with it longest."""
@@ -217,8 +218,8 @@ class PrefixSession:
             return n_prompt + int(ends.int().argmax()) + 1
         if self.pad is None:
             return len(sequence)
-        kept = (generated != self.pad.cpu()).nonzero()
-        return n_prompt + int(kept[-1]) + 1 if len(kept) else n_prompt
+        not_padding = (generated != self.pad.cpu()).nonzero()
+        return n_prompt + int(not_padding[-1]) + 1 if len(not_padding) else n_prompt
 
     def _cached_rows(self, run: Run, strategy: Any) -> list[int]:
         """Which row of ``run.ids`` each row of the cache is; empty if that is unknown."""

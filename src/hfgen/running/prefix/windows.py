@@ -24,7 +24,7 @@ def attention_layers(cache: Any) -> list[Any]:
 
 
 def start(cache: Any) -> None:
-    """Let the windows of ``cache`` keep all tokens from now on."""
+    """Make the windows of ``cache`` keep all tokens, from now on."""
     for layer in cache.layers:
         if type(layer) is GrowingSlidingWindowLayer:
             layer.__class__ = RecordingWindow
@@ -38,6 +38,5 @@ def stop(cache: Any) -> None:
             continue
         layer.__class__, layer.record_past = GrowingSlidingWindowLayer, False
         if layer.is_initialized and (n_before := layer.sliding_window - 1):
-            spare = layer._growth.behind_window(n_before)
-            layer._keys.keep_last(n_before, spare)
-            layer._values.keep_last(n_before, spare)
+            for states in (layer._keys, layer._values):
+                states.keep_last(n_before, layer._growth.behind_window(n_before))
