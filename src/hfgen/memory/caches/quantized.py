@@ -11,10 +11,9 @@ time is unpacked, into memory that the layers use in turn.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 from transformers import QuantizedCache as UpstreamQuantizedCache
@@ -27,31 +26,6 @@ from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
 
 if TYPE_CHECKING:
     from .table import CacheRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """``lengths (rows,)``: how many of the first tokens of a row are padding; ``n_tokens`` in all."""
-
-    lengths: Tensor
-    n_tokens: int
-
-    def fitted(self, key_states: Tensor) -> Padding | None:
-        """The padding of the rows of ``key_states (rows, heads, length, size)``: one row per prompt.
-
-        ``None`` if they are not those of the mask: some models put tokens before the prompt.
-        """
-        repeats, is_foreign = divmod(len(self.lengths), len(key_states))
-        if is_foreign or not repeats or key_states.shape[2] > self.n_tokens:
-            return None
-        return replace(self, lengths=self.lengths[::repeats].to(key_states.device))
-
-    def at(self, start: int, end: int) -> Tensor | None:
-        """Where the tokens from ``start`` to ``end`` are padding ``(rows, tokens)``, if some are."""
-        if start >= self.n_tokens:
-            return None
-        positions = torch.arange(start, end, device=self.lengths.device)
-        return positions < self.lengths[:, None]
 
 
 class States:
@@ -76,25 +50,30 @@ class States:
         return joined
 
     def extend(
-        self, new: Tensor, n_exact: int, scratch: Scratch, padding: Padding | None = None
+        self, new: Tensor, n_exact: int, scratch: Scratch, padding: Tensor | None = None
     ) -> Tensor:
-        """Add ``new`` states, and return all of them for attention; the other arguments are ``keep``'s."""
+        """Append ``new`` states, and return all of them for attention; other arguments: see ``keep``."""
         joined = self.joined(new, scratch) if len(self) else new
         self.keep(joined, n_exact, padding)
         return joined
 
-    def keep(self, states: Tensor, n_exact: int, padding: Padding | None = None) -> None:
-        """Keep ``states``, all there are, and pack whole groups of those before the last ``n_exact``."""
+    def keep(self, states: Tensor, n_exact: int, padding: Tensor | None = None) -> None:
+        """Store all ``states``; pack whole groups of those before the last ``n_exact``.
+
+        ``padding (rows, first tokens)`` is true where a token is padding.
+        """
         states = states.detach()
         start, tokens = self.packed.length, self.packed.grouping.tokens
         end = start + max(0, states.shape[2] - start - n_exact) // tokens * tokens
         if end > start:
-            is_padding = padding.at(start, end) if padding else None
+            is_padding = None
+            if padding is not None and start < padding.shape[1]:
+                is_padding = F.pad(padding[:, start:end], (0, max(0, end - padding.shape[1])))
             self.packed = self.packed.extended(states[:, :, start:end], is_padding)
         self.recent = states[:, :, end:].clone()  # a view would keep all of the states alive
 
     def crop(self, n_tokens: int) -> None:
-        """Forget the last ``n_tokens``. Of a packed group, the rest is unpacked."""
+        """Drop the last ``n_tokens``. What is left of a packed group is unpacked."""
         length = max(0, len(self) - n_tokens)
         if length >= self.packed.length:
             self.recent = self.recent[:, :, : length - self.packed.length]
@@ -133,12 +112,15 @@ def _unpacked(name: str) -> Any:
 
 
 class QuantizedLayer(MapsRows, DynamicLayer):
-    """A layer that attends to everything. Its ``keys`` and ``values`` are unpacked when read."""
+    """A layer of full attention. Its ``keys`` and ``values`` are unpacked when read.
+
+    ``padding (prompts, length)`` is true where a token of the prompts is padding: scales ignore it.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        padding: Padding | None = None,
+        padding: Tensor | None = None,
         scratch: tuple[Scratch, Scratch] | None = None,
     ) -> None:
         self.settings, self.padding = settings, padding
@@ -161,7 +143,11 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
-        self.padding = self.padding and self.padding.fitted(key_states)
+        if self.padding is not None:
+            repeats, rest = divmod(len(self.padding), len(key_states))
+            # Some models put tokens before the prompt: then the padding is at other positions.
+            is_known = repeats and not rest and key_states.shape[2] <= self.padding.shape[1]
+            self.padding = self.padding[::repeats].to(self.device) if is_known else None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -199,7 +185,7 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         for states in self.states.values():
             states.change(change)
         if self.padding is not None:
-            self.padding = replace(self.padding, lengths=change(self.padding.lengths))
+            self.padding = change(self.padding)
 
     def offload(self) -> None:
         self._map_rows(lambda tensor: tensor.to("cpu", non_blocking=True))
@@ -237,13 +223,13 @@ class QuantizedLayer(MapsRows, DynamicLayer):
 
 
 class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
-    """Quantises the layers that attend to everything; layers of another kind keep their own states.
+    """Quantises the layers of full attention; layers of another kind are the dynamic cache's.
 
-    ``config``: the model's. ``padding``: of the prompts; scales do not count it.
+    ``config`` is the model's; ``padding`` is that of ``QuantizedLayer``.
     """
 
     def __init__(
-        self, config: Any, settings: Settings | None = None, padding: Padding | None = None
+        self, config: Any, settings: Settings | None = None, padding: Tensor | None = None
     ) -> None:
         config = config.get_text_config(decoder=True)
         settings = settings or Settings()
@@ -267,12 +253,12 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
         return sum(getattr(layer, "n_bytes", 0) for layer in self.layers)
 
 
-def left_padding(mask: Tensor | None) -> Padding | None:
-    """The padding of prompts whose mask is ``mask (rows, length)``, if there is any."""
+def left_padding(mask: Tensor | None) -> Tensor | None:
+    """Where ``mask (rows, length)`` has padding on the left; ``None`` if there is none."""
     if mask is None or mask.ndim != 2:
         return None
-    lengths = (mask.cumsum(dim=-1) == 0).sum(dim=-1)
-    return Padding(lengths, int(mask.shape[1])) if bool(lengths.any()) else None
+    is_padding = mask.cumsum(dim=-1) == 0
+    return is_padding if bool(is_padding.any()) else None
 
 
 def make_quantized(request: CacheRequest) -> Cache:
