@@ -304,8 +304,6 @@ def test_rows_that_are_not_there_cannot_leave(row: int, match: str) -> None:
     batch = begun(model, input_ids=tiny.prompt(3) % 60)
     with pytest.raises(ValueError, match=match):
         batch.leave(row)
-    with pytest.raises(ValueError, match=match):
-        joining.leave(batch.model_kwargs["past_key_values"], row)
     assert len(batch) == 3
 
 
@@ -313,8 +311,6 @@ def test_the_only_row_leaves_with_its_batch() -> None:
     batch = begun(built("llama"), input_ids=tiny.prompt(1) % 60)
     with pytest.raises(ValueError, match="drop the batch"):
         batch.leave(0)
-    with pytest.raises(ValueError, match="drop the cache"):
-        joining.leave(batch.model_kwargs["past_key_values"], 0)
 
 
 @pytest.mark.parametrize("n", [-1, 8, 100])

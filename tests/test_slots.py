@@ -308,24 +308,17 @@ def all_states(layer: LinearAttentionLayer) -> list[Tensor]:
     return [states[i] for states in (layer.conv_states, layer.recurrent_states) for i in range(2)]  # type: ignore[misc]
 
 
-def test_linear_states_join_and_leave_in_place() -> None:
+def test_linear_states_join_leave_and_move() -> None:
     layer, other = linear(3), linear(1)
+    before = [torch.cat(pair) for pair in zip(all_states(layer), all_states(other), strict=True)]
     slots.join(layer, other)
-    places = list(map(place, all_states(layer)))
-    n_of_row = sum(tensor[0].numel() for tensor in all_states(other))
-    assert written(lambda: slots.join(layer, other)) == n_of_row
-    before = [tensor.clone() for tensor in all_states(layer)]
-    assert written(lambda: slots.leave(layer, 1)) == n_of_row
-    assert list(map(place, all_states(layer))) == places
+    assert all(map(torch.equal, all_states(layer), before))
+    slots.leave(layer, 1)
     for now, then in zip(all_states(layer), before, strict=True):
-        assert torch.equal(now, then[[0, 4, 2, 3]])
-    slots.move(layer, torch.tensor([3, 1, 2, 1]), torch.tensor([0, 3]))
-    assert list(map(place, all_states(layer))) == places
+        assert torch.equal(now, then[[0, 3, 2]])
+    slots.move(layer, torch.tensor([2, 1, 2]), torch.tensor([0]))
     for now, then in zip(all_states(layer), before, strict=True):
-        assert torch.equal(now, then[[3, 4, 2, 4]])
-    layer.update_recurrent_state(torch.ones(4, 2, 3, 3))
-    assert list(map(place, all_states(layer))) == places
-    assert layer.recurrent_states[0].eq(1).all()
+        assert torch.equal(now, then[[2, 3, 2]])
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

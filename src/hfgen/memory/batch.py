@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from ..state.call import ModelKwargs
-from .caches import growing, joining, layers, slots
+from .caches import growing, joining, layers
 
 #: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.
 Change = Callable[[Tensor, int], Tensor]
@@ -36,14 +36,14 @@ PER_ROW = (
 
 
 def row_dim(name: str, tensor: Tensor) -> int:
-    """Which dimension has the rows: the first, or of rotary positions ``(3, rows, length)`` the second."""
+    """The dimension of the rows: the first, or of rotary positions ``(3, rows, length)`` the second."""
     return 1 if name.endswith("position_ids") and tensor.ndim == 3 else 0
 
 
 def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
-    """An argument of forward for the rows ``index (wanted,)`` of ``n_rows``.
+    """The rows ``index (wanted,)`` of an argument of forward that has ``n_rows``.
 
-    Tensors with another number of rows, as positions ``(1, length)``, and tuples of states stay.
+    Tensors with another number of rows, such as positions ``(1, length)``, and tuples of states stay.
     """
     if isinstance(value, ModelOutput):
         return type(value)(**{key: take_rows(v, index, n_rows, key) for key, v in value.items()})
@@ -56,9 +56,9 @@ def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
 
 
 def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None:
-    """Let ``take(states, dim of the rows)`` replace the outputs of a model that a step reads.
+    """Replace the outputs that a step reads by ``take(output, dimension of its rows)``.
 
-    ``rows_of_states``: that dimension of four-dimensional hidden states.
+    ``rows_of_states`` is the dimension of the rows in four-dimensional hidden states.
     """
     for name in PER_ROW:
         value = outputs.get(name)
@@ -74,7 +74,7 @@ def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None
 
 @dataclass(slots=True)
 class Batch:
-    """What a decoding step reads: ``ids (rows, length)``, and arguments with a cache of all but the last."""
+    """The rows of a decoding step: ``ids (rows, length)``, and arguments with a cache of all but the last."""
 
     ids: Tensor
     model_kwargs: ModelKwargs
@@ -89,21 +89,25 @@ class Batch:
         return {name: self.model_kwargs[name] for name in named.values()}
 
     def take(self, index: Tensor) -> None:
-        """Let row ``i`` become what row ``index[i]`` was, the cache in place: ``index (wanted,)``."""
+        """Row ``i`` becomes old row ``index[i]``, caches in place: ``index (wanted,)``."""
         for cache in self.caches.values():
             layers.take(cache, index.to(self.ids.device))
+        self.take_arguments(index)
+
+    def take_arguments(self, index: Tensor) -> None:
+        """``take`` of all but the caches."""
+        n_rows = len(self)
         self.model_kwargs = {
-            name: take_rows(value, index, len(self), name)
-            for name, value in self.model_kwargs.items()
+            name: take_rows(value, index, n_rows, name) for name, value in self.model_kwargs.items()
         }
-        self.ids = self.ids[index]
+        self.ids = self.ids[index.to(self.ids.device)]
 
     def repeat(self, n: int) -> None:
         """Repeat each row ``n`` times in place: ``A B`` becomes ``A A B B``."""
         self.take(torch.arange(len(self), device=self.ids.device).repeat_interleave(n))
 
     def append(self, other: Batch, pad_token_id: int = 0) -> None:
-        """Put the rows of ``other`` behind these; it stays as it was.
+        """Append the rows of ``other``, which stays as it was.
 
         The shorter batch is padded on the left: ``pad_token_id`` in the ids, zeros in the cache, and
         a mask that hides both. Raises ``ValueError``, before anything is changed, if arguments or
@@ -119,11 +123,16 @@ class Batch:
         self.ids, self.model_kwargs = torch.cat(padded), joined
 
     def joined_arguments(self, other: Batch) -> ModelKwargs:
-        """The arguments of both, but for caches. Raises ``ValueError`` if ``other`` cannot be appended."""
-        joined = _joined_kwargs(self, other)
+        """The arguments of both without caches. Raises ``ValueError`` if ``other`` cannot be appended."""
+        ours, theirs = _with_masks(self, other)
+        joined: ModelKwargs = {}
+        for name in ours.keys() | theirs.keys():
+            values = ours.get(name), theirs.get(name)
+            if not any(isinstance(value, Cache) for value in values):
+                joined[name] = _joined(name, *values, (len(self), len(other)))
         if self.caches.keys() != other.caches.keys():
-            theirs, ours = sorted(other.caches), sorted(self.caches)
-            raise ValueError(f"A batch with the caches {theirs} cannot join one with {ours}.")
+            names = sorted(other.caches), sorted(self.caches)
+            raise ValueError(f"A batch with the caches {names[0]} cannot join one with {names[1]}.")
         for name, cache in self.caches.items():
             if isinstance(cache, EncoderDecoderCache) and not joined.get("encoder_outputs"):
                 raise ValueError(
@@ -134,7 +143,7 @@ class Batch:
         return joined
 
     def leave(self, row: int) -> None:
-        """Let the last row take the place of ``row``, the cache in place; there is one row less then.
+        """Remove ``row``: the last row takes its place, caches in place.
 
         Raises ``ValueError``, before anything is changed, for a row that is not there, for the only one,
         and for caches whose layers do not declare how rows leave.
@@ -147,8 +156,7 @@ class Batch:
             )
         for cache in self.caches.values():
             joining.leave(cache, row)
-        index = growing.moved(row, last, self.ids.device)
-        self._change_rows(index, lambda states: slots.leave_row(states, row))
+        self.take_arguments(growing.moved(row, last, self.ids.device))
 
     def extract(self, index: Tensor) -> Batch:
         """A batch of the rows ``index (wanted,)``, states copied; these rows stay.
@@ -156,9 +164,9 @@ class Batch:
         Raises ``ValueError`` for caches whose layers do not declare how rows leave.
         """
         index = index.to(self.ids.device)
-        own = {id(cache): joining.extract(cache, index) for cache in self.caches.values()}
+        extracted = {id(cache): joining.extract(cache, index) for cache in self.caches.values()}
         kwargs: ModelKwargs = {
-            name: own.get(id(value)) or take_rows(value, index, len(self), name)
+            name: extracted.get(id(value)) or take_rows(value, index, len(self), name)
             for name, value in self.model_kwargs.items()
         }
         return Batch(self.ids[index], kwargs)
@@ -173,30 +181,10 @@ class Batch:
         if len(changed):
             for cache in self.caches.values():
                 joining.move(cache, index, changed)
-            self._change_rows(index, lambda states: slots.move_rows(states, index, changed))
-
-    def take_arguments(self, index: Tensor) -> None:
-        """``take`` for as many rows as there are, of all but the caches: ``index (rows,)``."""
-        index = index.to(self.ids.device)
-        changed = growing.changed(index)
-        self._change_rows(index, lambda states: slots.move_rows(states, index, changed))
-
-    def _change_rows(self, index: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-        """Take the rows ``index`` of all but the caches; ``change`` does it for states of an encoder."""
-
-        def taken(value: Any, name: str) -> Any:
-            if isinstance(value, ModelOutput):
-                return type(value)(**{key: taken(v, key) for key, v in value.items()})
-            if name == "last_hidden_state":
-                return change(value)
-            return take_rows(value, index, n_rows, name)
-
-        n_rows = len(self)
-        self.model_kwargs = {name: taken(value, name) for name, value in self.model_kwargs.items()}
-        self.ids = self.ids[index]
+            self.take_arguments(index)
 
     def trim(self, n_tokens: int) -> None:
-        """Forget the first ``n_tokens`` columns, which are padding in all rows; caches do not copy.
+        """Drop the first ``n_tokens`` columns, which are padding in all rows; caches do not copy.
 
         Columns of an encoder stay. Raises ``ValueError``, before anything is changed, if there are not
         more columns than that, and for caches whose layers do not declare how columns are trimmed.
@@ -206,40 +194,22 @@ class Batch:
             raise ValueError(f"`n_tokens`={n_tokens!r} cannot be trimmed from {length} columns.")
         for cache in self.caches.values():
             joining.trim(cache, n_tokens)
-        is_encoders = {"attention_mask"} - {_own_mask(self.model_kwargs)}
+        encoder_masks = {"attention_mask"} - {_own_mask(self.model_kwargs)}
         for name, value in self.model_kwargs.items():
-            dim = None if name in is_encoders else TOKEN_DIM.get(name)
-            if (
-                dim
-                and isinstance(value, Tensor)
-                and value.ndim >= -dim
-                and value.shape[dim] == length
-            ):
+            dim = None if name in encoder_masks else TOKEN_DIM.get(name)
+            if dim is None or not isinstance(value, Tensor) or value.ndim < -dim:
+                continue
+            if value.shape[dim] == length:
                 self.model_kwargs[name] = value.narrow(dim, n_tokens, length - n_tokens)
         self.ids = self.ids[:, n_tokens:]
 
     @property
     def padding(self) -> list[int]:
-        """How many columns on the left are padding, for each row: the smallest number can be trimmed."""
+        """The number of padding columns on the left of each row; the smallest of them can be trimmed."""
         mask = self.model_kwargs.get(_own_mask(self.model_kwargs))
         if mask is None:
             return [0] * len(self)
         return (mask.cumsum(dim=-1) == 0).sum(dim=-1).tolist()
-
-
-def _joined_kwargs(batch: Batch, other: Batch) -> ModelKwargs:
-    """The arguments of both, but for caches."""
-    both, name = (batch, other), _own_mask(batch.model_kwargs)
-    has_mask = any(b.model_kwargs.get(name) is not None for b in both)
-    needs_mask = has_mask or batch.ids.shape[1] != other.ids.shape[1]
-    needs_encoders = _needs_encoder_mask(*both)
-    ours, theirs = (_completed(b, needs_mask, needs_encoders) for b in both)
-    joined: ModelKwargs = {}
-    for name in ours.keys() | theirs.keys():
-        one, two = ours.get(name), theirs.get(name)
-        if not isinstance(one, Cache) and not isinstance(two, Cache):
-            joined[name] = _joined(name, one, two, (len(batch), len(other)))
-    return joined
 
 
 def _own_mask(kwargs: ModelKwargs) -> str:
@@ -248,48 +218,50 @@ def _own_mask(kwargs: ModelKwargs) -> str:
     return "decoder_attention_mask" if is_encoder_decoder else "attention_mask"
 
 
-def _needs_encoder_mask(*batches: Batch) -> bool:
-    """Whether an encoder's states need a mask: if a batch has one, or their lengths differ."""
-    states: list[Any] = [b.model_kwargs.get("encoder_outputs") for b in batches]
-    if None in states:
-        return False
-    has_mask = any(b.model_kwargs.get("attention_mask") is not None for b in batches)
-    return has_mask or len({one[0].shape[1] for one in states}) > 1
+def _with_masks(batch: Batch, other: Batch) -> list[ModelKwargs]:
+    """The arguments of both batches.
 
-
-def _completed(batch: Batch, needs_mask: bool, needs_encoders: bool) -> ModelKwargs:
-    """The arguments of a batch, with masks of ones where they were left out."""
-    kwargs = dict(batch.model_kwargs)
-    name, states = _own_mask(kwargs), kwargs.get("encoder_outputs")
-    if needs_mask and kwargs.get(name) is None:
-        kwargs[name] = torch.ones_like(batch.ids)
-    if needs_encoders and states is not None and kwargs.get("attention_mask") is None:
-        # ProphetNet multiplies a mask by float64's lowest number, which overflows if the mask is no float64.
-        dtype = torch.float64 if states[0].dtype == torch.float64 else None
-        kwargs["attention_mask"] = batch.ids.new_ones(states[0].shape[:2], dtype=dtype)
-    return kwargs
+    If a batch has a mask, or lengths differ, then a mask of ones stands where none was given. The same
+    holds for the mask over an encoder's states.
+    """
+    both = [(b.ids, dict(b.model_kwargs)) for b in (batch, other)]
+    name = _own_mask(batch.model_kwargs)
+    has_mask = any(kwargs.get(name) is not None for _, kwargs in both)
+    if has_mask or batch.ids.shape[1] != other.ids.shape[1]:
+        for ids, kwargs in both:
+            own_name = _own_mask(kwargs)
+            if kwargs.get(own_name) is None:
+                kwargs[own_name] = torch.ones_like(ids)
+    encoded: list[Any] = [kwargs.get("encoder_outputs") for _, kwargs in both]
+    if None not in encoded:
+        has_mask = any(kwargs.get("attention_mask") is not None for _, kwargs in both)
+        if has_mask or encoded[0][0].shape[1] != encoded[1][0].shape[1]:
+            for (ids, kwargs), output in zip(both, encoded, strict=True):
+                states = output[0]
+                if kwargs.get("attention_mask") is None:
+                    # ProphetNet multiplies a mask by float64's lowest number: others would overflow.
+                    dtype = torch.float64 if states.dtype == torch.float64 else None
+                    kwargs["attention_mask"] = ids.new_ones(states.shape[:2], dtype=dtype)
+    return [kwargs for _, kwargs in both]
 
 
 def _joined(name: str, one: Any, two: Any, n_rows: tuple[int, int]) -> Any:
+    """An argument of both batches. Raises ``ValueError`` for values without rows that differ."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         return _joined_tensors(name, one, two, n_rows)
     if isinstance(one, ModelOutput) and isinstance(two, ModelOutput) and one.keys() == two.keys():
         return type(one)(**{key: _joined(key, one[key], two[key], n_rows) for key in one})
-    if one is not two and not _is_same(one, two):
+    try:
+        is_same = one is two or bool(one == two)
+    except RuntimeError:  # lists of tensors, which may have rows
+        is_same = False
+    if not is_same:
         raise ValueError(f"Rows cannot be joined: `{name}` is {one!r:.60} in one and {two!r:.60}.")
     return one
 
 
-def _is_same(one: Any, two: Any) -> bool:
-    """Whether two arguments that have no rows are equal."""
-    try:
-        return bool(one == two)
-    except RuntimeError:  # lists of tensors, which may have rows
-        return False
-
-
 def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]) -> Tensor:
-    """Both along the rows; what has a column per token is padded on the left to the longer."""
+    """Both along the rows; a tensor with a column per token is padded on the left to the longer one."""
     dim = row_dim(name, one)
     parts = []
     for tensor, n in zip((one, two), n_rows, strict=True):
@@ -297,16 +269,10 @@ def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]
             tensor = tensor.expand(*tensor.shape[:dim], n, *tensor.shape[dim + 1 :])
         parts.append(tensor)
     if columns := TOKEN_DIM.get(name):
-        longest = max(tensor.shape[columns] for tensor in parts)
-        behind = (0, 0) * (-columns - 1)  # dimensions that are not padded
-        parts = [
-            F.pad(t, (*behind, longest - t.shape[columns], 0)) if t.shape[columns] < longest else t
-            for t in parts
-        ]
+        length = max(tensor.shape[columns] for tensor in parts)
+        parts = [growing.padded(tensor, columns, length) for tensor in parts]
     shapes = [(*t.shape[:dim], *t.shape[dim + 1 :]) for t in parts]
     if shapes[0] != shapes[1]:
         given = f"{tuple(one.shape)} and {tuple(two.shape)}"
         raise ValueError(f"Rows cannot be joined: `{name}` has the shapes {given}.")
-    if name == "last_hidden_state":  # by far the largest, of a long input
-        return slots.join_rows(parts[0], parts[1])
     return torch.cat([parts[0], parts[1].to(parts[0].device)], dim=dim)

@@ -18,7 +18,7 @@ CONCATENATED = 2**15
 #: Tokens that a full buffer is enlarged by, at least.
 SMALLEST_BLOCK = 32
 
-#: A buffer is left for a smaller one when this share of its rows, or of its tokens, would do.
+#: A buffer is replaced by a smaller one when this share of its rows, or of its tokens, is in use.
 MUCH_LESS = 1 / 4
 
 
@@ -31,11 +31,11 @@ class GrowthPolicy:
 
     #: Tensors that grow together.
     n_tensors: int = 24
-    #: Tokens at the end of the call, if known. A longer cache is in another call.
+    #: Tokens at the end of the call, if known. A longer cache belongs to another call.
     max_length: int | None = None
 
     def spare(self, length: int) -> int:
-        """Spare tokens behind ``length`` tokens of a sequence that grows until the call ends."""
+        """Spare tokens behind the ``length`` tokens of a sequence that grows until the call ends."""
         block = max(SMALLEST_BLOCK, length // self.n_tensors)
         if self.max_length is None or length > self.max_length:
             return block
@@ -56,10 +56,10 @@ Spare = Callable[[int], int]
 class GrowableTensor:
     """A tensor ``view (…, length, size)``, and the buffer that it is a part of, if there is one.
 
-    ``buffer (…, capacity, size)`` belongs to this object alone. What was ``written`` behind ``view``
-    before a crop is overwritten only if no other tensor shares the memory. The first ``shared`` tokens
-    of ``view`` are alike in all rows of a prompt. If rows join, the buffer has room for more of them, and
-    for tokens before ``view``.
+    ``buffer (…, capacity, size)`` belongs to this object alone. ``view`` ends at token ``end`` of it. Up to
+    ``written``, tokens that a crop removed are overwritten only if no other tensor shares the memory. The
+    first ``shared`` tokens of ``view`` are equal in all rows of a prompt. After rows have joined, the
+    buffer has room for more of them, and for tokens before ``view``.
     """
 
     __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
@@ -73,7 +73,7 @@ class GrowableTensor:
         self.stride: tuple[int, ...] = ()
 
     def append(self, new: Tensor, spare: Spare) -> Tensor:
-        """The tensor with ``new (…, n, size)`` behind it."""
+        """Append ``new (…, n, size)`` and return the longer view."""
         if self.buffer is None and self.view.numel() + new.numel() <= CONCATENATED:
             self.view = torch.cat([self.view, new], dim=-2)
             return self.view
@@ -93,7 +93,7 @@ class GrowableTensor:
         return self.view
 
     def reserve(self, n: int, spare: Spare) -> Tensor:
-        """The tensor with ``n`` tokens behind it that the caller writes; never contiguous, for graphs."""
+        """Append ``n`` tokens that the caller writes; return the view, never contiguous, for graphs."""
         shape = self.view.shape
         longer = self.append(self.view.new_empty((*shape[:-2], n + 1, shape[-1])), spare)
         self.view = longer[..., :-1, :]
@@ -102,12 +102,12 @@ class GrowableTensor:
         return self.view
 
     def keep_last(self, length: int, spare: int) -> None:
-        """Forget all but the last ``length`` tokens; give memory back if less than half is needed."""
-        forgotten = self.view.shape[-2] - length
-        if forgotten <= 0:
+        """Drop all but the last ``length`` tokens; free memory if less than half of it is needed."""
+        n_dropped = self.view.shape[-2] - length
+        if n_dropped <= 0:
             return
-        self.view = self.view[..., forgotten:, :]
-        self.shared = max(self.shared - forgotten, 0)
+        self.view = self.view[..., n_dropped:, :]
+        self.shared = max(self.shared - n_dropped, 0)
         if self.buffer is not None and self.buffer.shape[-2] >= 2 * (length + spare):
             self._move(self.view, length + spare)
 
@@ -141,36 +141,32 @@ class GrowableTensor:
         return is_nothing(view) or shapes[0] == shapes[1]
 
     def _make_room(self, new: Tensor, spare: Spare) -> None:
-        """Let ``new`` fit behind ``view``: in the same buffer if it is enough, or in another."""
+        """Make room for ``new`` behind ``view``: in the same buffer if it is large enough, or in another."""
         before = 0 if is_nothing(self.view) else self.view.shape[-2]
         length = before + new.shape[-2]
         is_enough = self._takes(new) and length <= self.buffer.shape[-2]
         # Else the next tokens would soon have to be moved again: rows that leave free a few at a time.
         is_enough = is_enough and 2 * (self.end - before) >= spare(length)
         if is_enough and not self._is_shared():
-            self._shift()
+            step = self.end - before  # tokens move in steps that do not overlap
+            tokens = self.buffer[: self.view.shape[0]]
+            for start in range(0, before, max(step, 1)):
+                count = min(step, before - start)
+                tokens.narrow(-2, start, count).copy_(tokens.narrow(-2, start + step, count))
+            self._adopt(self.buffer, 0, before, len(tokens))
         elif before:
             self._move(self.view, length + spare(length))
         else:  # the activations of the prompt need memory too: no room beyond its length
             self._move(new[..., :0, :], length)
 
-    def _shift(self) -> None:
-        """Move ``view`` to the start of its buffer, in steps that do not overlap."""
-        n_rows, length = self.view.shape[0], self.view.shape[-2]
-        buffer, step = self.buffer[:n_rows], self.end - length
-        for start in range(0, length, max(step, 1)):
-            count = min(step, length - start)
-            buffer.narrow(-2, start, count).copy_(buffer.narrow(-2, start + step, count))
-        self._adopt(self.buffer, 0, length, n_rows)
-
-    def _move(self, tokens: Any, capacity: int) -> None:
-        """Make a buffer that begins with ``tokens``; the former one's room for rows stays."""
+    def _move(self, tokens: Tensor, capacity: int) -> None:
+        """Make a buffer that begins with ``tokens``; it has as much room for rows as the former one."""
         n_rows = tokens.shape[0]
         room = n_rows if self.buffer is None else max(n_rows, self.buffer.shape[0])
         self._place(tokens, room, 0, capacity)
 
-    def _place(self, tokens: Any, room: int, before: int, capacity: int) -> None:
-        """Make a buffer of ``room`` rows, and put ``tokens`` behind ``before`` tokens of it."""
+    def _place(self, tokens: Tensor, room: int, before: int, capacity: int) -> None:
+        """Make a buffer of ``room`` rows with ``tokens`` behind ``before`` free tokens."""
         n_rows, *heads, length, size = tokens.shape
         buffer = self._empty((room, *heads, capacity, size), tokens)
         buffer[:n_rows].narrow(-2, before, length).copy_(tokens)
@@ -181,7 +177,7 @@ class GrowableTensor:
         return like.new_empty(shape)
 
     def _adopt(self, buffer: Tensor, start: int, length: int, n_rows: int | None = None) -> None:
-        """Let ``view`` be ``length`` tokens of the first rows of ``buffer``, or of all."""
+        """Set ``view`` to ``length`` tokens of the first ``n_rows`` rows of ``buffer``, or of all rows."""
         self.buffer, self.is_inference = buffer, buffer.is_inference()
         self.stride, self.end = buffer.stride(), start + length
         self.written = self.end
@@ -195,9 +191,9 @@ class GrowableTensor:
         if value is None or start is None:
             self.buffer, self.shared = None, 0
         else:
-            forgotten = start - (self.end - self.view.shape[-2])
+            n_dropped = start - (self.end - self.view.shape[-2])
             self.end = start + value.shape[-2]
-            self.shared = min(max(self.shared - forgotten, 0), value.shape[-2])
+            self.shared = min(max(self.shared - n_dropped, 0), value.shape[-2])
         self.view = value
 
     def _position(self, value: Tensor | None) -> int | None:
@@ -216,7 +212,7 @@ class GrowableTensor:
         return start if rest == 0 else None
 
     def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Let ``take`` choose or repeat rows, with their spare room."""
+        """Replace the rows, with their spare room, by ``take(rows)``, which selects or repeats them."""
         self.shared = 0
         if self.buffer is not None:
             n_rows, length = self.view.shape[0], self.view.shape[-2]
@@ -226,24 +222,22 @@ class GrowableTensor:
             self.view = take(self.view)
 
     def map_rows_of_prompts(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Let ``take`` choose rows, each from those of its own prompt: what they share stays."""
+        """``map_rows`` where ``take`` selects rows of the same prompt: the tokens they share stay."""
         shared = self.shared
-        may_write = not self.is_inference or torch.is_inference_mode_enabled()
-        if self.buffer is None or not (shared and may_write) or self._is_shared():
+        if shared and self._may_write():
+            generated = self.view[..., shared:, :]
+            generated.copy_(take(generated))
+        else:
             self.map_rows(take)
             self.shared = shared
-            return
-        own = self.view[..., shared:, :]
-        own.copy_(take(own))
 
     # ---------------------------------------------------------------- rows that join and leave
 
     def join(self, added: Tensor, spare: Spare) -> None:
-        """Put the rows ``added (n, …, length, size)`` behind those that are there.
+        """Append the rows ``added (n, …, length, size)``; shorter rows get zeros before them.
 
-        The shorter rows get zeros before them. Written are the rows that join, and the columns by which
-        they are longer; if the buffer is full, all is moved to one of twice the rows, with ``spare``
-        tokens on both sides.
+        Only the rows that join, and the columns by which they are longer, are written. If the buffer is
+        full, everything moves to one of twice the rows, with ``spare`` tokens on both sides.
         """
         may_write, self.shared = self._may_write(), 0
         view = self.view
@@ -253,9 +247,10 @@ class GrowableTensor:
             rows = [padded(states, -2, length) for states in (view, added.to(view.device))]
             self.assign(torch.cat(rows))
             return
-        if not may_write or n_rows > len(self.buffer) or length > self.end:
-            held = 0 if self.buffer is None else len(self.buffer)
-            self._rehouse(held if held >= n_rows else max(n_rows, 2 * len(view)), length, spare)
+        capacity = 0 if self.buffer is None else len(self.buffer)
+        if not may_write or n_rows > capacity or length > self.end:
+            room = capacity if capacity >= n_rows else max(n_rows, 2 * len(view))
+            self._rehouse(room, length, spare)
         n_before, start = len(self.view), self.end - length
         joined = self.buffer[:n_rows].narrow(-2, start, length)
         joined[:n_before, ..., : length - view.shape[-2], :].zero_()  # whatever is masked is finite
@@ -264,7 +259,7 @@ class GrowableTensor:
         self._adopt(self.buffer, start, length, n_rows)
 
     def leave(self, row: int, spare: Spare) -> None:
-        """Let the last row take the place of ``row``, and be forgotten where it was."""
+        """Remove ``row``: the last row takes its place."""
         may_write, self.shared = self._may_write(), 0
         view, last = self.view, len(self.view) - 1
         if not may_write:
@@ -277,7 +272,7 @@ class GrowableTensor:
         self._give_back(spare)
 
     def move(self, index: Tensor, changed: Tensor) -> None:
-        """Let row ``i`` go on as row ``index[i]``; ``changed``: the rows that are others then."""
+        """Row ``i`` becomes old row ``index[i]``; ``changed`` lists the rows that differ then."""
         may_write, self.shared = self._may_write(), 0
         index, changed = index.to(self.view.device), changed.to(self.view.device)
         if may_write:
@@ -286,24 +281,23 @@ class GrowableTensor:
             self.map_rows(lambda states: states.index_select(0, index))
 
     def trim(self, n_tokens: int, spare: Spare) -> None:
-        """Forget the first ``n_tokens`` of all rows."""
+        """Drop the first ``n_tokens`` of all rows."""
         if n_tokens > 0:
             self.assign(self.view[..., n_tokens:, :])
             self._give_back(spare)
 
     def _may_write(self) -> bool:
-        """Whether there is a buffer, and writing to it changes nothing that others may see."""
-        is_open = not self.is_inference or torch.is_inference_mode_enabled()
-        return self.buffer is not None and is_open and not self._is_shared()
+        """Whether there is a buffer that may be written to, and that no other tensor sees."""
+        return self.buffer is not None and may_write_to(self.buffer) and not self._is_shared()
 
     def _give_back(self, spare: Spare) -> None:
-        """Leave a buffer of which little is needed."""
+        """Move to a smaller buffer if little of this one is in use."""
         if self.buffer is None:
             return
-        n_rows, length, held = len(self.view), self.view.shape[-2], self.buffer.shape
-        is_long = length + 2 * spare(length) <= held[-2] * MUCH_LESS
-        if is_long or n_rows <= held[0] * MUCH_LESS:
-            self._rehouse(min(2 * n_rows, held[0]), length, spare)
+        n_rows, length = len(self.view), self.view.shape[-2]
+        room, capacity = len(self.buffer), self.buffer.shape[-2]
+        if length + 2 * spare(length) <= capacity * MUCH_LESS or n_rows <= room * MUCH_LESS:
+            self._rehouse(min(2 * n_rows, room), length, spare)
 
     def _rehouse(self, room: int, length: int, spare: Spare) -> None:
         """Move to a buffer of ``room`` rows of ``length`` tokens, with ``spare`` tokens on both sides."""
@@ -327,8 +321,13 @@ class GrowableTensor:
 
 
 def is_nothing(view: Tensor | None) -> bool:
-    """Whether a view is the empty tensor ``(0,)`` that upstream's layers begin with."""
+    """Whether ``view`` is the empty tensor ``(0,)`` that upstream's layers begin with."""
     return view is not None and view.dim() == 1 and view.numel() == 0
+
+
+def may_write_to(tensor: Tensor) -> bool:
+    """Whether a tensor may be written in place: one of inference mode only there."""
+    return not tensor.is_inference() or torch.is_inference_mode_enabled()
 
 
 def padded(states: Tensor, dim: int, length: int) -> Tensor:
@@ -338,12 +337,12 @@ def padded(states: Tensor, dim: int, length: int) -> Tensor:
 
 
 def moved(row: int, last: int, device: torch.device) -> Tensor:
-    """The rows ``(last,)`` that are left when the last one takes the place of ``row``."""
+    """The index ``(last,)`` by which row ``last`` takes the place of ``row``."""
     index = torch.arange(last, device=device)
     index[row : row + 1] = last
     return index
 
 
 def changed(index: Tensor) -> Tensor:
-    """The rows that are others when row ``i`` becomes what row ``index[i]`` was."""
+    """The rows that differ after row ``i`` became old row ``index[i]``."""
     return (index != torch.arange(len(index), device=index.device)).nonzero().flatten()

@@ -1,8 +1,9 @@
-"""In-place operations on a cache: rows join, rows leave, and columns that are padding in all rows are removed.
+"""In-place operations on a cache: rows join, rows leave, and columns that are padding in all rows go.
 
-A cache holds the rows of a batch at every moment: all end in the same column, and shorter ones have zeros
-before them, which attention masks have to hide. Its buffers have room, so that a row that joins writes
-what is its own, and one that leaves lets the last one move.
+A cache holds the rows of a batch: all end in the same column, and shorter ones have zeros before them,
+which attention masks have to hide. Its buffers have room: a row that joins writes only its own states,
+and a row that leaves lets the last one move. All raise ``ValueError``, before anything is changed, for
+layers that do not declare how their rows join and leave (``slots.STATES``, ``slots.Slots``).
 """
 
 from __future__ import annotations
@@ -16,52 +17,36 @@ from transformers import EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
 from . import slots
-from .dynamic import upstream_kind
+from .dynamic import as_growing, upstream_kind
 from .growing import GrowthPolicy
 from .layers import decoder_cache, is_foreign_part
+from .quantized import QuantizedLayer
+from .quantized_rows import QuantizedRows
 
 
 def append(cache: Any, other: Any) -> tuple[int, int]:
-    """Put the rows of ``other`` behind those of ``cache``, in place; ``other`` stays as it is.
+    """Append the rows of ``other`` to ``cache`` in place; ``other`` stays as it is.
 
     The shorter cache is padded with zeros on the left. Returns by how many columns the rows of ``cache``
-    and those of ``other`` were padded: of an encoder-decoder's, in the decoder's part; the other part is
-    padded by itself. Raises ``ValueError``: see ``check``.
+    and those of ``other`` were padded in the decoder's part; cross-attention is padded by itself. Raises
+    ``ValueError``: see ``check``.
     """
     check(cache, other)
     lengths = _length(cache), _length(other)
-    for part, theirs in zip(_parts(cache), _parts(other), strict=True):
-        _make_room(part)
-        for layer, added in zip(part.layers, theirs.layers, strict=True):
-            slots.join(layer, added)
+    for layer, added in zip(_layers_with_room(cache), _layers(other), strict=True):
+        slots.join(layer, added)
     return max(lengths) - lengths[0], max(lengths) - lengths[1]
 
 
 def leave(cache: Any, row: int) -> None:
-    """Let the last row take the place of ``row``, in place. The only row leaves with its cache.
-
-    Raises ``ValueError``, before anything is changed, for a row that is not there, for the only one,
-    and for layers that declare nothing.
-    """
+    """Remove ``row``, one of several, in place: the last row takes its place."""
     check_declared(cache)
-    counts = [slots.n_rows(layer) for part in _parts(cache) for layer in part.layers]
-    n_rows = next((n for n in counts if n is not None), None)
-    if n_rows is not None and (not 0 <= row < n_rows or n_rows == 1):
-        raise ValueError(
-            f"`row`={row!r} cannot leave a cache of {n_rows} "
-            + ("row: drop the cache." if n_rows == 1 else f"rows: it has to be 0 to {n_rows - 1}.")
-        )
-    for part in _parts(cache):
-        _make_room(part)
-        for layer in part.layers:
-            slots.leave(layer, row)
+    for layer in _layers_with_room(cache):
+        slots.leave(layer, row)
 
 
 def extract(cache: Any, index: Tensor) -> Any:
-    """A cache of the rows ``index (wanted,)`` alone; ``cache`` stays as it is.
-
-    Raises ``ValueError`` for layers that declare nothing.
-    """
+    """A cache of the rows ``index (wanted,)`` alone; ``cache`` stays as it is."""
     check_declared(cache)
     if isinstance(cache, EncoderDecoderCache):
         twin = copy.copy(cache)
@@ -69,45 +54,40 @@ def extract(cache: Any, index: Tensor) -> Any:
         twin.cross_attention_cache = extract(cache.cross_attention_cache, index)
         twin.is_updated = dict(cache.is_updated)
         return twin
-    _make_room(cache)
+    layers = _layers_with_room(cache)
     twin = copy.copy(cache)
-    twin.layers = [slots.extract(layer, index) for layer in cache.layers]
+    twin.layers = [slots.extract(layer, index) for layer in layers]
     return twin
 
 
 def move_to(cache: Any, device: torch.device) -> None:
-    """Move the states to the host, or back; between, no rows join or leave. Raises as ``extract``."""
+    """Move the states to the host, or back; between the two, no rows join or leave."""
     check_declared(cache)
-    for part in _parts(cache):
-        for layer in part.layers:
-            slots.move_to(layer, device)
+    for layer in _layers(cache):
+        slots.move_to(layer, device)
 
 
 def move(cache: Any, index: Tensor, changed: Tensor) -> None:
-    """Let row ``i`` go on as row ``index[i]``, in place: ``index (rows,)``. Only ``changed`` is written.
+    """Reorder rows in place: row ``i`` becomes old row ``index[i]``; ``index (rows,)``.
 
-    ``changed``: the rows that are others then (``growing.changed``). Raises ``ValueError``, before anything is changed, for layers that declare nothing.
+    Only the rows ``changed`` are written (``growing.changed``).
     """
     check_declared(cache)
-    for part in _parts(cache):
-        _make_room(part)
-        for layer in part.layers:
-            slots.move(layer, index, changed)
+    for layer in _layers_with_room(cache):
+        slots.move(layer, index, changed)
 
 
 def trim(cache: Any, n_tokens: int) -> None:
-    """Forget the first ``n_tokens`` columns, which masks have to hide in all rows. None are copied.
+    """Drop the first ``n_tokens`` columns, which masks have to hide in all rows. Nothing is copied.
 
-    Lengths are those of a batch that was shorter from the start. Keys of an encoder, or of an image, stay.
-    Raises ``ValueError``, before anything is changed, if there are not more columns than that, and for
-    layers that declare nothing.
+    Lengths are then those of a batch that was shorter from the start. Keys of an encoder, or of an image,
+    stay. Raises ``ValueError``, before anything is changed, if there are not more columns than that.
     """
     check_declared(cache)
-    own, length = decoder_cache(cache), _length(cache)
+    length = _length(cache)
     if n_tokens < 0 or (length and n_tokens >= length):
         raise ValueError(f"`n_tokens`={n_tokens!r} cannot be trimmed from {length} columns.")
-    _make_room(own)
-    for layer in own.layers:
+    for layer in _layers_with_room(decoder_cache(cache)):
         slots.trim(layer, n_tokens, length)
 
 
@@ -116,12 +96,12 @@ def bytes_of_row(cache: Any, n_tokens: int) -> int:
 
     What grows is extrapolated, windows up to their size; states that do not grow, and keys of an encoder or
     of an image, count as they are. Spare room of buffers comes on top: up to twice the rows, and a share of
-    the tokens (``GrowthPolicy``). Raises ``ValueError`` for layers that declare nothing.
+    the tokens (``GrowthPolicy``).
     """
     check_declared(cache)
     length = _length(cache)
-    own = decoder_cache(cache)
-    total = sum(slots.bytes_of_row(layer, n_tokens, length) for layer in own.layers)
+    layers = decoder_cache(cache).layers
+    total = sum(slots.bytes_of_row(layer, n_tokens, length) for layer in layers)
     if isinstance(cache, EncoderDecoderCache):
         total += sum(slots.bytes_of_row(each, 0, -1) for each in cache.cross_attention_cache.layers)
     return total
@@ -130,8 +110,8 @@ def bytes_of_row(cache: Any, n_tokens: int) -> int:
 def check(cache: Any, other: Any) -> None:
     """Raise ``ValueError`` if rows of ``other`` cannot join ``cache``.
 
-    That is so for layers that do not declare how (``slots.STATES``, ``slots.Slots``), and for those that
-    differ in number, kind, heads, size, window or dtype.
+    That is so for layers that do not declare how, and for layers that differ in number, kind, heads, size,
+    window or dtype.
     """
     check_declared(cache)
     check_declared(other)
@@ -141,41 +121,35 @@ def check(cache: Any, other: Any) -> None:
                 f"Rows of a cache of {len(theirs.layers)} layers cannot be put into one of "
                 f"{len(part.layers)} layers."
             )
-        for layer, added in zip(part.layers, theirs.layers, strict=True):
-            _check_pair(layer, added)
-
-
-def _check_pair(layer: Any, added: Any) -> None:
-    kinds = upstream_kind(layer), upstream_kind(added)
-    forms = slots.form(layer), slots.form(added)
-    if kinds[0] is not kinds[1] or forms[0] != forms[1]:
-        raise ValueError(
-            f"Rows of a {kinds[1].__name__} with {forms[1]} cannot be put into a "
-            f"{kinds[0].__name__} with {forms[0]}."
-        )
+    for layer, added in zip(_layers(cache), _layers(other), strict=True):
+        kind, added_kind = upstream_kind(layer), upstream_kind(added)
+        form, added_form = slots.form(layer), slots.form(added)
+        if kind is not added_kind or form != added_form:
+            raise ValueError(
+                f"Rows of a {added_kind.__name__} with {added_form} cannot be put into a "
+                f"{kind.__name__} with {form}."
+            )
 
 
 def check_declared(cache: Any) -> None:
+    """Raise ``ValueError`` for a layer that does not declare how its rows join and leave."""
     for part in _parts(cache):
-        name = type(part).__name__
+        name, layers = type(part).__name__, getattr(part, "layers", None)
+        unknown = None
         if getattr(part, "offloading", False):
-            raise _unknown(f"{name} that moves layers between devices by itself")
-        layers = getattr(part, "layers", None)
-        by_methods = layers is not None and all(map(slots.is_declared_by_methods, layers))
-        if layers is None or (
-            is_foreign_part(part) and not by_methods
-        ):  # MiniMax's has more states
-            raise _unknown(name)
-        for layer in layers:
-            if not slots.is_declared(layer):
-                raise _unknown(f"{type(layer).__name__}, a layer of {name}")
-
-
-def _unknown(what: str) -> ValueError:
-    return ValueError(
-        f"It is not known how rows join and leave a {what}. Decode these prompts with `generate`, or give "
-        "the layers the methods of `hfgen.memory.caches.slots.Slots`."
-    )
+            unknown = f"{name} that moves layers between devices by itself"
+        elif layers is None or (
+            # A model's own class of cache may have more states than its layers have: MiniMax's does.
+            is_foreign_part(part) and not all(map(slots.has_methods, layers))
+        ):
+            unknown = name
+        elif undeclared := [layer for layer in layers if not slots.is_declared(layer)]:
+            unknown = f"{type(undeclared[0]).__name__}, a layer of {name}"
+        if unknown is not None:
+            raise ValueError(
+                f"It is not known how rows join and leave a {unknown}. Decode these prompts with "
+                "`generate`, or give the layers the methods of `hfgen.memory.caches.slots.Slots`."
+            )
 
 
 def _parts(cache: Any) -> list[Any]:
@@ -185,6 +159,10 @@ def _parts(cache: Any) -> list[Any]:
     return [cache]
 
 
+def _layers(cache: Any) -> list[Any]:
+    return [layer for part in _parts(cache) for layer in part.layers]
+
+
 def _length(cache: Any) -> int:
     """How many columns the rows have; 0 if no layer counts them."""
     own = decoder_cache(cache)
@@ -192,8 +170,16 @@ def _length(cache: Any) -> int:
     return int(own.get_seq_length()) if counts_tokens else 0
 
 
-def _make_room(cache: Any) -> None:
-    """Let the layers be such that rows join them in place, and grow beyond the call of their first row."""
-    growth = getattr(cache, "_growth", None) or GrowthPolicy(2 * len(cache.layers) or 1)
-    growth.max_length = None
-    cache.layers = [slots.with_room(layer, growth) for layer in cache.layers]
+def _layers_with_room(cache: Any) -> list[Any]:
+    """The layers; those that rows cannot join in place, or that end with the first call, are replaced."""
+    for part in _parts(cache):
+        growth = getattr(part, "_growth", None) or GrowthPolicy(2 * len(part.layers) or 1)
+        growth.max_length = None
+        layers = []
+        for layer in part.layers:
+            if isinstance(layer, QuantizedLayer) and layer.is_initialized:
+                layers.append(QuantizedRows(layer))
+            else:
+                layers.append(layer if slots.has_methods(layer) else as_growing(layer, growth))
+        part.layers = layers
+    return _layers(cache)

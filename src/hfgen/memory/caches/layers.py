@@ -155,7 +155,7 @@ def count(cache: Any) -> int | None:
 
 
 def take(cache: Any, rows: Tensor) -> None:
-    """Let row ``i`` become what row ``rows[i]`` was, in both parts; there may be more or fewer rows."""
+    """Row ``i`` becomes old row ``rows[i]``, in both parts; there may be more or fewer rows."""
     if isinstance(cache, EncoderDecoderCache):
         take(cache.self_attention_cache, rows)
         take(cache.cross_attention_cache, rows)
@@ -168,7 +168,7 @@ def take(cache: Any, rows: Tensor) -> None:
 
 
 def repeat(cache: Any, rows: Tensor) -> None:
-    """``take`` for ``rows`` that repeat each prompt, which their rows then share."""
+    """``take`` where ``rows`` repeats each prompt; the rows of a prompt then share its tokens."""
     take(cache, rows)
     for layer in layers_of(cache):
         if isinstance(layer, GrowingLayer):
@@ -176,9 +176,9 @@ def repeat(cache: Any, rows: Tensor) -> None:
 
 
 def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
-    """Let row ``i`` of a repeated cache go on as row ``rows[i]``, which is of the same prompt.
+    """Reorder a repeated cache: row ``i`` becomes old row ``rows[i]``, of the same prompt.
 
-    What the rows of a prompt share stays: the prompt's part, and what comes from an encoder.
+    What the rows of a prompt share stays: its own tokens, and cross-attention.
     """
     layers = list(layers_of(cache))
     if isinstance(cache, EncoderDecoderCache) and not is_encoder_decoder:  # BLT: it grows too
@@ -191,7 +191,7 @@ def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
 
 
 def empty_rows(cache: Any) -> None:
-    """Let a static cache that was emptied by ``reset()`` take any number of rows again."""
+    """Release the rows of a static cache that ``reset()`` emptied: the next update sets their number."""
     for layer in layers_of(cache):
         layer.is_initialized = False  # allocated anew by the next update
 
@@ -200,7 +200,7 @@ def empty_rows(cache: Any) -> None:
 
 
 def record_past(cache: Any) -> None:
-    """From now on, let windows and convolutions keep what ``roll_back`` needs."""
+    """Make windows and convolutions keep what ``roll_back`` needs, from now on."""
     cache.activate_past_recording()
     for layer in layers_of(cache):
         if isinstance(layer, StaticSlidingWindowLayer) and _recorder(layer) is None:
@@ -209,7 +209,7 @@ def record_past(cache: Any) -> None:
 
 @contextmanager
 def recording(cache: Any) -> Iterator[None]:
-    """Within, what ``roll_back`` needs is kept; static windows are left as they were."""
+    """``record_past`` within the block; static windows stop recording at its end."""
     record_past(cache)
     try:
         yield
@@ -220,9 +220,9 @@ def recording(cache: Any) -> Iterator[None]:
 
 
 def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:
-    """Take the last ``n_tokens`` of every row out, and forget what was recorded before them.
+    """Remove the last ``n_tokens`` of every row, and what was recorded before them.
 
-    The layers ``of_images`` are left as they are: they hold an image, which does not grow.
+    The layers ``of_images`` stay as they are: they hold an image, which does not grow.
     """
     cache = decoder_cache(cache)
     if not hasattr(cache, "layers"):
@@ -234,12 +234,10 @@ def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:
             continue
         if isinstance(layer, StaticLayer):
             _roll_back_static(layer, n_tokens)
-            continue
-        # Nothing is in it, or keys of an image, which does not grow.
-        is_other = isinstance(layer, DynamicLayer) and not (
+        # A dynamic layer of another length is empty, or has keys of an image, which do not grow.
+        elif not isinstance(layer, DynamicLayer) or (
             layer.is_initialized and layer.get_seq_length() == lengths[0]
-        )
-        if not is_other:
+        ):
             layer.crop(-n_tokens)
 
 
@@ -264,7 +262,7 @@ def _recorder(layer: Any) -> _Recorder | None:
 
 
 class _Recorder:
-    """Stands for ``update`` of one static sliding window, whose last update it can take back."""
+    """``update`` of one static sliding window; ``take_back`` undoes a part of the last call."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -289,7 +287,7 @@ class _Recorder:
             layer.values.copy_(window[1])
         layer.cumulative_length.copy_(length)
         layer.cumulative_length_int = length_int
-        kept = key_states.shape[-2] - n_tokens
-        if kept > 0:
-            type(layer).update(layer, key_states[:, :, :kept], value_states[:, :, :kept])
+        n_kept = key_states.shape[-2] - n_tokens
+        if n_kept > 0:
+            type(layer).update(layer, key_states[:, :, :n_kept], value_states[:, :, :n_kept])
         self.before = None

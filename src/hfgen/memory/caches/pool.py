@@ -11,12 +11,11 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from ... import families
-from .growing import use_count
+from .growing import may_write_to, use_count
 
 #: By how much a cache that has got too short is lengthened beyond its length, at least.
 GROWTH = 1.5
@@ -112,9 +111,9 @@ class CacheBuffers:
 
     def counter(self, place: Place, layer: Any) -> Tensor:
         """A layer's counter of tokens, on its device, at an address that stays from cache to cache."""
-        kept = self.counters.get(place)
-        if kept is not None and kept.device == layer.device and _may_be_written(kept):
-            return kept.copy_(layer.cumulative_length)
+        counter = self.counters.get(place)
+        if counter is not None and counter.device == layer.device and may_write_to(counter):
+            return counter.copy_(layer.cumulative_length)
         self.counters[place] = layer.cumulative_length.to(layer.device, copy=True)
         return self.counters[place]
 
@@ -132,11 +131,11 @@ class CacheBuffers:
         return buffer[:rows, :, : like.shape[2]]
 
     def reach(self, length: int) -> None:
-        """Layers of full attention have been written up to ``length`` tokens."""
+        """Note that layers of full attention were written up to ``length`` tokens."""
         self.reached = max(self.reached, length)
 
     def clear(self) -> None:
-        """Forget the values: a NaN of an earlier call is a NaN even where a mask hides it."""
+        """Zero what was written: a NaN of an earlier call is a NaN even where a mask hides it."""
         for place in list(self.written):
             self._clear(place)
         self.reached, self.count = 0, None
@@ -156,12 +155,8 @@ def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
         and length <= buffer.shape[2]
         and (heads, size) == (buffer.shape[1], buffer.shape[3])
         and (states.dtype, states.device) == (buffer.dtype, buffer.device)
-        and _may_be_written(buffer)
+        and may_write_to(buffer)
     )
-
-
-def _may_be_written(tensor: Tensor) -> bool:
-    return not tensor.is_inference() or torch.is_inference_mode_enabled()
 
 
 class Lease:
@@ -179,7 +174,7 @@ class Lease:
 
 
 class Pool:
-    """The buffers that no cache uses at present, one set at most. Safe under threads."""
+    """The buffers that no cache uses at present, of one cache at most. Safe under threads."""
 
     def __init__(self) -> None:
         # Adding to a deque and taking from it are atomic, which a lock in __del__ could not be.
@@ -203,7 +198,8 @@ class Pool:
         return Lease(self, buffers, asked)
 
     def free(self) -> int:
-        """Let go of the idle buffers; returns its bytes."""
+        """Free the idle buffers; return their bytes."""
+        self.needed = 0
         return 0 if (buffers := self._take_idle()) is None else buffers.n_bytes
 
     def _take_idle(self) -> CacheBuffers | None:
@@ -223,7 +219,7 @@ def pool_of(model: Any) -> Pool:
 
 
 def free_caches(model: nn.Module) -> int:
-    """Give back the memory that static caches of ``model`` keep between calls; returns its bytes.
+    """Free the memory that static caches of ``model`` keep between calls; return its bytes.
 
     ``model`` may be a wrapper (PEFT, ``torch.compile``) of models. A cache that is still in use stays.
     The next static cache is again no longer than its call needs. Raises ``TypeError`` for no model.
@@ -234,5 +230,4 @@ def free_caches(model: nn.Module) -> int:
     for module in families.modules_of(model) or [model]:
         if (pool := _POOLS.get(module)) is not None:
             n_bytes += pool.free()
-            pool.needed = 0
     return n_bytes

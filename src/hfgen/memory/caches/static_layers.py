@@ -40,17 +40,20 @@ class VisibleLength:
         self.layers: list[ref[SlicedStaticLayer]] = []
 
     def show(self, start: int, total: int, capacity: int) -> int:
-        """How many cached tokens, of ``capacity``, attention may see when tokens ``start:total`` are fed."""
+        """Return how many of ``capacity`` tokens attention sees in a forward of tokens ``start:total``."""
         is_prompt = start == 0 or total - start > 1
+        grain = GRAIN
+        if self.is_coarse:  # two sizes for each doubling
+            grain = max(GRAIN, (1 << max(total - 1, 1).bit_length()) // 4)
         is_whole = self.is_whole or (self.is_whole_to_prompts and is_prompt)
-        self.shown = capacity if is_whole else min(self._rounded(total), capacity)
+        self.shown = capacity if is_whole else min(-(-total // grain) * grain, capacity)
         self.total, self.is_open = total, True
         for layer in self._alive():
             layer.open()
         return self.shown
 
     def close(self) -> None:
-        """After a compiled forward: note its tokens, unless the graph was left and update() has."""
+        """Note the tokens of a compiled forward, unless ``update`` outside of the graph has."""
         if self.is_open:
             for layer in self._alive():
                 layer._note(self.total)
@@ -58,12 +61,6 @@ class VisibleLength:
 
     def _alive(self) -> list[SlicedStaticLayer]:
         return [layer for each in self.layers if (layer := each()) is not None]
-
-    def _rounded(self, total: int) -> int:
-        grain = GRAIN
-        if self.is_coarse:  # two sizes for each doubling
-            grain = max(GRAIN, (1 << max(total - 1, 1).bit_length()) // 4)
-        return -(-total // grain) * grain
 
 
 class Pooled:
@@ -76,7 +73,7 @@ class Pooled:
     _index = 0
 
     def lazy_initialization(self: Any, key_states: Tensor, value_states: Tensor) -> None:
-        """Take keys and values for as many rows and heads as the states have."""
+        """Take buffers for as many rows and heads as the states have."""
         if self._lease is None or torch.compiler.is_compiling():
             super().lazy_initialization(key_states, value_states)  # type: ignore[misc]
             return
@@ -92,12 +89,12 @@ class Pooled:
             setattr(self, name, buffers.take(self._place(name), states, length, capacity))
         torch._dynamo.mark_static_address(self.cumulative_length)
         self.is_initialized = True
-        pool = self._lease.pool  # the memory is there: later caches may be as long
+        pool = self._lease.pool  # allocating succeeded: later caches may be as long
         pool.needed = max(pool.needed, self._lease.needed)
         self._adopt()
 
     def _capacity(self: Any) -> int:
-        """For how many tokens a buffer is made."""
+        """How many tokens a new buffer has."""
         size = self._lease.buffers.size
         # One more than are seen: the compiler must not take the stride of heads for a product of sizes.
         return 1 + int(size.source_length if self._kind == CROSS else size.length)
@@ -112,25 +109,23 @@ class Pooled:
         return int(self.keys.shape[2])
 
     def reorder_cache(self: Any, beam_idx: Tensor) -> None:
-        """Let row ``i`` go on as row ``beam_idx[i]``, in place; there may be more or fewer rows."""
+        """Row ``i`` becomes old row ``beam_idx[i]``, in place; there may be more or fewer rows."""
         if not self.is_initialized:  # its length would be a read of the device
             return
         filled, rows = self._filled(), len(beam_idx)
         for name in ("keys", "values"):
             states = getattr(self, name)
             chosen = states[:, :, :filled].index_select(0, beam_idx.to(states.device))
-            target = states if len(states) == rows else self._with_rows(name, rows)
+            target = states if len(states) == rows else None
+            if target is None and self._lease is not None:
+                target = self._lease.buffers.with_rows(self._place(name), rows, states)
+            if target is None:
+                target = states.new_zeros((rows, *states.shape[1:]))
             target[:, :, :filled].copy_(chosen)
             setattr(self, name, target)
         if len(self.keys) != self.batch_size:
             self.batch_size = rows
             self._adopt()
-
-    def _with_rows(self: Any, name: str, rows: int) -> Tensor:
-        states, part = getattr(self, name), None
-        if self._lease is not None:
-            part = self._lease.buffers.with_rows(self._place(name), rows, states)
-        return states.new_zeros((rows, *states.shape[1:])) if part is None else part
 
     def _place(self, name: str) -> Place:
         return self._kind, self._index, name
@@ -208,7 +203,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             self._version = count._version
 
     def take_back(self, n_tokens: int) -> None:
-        """Forget the newest tokens; what lies behind the length is overwritten."""
+        """Drop the newest tokens; what lies behind the length is overwritten."""
         length = self._length()
         if self._lease is not None:
             self._lease.buffers.reach(length)
@@ -229,7 +224,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             self._lease.buffers.count = self.cumulative_length
 
     def open(self) -> None:
-        """Let attention see what ``visible`` shows."""
+        """Set the keys and values that attention sees to those that ``_visible`` shows."""
         if not self.is_initialized:
             return
         shown, keys, values = self._visible.shown, self.keys, self.values
@@ -243,7 +238,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """What attention may see of all tokens so far, with the new ones."""
+        """Append the new tokens and return the keys and values that attention sees."""
         if torch.compiler.is_compiling():
             return self._update_in_graph(key_states, value_states)
         if self._visible.is_recording:
@@ -262,7 +257,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return keys, values
 
     def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
-        """Room for ``n`` more tokens: what attention may see with it, and where in that it begins.
+        """Make room for ``n`` tokens; return the keys and values that attention sees, and its start.
 
         The caller writes what ``update`` would have written. The layer is initialised. Raises
         ``IndexError`` if it has no room.
@@ -286,7 +281,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return keys, values, start
 
     def _update_in_graph(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in a compiled graph, which must not depend on the length."""
+        """``update`` in a compiled graph, which must not depend on the length."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             keys, values = super().update(key_states, value_states)
@@ -303,7 +298,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return keys, values
 
     def _update_by_count(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The same without a look at the length."""
+        """``update`` in a graph that is being recorded, which must not read the length."""
         (keys, values), count, n = self._seen, self.cumulative_length, key_states.shape[2]
         places = count.view(1) if n == 1 else count + torch.arange(n, device=count.device)
         keys.index_copy_(2, places, key_states)
