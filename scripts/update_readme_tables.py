@@ -105,8 +105,6 @@ def first_table(page: Path) -> str:
 
 
 def speculation_block(raw: Raw) -> str:
-    ways = {"lookup": "prompt lookup", "assistant": "the built-in draft"}
-
     def gain(found: Raw, greedy: Raw) -> float:
         pairs = zip(greedy["wall"], found["wall"], strict=True)
         return Spread.of([theirs / ours for theirs, ours in pairs]).median
@@ -116,20 +114,10 @@ def speculation_block(raw: Raw) -> str:
         greedy = variants["greedy"]
         gains = {name: gain(found, greedy) for name, found in variants.items()}
         upstream = [g for name, g in gains.items() if re.match("upstream: (?!greedy)", name)]
-        ours = {n: g for n, g in gains.items() if n != "greedy" and not n.startswith("upstream")}
-        default = next(iter(ours))
-        way = default.partition(",")[0]
-        best = max(ours, key=lambda name: ours[name])
-        rows.append(
-            [
-                task,
-                ways.get(way, way),
-                f"**{ours[default]:.2f}**",
-                f"{ours[best]:.2f} ({best.partition(', ')[2]})",
-                f"{max(upstream):.2f}" if upstream else "no batches",
-            ]
-        )
-    head = ["task", "drafter", "gain, default", "gain, best length", "transformers, best"]
+        ours = [g for n, g in gains.items() if n != "greedy" and not n.startswith("upstream")]
+        best = f"{max(upstream):.2f}" if upstream else "no batches"
+        rows.append([task, f"**{ours[0]:.2f}**", f"{max(ours):.2f}", best])
+    head = ["gain", "default", "best length", "transformers, best"]
     text = measured_on(raw["machine"]) + "."
     target = speculation.ASSISTANT_TARGET
     exits = [(e, gain(e["result"], e["greedy"])) for e in raw.get("early_exit", ())]
@@ -143,39 +131,26 @@ def speculation_block(raw: Raw) -> str:
 
 
 def engine_block(raw: Raw) -> str:
-    parts = []
-    for name, of in raw.items():
+    """Tokens per second, and how many times faster the engine is; a column per model."""
+    cells: dict[str, list[str]] = {}
+    for of in raw.values():
         all_of_them = statistics.median(of["timed"][0]["seconds"])
-        rows = []
         for each in of["timed"]:
             way, seconds = each["name"], statistics.median(each["seconds"])
             n_tokens, ours = each.get("n_tokens", of["n_tokens"]), each.get("engine") or all_of_them
+            speed = f"{n_tokens / seconds:,.0f}"
             is_ours = way == "engine"
-            rows.append(
-                [
-                    "`hfgen.Engine`" if is_ours else way,
-                    f"**{n_tokens / seconds:,.0f}**" if is_ours else f"{n_tokens / seconds:,.0f}",
-                    "" if is_ours else f"**{seconds / ours:.2f}**",
-                ]
-            )
+            cell = f"**{speed}**" if is_ours else f"{speed} · **{seconds / ours:.2f}**"
+            cells.setdefault("`hfgen.Engine`" if is_ours else way, []).append(cell)
         if prefix := of.get("prefix"):
-            gained = prefix["without"] / prefix["with"]
-            row = "with a `prefix_cache`, over the engine without, prompts that share 256 tokens"
-            rows.append([row, "", f"**{gained:.2f}**"])
-        head = [model_name(name), "tokens per second", "times faster with the engine"]
-        text = f"{measured_on(of['machine'])}. {of['padding']:.0%} of the cells in the engine's batches were padding."
-        if moves := of.get("moves"):
-            spans = [
-                f"{min(m[what] for m in moves):.1f} to {max(m[what] for m in moves):.1f} ms"
-                for what in ("join", "leave")
-            ]
-            n_rows = [m["rows"] for m in moves]
-            text += (
-                f" In a batch of {min(n_rows)} to {max(n_rows)} rows, a row joins in {spans[0]} and leaves in "
-                f"{spans[1]}."
-            )
-        parts.append(f"{table(head, rows)}\n\n{text}")
-    return "\n\n".join(parts)
+            row = "`prefix_cache` over none, prompts that share 256 tokens"
+            cells.setdefault(row, []).append(f"**{prefix['without'] / prefix['with']:.2f}**")
+    head = ["tokens per second · times faster with the engine", *map(model_name, raw)]
+    padding = " and ".join(f"{of['padding']:.0%}" for of in raw.values())
+    threads = " and ".join(str(of["machine"]["threads"]) for of in raw.values())
+    machine = measured_on(next(iter(raw.values()))["machine"] | {"threads": threads})
+    rows = ([way, *each] for way, each in cells.items())
+    return f"{table(head, rows)}\n\n{machine}. Padding of the engine's batches: {padding} of the cells."
 
 
 #: Label, case, context length in tokens (``None``: any), and the part that is timed.
@@ -370,6 +345,7 @@ def scale_block(raw: Raw) -> str:
             f"{point['rows'] * raw['job']['row'] / n / point['seconds']:.0%}" for point in points[n]
         ]
         for n in sorted(points)
+        if n in (1, 10, 100, 1000)
     }
     return table(["workers", *jobs], ([f"{n:,}", *shares] for n, shares in useful.items()))
 
