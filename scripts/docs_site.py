@@ -1,8 +1,8 @@
 """The site of docs/ (``make docs``): its navigation, and the pages that lie elsewhere in the repository.
 
-README is the first page; the pages and plots of benchmarks/results are there under the same path. Links that
-lead out of docs/ or into it, as they have to on GitHub, are led to them. A page that is in no section of
-``SECTIONS`` is put under the last one.
+README is the first page; learn/ and the pages and plots of benchmarks/results are there under the same path. Links
+that lead out of docs/ or into it, as they have to on GitHub, are led to them. The pages of learn/ end with the code
+that they explain. A page that is in no section of ``SECTIONS`` is put under the last one.
 """
 
 from __future__ import annotations
@@ -41,9 +41,18 @@ SECTIONS = {
     "More": [],
 }
 
+LEARN = ROOT / "learn"
+
 #: Page of the site → file of the repository, of those that are not in docs/.
 ELSEWHERE = {"index.md": "README.md"} | {
     name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+}
+
+#: Pages and code of learn/ in order, under the same path but for the first page.
+LESSONS = {"learn/index.md": "learn/README.md"} | {
+    f"learn/{path.name}": f"learn/{path.name}"
+    for pattern in ("[0-9]*.md", "*.diff", "*.py")
+    for path in sorted(LEARN.glob(pattern))
 }
 
 
@@ -67,18 +76,25 @@ def linked(text: str, page: str) -> str:
         return re.sub(r"\]\(docs/", "](", text)
     if page.startswith("benchmarks/"):
         return text
+    if page in LESSONS:
+        code = LEARN / Path(page).with_suffix(".diff").name
+        code = code if code.exists() else LEARN / "generate.py"
+        kind = code.suffix.replace("py", "python").removeprefix(".")
+        text += f"\n## {code.name}\n\n```{kind}\n{code.read_text(encoding='utf-8')}```\n"
+        return text.replace("](README.md", "](index.md")
     return re.sub(r"\]\(\.\./", "](", text).replace("](README.md", "](index.md")
 
 
 def on_config(config: Any) -> Any:
     pages = [path.name for path in Path(config.docs_dir).glob("*.md")]
     measured = [path for path in results() if path.endswith(".md")]
-    config.nav = [*navigation([*pages, *ELSEWHERE]), {"Measured": measured}]
+    lessons = [page for page in LESSONS if page.endswith(".md")]
+    config.nav = [*navigation([*pages, *ELSEWHERE]), {"Learn": lessons}, {"Measured": measured}]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    for page, path in (ELSEWHERE | {path: path for path in results()}).items():
+    for page, path in (ELSEWHERE | LESSONS | {path: path for path in results()}).items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     return files
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import learn.generate
+from learn import lessons
 from learn.generate import Config, generate
 from tests.parity.decoder_families import DECODER_FAMILIES, ROWS
 from tests.parity.family import Limit
@@ -42,6 +47,8 @@ LEFT_OUT = {
 }
 PASSING = [family.name for family in DECODER_FAMILIES if family.name not in LEFT_OUT]
 
+LEARN = Path(learn.generate.__file__).parent
+
 #: Several EOS tokens, so that rows end at different times.
 EOS = [2, 7, 11, 13, 23, 29, 31]
 MODES: dict[str, dict[str, Any]] = {
@@ -51,18 +58,30 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def same_tokens(
-    family: str, options: dict[str, Any], padded: bool, twin: Any = generate
-) -> tuple[Tensor, Tensor]:
-    """What transformers and the twin return for the same call and the same random state."""
-    model, rows = upstream(family), 3 if padded else 1
-    inputs = FAMILIES[family].inputs(model, rows, padded, 3)
-    options = {"max_new_tokens": 6, "pad_token_id": 1, **options}
+def arguments(family: str, mode: str, padded: bool) -> dict[str, Any]:
+    """The inputs and options of a call: three padded rows, or a single one."""
+    padded = padded and Limit.PADDING not in FAMILIES[family].unsupported
+    inputs = FAMILIES[family].inputs(upstream(family), 3 if padded else 1, padded, 3)
+    return inputs | {"max_new_tokens": 6, "pad_token_id": 1, **MODES[mode]}
+
+
+@cache
+def tokens_of_transformers(family: str, mode: str, padded: bool) -> Tensor:
     with quiet():
         torch.manual_seed(0)
-        theirs = model.generate(**inputs, **options)
-        torch.manual_seed(0)
-        return theirs, twin(model, **inputs, **options)
+        return upstream(family).generate(**arguments(family, mode, padded))
+
+
+def check(twin: ModuleType, family: str) -> None:
+    """The twin returns what transformers returns for the same call and the same random state."""
+    for mode, padded in (("greedy", True), ("sample", False), ("sample", True), ("beams", True)):
+        if mode == "beams" and Limit.BEAMS in FAMILIES[family].unsupported:
+            continue
+        theirs = tokens_of_transformers(family, mode, padded)
+        with quiet():
+            torch.manual_seed(0)
+            mine = twin.generate(upstream(family), **arguments(family, mode, padded))
+        assert torch.equal(theirs, mine), mode
 
 
 def test_most_families_are_not_left_out() -> None:
@@ -72,12 +91,42 @@ def test_most_families_are_not_left_out() -> None:
 
 @pytest.mark.parametrize("family", PASSING)
 def test_tokens_of_transformers(family: str) -> None:
-    unsupported = FAMILIES[family].unsupported
-    for mode, padded in (("greedy", True), ("sample", False), ("sample", True), ("beams", True)):
-        if mode == "beams" and Limit.BEAMS in unsupported:
-            continue
-        theirs, mine = same_tokens(family, MODES[mode], padded and Limit.PADDING not in unsupported)
-        assert torch.equal(theirs, mine), mode
+    check(learn.generate, family)
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+def test_tokens_of_transformers_after_each_lesson(number: int) -> None:
+    """Some with sliding windows, with a state, with experts, without positions or a cache."""
+    for family in (
+        "llama",
+        "gpt2",
+        "bloom",
+        "openai-gpt",
+        "qwen2_sliding",
+        "gemma2",
+        "mixtral",
+        "lfm2",
+    ):
+        check(lessons.modules()[number], family)
+
+
+def test_lessons_are_small() -> None:
+    sources = lessons.sources()
+    assert len(sources[0].splitlines()) <= 250
+    diffs = sorted(lessons.FOLDER.glob("*.diff"))
+    assert [diff.stem for diff in diffs] == lessons.LESSONS
+    assert all(len(diff.read_text("utf-8").splitlines()) < 120 for diff in diffs)
+
+
+def test_packing_what_was_unpacked_changes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    written = tmp_path / "learn"
+    written.mkdir()
+    lessons.unpack(tmp_path / "versions")
+    monkeypatch.setattr(lessons, "FOLDER", written)
+    lessons.pack(tmp_path / "versions")
+    for path in written.iterdir():
+        assert path.read_text("utf-8") == (LEARN / path.name).read_text("utf-8"), path.name
+    assert len(list(written.iterdir())) == 10
 
 
 def test_values_of_the_call_win_over_those_of_the_model() -> None:
