@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import hfgen
-from hfgen.logits.processors.breakers import Breakers
-from hfgen.logits.processors.dry import DryPenalty
+from hfgen.logits.processors.dry import Breakers, DryPenalty
 from hfgen.logits.processors.history import Counted
 from hfgen.logits.processors.repetition import OccurrencePenalty, RepetitionPenaltyLogitsProcessor
 from tests import tiny

@@ -37,7 +37,6 @@ from . import (
     vocabulary,
 )
 from .context import Builder, Context, OfAll, Row, field_of
-from .diversity import DiversityPenalty, diversity_penalty
 from .guidance import guidance
 from .lists import (
     LogitsProcessorList,
@@ -46,6 +45,7 @@ from .lists import (
     merge_criteria_processor_list,
     public_type,
 )
+from .repetition import DiversityPenalty
 from .thinking import thinking_budget
 
 __all__ = [
@@ -103,7 +103,7 @@ DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_bre
 PROCESSORS: list[Builder] = [
     Row("guidance_scale", guidance, lambda v: v == 1.0, off=1.0),
     Row("sequence_bias", lambda bias, c: vocabulary.SequenceBiasLogitsProcessor(bias)),
-    Row("diversity_penalty", diversity_penalty, lambda penalty: not penalty),
+    Row("diversity_penalty", repetition.diversity_penalty, lambda penalty: not penalty),
     Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, lambda v: v == 1.0),
     Row(
         "repetition_penalty",

@@ -6,13 +6,13 @@ As llama.cpp's sampler of that name, after p-e-w (2024, github.com/oobabooga/tex
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor
 
-from .breakers import DEFAULT_BREAKERS, Breakers
 from .context import Context
 from .history import RowStates
 from .repetition import pads
@@ -22,11 +22,53 @@ from .suffixes import SuffixAutomaton
 _LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)
 
 
+#: llama.cpp's and most front ends' default.
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+
+
+class Breakers:
+    """Tokens and token sequences that end a repetition, such as the end of a line, by ids or by text.
+
+    A token is a breaker if its text contains one. It is decoded when it first occurs.
+    """
+
+    def __init__(
+        self, breakers: Iterable[str | int | Sequence[int]], tokenizer: Any = None
+    ) -> None:
+        breakers = list(breakers)
+        self.tokenizer = tokenizer
+        self.strings = [item for item in breakers if isinstance(item, str)]
+        self._is_breaker = {item: True for item in breakers if isinstance(item, int)}
+        sequences = [list(item) for item in breakers if not isinstance(item, str | int)]
+        sequences += [tokenizer.encode(s, add_special_tokens=False) for s in self.strings]
+        self.sequences = [sequence for sequence in sequences if len(sequence) > 1]
+        self._is_breaker.update((sequence[0], True) for sequence in sequences if len(sequence) == 1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Breakers:
+        return self
+
+    def is_breaker(self, token: int) -> bool:
+        """Whether ``token`` alone is a breaker."""
+        if token not in self._is_breaker:
+            text = self.tokenizer.decode([token]) if self.strings else ""
+            self._is_breaker[token] = any(string in text for string in self.strings)
+        return self._is_breaker[token]
+
+    def ends(self, tokens: list[int]) -> bool:
+        """Whether ``tokens`` end with a breaker."""
+        return self.is_breaker(tokens[-1]) or any(
+            tokens[-len(sequence) :] == sequence for sequence in self.sequences
+        )
+
+
 class Repeats:
-    """How long a repeat each token would make longer in one row; none reaches over a breaker."""
+    """The repeats at the end of one row, and how each token would continue them.
+
+    No repeat reaches over a breaker.
+    """
 
     def __init__(self, allowed: int, breakers: Breakers, last_n: int | None = None) -> None:
-        """``last_n``: only so many tokens at the end are read; ``None`` for all."""
+        """``last_n``: how many tokens at the end are read; ``None`` for all."""
         self.automaton, self.breakers, self.last_n = SuffixAutomaton(allowed), breakers, last_n
         self.tokens: list[int] = []
         #: For each length, how many tokens have followed the last breaker.
@@ -52,10 +94,10 @@ class Repeats:
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Repeats:
-        return self.copy()
+        return self.copy()  # faster: drafts from the text copy the processors each time
 
     def lengths(self, vocab: int) -> dict[int, int]:
-        """Tokens below ``vocab`` that would continue a repeat, with the length of the longest so far."""
+        """Tokens below ``vocab`` that would continue a repeat, and the length of the longest of these."""
         if (limit := self.since_breaker[-1]) < self.automaton.least:
             return {}
         is_breaker = self.breakers.is_breaker
@@ -68,7 +110,7 @@ class Repeats:
         newest_first = self.tokens[: -n - 1 : -1]
         size, least = len(newest_first), self.automaton.least
         common, left, right = [0] * size, 0, 0
-        found: dict[int, int] = {}
+        longest: dict[int, int] = {}
         for i in range(1, size):
             k = min(right - i, common[i - left]) if i < right else 0
             while i + k < size and newest_first[k] == newest_first[i + k]:
@@ -78,8 +120,8 @@ class Repeats:
                 left, right = i, i + k
             if k >= least:
                 token = newest_first[i - 1]
-                found[token] = max(found.get(token, 0), k)
-        return found
+                longest[token] = max(longest.get(token, 0), k)
+        return longest
 
 
 @dataclass(eq=False)
@@ -102,8 +144,9 @@ class DryPenalty(LogitsProcessor):
         self.history = RowStates(
             lambda: Repeats(self.allowed, self.breakers, self.last_n), self.n_pads
         )
-        #: The exponent from which on the penalty stays the same.
-        self.largest = math.inf if self.base <= 1 else _LARGEST_EXPONENT / math.log(self.base)
+        self.largest_exponent = (
+            math.inf if self.base <= 1 else _LARGEST_EXPONENT / math.log(self.base)
+        )
         self._penalties: dict[int, float] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -118,20 +161,20 @@ class DryPenalty(LogitsProcessor):
                 penalties += map(self.penalty, lengths.values())
         if not rows:
             return scores
-        where = torch.tensor([rows, tokens], device=scores.device)
-        taken_off = torch.tensor(penalties, dtype=scores.dtype, device=scores.device)
-        return scores.index_put((where[0], where[1]), -taken_off, accumulate=True)
+        row_index, token_index = torch.tensor([rows, tokens], device=scores.device)
+        changes = -torch.tensor(penalties, dtype=scores.dtype, device=scores.device)
+        return scores.index_put((row_index, token_index), changes, accumulate=True)
 
     def penalty(self, length: int) -> float:
-        """What is taken off a token that would continue a repeat of ``length`` tokens."""
-        if (known := self._penalties.get(length)) is None:
-            exponent = min(length - self.allowed, self.largest)
-            known = min(self.multiplier * self.base**exponent, torch.finfo(torch.float32).max)
-            self._penalties[length] = known
-        return known
+        """The penalty of a token that would continue a repeat of ``length`` tokens."""
+        if (penalty := self._penalties.get(length)) is None:
+            exponent = min(length - self.allowed, self.largest_exponent)
+            penalty = min(self.multiplier * self.base**exponent, torch.finfo(torch.float32).max)
+            self._penalties[length] = penalty
+        return penalty
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
         self.history.reorder(index)
 
 
@@ -139,8 +182,8 @@ def dry(multiplier: float, context: Context) -> DryPenalty | None:
     last_n = context.own("dry_penalty_last_n")
     if last_n == 0:
         return None
-    given = context.own("dry_sequence_breakers")
-    breakers = Breakers(DEFAULT_BREAKERS if given is None else given, context.tokenizer)
+    breakers = context.own("dry_sequence_breakers")
+    breakers = Breakers(DEFAULT_BREAKERS if breakers is None else breakers, context.tokenizer)
     base, allowed = float(context.own("dry_base")), int(context.own("dry_allowed_length"))
     last_n = None if last_n == -1 else last_n
     return DryPenalty(float(multiplier), base, allowed, breakers, pads(context), last_n)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -15,12 +15,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Follower:
-    """Knows something about the ids ``(rows, length)`` of the last call, and learns what is new of the next.
+    """Base of what is known about ``ids (rows, length)`` and updated from call to call.
 
-    The next call may have more ids, or fewer (drafts that were rejected), of which the last may be another
-    one than before. ``reorder`` says which row goes on with which, as after a step of beams. On the CPU
-    all ids are compared with those of the last call, so that any calls are right; elsewhere a comparison
-    would wait for the device.
+    A call may have more ids than the last one, or fewer (drafts that were rejected), and another last id.
+    ``reorder`` says which rows continue which, as after a step of beams. On the CPU all ids are compared
+    with those of the last call, so that any ids are right; elsewhere a comparison would wait for the device.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class Follower:
         self.length, self._ids = 0, torch.zeros(0, 0, dtype=torch.long)
 
     def follow(self, ids: torch.Tensor) -> None:
-        """Get in step with ``ids (rows, length)``."""
+        """Update to ``ids (rows, length)``."""
         n_rows, length = ids.shape
         if self._ids.shape[0] != n_rows or self._ids.device != ids.device:
             self.forget()
@@ -44,11 +43,11 @@ class Follower:
             self.length = length
 
     def forget(self) -> None:
-        """Start again with the next call."""
+        """Drop everything: the next call starts from its first id."""
         self.length, self._ids = 0, torch.zeros(0, 0, dtype=torch.long)
 
     def _n_same(self, ids: torch.Tensor) -> int:
-        """How many of the first columns are known."""
+        """How many columns at the start are those of the last call."""
         n = min(self.length, ids.shape[1])
         if not ids.is_cpu:
             return n if n < ids.shape[1] else n - 1
@@ -63,25 +62,25 @@ class Follower:
         self._ids[:, start:length] = ids[:, start:]
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
         if self.length:
             self._ids = self._ids[index]
             self.take(index)
 
     def begin(self, n_rows: int, device: torch.device) -> None:
-        """Know nothing about ``n_rows`` rows."""
+        """Start with ``n_rows`` empty rows."""
         raise NotImplementedError
 
     def extend(self, tokens: torch.Tensor, start: int) -> None:
-        """Learn ``tokens (rows, n)``, which follow ``start`` others."""
+        """Add ``tokens (rows, n)``, the columns from ``start`` on."""
         raise NotImplementedError
 
     def rewind(self, tokens: torch.Tensor, length: int) -> None:
-        """Forget ``tokens (rows, n)``, so that ``length`` are left."""
+        """Take ``tokens (rows, n)`` back, the columns from ``length`` on."""
         raise NotImplementedError
 
     def take(self, index: torch.Tensor) -> None:
-        """Let the rows be those of ``index (rows,)``."""
+        """Reorder rows by ``index (rows,)``."""
         raise NotImplementedError
 
 
@@ -146,18 +145,18 @@ class Counts(Follower):
             self.changed(tokens, self.counts.scatter_add_(1, tokens, signs).gather(1, tokens))
 
     def changed(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Told of ``tokens (rows, n)`` whose counts ``(rows, n)`` have changed."""
+        """Called with ``tokens (rows, n)`` whose counts changed to ``counts (rows, n)``."""
 
     def take(self, index: torch.Tensor) -> None:
         self.counts = self.counts[index]
 
 
-#: So many columns become known to ``Distinct`` at once; until then they are read as they are.
+#: ``Distinct`` adds columns in blocks of so many; columns of an incomplete block are read as they are.
 BLOCK = 512
 
 
 class Distinct(Follower):
-    """The tokens that occur, each once: ``(rows, n)``, filled up with ``vocab``, which is for none."""
+    """The tokens that occur, each once: ``(rows, n)``, padded with ``vocab``."""
 
     def __init__(self, counted: Counted) -> None:
         super().__init__()
@@ -193,32 +192,17 @@ class Distinct(Follower):
         self.distinct = self.distinct[index]
 
 
-class RowState(Protocol):
-    """What is known about the tokens of one row."""
+class RowStates(Follower):
+    """A Python object for each row, made by ``make``; new ids are read off their device once a call.
 
-    def push(self, token: int) -> None:
-        """Learn the next token."""
-
-    def pop(self) -> None:
-        """Forget the last token."""
-
-    def copy(self) -> RowState:
-        """The same, to go on with by itself."""
-
-
-State = TypeVar("State", bound=RowState)
-
-
-class RowStates(Follower, Generic[State]):
-    """A state of Python objects for each row; new ids are read off their device once a call.
-
-    The first ``n_pads (rows,)`` columns are left out.
+    The objects have ``push(token)``, ``pop()``, which takes back a push, and ``copy()``. The first ``n_pads
+    (rows,)`` columns are left out.
     """
 
-    def __init__(self, make: Callable[[], State], n_pads: torch.Tensor | None = None) -> None:
+    def __init__(self, make: Callable[[], Any], n_pads: torch.Tensor | None = None) -> None:
         super().__init__()
         self.make, self.n_pads = make, n_pads
-        self.states: list[State] = []
+        self.states: list[Any] = []
         self._starts: list[int] = []
 
     def begin(self, n_rows: int, device: torch.device) -> None:

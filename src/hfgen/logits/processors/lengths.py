@@ -9,46 +9,42 @@ from transformers import ForcedEOSTokenLogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from ...settings.requirements import require_eos
-from .banned import Banning
 from .columns import expand
 from .context import Context
+from .vocabulary import Banning
 
-# Some return a copy in any case, as upstream's do: a later edit in place then spares the logits.
 
+class _NoEarlyEnd(Banning):
+    """Rules out EOS and stop tokens in rows that are too short."""
 
-class MinLengthLogitsProcessor(Banning, upstream.MinLengthLogitsProcessor):
-    """No EOS, and no stop token, while the sequence, prompt and left pads included, is shorter than ``min_length``."""
+    eos_token_id: torch.Tensor
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        is_short = input_ids.shape[-1] < self.min_length
+    def without_end(self, is_short: bool | torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``scores (rows, vocab)``, changed in the rows that ``is_short``: a bool, or bools ``(rows, 1)``."""
+        if isinstance(is_short, torch.Tensor):
+            return torch.where(is_short, self.without(self.eos_token_id, scores), scores)
+        # A copy in any case, as upstream's: a later edit in place then spares the logits.
         return self.without(self.eos_token_id, scores) if is_short else scores.clone()
 
 
-class MinNewTokensLengthLogitsProcessor(Banning, upstream.MinNewTokensLengthLogitsProcessor):
+class MinLengthLogitsProcessor(_NoEarlyEnd, upstream.MinLengthLogitsProcessor):
+    """No EOS, and no stop token, while the sequence, prompt and left pads included, is too short."""
+
+    min_length: int | torch.Tensor  # or a column (prompts, 1)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_short = expand(self.min_length, len(scores)) > input_ids.shape[-1]
+        return self.without_end(is_short, scores)
+
+
+class MinNewTokensLengthLogitsProcessor(_NoEarlyEnd, upstream.MinNewTokensLengthLogitsProcessor):
     """No EOS, and no stop token, before ``min_new_tokens`` tokens are generated."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        is_short = input_ids.shape[-1] - self.prompt_length_to_skip < self.min_new_tokens
-        return self.without(self.eos_token_id, scores) if is_short else scores.clone()
-
-
-class _PerRow(Banning):
-    """No EOS while a row is shorter than its own of ``lengths (prompts, 1)``."""
-
-    def __init__(self, lengths: torch.Tensor, eos: torch.Tensor) -> None:
-        self.lengths, self.eos = lengths, eos
+    min_new_tokens: int | torch.Tensor  # or a column (prompts, 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        is_short = expand(self.lengths, len(scores)) > input_ids.shape[-1]
-        return torch.where(is_short, self.without(self.eos, scores), scores)
-
-
-class MinLengthPerRow(_PerRow, upstream.MinLengthLogitsProcessor):
-    """Counts the prompt and its left pads."""
-
-
-class MinNewTokensPerRow(_PerRow, upstream.MinNewTokensLengthLogitsProcessor):
-    """Counts what is generated, behind a prompt that ``lengths`` include."""
+        n_new = input_ids.shape[-1] - self.prompt_length_to_skip
+        return self.without_end(expand(self.min_new_tokens, len(scores)) > n_new, scores)
 
 
 class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
@@ -66,21 +62,22 @@ class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
         return scores.index_copy(1, self.eos_token_id, eos + gain.masked_fill(~eos.isfinite(), 0.0))
 
 
-def min_length(wanted: Any, context: Context) -> upstream.LogitsProcessor | None:
+def min_length(length: Any, context: Context) -> MinLengthLogitsProcessor | None:
     if (ending := context.ending_tokens) is None:
         return None
-    if isinstance(wanted, torch.Tensor):
-        return MinLengthPerRow(wanted, ending)
-    return MinLengthLogitsProcessor(wanted, ending, device=context.device)
+    number = 0 if isinstance(length, torch.Tensor) else length  # upstream takes no column
+    processor = MinLengthLogitsProcessor(number, ending, device=context.device)
+    processor.min_length = length
+    return processor
 
 
-def min_new_tokens(wanted: Any, context: Context) -> upstream.LogitsProcessor | None:
-    length, ending = context.prompt_length, context.ending_tokens
-    if ending is None:
+def min_new_tokens(n: Any, context: Context) -> MinNewTokensLengthLogitsProcessor | None:
+    if (ending := context.ending_tokens) is None:
         return None
-    if isinstance(wanted, torch.Tensor):
-        return MinNewTokensPerRow(length + wanted, ending)
-    return MinNewTokensLengthLogitsProcessor(length, wanted, ending, device=context.device)
+    number, start = 0 if isinstance(n, torch.Tensor) else n, context.prompt_length
+    processor = MinNewTokensLengthLogitsProcessor(start, number, ending, device=context.device)
+    processor.min_new_tokens = n
+    return processor
 
 
 def forced_eos(token: Any, context: Context) -> ForcedEOSTokenLogitsProcessor:

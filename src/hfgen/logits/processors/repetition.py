@@ -1,4 +1,4 @@
-"""Penalties on tokens that have occurred in the output, in the prompt, or in the encoder's input."""
+"""Penalties on tokens that occurred in the output, the prompt, the encoder's input, or other beams."""
 
 from __future__ import annotations
 
@@ -109,6 +109,23 @@ class OccurrencePenalty(Counts, LogitsProcessor):
         return scores - self.penalties[:, :-1]
 
 
+class DiversityPenalty(LogitsProcessor):
+    """Takes ``penalty`` off a score for each beam of earlier groups that chose its token at this step."""
+
+    def __init__(self, penalty: float) -> None:
+        self.penalty = penalty
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def penalised(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``scores (rows, vocab)`` for prompts whose earlier groups chose ``tokens (prompts, n)``."""
+        counts = scores.new_zeros(len(tokens), scores.shape[1])
+        counts.scatter_add_(1, tokens, scores.new_ones(1).expand_as(tokens))
+        by_prompt = scores.unflatten(0, (len(tokens), -1))
+        return (by_prompt - self.penalty * counts[:, None]).flatten(0, 1)
+
+
 def encoder_repetition_penalty(value: float, context: Context) -> upstream.LogitsProcessor | None:
     if (found := encoder_ids(context, "encoder_repetition_penalty")) is None:
         return None
@@ -129,6 +146,12 @@ def frequency_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
 
 def presence_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
     return OccurrencePenalty(_as_float(penalty), _of_output(context), of_presence=True)
+
+
+def diversity_penalty(penalty: float, context: Context) -> DiversityPenalty | None:
+    config = context.config
+    is_grouped = (config.num_beam_groups or 1) > 1 and (config.num_beams or 1) > 1
+    return DiversityPenalty(float(penalty)) if is_grouped else None
 
 
 def _as_float(value: Any) -> Any:

@@ -70,7 +70,7 @@ class QuadraticSmoothing(LogitsProcessor):
 
 
 def temperature(value: Any, context: Context) -> LogitsProcessor | None:
-    if _is_dynamic(context):
+    if any(context.values("dynatemp_range")):  # which has the temperature in it
         return None
     return TemperaturePerRow(value) if torch.is_tensor(value) else TemperatureLogitsWarper(value)
 
@@ -79,7 +79,3 @@ def dynamic_temperature(span: Any, context: Context) -> DynamicTemperature:
     return DynamicTemperature(
         context.column("temperature", 1.0), span, context.own_column("dynatemp_exponent")
     )
-
-
-def _is_dynamic(context: Context) -> bool:
-    return any(context.values("dynatemp_range"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -10,8 +11,26 @@ from transformers import InfNanRemoveLogitsProcessor as UpstreamInfNanRemove
 from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor
 from transformers.generation import logits_process as upstream
 
-from .banned import Banning
 from .context import Context
+
+
+class Banning:
+    """Base of processors that rule out fixed token ids, but for ids outside the vocabulary.
+
+    Some configs have -1 for none. Models with several vocabularies have ids that a head lacks.
+    """
+
+    #: Width and device of the scores that ``_inside`` fits.
+    _place: tuple[int, torch.device] | None = None
+
+    def without(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """A copy of ``scores (..., vocab)`` with -inf at ``ids``, which have to be the same in each call."""
+        place = (scores.shape[-1], scores.device)
+        if self._place != place:
+            ids = ids.flatten().long().to(scores.device)
+            self._inside = ids[(ids >= 0) & (ids < scores.shape[-1])]
+            self._place = place
+        return scores.index_fill(-1, self._inside, -math.inf)
 
 
 class _OneCopyBias:
