@@ -186,6 +186,8 @@ def test_greedy_beside_upstream(reason: str, case: Case) -> None:
 
 @pytest.mark.parametrize("case", BESIDE_UPSTREAM.values(), ids=BESIDE_UPSTREAM)
 def test_beside_upstream(case: Case) -> None:
+    if case.family == "clvp" and not IS_5_23:
+        pytest.skip("chunks change the tokens of transformers before 5.23")
     report = check(case)
     assert (report.differences, report.excused) == ([], None)
 
