@@ -430,8 +430,8 @@ def drawn(rng: random.Random) -> tuple[str, bytes]:
     for _ in range(rng.choice([1, 1, 2, 4])):
         match rng.randrange(4):
             case 0:
-                body = mutated(body, rng) or {}
-                body = body if isinstance(body, dict) else {"prompt": body}
+                changed = mutated(body, rng) or {}
+                body = dict(changed) if isinstance(changed, dict) else {"prompt": changed}
             case 1:
                 body[rng.choice(FIELDS)] = rng.choice(VALUES)
             case 2:
