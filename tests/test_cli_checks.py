@@ -14,7 +14,7 @@ import transformers
 import typer
 
 from hfgen.decoding.drafters.schedule import SCHEDULES
-from hfgen.memory.caches import table
+from hfgen.memory import caches
 from hfgen.settings.fields import FIELDS
 from hfgen.tools.cli import app, checks, command_of, companions, options
 from hfgen.tools.cli.report import CliError
@@ -144,9 +144,9 @@ def test_an_empty_value_is_refused(name: str) -> None:
 
 def test_names_of_other_modules_are_known_without_torch() -> None:
     upstream = transformers.generation.configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    assert list(checks.CACHES) == table.names()
+    assert list(checks.CACHES) == caches.names()
     assert {*checks.CACHES, *checks.OLD_CACHES} == {*upstream, "paged"}
-    with_settings = [n for n in table.names() if table.cache_kind(n).settings is not None]
+    with_settings = [n for n in caches.names() if caches.cache_kind(n).settings is not None]
     assert sorted(companions.CACHE_SETTINGS) == with_settings
     assert list(checks.SCHEDULES) == sorted(SCHEDULES)
     keys = [field.name for field in dataclasses.fields(transformers.CompileConfig)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -13,7 +12,6 @@ import torch
 from transformers import GenerationConfig
 
 import hfgen
-from hfgen.prepare import config as stage
 from hfgen.settings.fields import FIELDS
 from tests import tiny
 
@@ -110,15 +108,16 @@ def test_lengths_include_the_prompt(options: dict, prompt: int, expected: tuple)
 
 
 def test_counts_that_no_sequence_can_use_are_lowered():
-    config = SimpleNamespace(
-        max_length=30,
-        prompt_lookup_num_tokens=10**9,
-        max_matching_ngram_size=3,
-        num_assistant_tokens=None,
-    )
-    stage.clamp_to_length(config)
-    found = config.prompt_lookup_num_tokens, config.max_matching_ngram_size
-    assert (*found, config.num_assistant_tokens) == (30, 3, None)
+    model, ids, configs = hfgen.mix_into(tiny.llama()), tiny.prompt(1), []
+
+    def look(model, input_ids, generation_config, **kwargs):
+        configs.append(generation_config)
+        return input_ids
+
+    counts = {"prompt_lookup_num_tokens": 10**9, "max_matching_ngram_size": 3}
+    model.generate(ids, max_new_tokens=5, custom_generate=look, **counts)
+    found = configs[0].prompt_lookup_num_tokens, configs[0].max_matching_ngram_size
+    assert found == (ids.shape[1] + 5, 3)
 
 
 @pytest.mark.parametrize(

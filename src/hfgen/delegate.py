@@ -16,12 +16,11 @@ from .settings.logs import logger
 from .state.call import Request
 
 
-def runs_elsewhere(request: Request) -> Callable[[Any, Request], Any] | None:
-    """The function that runs the call elsewhere, if its arguments ask for that."""
+def run(model: Any, request: Request) -> Any:
+    """Run a call whose ``request.runs_elsewhere``; returns what that code returns."""
     if isinstance(request.custom_generate, str):
-        return generate_from_repository
-    is_paged = str(request.kwargs.get("cache_implementation")) == "paged"  # an array equals no text
-    return generate_paged if is_paged else None
+        return generate_from_repository(model, request)
+    return generate_paged(model, request)
 
 
 def generate_from_repository(model: Any, request: Request) -> Any:

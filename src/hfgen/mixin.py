@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -26,10 +26,10 @@ from .decoding.modes import HOOKS, Method
 from .decoding.outputs import GenerateOutput
 from .logits import processors, stopping
 from .memory import caches
+from .memory.checks import explaining_misfit
 from .prepare import config, encode, healing, inputs, validate
 from .prepare.stages import prepare
 from .running import compiled, executor, media, step_inputs
-from .running.prefill import prefill
 from .settings.versions import warn_if_untested
 from .state.call import Request
 from .streaming import AsyncStream, Stream
@@ -194,12 +194,17 @@ class GenerationMixin(transformers.GenerationMixin):
             custom_generate,
             kwargs,
         )
-        with _ending(streamer):
-            if (delegated := delegate.runs_elsewhere(request)) is not None:
-                return delegated(self, request)
+        try:
+            if request.runs_elsewhere:
+                return delegate.run(self, request)
             call = prepare(self, request)
-            with validate.explaining_misfit(self, call.cache):
+            with explaining_misfit(self, call.cache) if call.has_foreign_cache else nullcontext():
                 return call.decode(self)
+        except BaseException:
+            if hasattr(streamer, "end"):
+                with suppress(Exception):  # the first exception is the one to report
+                    streamer.end()  # type: ignore[union-attr]
+            raise
 
     @_signature_of(generate)
     def stream(self: Any, *args: Any, **kwargs: Any) -> Stream:
@@ -268,7 +273,7 @@ class GenerationMixin(transformers.GenerationMixin):
     # The loop
     prepare_inputs_for_generation = step_inputs.prepare_inputs_for_generation
     _update_model_kwargs_for_generation = step_inputs.update_model_kwargs_for_generation
-    _prefill = prefill
+    _prefill = executor.forward_prompt
     _optimize_model_for_decode = compiled.optimize_model_for_decode
     _supports_logits_to_keep = executor.supports_logits_to_keep
     _valid_auto_compile_criteria = compiled.valid_auto_compile_criteria
@@ -321,20 +326,8 @@ def driven(model: Any, request: Request) -> Request:
         raise ValueError(
             "`custom_generate` decodes by itself, not step by step: pass what hfgen.recipe() makes."
         )
-    if delegate.runs_elsewhere(request) is not None:
+    if request.runs_elsewhere:
         raise ValueError(
             "`cache_implementation='paged'` does not decode step by step: leave it out."
         )
     return request
-
-
-@contextmanager
-def _ending(streamer: BaseStreamer | None) -> Iterator[None]:
-    """End the streamer if an exception ends the call."""
-    try:
-        yield
-    except BaseException:
-        if hasattr(streamer, "end"):
-            with suppress(Exception):  # the first exception is the one to report
-                streamer.end()  # type: ignore[union-attr]
-        raise

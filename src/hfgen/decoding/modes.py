@@ -165,7 +165,9 @@ def validate_generation_mode(
         )
     if hasattr(mode.strategy, "check_config"):
         mode.strategy.check_config(self, generation_config)
-    checks.check_drafting(self, generation_mode, generation_config, generation_mode_kwargs)
+    is_drafting = generation_mode == GenerationMode.ASSISTED_GENERATION
+    if is_drafting or generation_mode_kwargs.get("assistant_model") is not None:
+        checks.check_drafting(self, generation_mode, generation_config, generation_mode_kwargs)
 
 
 def check_call(call: Call) -> None:

@@ -8,8 +8,8 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from .. import families
+from ..prepare import rows
 from ..settings.logs import logger
-from ..state import rows
 from .sequences import Sequences
 
 #: Fields of a ``ContinuousBatchingConfig`` that are arguments of ``Engine``.

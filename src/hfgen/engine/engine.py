@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 
 from .. import families
 from ..mixin import driven, mixed_view
+from ..prepare import rows
 from ..prepare.config import resolve
-from ..state import rows
 from ..state.call import Request
 from .errors import (
     EngineClosedError,

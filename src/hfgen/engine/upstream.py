@@ -11,9 +11,8 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from ..prepare import validate
+from ..prepare import rows, validate
 from ..prepare.config import resolve
-from ..state import rows
 from ..state.call import Request
 from .manager import Manager
 from .worker import logger

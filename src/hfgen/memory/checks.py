@@ -22,8 +22,8 @@ PROTOCOL = ("get_seq_length", "get_mask_sizes", "update")
 def check_cache(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise ``ValueError`` for a cache that another model filled, or that leaves nothing to forward."""
     name = families.cache_argument(model)
-    cache = prompt.model_kwargs.get(name)
-    if cache is None or not model._supports_default_dynamic_cache():
+    cache = prompt.model_kwargs[name]
+    if not model._supports_default_dynamic_cache():
         return
     if getattr(call.config, "drop_finished", False):
         raise ValueError(

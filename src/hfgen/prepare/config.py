@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,13 @@ import transformers
 
 from .. import families
 from ..decoding.modes import MODES
-from ..memory.caches import table
+from ..memory import caches
 from ..settings import vllm
 from ..settings.fields import FIELDS, OWN_FIELDS, with_suggestions
 from ..settings.kinds import is_zero
 from ..settings.logs import logger
-from ..state import rows
 from ..state.call import Call, ModelKwargs, Prompt, Request
-from . import validate
+from . import rows, validate
 
 #: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
 NOT_THE_MODELS = ("prefix_cache", "trust_remote_code", "cancel")
@@ -72,15 +71,20 @@ for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays 
     setattr(GenerationConfig, _name, _default)
 
 
+def _has_list(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, list | tuple) for value in values)
+
+
 @contextmanager
 def _hiding_own_values(config: transformers.GenerationConfig) -> Iterator[None]:
     """Hide from upstream's validation what only hfgen takes: no new tokens, registered caches."""
     hidden: dict[str, Any] = {}
     if is_zero(config.max_new_tokens):
         hidden["max_new_tokens"] = None
-    if not table.is_upstreams(config.cache_implementation):
+    if not caches.is_upstreams(config.cache_implementation):
         hidden["cache_implementation"] = "dynamic"
-    hidden |= dict.fromkeys(rows.lists_in(vars(config)))
+    if _has_list(vars(config).values()):
+        hidden |= dict.fromkeys(rows.lists_in(vars(config)))
     values = {name: getattr(config, name) for name in hidden}
     vars(config).update(hidden)
     try:
@@ -111,7 +115,9 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
     """
     if "stop" in request.kwargs:
         request = rows.with_stop_strings(request)
-    split = rows.split(request)
+    given = request.generation_config
+    fields = vars(given).values() if isinstance(given, transformers.GenerationConfig) else ()
+    split = rows.split(request) if _has_list([given, *request.kwargs.values(), *fields]) else None
     request = request if split is None else split[0][0]
     kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}
     companions = request.synced_gpus, request.assistant_model, request.streamer
@@ -126,7 +132,7 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
         config.do_sample = any(params.values("do_sample"))
         mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
     method: Any = request.custom_generate or mode.method_of(type(model))
-    has_defaults = rows.has_default_lengths(model, request)
+    has_defaults = request.has_default_lengths(model)
     call = Call(request, config, mode, mode_kwargs, *has_defaults, method, rows=params)
     return call, model_kwargs
 
@@ -146,18 +152,14 @@ def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
         )
 
     call.adopt(fix(call.config, call.has_default_max_length, call.has_default_min_length))
-    rows.set_lengths(model, call, fix)
-    clamp_to_length(call.config)
+    if call.rows is not None:
+        rows.set_lengths(model, call, call.rows, fix)
+    for name, row in FIELDS.items():  # counts that no sequence can reach would cost time
+        if row.within_sequence and (count := getattr(call.config, name, None)) is not None:
+            setattr(call.config, name, min(count, call.config.max_length))
     if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:
         prompt.model_kwargs["logits_to_keep"] = 1  # the logits of a whole prompt are huge
     model._validate_generated_length(call.config, length, call.has_default_max_length)
-
-
-def clamp_to_length(config: transformers.GenerationConfig) -> None:
-    """Lower the counts of tokens that no sequence of ``max_length`` can use; they cost time."""
-    for name, row in FIELDS.items():
-        if row.within_sequence and (count := getattr(config, name, None)) is not None:
-            setattr(config, name, min(count, config.max_length))
 
 
 def extract_generation_mode_kwargs(
@@ -192,7 +194,6 @@ def prepare_generation_config(
 
     Raises ``ValueError`` or ``TypeError`` for a field of a wrong range or type.
     """
-    is_config_given = generation_config is not None
     config, own = copy.deepcopy(generation_config), self.generation_config
     if config is None:
         if in_model_config := self.config._get_generation_parameters():
@@ -218,7 +219,7 @@ def prepare_generation_config(
         _drop_path_of_checkpoint(config, own)
     if config.cache_implementation == "hybrid":  # of old checkpoints; the dynamic one does as well
         config.cache_implementation = None
-    if is_config_given and (overridden := set(kwargs) - set(model_kwargs)):
+    if generation_config is not None and (overridden := set(kwargs) - set(model_kwargs)):
         logger.warning_once(
             f"Passing `generation_config` together with {sorted(overridden)} is deprecated: the arguments "
             "win over the object. Pass one object, or only arguments."

@@ -13,14 +13,13 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .. import families
 from ..memory.batch import row_dim
-from ..memory.caches.table import cache_kind
+from ..memory.caches import cache_kind
 from ..running.row_states import is_row_wise
 from ..running.signatures import parameters
 from ..settings.logs import logger
 from ..settings.requirements import require_tokenizer
-from ..state import rows
 from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
-from . import validate
+from . import rows, validate
 from .healing import follow_length, heal_tokens
 
 
@@ -36,8 +35,9 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
     model._prepare_special_tokens(
         call.config, has_mask, device=main_input.device, batch_size=prompt.batch_size
     )
-    rows.check_call(call, prompt)
-    rows.prepare_special_tokens(model, call, prompt)
+    if call.rows is not None:
+        rows.check_call(call, call.rows, prompt)
+        rows.prepare_special_tokens(model, call, call.rows, prompt)
     validate.check_prompt(model, call, prompt)
     # An overridden ``heal_tokens`` may do without a tokenizer.
     if call.config.token_healing and getattr(model.heal_tokens, "__func__", None) is heal_tokens:

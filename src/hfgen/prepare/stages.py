@@ -12,9 +12,8 @@ from ..logits.grammar import setup as grammar
 from ..memory import caches
 from ..running import prefix, shared_prompt
 from ..running.ranks import Ranks
-from ..state import rows
 from ..state.call import Call, Prompt, Request
-from . import config, inputs, validate
+from . import config, inputs, rows, validate
 
 
 def prepare(
@@ -32,32 +31,33 @@ def prepare(
     call: Call | None = None
     try:
         validate.check_request(request)
-        prefixes = prefix.take_argument(model, request, prefix_cache)
+        prefixes = None
+        if "prefix_cache" in request.kwargs or prefix_cache or hasattr(model, "prefix_cache"):
+            prefixes = prefix.take_argument(model, request, prefix_cache)
         call, model_kwargs = config.resolve(model, request)
         call.ranks = company
         model._validate_model_kwargs(model_kwargs.copy())
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
-        for each in call.configs:
-            validate.check_companions(each)
-            validate.check_stops(each, call.mode_kwargs.get("tokenizer"))
-            validate.check_samplers(each, call.mode_kwargs.get("tokenizer"))
-        validate.check_ends(call)
+        validate.check_config(call)
         modes.check_call(call)
         if company is not None:
             validate.check_ranks(model, call)
         if any(getattr(each, "grammar", None) is not None for each in call.configs):
             grammar.check(model, call)
-        call.prefixes = prefix.check(prefixes, model, call, model_kwargs)
+        if prefixes is not None:
+            call.prefixes = prefix.check(prefixes, model, call, model_kwargs)
         call.prompt = prompt = inputs.prepare(model, call, model_kwargs)
         if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
             request.streamer.put(prompt.ids[:: call.config.num_beams].cpu())
         config.set_lengths(model, call, prompt)
-        caches.prepare(model, call, prompt, shared_prompt.is_ahead(model, call, prompt))
+        fans_out = call.shared_prompt is not None and shared_prompt.is_ahead(model, call, prompt)
+        caches.prepare(model, call, prompt, fans_out)
         inputs.warn_of_foreign_device(model, prompt.ids)
-        rows.set_keys(call, prompt)
+        if call.config.do_sample:
+            rows.set_keys(call, prompt)
         prepare_functions(model, call, prompt)
         caches.check_room(model, call, prompt)
-        if fills_prefix:
+        if fills_prefix and call.prefixes is not None:
             prefix.begin(model, call, prompt)
         prompt.model_kwargs["use_cache"] = call.config.use_cache
         if company is not None:

@@ -16,8 +16,7 @@ from transformers.utils import ModelOutput
 
 from .. import families
 from ..memory.batch import Batch, map_outputs
-from ..memory.caches import layers
-from ..memory.caches.table import is_upstreams
+from ..memory.caches import is_upstreams, layers
 from ..state.run import Run
 from .row_states import has_list_of_rows, have_changed, is_row_wise, module_tensors
 
@@ -29,10 +28,9 @@ class ActiveRows:
     """Which rows are forwarded. ``index (active,)``, ascending; ``None`` while all are."""
 
     def __init__(self, run: Run) -> None:
-        # A recipe may run on a model that is not mixed, whose config lacks the field.
-        self.may_leave = bool(getattr(run.config, "drop_finished", False)) and len(run.ids) > 1
+        self.may_leave = True
         self.n_rows = self.n_active = len(run.ids)
-        self.states = module_tensors(run.model) if self.may_leave else {}
+        self.states = module_tensors(run.model)
         self.index: Tensor | None = None
 
     def ids(self, run: Run) -> Tensor:

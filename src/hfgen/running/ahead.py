@@ -118,7 +118,7 @@ def _may_be(run: Run, strategy: Any) -> bool:
         bool(getattr(type(strategy), "checks_late", False))
         and not run.synced_gpus  # all devices forward as often
         and not run.config.is_assistant
-        and not strategy.active.may_leave  # rows leave before the next forward
+        and strategy.active is None  # rows leave before the next forward
         and len(set(getattr(run.model, "hf_device_map", {}).values())) < 2
         and not families.keeps_other_state(run.model)
         and not has_own_hooks(run.model)

@@ -1,4 +1,4 @@
-"""The forward pass of a prompt: at once, in chunks, or only the part that is not in the cache."""
+"""The forward pass of a prompt in chunks, for ``prefill_chunk_size``."""
 
 from __future__ import annotations
 
@@ -15,64 +15,7 @@ from .media import media_by_chunk
 from .step_inputs import TOKEN_TYPES
 
 
-def prefill(
-    self: Any,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: ModelKwargs,
-    is_first_iteration: bool = True,
-) -> ModelOutput:
-    """Forward the prompt, or as much of it as the cache does not hold; returns the last outputs.
-
-    A continued prompt comes in full, or only its new tokens with a mask over all of it.
-    """
-    reads_embeds = is_first_iteration and not self.config.is_encoder_decoder
-    embeds = model_kwargs.get("inputs_embeds") if reads_embeds else None
-    new_length = uncached_length(self, input_ids, generation_config, model_kwargs, embeds)
-    if generation_config.prefill_chunk_size is not None:
-        return _prefill_in_chunks(
-            self, input_ids, embeds, generation_config, model_kwargs, new_length, is_first_iteration
-        )
-    model_inputs = self.prepare_inputs_for_generation(
-        input_ids,
-        next_sequence_length=new_length,
-        is_first_iteration=is_first_iteration,
-        **model_kwargs,
-    )
-    return self(**model_inputs, return_dict=True)
-
-
-def uncached_length(
-    self: Any,
-    input_ids: torch.Tensor,
-    config: GenerationConfig,
-    model_kwargs: ModelKwargs,
-    embeds: torch.Tensor | None = None,
-) -> int | None:
-    """How many tokens of the prompt the cache does not hold; ``None`` for all that is given.
-
-    Raises ``ValueError`` if it holds all that a decoder is given, so that nothing has logits.
-    """
-    if (cache := model_kwargs.get("past_key_values")) is None:
-        return None
-    if embeds is not None:
-        return int(embeds.shape[1] - cache.get_seq_length())
-    prefix = "decoder_" if self.config.is_encoder_decoder else ""
-    mask = model_kwargs.get(prefix + "attention_mask")
-    width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-    if input_ids.shape[1] != width:
-        return None
-    n_new = int(input_ids.shape[1] - cache.get_seq_length())
-    if n_new < 1 and self.config.is_encoder_decoder and not config.is_assistant:
-        raise ValueError(
-            f"`past_key_values` holds {cache.get_seq_length()} tokens and `decoder_input_ids` has "
-            f"{input_ids.shape[1]}, so that none is new. Pass all tokens from the start; or only the "
-            "new ones, with a `decoder_attention_mask` over all of them."
-        )
-    return n_new
-
-
-def _prefill_in_chunks(
+def prefill_in_chunks(
     self: Any,
     input_ids: torch.Tensor,
     embeds: torch.Tensor | None,

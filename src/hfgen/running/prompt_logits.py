@@ -21,7 +21,7 @@ from ..memory.batch import take_rows
 from ..memory.caches.dynamic import GrowingCache
 from ..state.run import Run
 from ..state.vocabularies import n_scores
-from .prefill import prefill
+from .executor import forward_prompt
 from .row_states import restored
 from .shared_prompt import with_own_states
 from .views import replaced
@@ -72,7 +72,7 @@ class PromptLogits:
         return torch.ones_like(self.ids, dtype=torch.bool)
 
     def of(self, watched: Body | None = None) -> Iterator[Tensor]:
-        """The logits; ``watched``, the body of the call's own prefill, if there was one."""
+        """The logits; ``watched``, the body of the call's own forward_prompt, if there was one."""
         for body in (watched, None if self.is_encoder_decoder else Body.of_model(self.model)):
             if body is None:
                 continue
@@ -89,7 +89,7 @@ class PromptLogits:
             decoder = self.model.config.get_text_config(decoder=True)
             kwargs = kwargs | {"past_key_values": GrowingCache(config=decoder), "use_cache": True}
         with restored(self.model):
-            prefill(body.view(), self.ids, self.config, kwargs)
+            forward_prompt(body.view(), self.ids, self.config, kwargs)
 
     def at_once(self) -> Iterator[Tensor]:
         """Pieces of all logits."""

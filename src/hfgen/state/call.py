@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..settings.vllm import TO_LAST_POSITION
 from .run import Run
 
 if TYPE_CHECKING:
@@ -47,6 +48,26 @@ class Request:
     negative_prompt_attention_mask: torch.Tensor | None = None
     custom_generate: str | Callable | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """A repository's own ``generate`` or continuous batching runs the call, not hfgen's loop."""
+        is_paged = (
+            str(self.kwargs.get("cache_implementation")) == "paged"
+        )  # an array equals no text
+        return is_paged or isinstance(self.custom_generate, str)
+
+    def has_default_lengths(self, model: Any) -> tuple[bool, bool]:
+        """Return two bools: nobody set ``max_length``; nobody set ``min_length``."""
+        configs = (self.generation_config, model.generation_config)
+        sources = [self.kwargs, *(vars(config) for config in configs if config is not None)]
+        set_by = {
+            name: next((s[name] for s in sources if s.get(name) is not None), None)
+            for name in ("max_new_tokens", "max_length", "min_length")
+        }
+        is_to_last_position = set_by["max_new_tokens"] == TO_LAST_POSITION
+        has_no_max = set_by["max_length"] is None and not is_to_last_position
+        return has_no_max, set_by["min_length"] is None
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Request:
@@ -153,6 +174,15 @@ class Call:
     def cache(self) -> Any:
         """The cache that decoding starts with, if there is one."""
         return self.prompt and self.prompt.model_kwargs.get("past_key_values")
+
+    @property
+    def has_foreign_cache(self) -> bool:
+        """The cache is the caller's, or of a class that is not hfgen's: its updates may not fit."""
+        cache = self.cache
+        layers = {type(layer).__module__ for layer in getattr(cache, "layers", ())}
+        is_known = all(name.startswith(("hfgen.", "transformers.")) for name in layers)
+        is_own = type(cache).__module__.startswith("hfgen.") and is_known
+        return not is_own or getattr(cache, "_is_user_defined", False)
 
     def decode(self, model: Any) -> Any:
         """Let the method decode; returns what it returns."""

@@ -43,7 +43,10 @@ class NextToken:
 
     def __init__(self, run: Run) -> None:
         self.executor = Executor(run, self.may_compile, self.may_record)
-        self.active = ActiveRows(run)
+        #: Which rows are forwarded, where finished ones leave; else ``None``, for all.
+        # A recipe may run on a model that is not mixed, whose config lacks the field.
+        drops = getattr(run.config, "drop_finished", False) and len(run.ids) > 1
+        self.active = ActiveRows(run) if drops else None
         self.invalid = run.invalid = InvalidScores()
         self.stops_by_length_only = getattr(run.criteria, "length_only", False)
 
@@ -54,7 +57,7 @@ class NextToken:
         return nullcontext()
 
     def forward(self, run: Run) -> ModelOutput:
-        return self.executor.forward(run, self.active.ids(run))
+        return self.executor.forward(run, None if self.active is None else self.active.ids(run))
 
     def check(self, run: Run, settle: Callable[[list[int]], None], *flags: torch.Tensor) -> None:
         """Let ``settle`` have the values of ``flags``, scalars: now, or behind the next forward."""

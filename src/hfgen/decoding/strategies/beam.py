@@ -100,7 +100,8 @@ class Beam(NextToken):
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
-        self.active.widen(run, model_outputs)
+        if self.active is not None:
+            self.active.widen(run, model_outputs)
         logits = last_logits(model_outputs, run.ids.device)
         observed = outputs.observe(run, model_outputs)
         del model_outputs
@@ -225,7 +226,8 @@ class Beam(NextToken):
         """Let each row of the cache be that of the beam which the row now continues."""
         if (name := families.cache_name(run.model_kwargs)) is None:
             return
-        cache, rows = run.model_kwargs[name], self.active.local(rows)
+        cache = run.model_kwargs[name]
+        rows = rows if self.active is None else self.active.local(rows)
         if hasattr(run.model, "_reorder_cache"):  # RAG reorders documents, too
             run.model_kwargs[name] = run.model._reorder_cache(cache, rows)
         elif hasattr(cache, "reorder_cache"):
@@ -256,7 +258,7 @@ class Beam(NextToken):
             all_done, is_full, can_improve, n_open = values
             is_full = run.config.early_stopping is True and is_full
             run.finished = bool(all_done or is_full or not can_improve)
-            if self.active.may_leave and not run.finished:
+            if self.active is not None and self.active.may_leave and not run.finished:
                 rows = is_open.expand(-1, self.beams).flatten()
                 self.active.keep(run, rows, n_open * self.beams)
 

@@ -47,7 +47,8 @@ class Sample(NextToken):
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         commit(run, model_outputs)
-        self.active.widen(run, model_outputs)
+        if self.active is not None:
+            self.active.widen(run, model_outputs)
         logits = last_logits(model_outputs, run.ids.device)
         given = logits.clone() if self.keeps_logits else logits
         scores = run.processors(run.ids, self.adjust(given, model_outputs))
@@ -99,7 +100,8 @@ class Sample(NextToken):
         def settle(values: list[int]) -> None:
             (n_unfinished,) = values
             run.finished = n_unfinished == 0
-            self.active.keep(run, self.unfinished, n_unfinished)
+            if self.active is not None:
+                self.active.keep(run, self.unfinished, n_unfinished)
 
         self.check(run, settle, self.unfinished.sum())
 

@@ -7,7 +7,7 @@ Each row of a table builds one processor from the ``Context`` of the call, or ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import not_
 from typing import Any
@@ -36,7 +36,7 @@ from . import (
     truncation,
     vocabulary,
 )
-from .context import Builder, Context, OfAll, Row, field_of
+from .context import Builder, Context, OfAll, Row, built, field_of
 from .guidance import guidance
 from .lists import (
     LogitsProcessorList,
@@ -127,7 +127,7 @@ PROCESSORS: list[Builder] = [
     Row("min_length", lengths.min_length, lambda n: n <= 0, off=0, reads=ENDING),
     Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
     Row("min_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
-    vocabulary.prefix_constrained,
+    lambda c: None if c.prefix_allowed_tokens_fn is None else vocabulary.prefix_constrained(c),
     OfAll("grammar", grammar.processor),
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
     Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),
@@ -221,18 +221,14 @@ def get_logits_processor(
         context = _with_mirostat_alone(context, named)
     given = logits_processor if logits_processor is not None else []
     early = [b for b in PROCESSORS if field_of(b) not in named] if named else PROCESSORS
-    processors = self._merge_criteria_processor_list(_build(early, context), given)
+    processors = LogitsProcessorList(built(early, context))
+    processors = self._merge_criteria_processor_list(processors, given)
     if named:
         processors.extend(_in_order(named, context, given))
     elif generation_config.do_sample:
-        processors.extend(_build(WARPERS, replace(context, of_sampling=True)))
-    processors.extend(_build(FINAL, context))
+        processors.extend(built(WARPERS, replace(context, of_sampling=True)))
+    processors.extend(built(FINAL, context))
     return processors
-
-
-def _build(table: Sequence[Builder], context: Context) -> LogitsProcessorList:
-    built = (builder(context) for builder in table)
-    return LogitsProcessorList(processor for processor in built if processor is not None)
 
 
 def _with_mirostat_alone(context: Context, named: tuple[str, ...]) -> Context:

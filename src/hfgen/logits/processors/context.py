@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -128,6 +128,16 @@ class Context:
 Builder: TypeAlias = Callable[[Any], Any]
 
 
+def built(table: Iterable[Builder], context: Any) -> Iterator[Any]:
+    """Yield what the builders of ``table`` make for a call, in order; a field that is not set is skipped."""
+    for builder in table:
+        field = field_of(builder)
+        if field and context.rows is None and getattr(context.config, field, None) is None:
+            continue
+        if (function := builder(context)) is not None:
+            yield function
+
+
 def field_of(builder: Builder) -> str | None:
     """The field that a row of a table is for; ``None`` for what reads no field."""
     return getattr(builder, "field", None)
@@ -163,11 +173,13 @@ class Row:
     keeps_tokens: bool = False
 
     def __call__(self, context: Any) -> Any:
+        if context.rows is None:
+            value = getattr(context.config, self.field, None)
+            is_set = value is not None and not self.is_off(value)
+            return self.build(value, context) if is_set else None
         values = [None if v is None or self.is_off(v) else v for v in context.values(self.field)]
         if all(value is None for value in values):
             return None
-        if context.rows is None:
-            return self.build(values[0], context)
         others_differ = context.rows.differ_in(*self.all_reads(context))
         if all_equal(values) and not others_differ:
             return self.build(values[0], context)

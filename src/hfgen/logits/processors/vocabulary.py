@@ -114,9 +114,8 @@ class InfNanRemoveLogitsProcessor(UpstreamInfNanRemove):
         return scores.nan_to_num(nan=0.0)
 
 
-def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor | None:
-    if (allowed := context.prefix_allowed_tokens_fn) is None:
-        return None
+def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor:
+    allowed: Any = context.prefix_allowed_tokens_fn
     return PrefixConstrainedLogitsProcessor(allowed, context.config.num_beams)
 
 

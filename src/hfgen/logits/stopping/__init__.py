@@ -16,7 +16,7 @@ from ...settings.requirements import require_tokenizer
 from ...state.rows import RowParams
 from ..grammar import setup as grammar
 from ..processors.by_rows import CriteriaByRows
-from ..processors.context import OfAll, Row
+from ..processors.context import OfAll, Row, built
 from ..processors.lists import is_librarys, name_of
 from .causes import Causes, Notes, is_noted
 from .reasons import FinishReason
@@ -204,8 +204,7 @@ def get_stopping_criteria(
     device = None if prompt is None else prompt.ids.device
     length = 0 if call is None else call.prompt_length
     context = Context(self, generation_config, tokenizer, rows, device, length)
-    built = (builder(context) for builder in CRITERIA)
-    criteria = StoppingCriteriaList(criterion for criterion in built if criterion is not None)
+    criteria = StoppingCriteriaList(built(CRITERIA, context))
     return self._merge_criteria_processor_list(criteria, stopping_criteria)
 
 

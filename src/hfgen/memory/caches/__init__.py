@@ -1,31 +1,146 @@
 """Stage 4: the KV cache that a call decodes with.
 
-``CACHES`` (``table.py``) says which kind stands behind which ``cache_implementation``. To add one,
-assign to it: see ``CacheKind``.
+``CACHES`` says which kind stands behind which ``cache_implementation``. To add one, assign to it: see
+``CacheKind``.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import EncoderDecoderCache, GenerationConfig, MaxLengthCriteria, StaticCache
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    MaxLengthCriteria,
+    StaticCache,
+)
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import get_head_shapes
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.configuration_utils import (
+    ALL_CACHE_IMPLEMENTATIONS,
+    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
+    GenerationMode,
+)
 
 from ... import families
+from ...settings import cache_settings
 from ...settings.logs import logger
 from ...state.call import Call, ModelKwargs, Prompt
-from . import layers, offloaded
+from . import layers, offloaded, quantized, static
 from .dynamic import GrowingCache
 from .static import fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
-from .table import CACHES as CACHES
-from .table import CacheKind as CacheKind
-from .table import CacheRequest, cache_kind
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """What a factory is told about the call."""
+
+    model: Any
+    config: GenerationConfig
+    model_kwargs: ModelKwargs
+    rows: int  # sequences that the cache will hold
+    max_length: int  # tokens per sequence, at most
+
+    @property
+    def decoder_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+
+def make_dynamic(request: CacheRequest) -> Cache:
+    """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
+    return GrowingCache(config=request.decoder_config, max_length=request.max_length)
+
+
+def make_cross_attention(request: CacheRequest) -> Cache:
+    """The encoder's keys and values, which come once and do not grow."""
+    return DynamicCache(config=request.decoder_config)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKind:
+    """A kind of cache. What it does not declare is not assumed: calls that need it are refused.
+
+    Args:
+        name: Its ``cache_implementation``.
+        factory: Makes the cache of a call.
+        settings: Raises ``ValueError`` for a ``cache_config`` and a decoder's config that do not fit.
+        make_cross_attention: Makes the encoder's part, unless ``factory`` returns both.
+        compiles: Keys have fixed shapes, so decoding steps may be compiled.
+        loses_rows: ``reorder_cache(rows)`` of its layers takes fewer rows (for ``drop_finished``).
+        rolls_back: ``crop(-n)`` takes the newest tokens out (for drafting and contrastive search).
+        may_hold_prefix: A ``PrefixCache`` may fill it.
+    """
+
+    name: str
+    factory: Callable[[CacheRequest], Cache]
+    settings: Callable[[Any, Any], None] | None = None
+    make_cross_attention: Callable[[CacheRequest], Cache] = make_cross_attention
+    compiles: bool = False
+    loses_rows: bool = False
+    rolls_back: bool = False
+    may_hold_prefix: bool = False
+
+
+def _dynamic(name: str, may_hold_prefix: bool = True) -> CacheKind:
+    return CacheKind(
+        name, make_dynamic, loses_rows=True, rolls_back=True, may_hold_prefix=may_hold_prefix
+    )
+
+
+#: The kinds by name. To add one, assign a ``CacheKind``, or only its factory.
+CACHES: dict[str, CacheKind | Callable[[CacheRequest], Cache]] = {
+    "dynamic": _dynamic("dynamic"),
+    "offloaded": CacheKind(
+        "offloaded",
+        offloaded.make_offloaded,
+        offloaded.check_settings,
+        offloaded.make_cross_attention,
+        loses_rows=True,
+        rolls_back=True,
+    ),
+    "static": CacheKind(
+        "static", static.make_static, compiles=True, rolls_back=True, may_hold_prefix=True
+    ),
+    "offloaded_static": CacheKind(
+        "offloaded_static", static.make_static, cache_settings.check_none, rolls_back=True
+    ),
+    "quantized": CacheKind(
+        "quantized",
+        quantized.make_quantized,
+        cache_settings.check_quantized,
+        loses_rows=True,
+        rolls_back=True,
+    ),
+    # Of a config; as an argument, it means continuous batching.
+    "paged": _dynamic("paged", may_hold_prefix=False),
+    **{
+        name: CacheKind(name, static.make_deprecated_static, rolls_back=True)
+        for name in DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS
+    },
+}
+
+
+def cache_kind(name: str | None) -> CacheKind:
+    """The kind of that name, ``None`` being the default; a plain factory declares nothing."""
+    kind = CACHES["dynamic" if name is None else name]
+    return kind if isinstance(kind, CacheKind) else CacheKind(str(name), kind)
+
+
+def is_upstreams(name: str | None) -> bool:
+    """Whether transformers' own ``GenerationConfig`` takes that name."""
+    return name is None or name in (*ALL_CACHE_IMPLEMENTATIONS, "paged")
+
+
+def names() -> list[str]:
+    """The names that error messages offer."""
+    return sorted({*CACHES} - {*DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS} - {"paged"})
 
 
 def check_config(model: Any, call: Call) -> None:
@@ -60,12 +175,15 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
             decoder_cache.expect(max_length)
         fit_to_call(cache, config)
         model_kwargs[name] = cache
-    config = offloaded.without_cuda(model, config)
+    if config.cache_implementation == "offloaded_static" and not offloaded.is_on_cuda(model):
+        config = copy.copy(config)
+        config.cache_implementation = "static"  # some models read the name, and make their own
     model._prepare_cache_for_generation(
         config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )
-    needed = ("update", "get_mask_sizes", "crop") if rolls_back else ("update", "get_mask_sizes")
-    layers.check_methods(model_kwargs.get(name), *needed)
+    if call.has_foreign_cache:
+        needed = ("update", "get_mask_sizes", *["crop"] * rolls_back)
+        layers.check_methods(model_kwargs.get(name), *needed)
 
 
 def check_room(model: Any, call: Call, prompt: Prompt) -> None:
@@ -74,7 +192,7 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
     It has to hold the prompt, and all that the call can reach if its length alone can end it.
     """
     cache = prompt.model_kwargs.get(families.cache_argument(model))
-    if not isinstance(cache, Cache) or call.config.cache_implementation is not None:
+    if not isinstance(cache, Cache) or not getattr(cache, "_is_user_defined", False):
         return
     if (held := layers.capacity(cache)) == math.inf:
         return

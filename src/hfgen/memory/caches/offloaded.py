@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from ...settings.cache_settings import path_of
@@ -22,7 +22,7 @@ from .growing import GrowableTensor, GrowthPolicy, Spare
 from .mapped import Folder
 
 if TYPE_CHECKING:
-    from .table import CacheRequest
+    from . import CacheRequest
 
 HOST = torch.device("cpu")
 
@@ -176,14 +176,6 @@ def make_cross_attention(request: CacheRequest) -> Cache:
     if folder_of(request.config.cache_config) is None and is_on_cuda(request.model):
         return DynamicCache(config=config, offloading=True)
     return CrossAttention(config)
-
-
-def without_cuda(model: Any, config: GenerationConfig) -> GenerationConfig:
-    """The config of a call, with the static cache that ``offloaded_static`` is without CUDA."""
-    if config.cache_implementation == "offloaded_static" and not is_on_cuda(model):
-        config = copy.copy(config)
-        config.cache_implementation = "static"  # some models read the name, and make their own
-    return config
 
 
 def is_on_cuda(model: Any) -> bool:

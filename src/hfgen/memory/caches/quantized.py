@@ -25,7 +25,7 @@ from .dynamic import GrowingCache, MapsRows
 from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
 
 if TYPE_CHECKING:
-    from .table import CacheRequest
+    from . import CacheRequest
 
 
 class States:

@@ -23,7 +23,7 @@ from .static_layers import (
 )
 
 if TYPE_CHECKING:
-    from .table import CacheRequest
+    from . import CacheRequest
 
 
 def make_static(request: CacheRequest) -> Cache:

@@ -1,23 +1,128 @@
-"""Checks of the config's fields: values, requirements, and the resulting lengths."""
+"""Checks of the arguments of ``generate`` and of the config's fields, before anything is prepared."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
-from transformers.generation.configuration_utils import GenerationConfig
+import torch
+from torch import nn
+from transformers import GenerationConfig
 
 from ... import families
 from ...decoding import constraints
-from ...memory.caches import table
+from ...memory import caches
+from ...running.signatures import accepted_names
 from ...settings import sampler_order
+from ...settings.cancellation import Cancellation
 from ...settings.fields import FIELDS, is_on, with_suggestions
 from ...settings.kinds import LOGPROBS_MODES, is_zero
 from ...settings.logs import logger
 from ...settings.requirements import require_eos, require_tokenizer
-from ...state.call import Call
+from ...state.call import Call, Request
+
+
+def _has(*methods: str) -> Callable[[Any], bool]:
+    return lambda value: all(hasattr(value, method) for method in methods)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _is_assistant(value: Any) -> bool:
+    # Whether a model generates is asked when the mode is known.
+    is_drafter = _has("draft", "observe")(value) or hasattr(value, "get_candidates")
+    return isinstance(value, nn.Module) or hasattr(value, "generate") or is_drafter
+
+
+#: Arguments that are no tensors: the test of each, and what it has to do.
+ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "generation_config": (
+        lambda value: (
+            isinstance(value, GenerationConfig)
+            or (_is_list(value) and all(isinstance(one, GenerationConfig) for one in value))
+        ),
+        "be a GenerationConfig, or a list with one for each prompt (fields may be passed as keyword "
+        "arguments)",
+    ),
+    "logits_processor": (_is_list, "be a list"),
+    "stopping_criteria": (_is_list, "be a list"),
+    "streamer": (_has("put", "end"), "have the methods put() and end()"),
+    "prefix_allowed_tokens_fn": (callable, "be callable"),
+    "assistant_model": (
+        _is_assistant,
+        "be a model that generates, a drafter with the methods draft() and observe(), or a "
+        "CandidateGenerator",
+    ),
+    "custom_generate": (
+        lambda value: callable(value) or isinstance(value, str),
+        "be a callable or a repository's name or path",
+    ),
+}
+
+#: Arguments that are tensors with a row per prompt, if they are given.
+TENSORS = (
+    "inputs input_ids inputs_embeds attention_mask position_ids decoder_input_ids "
+    "decoder_attention_mask negative_prompt_ids negative_prompt_attention_mask"
+).split()
+
+
+def check_request(request: Request) -> None:
+    """Raise ``TypeError`` for an argument of ``generate`` that is of the wrong kind."""
+    for name, (accepts, what) in ARGUMENTS.items():
+        value = getattr(request, name)
+        if value is not None and not accepts(value):
+            raise TypeError(f"`{name}` has to {what}, but is {_kind(value)}.")
+    for name in ("tokenizer", "assistant_tokenizer"):
+        tokenizer = request.kwargs.get(name)
+        if isinstance(tokenizer, str):  # a name; tokenizers have no class in common
+            loaded = "AutoTokenizer.from_pretrained() loads it"
+            raise TypeError(
+                f"`{name}` has to be a tokenizer, as {loaded}, but is {_kind(tokenizer)}."
+            )
+    cancellation = request.kwargs.get("cancel")
+    if cancellation is not None and not isinstance(cancellation, Cancellation):
+        raise TypeError(f"`cancel` has to be a hfgen.Cancellation, but is {_kind(cancellation)}.")
+    for name in ("logits_processor", "stopping_criteria"):
+        for function in getattr(request, name) or ():
+            if not callable(function):
+                raise TypeError(f"`{name}` has to hold callables, but holds {_kind(function)}.")
+    for name in TENSORS:
+        tensor = getattr(request, name, request.kwargs.get(name))
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            advice = _advice(tensor)
+            raise TypeError(f"`{name}` has to be a tensor, but is {_kind(tensor)}. {advice}")
+        if tensor is not None and tensor.ndim == 0:
+            raise IndexError(f"`{name}` has to be (batch, …), but is one number, {tensor}.")
+
+
+def _advice(value: Any) -> str:
+    if hasattr(value, "input_ids") or isinstance(value, dict):
+        return "Unpack it: generate(**inputs)."
+    if isinstance(value, str) or (_is_list(value) and any(isinstance(text, str) for text in value)):
+        return "Tokenize it: generate(**tokenizer(text, return_tensors='pt'))."
+    return "Use torch.tensor(...)."
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} ({str(value)[:60]})"
+
+
+def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for keyword arguments that the model does not take; typos end here."""
+    known = accepted_names(self)
+    given = (name for name, value in model_kwargs.items() if value is not None)
+    if unknown := [name for name in given if name not in known]:
+        named = with_suggestions(unknown, known | FIELDS.keys())
+        raise ValueError(
+            f"{type(self).__name__}.generate() does not know {named}: neither the generation config "
+            "nor the model's forward takes it."
+        )
+
 
 #: Own fields whose results are attributes of the output, which has to be one then. Upstream ignores
 #: its own such fields, with a warning; an error says what to do before time is spent.
@@ -35,10 +140,10 @@ ON_OUTPUT = (
 def check_cache_implementation(name: Any) -> None:
     """Raise ``ValueError`` for a ``cache_implementation`` that there is none of."""
     if name is None or (
-        isinstance(name, str) and (table.is_upstreams(name) or name in table.CACHES)
+        isinstance(name, str) and (caches.is_upstreams(name) or name in caches.CACHES)
     ):
         return
-    names = table.names()
+    names = caches.names()
     nearest = difflib.get_close_matches(str(name), names, n=1)
     meant = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     raise ValueError(f"`cache_implementation` has to be one of {names}, but is {name!r}{meant}.")
@@ -50,23 +155,19 @@ def check_fields(values: dict[str, Any]) -> None:
     Warn of a value out of range that upstream takes for "off".
     """
     for name, row in FIELDS.items():
-        is_used = row.needs is None or is_on(row.needs, values.get(row.needs))
-        value = values.get(name)
-        if value is not None and row.ignores and row.kind.accepts(value) and row.ignores(value):
-            if is_used and row.range is not None:
-                logger.warning_once(
-                    f"`{name}` has to be {row.range.words}, but is {value}: it counts as off."
-                )
+        if (value := values.get(name)) is None:
             continue
-        row.check(name, value, is_used)
+        is_used = row.needs is None or is_on(row.needs, values.get(row.needs))
+        if row.ignores is None or not row.kind.accepts(value) or not row.ignores(value):
+            row.check(name, value, is_used)
+        elif is_used and row.range is not None:
+            logger.warning_once(
+                f"`{name}` has to be {row.range.words}, but is {value}: it counts as off."
+            )
     check_cache_implementation(values.get("cache_implementation"))
     if (order := values.get("sampler_order")) is not None:
         sampler_order.fields_of(order)
-    _check_mode(values.get("logprobs_mode"))
-
-
-def _check_mode(mode: Any) -> None:
-    if mode is not None and mode not in LOGPROBS_MODES:
+    if (mode := values.get("logprobs_mode")) is not None and mode not in LOGPROBS_MODES:
         meant = with_suggestions([str(mode)], LOGPROBS_MODES)
         raise ValueError(f"`logprobs_mode` has to be one of {[*LOGPROBS_MODES]}, but is {meant}.")
 
@@ -81,18 +182,35 @@ def require_positions(model: Any) -> int:
     return n
 
 
-def check_companions(config: GenerationConfig) -> None:
+def check_config(call: Call) -> None:
     """Raise ``ValueError``, before an encoder runs, for a field that lacks what it works with."""
-    if (penalty := config.exponential_decay_length_penalty) is not None:
-        require_eos(config.eos_token_id, penalty)
-    for name in ON_OUTPUT:
-        value = getattr(config, name, None)
-        is_asked = value is not None and value is not False  # 0 is a number of log-probabilities
-        if is_asked and not config.return_dict_in_generate:
-            raise ValueError(
-                f"`{name}`={value!r} returns its results on the output object: set "
-                "`return_dict_in_generate=True` as well."
-            )
+    tokenizer = call.mode_kwargs.get("tokenizer")
+    for config in call.configs:
+        if (penalty := config.exponential_decay_length_penalty) is not None:
+            require_eos(config.eos_token_id, penalty)
+        for name in ON_OUTPUT:
+            value = getattr(config, name, None)
+            is_asked = (
+                value is not None and value is not False
+            )  # 0 is a number of log-probabilities
+            if is_asked and not config.return_dict_in_generate:
+                raise ValueError(
+                    f"`{name}`={value!r} returns its results on the output object: set "
+                    "`return_dict_in_generate=True` as well."
+                )
+        for name in ("stop_strings", "bad_words", "stop_regex"):
+            if (value := getattr(config, name, None)) is not None:
+                require_tokenizer(tokenizer, name, value)
+        if (patterns := getattr(config, "stop_regex", None)) is not None:
+            _check_patterns([patterns] if isinstance(patterns, str) else patterns)
+        if getattr(config, "thinking_token_budget", None) is not None:
+            _check_thinking(config, tokenizer)
+        if getattr(config, "dry_multiplier", None):
+            _check_breakers(getattr(config, "dry_sequence_breakers", None), tokenizer)
+        if config.do_sample and (config.num_beams or 1) > 1:
+            _check_steered(config)
+    if any(getattr(config, "ignore_eos", False) for config in call.configs):
+        _check_ends(call)
 
 
 #: Fields that end a row.
@@ -106,13 +224,8 @@ STOPS = (
 )
 
 
-def check_stops(config: Any, tokenizer: Any) -> None:
-    """Raise ``ValueError`` for stops without a tokenizer, and for patterns that cannot be searched for."""
-    for name in ("stop_strings", "bad_words", "stop_regex"):
-        if (value := getattr(config, name, None)) is not None:
-            require_tokenizer(tokenizer, name, value)
-    patterns = getattr(config, "stop_regex", None)
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+def _check_patterns(patterns: Any) -> None:
+    for pattern in patterns:
         try:
             matches_nothing = re.compile(pattern).search("") is not None
         except re.error as error:
@@ -122,8 +235,6 @@ def check_stops(config: Any, tokenizer: Any) -> None:
                 f"`stop_regex` {pattern!r} matches the empty text: every row would end at its first "
                 "token."
             )
-    if getattr(config, "thinking_token_budget", None) is not None:
-        _check_thinking(config, tokenizer)
 
 
 def _check_thinking(config: Any, tokenizer: Any) -> None:
@@ -145,7 +256,7 @@ def _check_thinking(config: Any, tokenizer: Any) -> None:
         )
 
 
-def check_ends(call: Call) -> None:
+def _check_ends(call: Call) -> None:
     """Raise ``ValueError`` for a row that ignores its EOS, and that nothing else was asked to end."""
     if call.request.stopping_criteria or call.request.kwargs.get("cancel") is not None:
         return
@@ -160,16 +271,14 @@ def check_ends(call: Call) -> None:
             )
 
 
-def check_samplers(config: Any, tokenizer: Any) -> None:
-    """Raise ``ValueError`` for samplers that have no meaning, or nothing to work with."""
-    if getattr(config, "dry_multiplier", None):
-        _check_breakers(getattr(config, "dry_sequence_breakers", None), tokenizer)
+def _check_steered(config: Any) -> None:
+    """Raise ``ValueError`` for samplers that the token drawn at each step controls, beside beams."""
     steered = {
         "mirostat": bool(getattr(config, "mirostat", None)),
         "adaptive_target": getattr(config, "adaptive_target", None) is not None,
     }
     for name, is_steered in steered.items():
-        if is_steered and config.do_sample and (config.num_beams or 1) > 1:
+        if is_steered:
             raise ValueError(
                 f"`{name}` is controlled by the token drawn at each step, but with `num_beams`="
                 f"{config.num_beams} there are several tokens. Set `num_beams=1`, or leave `{name}` out."

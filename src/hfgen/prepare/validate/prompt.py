@@ -17,6 +17,10 @@ from ...settings.kinds import tokens_in
 from ...settings.logs import logger
 from ...state.call import Call, Prompt
 
+#: Fields that ask for log-probabilities of the prompt; and all that ask for log-probabilities.
+OF_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids")
+LOGPROBS = ("logprobs", "logprob_token_ids", "logprobs_support", *OF_PROMPT)
+
 
 class PromptError(ValueError, IndexError, RuntimeError):
     """A tensor that the model cannot take: upstream raises any of these from within a forward."""
@@ -39,14 +43,20 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
         width = main.shape[-1] if table is None else table.embedding_dim
         fits = main.ndim == 3 and main.shape[2] == width
         _check_shape(fits, "inputs_embeds", main, f"be (batch, length, {width})")
-    _check_mask(model, call, prompt)
-    _check_decoder_ids(model, prompt)
+    if given.get("attention_mask") is not None:
+        _check_mask(model, call, prompt)
+    if model.config.is_encoder_decoder and given.get("decoder_input_ids") is not None:
+        _check_decoder_ids(model, prompt)
     _check_fields_with_tokens(model, call, prompt)
-    if is_text:
+    if is_text and call.request.negative_prompt_ids is not None:
         _check_negative_prompt(call, prompt, table)
+    if is_text and given.get("position_ids") is not None and not model.config.is_encoder_decoder:
         _check_position_ids(model, call, prompt)
-    check_cache(model, call, prompt)
-    _check_logprobs(model, call, prompt)
+    if given.get(families.cache_argument(model)) is not None:
+        check_cache(model, call, prompt)
+    asked = {f for f in LOGPROBS for c in call.configs if getattr(c, f, None) is not None}
+    if asked:
+        _check_logprobs(model, call, prompt, asked)
     if name != "input_ids" or main.ndim != 2 or not is_read:
         return
     is_continued = families.given_cache(given) is not None
@@ -94,8 +104,9 @@ def _check_mask_of(name: str, ids: torch.Tensor, mask_name: str, mask: torch.Ten
 
 
 def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | None) -> None:
-    ids, name = call.request.negative_prompt_ids, "negative_prompt_ids"
-    if ids is None or all(config.guidance_scale in (None, 1) for config in call.configs):
+    ids: Any = call.request.negative_prompt_ids
+    name = "negative_prompt_ids"
+    if all(config.guidance_scale in (None, 1) for config in call.configs):
         return
     _check_ids(name, ids, table)
     n_rows = prompt.batch_size * max(call.config.num_beams, call.config.num_return_sequences)
@@ -107,9 +118,7 @@ def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | Non
 
 def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
     name, rows = "decoder_input_ids", prompt.batch_size
-    ids, mask = prompt.model_kwargs.get(name), prompt.model_kwargs.get("decoder_attention_mask")
-    if ids is None or not model.config.is_encoder_decoder:
-        return
+    ids, mask = prompt.model_kwargs[name], prompt.model_kwargs.get("decoder_attention_mask")
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     if (table := families.token_embedding(decoder)) is None:
         return
@@ -121,9 +130,7 @@ def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
 
 def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
     """Positions ``(1 or batch, at least length)``; with a filled cache they may be fewer."""
-    positions = prompt.model_kwargs.get("position_ids")
-    if positions is None or model.config.is_encoder_decoder:
-        return
+    positions = prompt.model_kwargs["position_ids"]
     ids, table = prompt.main_input, families.position_table(model)
     is_flat = positions.ndim == 1 and table is not None  # looked up, one dimension will do
     is_short = positions.shape[-1:] < ids.shape[1:2]
@@ -191,17 +198,14 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
         )
 
 
-def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
-    of_prompt = ("prompt_logprobs", "prompt_logprob_token_ids")
-    fields = ("logprobs", "logprob_token_ids", "logprobs_support", *of_prompt)
-    pairs = itertools.product(call.configs, fields)
-    asked = {name for config, name in pairs if getattr(config, name, None) is not None}
-    if asked and families.makes_its_own_output(model):
+def _check_logprobs(model: Any, call: Call, prompt: Prompt, asked: set[str]) -> None:
+    """Raise for log-probabilities that nobody would return, or of a prompt that is not forwarded."""
+    if families.makes_its_own_output(model):
         raise ValueError(
             f"`{min(asked)}` is an attribute of hfgen's output, but {type(model).__name__}.generate() "
             "returns one of its own. Leave it out."
         )
-    if asked.isdisjoint(of_prompt):
+    if asked.isdisjoint(OF_PROMPT):
         return
     for config in call.configs:
         table, start = config.prompt_logprob_token_ids, config.prompt_logprob_start or 0
@@ -228,9 +232,9 @@ def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
 
 
 def _check_mask(model: Any, call: Call, prompt: Prompt) -> None:
-    mask, main = prompt.model_kwargs.get("attention_mask"), prompt.main_input
+    mask, main = prompt.model_kwargs["attention_mask"], prompt.main_input
     name = prompt.main_input_name
-    if name not in ("input_ids", "inputs_embeds") or mask is None:
+    if name not in ("input_ids", "inputs_embeds"):
         return
     if getattr(prompt.model_kwargs.get("encoder_outputs"), "attention_mask", None) is not None:
         return  # an encoder with a mask of its own adds to the tokens: UDOP, the parts of an image
