@@ -295,18 +295,21 @@ def cell(spread: Spread) -> str:
     return f"{spread.median:.1f} ({spread.low:.1f} to {spread.high:.1f})"
 
 
+def results_in(raw: dict[str, Any]) -> list[Result]:
+    """The results of ``peers.json``."""
+    return [
+        Result(**each | {n: {int(k): v for k, v in each[n].items()} for n in ("first", "whole")})
+        for each in raw["results"]
+    ]
+
+
 def block(raw: dict[str, Any]) -> str:
     """The table of docs/optimize.md."""
     lines = [
         "| way | bits | 1 row, ms a step | 8 rows | prompt, ms | memory, MB |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for each in raw["results"]:
-        by_rows = {
-            name: {int(rows): seconds for rows, seconds in each[name].items()}
-            for name in ("first", "whole")
-        }
-        result = Result(**each | by_rows)
+    for result in results_in(raw):
         one, eight = (Spread.of(result.steps(rows)).median for rows in ROWS)
         prompt = 1e3 * Spread.of(result.prompt).median
         lines.append(

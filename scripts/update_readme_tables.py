@@ -363,7 +363,7 @@ def summary_block(results: Path) -> str:
     """Speed-ups over what a reader would use instead: a row per kind of work, a column per model."""
     raw = {
         name: json.loads(path.read_text(encoding="utf-8"))
-        for name in ("overhead", "caches", "engine", "execution", "speculation")
+        for name in ("overhead", "caches", "engine", "execution", "peers", "speculation")
         if (path := results / f"{name}.json").exists()
     }
     rows: list[list[str]] = []
@@ -401,6 +401,18 @@ def summary_block(results: Path) -> str:
             gains.append(f"{execution.gain(ours, mine).median:.2f}")
         return " · ".join(gains)
 
+    def of_peers(model: str) -> str:
+        results = peers.results_in(raw["peers"]) if model == "135m" else []
+        ways = {result.way: result for result in results}
+        ours = ways["hfgen.optimize, compiled"]
+
+        def gain(way: str, rows: int) -> str:
+            theirs = Spread.of(ways[way].steps(rows)).median
+            return f"{theirs / Spread.of(ours.steps(rows)).median:.2f}"
+
+        others = ("llama.cpp, F16", "OpenVINO GenAI, fp16")
+        return "; ".join(" · ".join(gain(way, n) for n in peers.ROWS) for way in others)
+
     def of_drafting(model: str, task: str) -> str:
         """Over greedy decoding, and over the fastest of upstream's own drafting."""
         if model != "small":
@@ -434,6 +446,7 @@ def summary_block(results: Path) -> str:
         of_optimize,
         "docs/optimize.md",
     )
+    add("the same", "llama.cpp F16; OpenVINO fp16", of_peers, "docs/optimize.md")
     for work, task in (
         ("prompt lookup, editing", "Editing, batch 1"),
         ("built-in draft model", "Completion with the draft, batch 1"),
@@ -451,7 +464,7 @@ def summary_block(results: Path) -> str:
     ]
     threads = sorted({facts["threads"] for facts in machines})
     facts = machines[0] | {"threads": " or ".join(map(str, threads))}
-    head = ["hfgen", "transformers", *map(model_name, MODELS)]
+    head = ["hfgen", "beside", *map(model_name, MODELS)]
     return f"{table(head, rows)}\n\n{measured_on(facts)}."
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -196,7 +197,16 @@ def test_a_greedy_call_enters_few_files_before_its_first_forward():
         model.generate(ids, max_new_tokens=2)
     finally:
         sys.setprofile(previous)
-    assert len(entered) <= 29, sorted(entered)
+    assert len(entered) <= 27, sorted(entered)
+
+
+def test_ten_files_are_named_to_read():
+    page = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text("utf-8")
+    listed = page.partition("<!-- ten files -->")[2].partition("<!-- end of ten files -->")[0]
+    files = re.findall(r"^\d+\. `([\w/.]+)`", listed, flags=re.MULTILINE)
+    lengths = [len((SOURCE / name).read_text("utf-8").splitlines()) for name in files]
+    assert len(files) == 10
+    assert sum(lengths) <= 2_500, dict(zip(files, lengths, strict=True))
 
 
 def test_files_are_short():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         patched,
         unpatch,
     )
-    from .prepare.config import GenerationConfig, SamplingParams
+    from .prepare.generation_config import GenerationConfig, SamplingParams
     from .running.linears import optimize, optimized, restore
     from .running.prefix import PrefixCache
     from .running.ranks import RankError
@@ -86,7 +86,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "tools.builtin": ["builtin_model"],
     "memory.caches.pool": ["free_caches"],
     "settings.cancellation": ["Cancellation"],
-    "prepare.config": ["GenerationConfig", "SamplingParams"],
+    "prepare.generation_config": ["GenerationConfig", "SamplingParams"],
     "decoding.constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
     "decoding.drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
     "engine": ["Engine"],

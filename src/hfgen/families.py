@@ -1,10 +1,13 @@
-"""All code that is specific to one model family or one version of transformers, with the reason."""
+"""What hfgen asks of a model: the arguments that it takes, and what is specific to one family or version."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -16,9 +19,40 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.distributed.utils import _get_torch_distributed_world_size as world_size
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.utils import TransformersKwargs
 
 #: Cache layers that hold nothing, since they read another layer's keys: since transformers 5.23.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+
+
+_PARAMETERS: WeakKeyDictionary[Callable[..., Any], frozenset[str]] = WeakKeyDictionary()
+
+
+def parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's or method's parameters, but for ``self``; looked up once."""
+    owner = getattr(function, "__func__", function)  # methods are made anew at each access
+    with suppress(KeyError, TypeError):  # TypeError: nothing that a dictionary can hold
+        return _PARAMETERS[owner]
+    names = frozenset(inspect.signature(function).parameters) - {"self"}
+    with suppress(TypeError):
+        _PARAMETERS[owner] = names
+    return names
+
+
+def accepted_names(model: Any) -> set[str]:
+    """The keyword arguments that the model takes, through its forward or a hook."""
+
+    known = set(parameters(model.prepare_inputs_for_generation))
+    if known & {"kwargs", "model_kwargs"}:  # it passes on whatever forward takes
+        known |= parameters(model.forward)
+    if model.config.is_encoder_decoder:
+        known.add("decoder_input_ids")
+        owners = model, getattr(model, model.base_model_prefix, None)
+        for part, prefix in (("encoder", ""), ("decoder", "decoder_")):
+            found = (getattr(owner, part, None) for owner in owners)
+            if (module := next((one for one in found if one is not None), None)) is not None:
+                known |= {prefix + name for name in parameters(module.forward)}
+    return known | TransformersKwargs.__optional_keys__ | {"debug_io", "mm_encoder_outputs"}
 
 
 def modules_of(model: Any) -> Iterable[nn.Module]:

@@ -249,7 +249,7 @@ class GenerationMixin(transformers.GenerationMixin):
 
     # Stage 3: encoders
     _maybe_prepare_encoder_kwargs_for_generation = (
-        encode.maybe_prepare_encoder_kwargs_for_generation
+        inputs.maybe_prepare_encoder_kwargs_for_generation
     )
     _prepare_text_encoder_decoder_kwargs_for_generation = (
         encode.prepare_text_encoder_decoder_kwargs_for_generation
@@ -257,7 +257,7 @@ class GenerationMixin(transformers.GenerationMixin):
     _prepare_multimodal_encoder_kwargs_for_generation = (
         encode.prepare_multimodal_encoder_kwargs_for_generation
     )
-    _supports_mm_encoder_outputs = encode.supports_mm_encoder_outputs
+    _supports_mm_encoder_outputs = inputs.supports_mm_encoder_outputs
 
     # Stage 4: caches
     _prepare_cache_for_generation = caches.prepare_cache_for_generation
@@ -276,7 +276,7 @@ class GenerationMixin(transformers.GenerationMixin):
     _prefill = executor.forward_prompt
     _optimize_model_for_decode = compiled.optimize_model_for_decode
     _supports_logits_to_keep = executor.supports_logits_to_keep
-    _valid_auto_compile_criteria = compiled.valid_auto_compile_criteria
+    _valid_auto_compile_criteria = executor.valid_auto_compile_criteria
     _has_unfinished_sequences = loop.has_unfinished_sequences
     compute_transition_scores = outputs.compute_transition_scores
 

@@ -50,7 +50,7 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
 
 
 def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
-    """``steps``, of each of which ``run.observers`` are told before it is yielded."""
+    """Yield the steps of ``steps``; each observer of the run gets a step before it is yielded."""
     if is_zero(run.config.max_new_tokens):
         return
     try:
@@ -80,7 +80,7 @@ def finish(run: Run, strategy: Strategy) -> GenerateOutput | torch.Tensor:
 
 
 def begin(run: Run) -> Recording:
-    """Give the run its observers: the recording, which is returned, and those that the call asks for."""
+    """Set the observers that the call asks for; return the first of them, the recording."""
     recording = Recording(run)
     run.observers = [recording]
     if run.config.return_dict_in_generate:
@@ -100,7 +100,7 @@ def begin(run: Run) -> Recording:
 def conclude(
     run: Run, strategy: Strategy, recording: Recording
 ) -> tuple[dict[str, Any], GenerateOutput | torch.Tensor]:
-    """The strategy's result, of which the observers are told, and what ``generate`` returns."""
+    """Return the strategy's result, which the observers get too, and what ``generate`` returns."""
     result = strategy.result(run)
     for observer in run.observers:
         observer.finish(run, strategy, result)
@@ -108,7 +108,7 @@ def conclude(
 
 
 class Streaming:
-    """Hands a streamer what each step settles: ``(rows,)``, or ``(batch, n)`` if the strategy says."""
+    """Puts the final tokens of each step into a streamer: ``(rows,)``, or ``(batch, n)`` of ``Step.settled``."""
 
     def __init__(self, streamer: Any) -> None:
         self.streamer = streamer

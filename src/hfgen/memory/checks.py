@@ -85,7 +85,7 @@ def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
 
 @contextmanager
 def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
-    """Within, explain errors of updates whose keys do not fit behind those of the caller's ``cache``.
+    """Replace errors of updates whose keys do not fit the caller's ``cache`` by errors that explain it.
 
     The first layer's update is the check, since configs do not tell reliably what a model caches.
     """
@@ -95,11 +95,11 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
         with checking_updates(cache_layers.decoder_cache(cache)):
             yield
     except IndexError as error:
-        held = cache_layers.capacity(cache)
-        if held == float("inf") or int(layers[0].get_seq_length()) < held:
+        capacity = cache_layers.capacity(cache)
+        if capacity == float("inf") or int(layers[0].get_seq_length()) < capacity:
             raise
         raise ValueError(
-            f"`past_key_values` is a static cache of {held} tokens, all of which are in use now, and "
+            f"`past_key_values` is a static cache of {capacity} tokens, all of which are in use now, and "
             "the call has not ended. Make it longer (`max_cache_len`), or lower `max_new_tokens`."
         ) from error
     except RuntimeError as error:
@@ -115,7 +115,7 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
 
 @contextmanager
 def checking_updates(cache: Any) -> Iterator[None]:
-    """Within, check that ``update`` of somebody's own cache or layer returns all keys and values."""
+    """Check, inside the block, that ``update`` of a foreign cache or layer returns all keys and values."""
     parts: Any = [cache, *cache_layers.layers_of(cache)] if isinstance(cache, Cache) else []
     parts = list(filter(cache_layers.is_somebodys_own, parts))
     for part in parts:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,108 +15,36 @@ import transformers
 
 from .. import families
 from ..decoding.modes import MODES
-from ..memory import caches
 from ..settings import vllm
-from ..settings.fields import FIELDS, OWN_FIELDS, with_suggestions
+from ..settings.fields import FIELDS, OWN_FIELDS
 from ..settings.kinds import is_zero
 from ..settings.logs import logger
 from ..state.call import Call, ModelKwargs, Prompt, Request
 from . import rows, validate
+from .generation_config import has_list, taking_own_values
 
 #: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
 NOT_THE_MODELS = ("prefix_cache", "trust_remote_code", "cancel")
 
 
-class GenerationConfig(transformers.GenerationConfig):
-    """transformers' ``GenerationConfig``, which also takes what ``generate`` in hfgen takes.
-
-    ``strict=True`` raises ``ValueError`` on a field that nobody knows, naming the nearest one.
-    ``strict`` itself is not stored: the saved ``generation_config.json`` is upstream's.
-    """
-
-    def __init__(self, strict: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        known = transformers.GenerationConfig().__dict__ | OWN_FIELDS
-        if strict and (unknown := [name for name in kwargs if name not in known]):
-            raise ValueError(f"GenerationConfig does not know {with_suggestions(unknown, known)}.")
-
-    def validate(self, strict: bool = False, **kwargs: Any) -> None:
-        """Upstream's checks; ``max_new_tokens=0`` is allowed and returns the prompt."""
-        validate.check_cache_implementation(self.cache_implementation)
-        for value in rows.each(self.max_new_tokens):
-            FIELDS["max_new_tokens"].check("max_new_tokens", value)
-        with _hiding_own_values(self):
-            super().validate(strict=strict, **kwargs)
-
-    @classmethod
-    def from_vllm(cls, params: Any) -> GenerationConfig:
-        """The config of an object of vLLM's ``SamplingParams``, or of a mapping with its fields."""
-        return cls(**vllm.translated(vllm.fields_of(params)))
-
-
-def SamplingParams(**params: Any) -> GenerationConfig:
-    """A generation config of the parameters of vLLM's class of this name, with its defaults.
-
-    They differ from transformers': sampling, of all tokens, 16 of them. docs/controls.md has the
-    table. A batch takes one config per prompt: ``generate(generation_config=[config, …])``.
-
-    Raises ``ValueError`` for a name that vLLM does not know, and for a field that hfgen does not
-    take, saying what to use instead; other errors are those of the field that a parameter becomes.
-    """
-    return GenerationConfig(**vllm.translated(params))
-
-
-for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays upstream's
-    setattr(GenerationConfig, _name, _default)
-
-
-def _has_list(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, list | tuple) for value in values)
-
-
-@contextmanager
-def _hiding_own_values(config: transformers.GenerationConfig) -> Iterator[None]:
-    """Hide from upstream's validation what only hfgen takes: no new tokens, registered caches."""
-    hidden: dict[str, Any] = {}
-    if is_zero(config.max_new_tokens):
-        hidden["max_new_tokens"] = None
-    if not caches.is_upstreams(config.cache_implementation):
-        hidden["cache_implementation"] = "dynamic"
-    if _has_list(vars(config).values()):
-        hidden |= dict.fromkeys(rows.lists_in(vars(config)))
-    values = {name: getattr(config, name) for name in hidden}
-    vars(config).update(hidden)
-    try:
-        yield
-    finally:
-        vars(config).update(values)
-
-
-@contextmanager
-def _taking_own_values(config: Any) -> Iterator[None]:
-    """Within, ``config.update`` takes what only hfgen takes, whatever the class of ``config``."""
-
-    def validate(**kwargs: Any) -> None:
-        with _hiding_own_values(config):
-            type(config).validate(config, **kwargs)
-
-    config.validate = validate
-    try:
-        yield
-    finally:
-        del config.validate
-
-
 def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
-    """The call that is asked for, and the kwargs that are the model's and not the config's.
+    """Return the call, and the kwargs that belong to the model and not to the config.
 
     Precedence: kwargs, then the passed config, then the model's, then the library's defaults.
     """
     if "stop" in request.kwargs:
         request = rows.with_stop_strings(request)
-    given = request.generation_config
-    fields = vars(given).values() if isinstance(given, transformers.GenerationConfig) else ()
-    split = rows.split(request) if _has_list([given, *request.kwargs.values(), *fields]) else None
+    caller_config = request.generation_config
+    fields = (
+        vars(caller_config).values()
+        if isinstance(caller_config, transformers.GenerationConfig)
+        else ()
+    )
+    split = (
+        rows.split(request)
+        if has_list([caller_config, *request.kwargs.values(), *fields])
+        else None
+    )
     request = request if split is None else split[0][0]
     kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}
     companions = request.synced_gpus, request.assistant_model, request.streamer
@@ -138,7 +65,7 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
 
 
 def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
-    """Fix how long the sequences may and have to get, now that the prompt's length is known."""
+    """Set ``max_length`` and ``min_length`` of the call, now that the prompt's length is known."""
     call.prompt_length = length = prompt.ids.shape[1]
 
     def fix(config: Any, has_default_max_length: bool, has_default_min_length: bool) -> Any:
@@ -170,7 +97,7 @@ def extract_generation_mode_kwargs(
     assistant_model: Any,
     streamer: Any,
 ) -> dict[str, Any]:
-    """The arguments of the decoding method, taken out of ``kwargs``; a callable's by its signature."""
+    """Take the arguments of the decoding method out of ``kwargs``; a callable's signature names its own."""
     mode_kwargs = {
         "tokenizer": kwargs.pop("tokenizer", None),
         "assistant_tokenizer": kwargs.pop("assistant_tokenizer", None),
@@ -190,11 +117,11 @@ def extract_generation_mode_kwargs(
 def prepare_generation_config(
     self: Any, generation_config: transformers.GenerationConfig | None, **kwargs: Any
 ) -> tuple[transformers.GenerationConfig, dict[str, Any]]:
-    """A private, complete config, and the kwargs that no config field has the name of.
+    """Return a private, complete config, and the kwargs that name no field of it.
 
     Raises ``ValueError`` or ``TypeError`` for a field of a wrong range or type.
     """
-    config, own = copy.deepcopy(generation_config), self.generation_config
+    config, model_defaults = copy.deepcopy(generation_config), self.generation_config
     if config is None:
         if in_model_config := self.config._get_generation_parameters():
             raise ValueError(
@@ -202,12 +129,17 @@ def prepare_generation_config(
                 "does not read: set them on model.generation_config, or pass them to generate()."
             )
         config = transformers.GenerationConfig()
-    known = {k: v for source in (own, config) for k, v in vars(source).items() if v is not None}
+    known = {
+        k: v
+        for source in (model_defaults, config)
+        for k, v in vars(source).items()
+        if v is not None
+    }
     validate.check_fields(known | kwargs)
     unset = {name for name, row in FIELDS.items() if not row.has_default}
-    defaults = own._get_default_generation_params().items()
-    with _taking_own_values(config):
-        config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
+    defaults = model_defaults._get_default_generation_params().items()
+    with taking_own_values(config):
+        config.update(**model_defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
         config.update(**{k: v for k, v in defaults if k not in unset}, defaults_only=True)
         for name, value in OWN_FIELDS.items():
             setattr(config, name, known.get(name, value))
@@ -216,7 +148,7 @@ def prepare_generation_config(
     if config.max_new_tokens == vllm.TO_LAST_POSITION:
         config.max_new_tokens, config.max_length = None, validate.require_positions(self)
     if kwargs.get("cache_config") is None:
-        _drop_path_of_checkpoint(config, own)
+        _drop_path_of_checkpoint(config, model_defaults)
     if config.cache_implementation == "hybrid":  # of old checkpoints; the dynamic one does as well
         config.cache_implementation = None
     if generation_config is not None and (overridden := set(kwargs) - set(model_kwargs)):
@@ -246,13 +178,17 @@ def _normalise(config: transformers.GenerationConfig) -> None:
 
 
 def _drop_path_of_checkpoint(
-    config: transformers.GenerationConfig, own: transformers.GenerationConfig
+    config: transformers.GenerationConfig, model_defaults: transformers.GenerationConfig
 ) -> None:
     """Leave out the checkpoint's own ``cache_config["path"]``: only the caller says where files go."""
-    settings, owns = config.cache_config, own.cache_config
-    if not isinstance(settings, dict) or not isinstance(owns, dict) or "path" not in settings:
+    settings, default_settings = config.cache_config, model_defaults.cache_config
+    if (
+        not isinstance(settings, dict)
+        or not isinstance(default_settings, dict)
+        or "path" not in settings
+    ):
         return
-    if (path := settings["path"]) == owns.get("path"):
+    if (path := settings["path"]) == default_settings.get("path"):
         config.cache_config = {k: v for k, v in settings.items() if k != "path"}
         logger.warning_once(
             f"`path`={path!r} in the `cache_config` of the model's generation config is not used. To "
@@ -332,12 +268,12 @@ def prepare_generated_length(
     embeds_length = inputs_tensor.shape[1] if has_embeds else 0
     embeds_length = 0 if embeds_length == input_ids_length else embeds_length
     for side, has_default in (("max", has_default_max_length), ("min", has_default_min_length)):
-        n_new, given = (getattr(config, f"{side}_{unit}") for unit in ("new_tokens", "length"))
-        length = given if n_new is None else int(n_new) + input_ids_length
+        n_new, set_length = (getattr(config, f"{side}_{unit}") for unit in ("new_tokens", "length"))
+        length = set_length if n_new is None else int(n_new) + input_ids_length
         if n_new is not None:
-            if given is not None and not has_default:
+            if set_length is not None and not has_default:
                 logger.warning(
-                    f"Both `{side}_new_tokens`={n_new} and `{side}_length`={given} are set; "
+                    f"Both `{side}_new_tokens`={n_new} and `{side}_length`={set_length} are set; "
                     f"`{side}_new_tokens` wins."
                 )
         elif side == "max" and has_default:
@@ -345,6 +281,6 @@ def prepare_generated_length(
             length += input_ids_length
             length = min(length, getattr(self.config, "max_position_embeddings", None) or length)
         elif embeds_length:
-            length = max(given - embeds_length, 0)
+            length = max(set_length - embeds_length, 0)
         setattr(config, f"{side}_length", length)
     return config

@@ -8,35 +8,13 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import GenerationConfig
 
-from ..running.signatures import parameters
+from ..families import parameters
 from ..state.call import ModelKwargs
 
 #: Arguments of generate that are the decoder's: an encoder does not get them.
 DECODER_PREFIXES = ("decoder_", "cross_attn", "use_cache", "past_key_values", "cache_params")
 #: The names under which vision encoders take pixels.
 PIXELS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "image_patches")
-
-
-def maybe_prepare_encoder_kwargs_for_generation(
-    self: Any,
-    inputs_tensor: torch.Tensor,
-    model_kwargs: ModelKwargs,
-    model_input_name: str | None,
-    generation_config: GenerationConfig,
-) -> ModelKwargs:
-    """Add ``encoder_outputs`` or ``mm_encoder_outputs`` to the model kwargs, if the model has such."""
-    if self.config.is_encoder_decoder and model_kwargs.get("encoder_outputs") is None:
-        return self._prepare_text_encoder_decoder_kwargs_for_generation(
-            inputs_tensor=inputs_tensor,
-            model_kwargs=model_kwargs,
-            model_input_name=model_input_name,
-            generation_config=generation_config,
-        )
-    if self._supports_mm_encoder_outputs() and any(
-        modality in self.input_modalities for modality in ("image", "video")
-    ):
-        return self._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)
-    return model_kwargs
 
 
 def prepare_text_encoder_decoder_kwargs_for_generation(
@@ -96,8 +74,3 @@ def prepare_multimodal_encoder_kwargs_for_generation(
     for name in consumed:  # only now: modalities may share arguments
         model_kwargs.pop(name, None)
     return model_kwargs
-
-
-def supports_mm_encoder_outputs(self: Any) -> bool:
-    """Whether forward takes images and videos that were encoded before."""
-    return "mm_encoder_outputs" in parameters(self.forward)

@@ -12,10 +12,10 @@ from transformers import GenerationConfig, StaticCache
 from transformers.utils.generic import is_flash_attention_requested
 
 from .. import families
+from ..families import parameters
 from ..memory.batch import row_dim
 from ..memory.caches import cache_kind
 from ..running.row_states import is_row_wise
-from ..running.signatures import parameters
 from ..settings.logs import logger
 from ..settings.requirements import require_tokenizer
 from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
@@ -209,6 +209,33 @@ def maybe_initialize_input_ids_for_generation(
         )
     device = families.device_of(self)
     return torch.ones((batch_size, 1), dtype=torch.long, device=device) * bos_token_id
+
+
+def maybe_prepare_encoder_kwargs_for_generation(
+    self: Any,
+    inputs_tensor: torch.Tensor,
+    model_kwargs: ModelKwargs,
+    model_input_name: str | None,
+    generation_config: GenerationConfig,
+) -> ModelKwargs:
+    """Add ``encoder_outputs`` or ``mm_encoder_outputs`` to the model kwargs, if the model has such."""
+    if self.config.is_encoder_decoder and model_kwargs.get("encoder_outputs") is None:
+        return self._prepare_text_encoder_decoder_kwargs_for_generation(
+            inputs_tensor=inputs_tensor,
+            model_kwargs=model_kwargs,
+            model_input_name=model_input_name,
+            generation_config=generation_config,
+        )
+    if self._supports_mm_encoder_outputs() and any(
+        modality in self.input_modalities for modality in ("image", "video")
+    ):
+        return self._prepare_multimodal_encoder_kwargs_for_generation(model_kwargs)
+    return model_kwargs
+
+
+def supports_mm_encoder_outputs(self: Any) -> bool:
+    """Whether forward takes images and videos that were encoded before."""
+    return "mm_encoder_outputs" in parameters(self.forward)
 
 
 def prepare_position_ids_for_generation(

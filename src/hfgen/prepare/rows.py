@@ -17,7 +17,7 @@ from ..state.rows import RowParams
 
 
 def has_value_per_prompt(name: str, value: Any) -> bool:
-    """Whether the value of a field is a list with one value for each prompt.
+    """Return whether the value of a field is a list with one value for each prompt.
 
     It is if a list is no value of the field; of fields that take lists, if each item is a value.
     """
@@ -56,7 +56,7 @@ def with_stop_strings(request: Request) -> Request:
 
 
 def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
-    """What each prompt asks for, and the arguments that are lists; ``None`` if there are none.
+    """Return one request for each prompt, and the names of the list arguments; ``None`` without lists.
 
     ``None`` in a list leaves the field to the config and the defaults. Raises ``ValueError`` if lists of
     values have different lengths, or none.
@@ -68,10 +68,12 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
                 f"`{name}` has to be {row.kind.words}, but is {value}. It holds for all rows of a call: "
                 "split the prompts into one call for each value."
             )
-    given = request.generation_config
-    configs = list(given) if isinstance(given, list | tuple) else None
+    caller_config = request.generation_config
+    configs = list(caller_config) if isinstance(caller_config, list | tuple) else None
     lists = lists_in(request.kwargs)
-    of_config = {} if configs is not None or given is None else lists_in(vars(given))
+    of_config = (
+        {} if configs is not None or caller_config is None else lists_in(vars(caller_config))
+    )
     of_config = {name: v for name, v in of_config.items() if request.kwargs.get(name) is None}
     lengths = {name: len(values) for name, values in (of_config | lists).items()}
     if configs is not None:
@@ -83,7 +85,7 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
         raise ValueError(f"Lists of values need one for each prompt of the batch, but {named}.")
     requests = []
     for index in range(next(iter(lengths.values()))):
-        config = copy.copy(given if configs is None else configs[index])
+        config = copy.copy(caller_config if configs is None else configs[index])
         for name, values in of_config.items():
             setattr(config, name, values[index])
         kwargs = {name: value for name, value in request.kwargs.items() if name not in lists}
@@ -103,7 +105,7 @@ def with_fields(config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any
     return config, {name: v for name, v in kwargs.items() if fields.get(name) is None}
 
 
-def resolve(model: Any, requests: list[Request], given: tuple[str, ...]) -> RowParams:
+def resolve(model: Any, requests: list[Request], list_arguments: tuple[str, ...]) -> RowParams:
     """The config of each prompt, as a call of its own would have it.
 
     Raises ``ValueError`` for fields that the prompts of one call cannot differ in.
@@ -112,7 +114,7 @@ def resolve(model: Any, requests: list[Request], given: tuple[str, ...]) -> RowP
         model._prepare_generation_config(request.generation_config, **request.kwargs)[0]
         for request in requests
     ]
-    params = RowParams(configs, [r.has_default_lengths(model) for r in requests], given)
+    params = RowParams(configs, [r.has_default_lengths(model) for r in requests], list_arguments)
     for name in PER_CALL:
         if params.differ_in(name):
             raise ValueError(
@@ -129,9 +131,9 @@ def common_mode(params: RowParams, do_sample: bool, assistant_model: Any) -> Any
     """
     modes = set()
     for config in params.configs:
-        own, config.do_sample = config.do_sample, do_sample
+        own_do_sample, config.do_sample = config.do_sample, do_sample
         modes.add(config.get_generation_mode(assistant_model))
-        config.do_sample = own
+        config.do_sample = own_do_sample
     if len(modes) > 1:
         names = ", ".join(sorted(mode.value.replace("_", " ") for mode in modes))
         raise ValueError(
@@ -166,15 +168,15 @@ def prepare_special_tokens(model: Any, call: Call, rows: RowParams, prompt: Prom
     device = prompt.main_input.device
     for config in rows.configs:
         model._prepare_special_tokens(config, None, device=device)
-    found = [eos for eos in rows.values("_eos_token_tensor") if eos is not None]
-    call.config._eos_token_tensor = torch.cat(found).unique() if found else None
+    eos_tokens = [eos for eos in rows.values("_eos_token_tensor") if eos is not None]
+    call.config._eos_token_tensor = torch.cat(eos_tokens).unique() if eos_tokens else None
     pads = [pad for pad in rows.values("_pad_token_tensor") if pad is not None]
     if call.config._pad_token_tensor is None and pads:
         call.config._pad_token_tensor = pads[0]
 
 
 def set_lengths(model: Any, call: Call, rows: RowParams, fix: Callable[..., Any]) -> None:
-    """Let ``fix(config, *has_defaults)`` set each prompt's lengths; the call goes on for the longest.
+    """Set each prompt's lengths by ``fix(config, *has_defaults)``; the call takes the largest.
 
     Raises ``ValueError`` for a prompt that has no room.
     """
@@ -193,11 +195,11 @@ def set_lengths(model: Any, call: Call, rows: RowParams, fix: Callable[..., Any]
 
 
 def set_keys(call: Call, prompt: Prompt) -> None:
-    """Write the keys of each row's noise, if a prompt has a seed, or greedy and sampled ones mix."""
+    """Write ``call.row_keys``, if a prompt has a seed, or if greedy and sampled prompts are mixed."""
     configs = call.configs
-    own = [getattr(config, "seed", None) for config in configs]
+    seed_of_prompt = [getattr(config, "seed", None) for config in configs]
     is_mixed = len({bool(config.do_sample) for config in configs}) > 1
-    if not call.config.do_sample or (all(seed is None for seed in own) and not is_mixed):
+    if not call.config.do_sample or (all(seed is None for seed in seed_of_prompt) and not is_mixed):
         return
     if not getattr(call.strategy, "takes_rows", False):
         raise ValueError(
@@ -210,8 +212,8 @@ def set_keys(call: Call, prompt: Prompt) -> None:
             "it. Use only one of them."
         )
     if call.rows is None:
-        own *= prompt.batch_size
+        seed_of_prompt *= prompt.batch_size
     copies = 1 if call.config.num_beams > 1 else call.config.num_return_sequences
-    keys = seeds.keys_of(own, copies, prompt.ids.device)
+    keys = seeds.keys_of(seed_of_prompt, copies, prompt.ids.device)
     # Beams of a prompt draw together, each continuation by its own index.
     call.row_keys = keys

@@ -27,7 +27,7 @@ def prepare(
     Raises ``ValueError``, ``TypeError`` or ``IndexError`` for arguments that cannot be used, and
     ``RankError`` for those of other processes that forward the model together with this one.
     """
-    company = None if families.world_size() == 1 else Ranks.of_request(model, request)
+    ranks = None if families.world_size() == 1 else Ranks.of_request(model, request)
     call: Call | None = None
     try:
         validate.check_request(request)
@@ -35,14 +35,14 @@ def prepare(
         if "prefix_cache" in request.kwargs or prefix_cache or hasattr(model, "prefix_cache"):
             prefixes = prefix.take_argument(model, request, prefix_cache)
         call, model_kwargs = config.resolve(model, request)
-        call.ranks = company
+        call.ranks = ranks
         model._validate_model_kwargs(model_kwargs.copy())
         model._validate_generation_mode(call.mode.kind, call.config, call.mode_kwargs)
         validate.check_config(call)
         modes.check_call(call)
-        if company is not None:
+        if ranks is not None:
             validate.check_ranks(model, call)
-        if any(getattr(each, "grammar", None) is not None for each in call.configs):
+        if any(getattr(c, "grammar", None) is not None for c in call.configs):
             grammar.check(model, call)
         if prefixes is not None:
             call.prefixes = prefix.check(prefixes, model, call, model_kwargs)
@@ -60,11 +60,11 @@ def prepare(
         if fills_prefix and call.prefixes is not None:
             prefix.begin(model, call, prompt)
         prompt.model_kwargs["use_cache"] = call.config.use_cache
-        if company is not None:
-            company.agree(model, call, prompt)
+        if ranks is not None:
+            ranks.agree(model, call, prompt)
     except BaseException as error:
-        if company is not None:
-            company.fail(error)
+        if ranks is not None:
+            ranks.fail(error)
         if call is not None:
             call.release()
         raise

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import Cache, GenerationConfig
+from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.utils import ModelOutput
+from transformers.utils.generic import is_flash_attention_requested
 
+from ..families import parameters
+from ..memory.caches.layers import decoder_cache
+from ..settings.logs import logger
 from ..state.call import ModelKwargs
 from ..state.run import Run
 from . import shared_prompt
-from .compiled import Compiled, fastest_forward
+from .compiled import Compiled
 from .graphs import Recorded, recorded_forward
 from .prefill import prefill_in_chunks
-from .signatures import parameters
 from .step_inputs import resized
 
 #: Compiled layers look at their guards again where one cache is in another call.
@@ -86,7 +90,7 @@ class Executor:
         return self.call(**model_inputs, return_dict=True)
 
     def reorder(self, rows: torch.Tensor) -> bool:
-        """Let each row of the cache go on as that of ``rows (rows,)``, if that is recorded; whether it is."""
+        """Reorder the rows of a recorded cache by ``rows (rows,)``; return False if nothing is recorded."""
         return isinstance(self.call, Recorded) and self.call.reorder(rows)
 
 
@@ -126,8 +130,16 @@ def forward_prompt(
     embeds = model_kwargs.get("inputs_embeds") if reads_embeds else None
     new_length = uncached_length(self, input_ids, generation_config, model_kwargs, embeds)
     if generation_config.prefill_chunk_size is not None:
+        execute = fastest_forward(self, generation_config, model_kwargs)
         return prefill_in_chunks(
-            self, input_ids, embeds, generation_config, model_kwargs, new_length, is_first_iteration
+            self,
+            execute,
+            input_ids,
+            embeds,
+            generation_config,
+            model_kwargs,
+            new_length,
+            is_first_iteration,
         )
     model_inputs = self.prepare_inputs_for_generation(
         input_ids,
@@ -176,6 +188,60 @@ def call(model: Any, **inputs: Any) -> ModelOutput:
 def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
     """The last position's logits ``(rows, vocab)``, float32: a copy, for a view keeps all alive."""
     return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
+
+
+def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:
+    """The model's forward, compiled where cache and device allow it."""
+    if model._valid_auto_compile_criteria(model_kwargs, config):
+        cache = model_kwargs.get("past_key_values")
+        compiled = getattr(vars(model).get("_compiled_call"), "_torchdynamo_orig_callable", None)
+        if getattr(compiled, "__self__", model) is not model:
+            del model._compiled_call  # a copied model has that of the one that it is a copy of
+        return Compiled(model.get_compiled_call(config.compile_config), cache)
+    return model.__call__
+
+
+def valid_auto_compile_criteria(
+    self: Any, model_kwargs: ModelKwargs, generation_config: GenerationConfig
+) -> bool:
+    """Whether to compile forward: the cache has a fixed shape, and nothing is offloaded.
+
+    Accelerators compile by default, a CPU if there is a ``compile_config``.
+    """
+    compile_config = generation_config.compile_config
+    if generation_config.disable_compile:
+        return False
+    cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
+    quantizer = getattr(self, "hf_quantizer", None)
+    places = set(getattr(self, "hf_device_map", {}).values())
+    is_for_device = self.device.type in ("cuda", "xpu", "neuron", "tpu") or (
+        compile_config is not None
+        and (self.device.type == "cpu" or compile_config._compile_all_devices)
+    )
+    can_compile = bool(
+        cache is not None
+        and cache.is_compileable
+        # A dynamic cache with linear attention alone has fixed shapes too, but was not asked for.
+        and type(decoder_cache(cache)) is not DynamicCache
+        and is_for_device
+        and (quantizer is None or quantizer.is_compileable)
+        and "disk" not in places
+        and (len(places) < 2 or "cpu" not in places)
+    )
+    if compile_config is not None and not can_compile:
+        logger.warning_once(
+            "`compile_config` is set, but the forward pass is not compiled: this needs a static cache, no "
+            "offloading, and an accelerator or a CPU."
+        )
+    if can_compile:
+        os.environ["TOKENIZERS_PARALLELISM"] = "0"  # its threads do not survive the forks
+        is_flash = is_flash_attention_requested(self.config)
+        if is_flash and compile_config is not None and compile_config.fullgraph:
+            logger.warning_once(
+                "`compile_config.fullgraph` is set to False: flash attention breaks the graph."
+            )
+            compile_config.fullgraph = False
+    return can_compile
 
 
 def supports_logits_to_keep(self: Any) -> bool:

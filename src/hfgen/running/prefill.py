@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +11,13 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from ..state.call import ModelKwargs
-from .compiled import fastest_forward
 from .media import media_by_chunk
 from .step_inputs import TOKEN_TYPES
 
 
 def prefill_in_chunks(
     self: Any,
+    execute: Callable[..., ModelOutput],
     input_ids: torch.Tensor,
     embeds: torch.Tensor | None,
     config: GenerationConfig,
@@ -39,7 +40,6 @@ def prefill_in_chunks(
             f"`prefill_chunk_size` cannot cut {raw_media}, which {type(self).__name__} encodes in "
             "its forward. Leave it out."
         )
-    execute = fastest_forward(self, config, model_kwargs)
     encoded = model_kwargs.get("mm_encoder_outputs") if is_first_iteration else None
     media = media_by_chunk(self, prompt, chunks, encoded or {})
     past = cache.get_seq_length()

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import families
+from ..families import parameters
 from ..memory.caches import layers
 from ..memory.caches.dynamic import GrowingCache, upstream_kind
 from .prefix import eligibility, windows
 from .prefix.radix import bytes_per_token
 from .prompt_logits import Body
 from .row_states import restored
-from .signatures import parameters
 
 
 def may_share(model: Any, max_length: int) -> bool:

@@ -12,11 +12,11 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import ModelOutput
 
 from .. import families
+from ..families import parameters
 from ..memory import buffers
 from ..settings.logs import logger
 from ..state.call import ModelKwargs
 from ..state.run import Run
-from .signatures import parameters
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 

@@ -78,7 +78,7 @@ class Request:
 
 @dataclass(slots=True)
 class Prompt:
-    """What will be decoded: the tensors that the stages prepare for the loop."""
+    """The prompt: the tensors that the stages prepare for the loop."""
 
     #: ``(batch, …)``: what the model, or its encoder, is conditioned on.
     main_input: torch.Tensor
@@ -115,7 +115,7 @@ class Call:
     has_default_min_length: bool
     #: The function that decodes: a method of the model's class, or the caller's callable.
     method: Callable[..., Any]
-    rows: RowParams | None = None  # what each prompt asks for, where they differ
+    rows: RowParams | None = None  # the parameters of each prompt, if they differ
     #: ``(rows,)``: keys of the noise of each row, if a row has a seed; written by ``rows.set_keys``.
     row_keys: torch.Tensor | None = None
     #: The written prompt; the fields below are written by the stages in this order.
@@ -129,38 +129,35 @@ class Call:
     ranks: Any = None  # the processes that forward the model together
     started: float = field(default_factory=time.perf_counter)  # when the call began
 
+    #: hfgen's method of the mode decodes, and no override of it.
+    is_own_method: bool = field(init=False)
+    #: The strategy's class, if the method is known to decode with one; it declares what it can do.
+    strategy: Any = field(init=False)
+
     def __post_init__(self) -> None:
         self.adopt(self.config)
+        self.is_own_method = self.method is self.mode.decode
+        own_strategy = self.mode.strategy if self.is_own_method else None
+        self.strategy = own_strategy or getattr(self.method, "strategy_class", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing: a copy of this call's config is for another call, an assistant's."""
 
     def adopt(self, config: GenerationConfig) -> None:
-        """Decode by ``config``, which a hook may have made of the one before."""
+        """Take ``config``, which a hook may have made of the previous one, as the call's."""
         self.config = config
         config._call = self
 
     @property
-    def strategy(self) -> Any:
-        """The strategy's class, if the method is known to decode with one; it says what it can do."""
-        own = self.mode.strategy if self.is_own_method else None
-        return own or getattr(self.method, "strategy_class", None)
-
-    @property
-    def is_own_method(self) -> bool:
-        """Whether hfgen's method of the mode decodes, and no override of it."""
-        return self.method is self.mode.decode
-
-    @property
     def who(self) -> str:
-        """What decodes, for messages: the mode, or the strategy in its place."""
+        """Return the name of the mode, or of the strategy in its place, for messages."""
         if self.is_own_method:
             return self.mode.name
         return getattr(self.strategy, "__name__", "the decoding method")
 
     @property
     def configs(self) -> list[GenerationConfig]:
-        """What the prompts ask for: one config, or one for each prompt where they differ."""
+        """Return one config, or one for each prompt if they differ."""
         return [self.config] if self.rows is None else self.rows.configs
 
     @property
@@ -185,7 +182,7 @@ class Call:
         return not is_own or getattr(cache, "_is_user_defined", False)
 
     def decode(self, model: Any) -> Any:
-        """Let the method decode; returns what it returns."""
+        """Run the decoding method; return its result."""
         prompt = self.prompt
         assert prompt is not None
         try:
@@ -215,5 +212,5 @@ class Call:
         return run, source.start(run, self.mode_kwargs)  # type: ignore[union-attr]
 
     def release(self) -> None:
-        """Let go of the config: a cycle would keep prompt and cache in memory after the call."""
+        """Remove the call from its config: the cycle would keep prompt and cache in memory."""
         self.config._call = None

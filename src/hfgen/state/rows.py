@@ -14,7 +14,7 @@ class RowParams:
     """The resolved config of each prompt. Row ``r`` of ``n`` belongs to prompt ``r // (n // len)``."""
 
     configs: list[transformers.GenerationConfig]
-    #: Whether nobody set the ``max_length`` of a prompt, and its ``min_length``.
+    #: Of each prompt, two bools: ``max_length`` is unset; ``min_length`` is unset.
     has_defaults: list[tuple[bool, bool]]
     #: The arguments that came as lists.
     given: tuple[str, ...] = ()

@@ -117,11 +117,11 @@ class Run:
 
     @property
     def configs(self) -> list[GenerationConfig]:
-        """What the prompts ask for: one config, or one for each prompt where they differ."""
+        """Return one config, or one for each prompt if they differ."""
         return [self.config] if self.rows is None else self.rows.configs
 
     def asks_for(self, *fields: str) -> bool:
-        """Whether any row has set one of ``fields``; an upstream config lacks hfgen's own."""
+        """Return whether any row sets one of ``fields``; an upstream config lacks hfgen's own."""
         return any(getattr(c, name, None) is not None for c in self.configs for name in fields)
 
     @property

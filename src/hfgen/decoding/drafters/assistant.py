@@ -13,10 +13,10 @@ from transformers.utils import ModelOutput
 
 from ... import families
 from ... import running as execution
+from ...families import accepted_names
 from ...logits.processors import for_drafts, is_row_wise
 from ...memory.caches.layers import record_past, roll_back
 from ...running import ranks
-from ...running.signatures import accepted_names
 from ...settings.fields import OWN_FIELDS
 from ...state import draws
 from ...state.call import ModelKwargs, Request

@@ -29,7 +29,7 @@ class NextToken:
     tokens_ahead = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """What a class does in its own way is not assumed to do what this one does, unless it is declared."""
+        """Reset the capabilities that a subclass does not declare: its own methods may lack them."""
         super().__init_subclass__(**kwargs)
         for name in ("joins", "checks_late", "may_record"):
             if name not in vars(cls):
@@ -60,7 +60,7 @@ class NextToken:
         return self.executor.forward(run, None if self.active is None else self.active.ids(run))
 
     def check(self, run: Run, settle: Callable[[list[int]], None], *flags: torch.Tensor) -> None:
-        """Let ``settle`` have the values of ``flags``, scalars: now, or behind the next forward."""
+        """Call ``settle`` with the values of ``flags``, which are scalars: now, or after the next forward."""
         if run.ahead is not None:
             run.ahead.ask(torch.stack(flags), settle)
         elif flags[0].is_cpu:

@@ -50,8 +50,8 @@ class Sample(NextToken):
         if self.active is not None:
             self.active.widen(run, model_outputs)
         logits = last_logits(model_outputs, run.ids.device)
-        given = logits.clone() if self.keeps_logits else logits
-        scores = run.processors(run.ids, self.adjust(given, model_outputs))
+        raw_logits = logits.clone() if self.keeps_logits else logits
+        scores = run.processors(run.ids, self.adjust(raw_logits, model_outputs))
         if run.scores is not None:
             run.scores += (scores,)
         tokens = self.choose(run, scores)

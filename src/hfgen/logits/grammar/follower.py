@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...settings.markers import first, last
+from ..markers import first, last
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...settings.grammar import Grammar
-from ...settings.markers import marker_ids
 from ...settings.requirements import require_tokenizer
 from ...state.vocabularies import n_scores
+from ..markers import marker_ids
 from .follower import Follower, Thinking
 from .llguidance import LLGuidance, library_of
 from .processor import GrammarCriterion, GrammarProcessor, NoTokenLeft

@@ -219,12 +219,12 @@ def get_logits_processor(
     named = () if order is None else fields_of(order)
     if order == "llama.cpp":
         context = _with_mirostat_alone(context, named)
-    given = logits_processor if logits_processor is not None else []
+    caller_processors = logits_processor if logits_processor is not None else []
     early = [b for b in PROCESSORS if field_of(b) not in named] if named else PROCESSORS
     processors = LogitsProcessorList(built(early, context))
-    processors = self._merge_criteria_processor_list(processors, given)
+    processors = self._merge_criteria_processor_list(processors, caller_processors)
     if named:
-        processors.extend(_in_order(named, context, given))
+        processors.extend(_in_order(named, context, caller_processors))
     elif generation_config.do_sample:
         processors.extend(built(WARPERS, replace(context, of_sampling=True)))
     processors.extend(built(FINAL, context))
@@ -247,18 +247,18 @@ def _with_mirostat_alone(context: Context, named: tuple[str, ...]) -> Context:
     return replace(context, config=alone(context.config), rows=rows)
 
 
-def _in_order(named: tuple[str, ...], context: Context, given: Any) -> Iterator[Any]:
+def _in_order(named: tuple[str, ...], context: Context, caller_processors: Any) -> Iterator[Any]:
     """The processors of the fields ``named``, in that order, and then the other warpers.
 
     What the caller has ``given`` of the same class is used instead, where the caller's are.
     """
     warpers = {row.field: row for row in WARPERS}
-    others = {field_of(builder): builder for builder in PROCESSORS}
+    builders = {field_of(builder): builder for builder in PROCESSORS}
     of_sampling = replace(context, of_sampling=True)
-    kinds = {public_type(processor) for processor in given}
+    kinds = {public_type(processor) for processor in caller_processors}
     for field in (*named, *(field for field in warpers if field not in named)):
-        if field in others:
-            processor = others[field](context)
+        if field in builders:
+            processor = builders[field](context)
             if processor is not None and public_type(processor) not in kinds:
                 yield processor
         elif context.config.do_sample:

@@ -27,7 +27,7 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
         ``scores`` may have a multiple of the rows, for guidance to fold. Raises ``ValueError`` if a
         processor lacks an argument, or returns anything but scores over the same vocabulary.
         """
-        given = scores
+        raw_scores = scores
         fusible: list[Any] = []
         for processor in self:
             kind: Any = type(processor)
@@ -41,31 +41,31 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
                 raise ValueError(f"{kind.__name__} needs the arguments {missing}.")
             scores = processor(input_ids, scores, **(kwargs if extra else {}))
             if not is_librarys(kind):
-                _check_scores(processor, scores, given, len(input_ids))
+                _check_scores(processor, scores, raw_scores, len(input_ids))
         return fused.apply(fusible, input_ids, scores) if fusible else scores
 
 
-def _check_scores(processor: Any, scores: Any, given: torch.Tensor, n_rows: int) -> None:
-    """Raise ``ValueError`` if a processor of the caller's returned what are no scores.
+def _check_scores(processor: Any, scores: Any, raw_scores: torch.Tensor, n_rows: int) -> None:
+    """Raise ``ValueError`` if a caller's processor returned something else than scores.
 
-    It may return those of the first tokens alone: others are not chosen then.
+    It may return the scores of the first tokens alone; then no other token is chosen.
     """
     if not isinstance(scores, torch.Tensor):
         returned = type(scores).__name__
     elif (
-        scores.ndim != given.ndim
-        or len(scores) not in (len(given), n_rows)
-        or scores.shape[1:-1] != given.shape[1:-1]
-        or not 0 < scores.shape[-1] <= given.shape[-1]
+        scores.ndim != raw_scores.ndim
+        or len(scores) not in (len(raw_scores), n_rows)
+        or scores.shape[1:-1] != raw_scores.shape[1:-1]
+        or not 0 < scores.shape[-1] <= raw_scores.shape[-1]
     ):
         returned = f"shape {tuple(scores.shape)}"
-    elif not scores.is_floating_point() or scores.device != given.device:
+    elif not scores.is_floating_point() or scores.device != raw_scores.device:
         returned = f"a tensor of {scores.dtype} on {scores.device}"
     else:
         return
     raise ValueError(
         f"{name_of(processor)} returned {returned}, but scores have to be floating-point numbers of the "
-        f"shape (rows, vocabulary) = {(n_rows, *given.shape[1:])}, on {given.device}."
+        f"shape (rows, vocabulary) = {(n_rows, *raw_scores.shape[1:])}, on {raw_scores.device}."
     )
 
 
@@ -76,7 +76,7 @@ def extra_arguments(processor_type: type) -> tuple[str, ...]:
 
 
 def name_of(function: Any) -> str:
-    """What a caller knows a processor or criterion by: its class, or its own name."""
+    """Return the name by which a caller knows a processor or criterion."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from ...settings.markers import last, marker_ids
+from ..markers import last, marker_ids
 
 #: Lengths whose counts are kept: drafts are no longer, and what was rejected of them is read again.
 KEPT = 256

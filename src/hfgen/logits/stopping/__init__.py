@@ -65,7 +65,7 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
         return input_ids.new_zeros(len(input_ids), dtype=torch.bool) if is_done is None else is_done
 
     def take_notes(self) -> None:
-        """From now on, note what those criteria say that cannot be asked again later."""
+        """Start to note the answers of criteria that cannot be asked again later."""
         noted = [place for place, criterion in enumerate(self) if is_noted(criterion)]
         self.notes, self.causes = {place: Notes() for place in noted} or None, None
 
@@ -112,7 +112,7 @@ class Context:
 
     @property
     def min_tokens(self) -> int:
-        """So many tokens a row gets before anything but its length ends it."""
+        """Return how many tokens a row gets before anything but its length may end it."""
         return getattr(self.config, "min_tokens", None) or 0
 
     def values(self, name: str) -> list[Any]:
@@ -209,7 +209,7 @@ def get_stopping_criteria(
 
 
 def may_end_rows(criteria: Iterable[Any]) -> bool:
-    """Whether a row may end before the others do, so that it has to be padded from there on.
+    """Return whether a row may end before the others, and is padded from there on.
 
     Criteria say so by an attribute ``ends_rows``. Upstream pads behind EOS tokens only.
     """
@@ -217,7 +217,7 @@ def may_end_rows(criteria: Iterable[Any]) -> bool:
 
 
 def may_begin(criteria: Iterable[Any], ids: torch.Tensor) -> torch.Tensor:
-    """Bools ``(rows,)``: which rows may get a token at all after ``ids (rows, length)``."""
+    """Return bools ``(rows,)``: the row has room for a token after ``ids (rows, length)``."""
     is_open = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     for criterion in criteria:
         if isinstance(criterion, RowLengthCriteria):

@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 
 from ... import families
 from ...decoding import constraints
+from ...families import accepted_names
 from ...memory import caches
-from ...running.signatures import accepted_names
 from ...settings import sampler_order
 from ...settings.cancellation import Cancellation
 from ...settings.fields import FIELDS, is_on, with_suggestions
@@ -115,8 +115,8 @@ def _kind(value: Any) -> str:
 def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise ``ValueError`` for keyword arguments that the model does not take; typos end here."""
     known = accepted_names(self)
-    given = (name for name, value in model_kwargs.items() if value is not None)
-    if unknown := [name for name in given if name not in known]:
+    passed = (name for name, value in model_kwargs.items() if value is not None)
+    if unknown := [name for name in passed if name not in known]:
         named = with_suggestions(unknown, known | FIELDS.keys())
         raise ValueError(
             f"{type(self).__name__}.generate() does not know {named}: neither the generation config "

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ... import families
+from ...families import parameters
 from ...memory import caches
 from ...memory.checks import check_cache
-from ...running.signatures import parameters
 from ...settings.fields import FIELDS
 from ...settings.kinds import tokens_in
 from ...settings.logs import logger
@@ -33,33 +33,37 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     ``IndexError``: ids outside of the vocabulary, prompt longer than the learned positions.
     """
     caches.check_config(model, call)
-    given, main, name = prompt.model_kwargs, prompt.main_input, prompt.main_input_name
+    model_kwargs, main, name = prompt.model_kwargs, prompt.main_input, prompt.main_input_name
     _check_shape(prompt.batch_size > 0, str(name), main, "hold at least one row", ValueError)
     is_text, table = families.takes_only_text(model), families.token_embedding(model)
-    is_read = given.get("encoder_outputs") is None
+    is_read = model_kwargs.get("encoder_outputs") is None
     if name == "input_ids" and is_text and is_read:
         _check_ids("input_ids", main, table)
     elif name == "inputs_embeds" and is_read:
         width = main.shape[-1] if table is None else table.embedding_dim
         fits = main.ndim == 3 and main.shape[2] == width
         _check_shape(fits, "inputs_embeds", main, f"be (batch, length, {width})")
-    if given.get("attention_mask") is not None:
+    if model_kwargs.get("attention_mask") is not None:
         _check_mask(model, call, prompt)
-    if model.config.is_encoder_decoder and given.get("decoder_input_ids") is not None:
+    if model.config.is_encoder_decoder and model_kwargs.get("decoder_input_ids") is not None:
         _check_decoder_ids(model, prompt)
     _check_fields_with_tokens(model, call, prompt)
     if is_text and call.request.negative_prompt_ids is not None:
         _check_negative_prompt(call, prompt, table)
-    if is_text and given.get("position_ids") is not None and not model.config.is_encoder_decoder:
+    if (
+        is_text
+        and model_kwargs.get("position_ids") is not None
+        and not model.config.is_encoder_decoder
+    ):
         _check_position_ids(model, call, prompt)
-    if given.get(families.cache_argument(model)) is not None:
+    if model_kwargs.get(families.cache_argument(model)) is not None:
         check_cache(model, call, prompt)
-    asked = {f for f in LOGPROBS for c in call.configs if getattr(c, f, None) is not None}
-    if asked:
-        _check_logprobs(model, call, prompt, asked)
+    logprob_fields = {f for f in LOGPROBS for c in call.configs if getattr(c, f, None) is not None}
+    if logprob_fields:
+        _check_logprobs(model, call, prompt, logprob_fields)
     if name != "input_ids" or main.ndim != 2 or not is_read:
         return
-    is_continued = families.given_cache(given) is not None
+    is_continued = families.given_cache(model_kwargs) is not None
     if main.shape[1] == 0 and (model.config.is_encoder_decoder or not is_continued):
         raise ValueError(
             f"`input_ids` has to hold at least one token per row, but has shape {tuple(main.shape)}. "
@@ -153,13 +157,13 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
 
 def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for a field of the config that names a token which the model does not have."""
-    given = prompt.model_kwargs
+    model_kwargs = prompt.model_kwargs
     weight = getattr(families.output_embeddings(model), "weight", None)
     if weight is None:
         return
     size, idle = families.whole_shape(weight)[0], set()
     is_encoder_decoder = model.config.is_encoder_decoder
-    first = given.get("decoder_input_ids") if is_encoder_decoder else prompt.main_input
+    first = model_kwargs.get("decoder_input_ids") if is_encoder_decoder else prompt.main_input
     if first is not None and first.shape[1] != 1:  # without ids: the start token
         idle.add("forced_bos_token_id")
     if not is_encoder_decoder:
@@ -198,14 +202,14 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
         )
 
 
-def _check_logprobs(model: Any, call: Call, prompt: Prompt, asked: set[str]) -> None:
+def _check_logprobs(model: Any, call: Call, prompt: Prompt, logprob_fields: set[str]) -> None:
     """Raise for log-probabilities that nobody would return, or of a prompt that is not forwarded."""
     if families.makes_its_own_output(model):
         raise ValueError(
-            f"`{min(asked)}` is an attribute of hfgen's output, but {type(model).__name__}.generate() "
+            f"`{min(logprob_fields)}` is an attribute of hfgen's output, but {type(model).__name__}.generate() "
             "returns one of its own. Leave it out."
         )
-    if asked.isdisjoint(OF_PROMPT):
+    if logprob_fields.isdisjoint(OF_PROMPT):
         return
     for config in call.configs:
         table, start = config.prompt_logprob_token_ids, config.prompt_logprob_start or 0
@@ -242,11 +246,11 @@ def _check_mask(model: Any, call: Call, prompt: Prompt) -> None:
     _check_shape(is_table, "attention_mask", mask, "be (batch, length)")
     if mask.ndim != 2 or main.ndim < 2:
         return
-    expected, given = tuple(main.shape[:2]), tuple(mask.shape)
+    expected, shape = tuple(main.shape[:2]), tuple(mask.shape)
     if families.given_cache(prompt.model_kwargs) is None:
-        fits = given == expected
+        fits = shape == expected
     else:  # the mask also covers what is in the cache
-        fits = given[0] == expected[0] and given[1] >= expected[1]
+        fits = shape[0] == expected[0] and shape[1] >= expected[1]
     if mask.device.type == "meta":
         return
     what = f"have the shape of `{name}`, {expected}"

@@ -78,11 +78,11 @@ def _check_heads(model: Any, n_ranks: int) -> None:
 
 
 def _check_clocks(call: Call, is_sharded: bool) -> None:
-    given = {
+    clocks = {
         "max_time": any(each.max_time is not None for each in call.configs),
         "cancel": call.request.kwargs.get("cancel") is not None,
     }
-    if (name := next((name for name, is_given in given.items() if is_given), None)) is None:
+    if (name := next((name for name, is_given in clocks.items() if is_given), None)) is None:
         return
     if not call.ranks.is_synced:
         advice = "Pass `synced_gpus=True` with it: all ranks then end with the first"
