@@ -156,7 +156,6 @@ def engine_block(raw: Raw) -> str:
 #: Label, case, context length in tokens (``None``: any), and the part that is timed.
 CACHE_ROWS = (
     ("greedy decoding after 8,192 tokens", "decoding", 8192, "whole call"),
-    ("greedy decoding after 16,384 tokens", "decoding", 16384, "whole call"),
     ("4 beams, prompt of 1,024, 32 new tokens", "beams", 1024, "whole call"),
     ("8 samples of a prompt of 1,024, 32 new tokens", "samples", 1024, "whole call"),
     ("second turn of a chat, `prefix_cache`: first token", "chat", None, "first token"),
