@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import multiprocessing
 import os
 import pickle
 import random
 import stat
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -1205,32 +1203,6 @@ def test_nobody_else_reads_a_file_that_is_being_written(
     for _ in range(2):
         prefixes.save(tmp_path / "prefixes", model)
     assert seen == 2 * [(tmp_path, 0o700)]
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forks beside threads
-def test_what_a_killed_writer_left_goes_with_the_next_save(tmp_path: Path) -> None:
-    model, prefixes = llama(), hfgen.PrefixCache()
-    path = tmp_path / "prefixes"
-    context = multiprocessing.get_context("fork")
-    is_writing = context.Event()
-
-    def write() -> None:
-        with files._private_folder(path) as folder:
-            (folder / "file").write_bytes(bytes(1000))
-            is_writing.set()
-            time.sleep(60)
-
-    writer = context.Process(target=write)
-    writer.start()
-    try:
-        assert is_writing.wait(30)
-        prefixes.save(path, model)
-        assert len(list(tmp_path.iterdir())) == 2  # of one that lives, it stays
-    finally:
-        writer.kill()
-        writer.join()
-    prefixes.save(path, model)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_threads_that_save_to_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

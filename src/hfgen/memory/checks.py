@@ -68,7 +68,7 @@ def _check_layers(model: Any, name: str, cache: Cache) -> None:
 
 
 def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
-    """Without a mask over all tokens, ids are those from the very start: some have to be new."""
+    """Refuse ids without a new token: without a mask over all tokens, ids begin with the first one."""
     ids, mask = prompt.main_input, prompt.model_kwargs.get("attention_mask")
     is_text = prompt.main_input_name == "input_ids" and ids.ndim == 2
     if model.config.is_encoder_decoder or not is_text or ids.shape[1] == 0:
@@ -87,7 +87,7 @@ def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
 def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
     """Replace errors of updates whose keys do not fit the caller's ``cache`` by errors that explain it.
 
-    The first layer's update is the check, since configs do not tell reliably what a model caches.
+    The first layer's update is the check, since configs do not say reliably what a model caches.
     """
     layers = cache_layers.layers_of(cache)
     shape = _shape_of_keys(layers)
@@ -117,7 +117,8 @@ def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
 def checking_updates(cache: Any) -> Iterator[None]:
     """Check, inside the block, that ``update`` of a foreign cache or layer returns all keys and values."""
     parts: Any = [cache, *cache_layers.layers_of(cache)] if isinstance(cache, Cache) else []
-    parts = list(filter(cache_layers.is_somebodys_own, parts))
+    libraries = (cache_layers.PACKAGE, "transformers")
+    parts = [part for part in parts if type(part).__module__.partition(".")[0] not in libraries]
     for part in parts:
         part.update = _checked(part.update, f"{type(part).__name__}.update()")
     try:
@@ -133,12 +134,12 @@ def _checked(update: Callable[..., Any], name: str) -> Callable[..., Any]:
         if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise TypeError(f"{name} has to return keys and values, but returned {returned!r}.")
         news = {"keys": key_states, "values": value_states}
-        for (what, new), states in zip(news.items(), returned, strict=True):
+        for (kind, new), states in zip(news.items(), returned, strict=True):
             rows, heads, added, size = new.shape
             shape = tuple(getattr(states, "shape", ()))
             if len(shape) != 4 or (*shape[:2], shape[3]) != (rows, heads, size) or shape[2] < added:
                 raise ValueError(
-                    f"{name} got new {what} {tuple(new.shape)} and has to return all of them, "
+                    f"{name} got new {kind} {tuple(new.shape)} and has to return all of them, "
                     f"({rows}, {heads}, {added} or more, {size}), but returned {shape or states!r}."
                 )
         return returned

@@ -59,7 +59,7 @@ class Prefixes:
         All rows end in the same column: shorter ones are padded on the left.
         """
         kept, width = torch.tensor(lengths), max(lengths)
-        cache, index = _empty_cache(model, width + n), torch.tensor(rows)[:, None]
+        cache, index = windows.recording_cache(model, width + n), torch.tensor(rows)[:, None]
         columns = (torch.arange(width) - (width - kept)[:, None]).clamp(min=0)
         both = windows.attention_layers(cache), windows.attention_layers(self.cache)
         for own, layer in zip(*both, strict=True):
@@ -111,7 +111,7 @@ def forward(
     ids = pad_sequence([torch.tensor(text) for text in texts], True, 0).to(model.device)
     n = ids.shape[1]
     if prefixes is None and keeps:
-        prefixes = Prefixes(_empty_cache(model, n), torch.zeros_like(sizes))
+        prefixes = Prefixes(windows.recording_cache(model, n), torch.zeros_like(sizes))
     kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": prefixes is not None}
     if prefixes is not None:
         kwargs |= {name: each.to(ids.device) for name, each in prefixes.inputs(sizes).items()}
@@ -131,10 +131,3 @@ def forward(
     if prefixes is not None:
         prefixes = Prefixes(prefixes.cache, prefixes.lengths + n)
     return Forwarded(ids, source, prefixes)
-
-
-def _empty_cache(model: Any, max_length: int) -> Any:
-    """A cache whose windows keep all tokens, so that parts of it can be taken."""
-    cache = GrowingCache(config=model.config.get_text_config(decoder=True), max_length=max_length)
-    windows.start(cache)
-    return cache

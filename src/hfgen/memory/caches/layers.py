@@ -49,17 +49,12 @@ def layers_of(cache: Any) -> list[Any]:
 
 def is_foreign(cache: Any) -> bool:
     """Whether the cache, or a layer of it, is of a class outside of transformers' caches and hfgen."""
-    own = decoder_cache(cache)
-    return any(is_foreign_part(part) for part in (own, *own.layers))
-
-
-def is_somebodys_own(part: Any) -> bool:
-    """Whether a cache, or a layer, is of a class that neither a model nor a library brings."""
-    return type(part).__module__.partition(".")[0] not in (PACKAGE, "transformers")
+    decoder = decoder_cache(cache)
+    return any(is_foreign_part(part) for part in (decoder, *decoder.layers))
 
 
 def check_methods(cache: Any, *names: str) -> None:
-    """Raise ``TypeError`` for a layer of somebody's own that lacks one of the methods ``names``."""
+    """Raise ``TypeError`` for a custom layer that lacks one of the methods ``names``."""
     for layer in layers_of(cache):
         for name in names:
             if not isinstance(layer, KNOWN) and not callable(getattr(layer, name, None)):
@@ -86,7 +81,7 @@ def is_static(cache: Any) -> bool:
 
 
 def check_known(cache: Any, operation: str) -> None:
-    """Raise ``ValueError`` for layers of an unknown kind; ``operation`` is what is asked of them."""
+    """Raise ``ValueError`` for layers of an unknown kind; ``operation`` is what they would have to do."""
     for layer in layers_of(cache):
         if not isinstance(layer, KNOWN):
             raise ValueError(
@@ -111,9 +106,9 @@ def capacity(cache: Any) -> float:
 
 
 def windows(cache: Any) -> list[float | None] | None:
-    """How many keys a position sees in each attention layer, its own included; ``None`` if static.
+    """How many keys a position sees in each attention layer, itself included; ``None`` if static.
 
-    Of a layer that holds no keys, since it reads another one's: ``None``.
+    An entry is ``None`` for a layer that reads the keys of another one.
     """
     if is_static(cache):
         return None

@@ -26,7 +26,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Folder:
-    """A folder for tensors in files without a name, each of which goes with its last tensor."""
+    """A folder for tensors in files without a name; a file is deleted with its last tensor."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
@@ -42,12 +42,8 @@ class Folder:
                 f"in, but: {error.strerror}."
             ) from error
 
-    @property
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.path).free
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in a new file, which has all its space on the disk. ``OSError`` if there is none."""
+        """A tensor in a new file, whose space is reserved. Raises ``OSError`` if there is none."""
         n_bytes = math.prod(shape) * dtype.itemsize
         if n_bytes == 0:
             return torch.empty(shape, dtype=dtype)
@@ -56,14 +52,15 @@ class Folder:
                 _reserve(file.fileno(), n_bytes)
                 return _mapped(file.fileno(), n_bytes, shape, dtype)
         except OSError as error:
+            n_free = shutil.disk_usage(self.path).free
             raise OSError(
                 error.errno,
                 f"The folder {self.path!r} of the offloaded cache has no place for a file of "
-                f"{n_bytes:,} bytes: {error.strerror}. {self.free_bytes:,} bytes are free",
+                f"{n_bytes:,} bytes: {error.strerror}. {n_free:,} bytes are free",
             ) from error
 
     def holding(self, values: Tensor) -> Tensor:
-        """A copy of ``values`` in a new file, none of which is in memory yet. ``OSError`` if there is no space."""
+        """A copy of ``values`` in a new file, not in memory yet. Raises ``OSError`` if there is no space."""
         with tempfile.TemporaryFile(dir=self.path) as file:
             file.write(values.detach().view(torch.uint8).numpy().data)
             file.flush()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from ...settings.cache_settings import path_of
 from . import mapped
@@ -31,19 +31,19 @@ CHUNK_BYTES = 2**20
 
 
 def folder_of(options: Any) -> Folder | None:
-    """The folder that a ``cache_config`` names; ``None``: memory. Raises ``ValueError`` for other keys."""
+    """The folder of a ``cache_config``; ``None`` means memory. Raises ``ValueError`` for other keys."""
     path = path_of(options)
     return None if path is None else Folder(path)
 
 
 def check_settings(options: Any, config: Any = None) -> None:
-    """Raise ``ValueError`` for a ``cache_config`` that cannot be used, or a folder that cannot."""
+    """Raise ``ValueError`` for a ``cache_config``, or a folder, that cannot be used."""
     if (folder := folder_of(options)) is not None:
         folder.check()
 
 
 class Offloaded(GrowableTensor):
-    """A tensor ``(…, length, size)`` on the host, which goes to where the model computes when it grows.
+    """A tensor ``(…, length, size)`` on the host; ``append`` returns it on the model's device.
 
     In files, a buffer has room until the end of the call. Copies are in files, too; pickles are not.
     After a fork, which shares the file, both processes copy the tensor before they write.
@@ -60,7 +60,7 @@ class Offloaded(GrowableTensor):
         self.n_forks = 0
 
     def append(self, new: Tensor, spare: Spare) -> Tensor:
-        """The tensor with ``new (…, n, size)`` behind it, on the device of ``new``."""
+        """Append ``new (…, n, size)`` and return all tokens, on the device of ``new``."""
         if self.view is not None and self.view.device != HOST:
             self.assign(self.view.to(HOST))  # the layer begins with nothing, on the model's device
         return super().append(new.to(HOST), spare).to(new.device)
@@ -88,7 +88,7 @@ class Offloaded(GrowableTensor):
         return self.folder is not None and self.n_forks != mapped.n_forks
 
     def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Let ``take`` choose or repeat rows; of a file, some tokens at a time."""
+        """Replace the rows by ``take(rows)``; of a file, some tokens at a time."""
         view = self.view
         if self.folder is None or self.buffer is None or not view.numel():
             super().map_rows(take)
@@ -116,7 +116,7 @@ class Offloaded(GrowableTensor):
 
 
 class OffloadedCache(GrowingCache):
-    """The dynamic cache with what grows on the host, in files of the folder ``path``, or in memory.
+    """The dynamic cache whose growing tensors are on the host: in files of ``path``, or in memory.
 
     ``max_length``: tokens at the end of the call.
     """
@@ -141,23 +141,11 @@ OffloadedCache.__name__ = GrowingCache.__name__
 
 
 def make_offloaded(request: CacheRequest) -> Cache:
-    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files.
-
-    Raises ``ValueError`` if the folder has less space than the whole call takes, as far as is known.
-    """
+    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files."""
     config, folder = request.decoder_config, folder_of(request.config.cache_config)
-    if folder is None:
-        if is_on_cuda(request.model):
-            return DynamicCache(config=config, offloading=True)
-        return OffloadedCache(config, max_length=request.max_length)
-    needed, free = _needed_bytes(request), folder.free_bytes
-    if needed > free:
-        raise ValueError(
-            f"`path`={folder.path!r} in `cache_config` has {free:,} bytes free, but keys and values "
-            f"of {request.rows} sequences of up to {request.max_length:,} tokens take {needed:,}. "
-            "Generate fewer tokens, or name a folder with more space."
-        )
-    return OffloadedCache(config, folder.path, max_length=request.max_length)
+    if folder is None and is_on_cuda(request.model):
+        return DynamicCache(config=config, offloading=True)
+    return OffloadedCache(config, folder and folder.path, max_length=request.max_length)
 
 
 class CrossAttention(DynamicCache):
@@ -184,17 +172,3 @@ def is_on_cuda(model: Any) -> bool:
     return torch.cuda.is_available() and any(
         isinstance(device, int) or str(device).startswith("cuda") for device in devices
     )
-
-
-def _needed_bytes(request: CacheRequest) -> int:
-    """Bytes of the layers that grow; 0 for those whose heads the config does not tell for sure."""
-    config, numbers = request.decoder_config, 0
-    kinds, _ = get_layer_types_and_kwargs(config)
-    for kind, layer in zip(kinds, config.per_layer_config, strict=False):
-        heads = getattr(layer, "num_key_value_heads", None)
-        is_latent = getattr(layer, "qk_head_dim", None) is not None
-        if kind != "full_attention" or not isinstance(heads, int) or is_latent:
-            continue
-        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        numbers += 2 * heads * size
-    return int(numbers * request.rows * request.max_length * request.model.dtype.itemsize)

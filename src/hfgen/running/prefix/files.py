@@ -7,13 +7,10 @@ which ``load`` verifies: of the metadata, and of the tensors of each node.
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +22,6 @@ from torch import Tensor
 from ...memory import fingerprint
 from .padding import Offset
 from .radix import Forest, Node
-
-try:
-    import fcntl
-except ImportError:  # Windows: what a killed process leaves behind stays
-    fcntl = None  # type: ignore[assignment]
 
 FORMAT = "hfgen prefixes 2"
 
@@ -62,51 +54,15 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
         "nodes": json.dumps(entries),
     }
     texts["checksum"] = fingerprint.digest_of_text(sorted(texts.items()))
-    with _private_folder(Path(path)) as folder:
-        partial = folder / "file"
+    target = Path(path)
+    # A folder of its own, since some versions of safetensors make files that others may read.
+    with tempfile.TemporaryDirectory(".partial", f".{target.name}.", target.parent) as folder:
+        partial = Path(folder) / "file"
         save_file(tensors, partial, texts)
         with partial.open("rb+") as file:
             os.chmod(partial, 0o600)
             os.fsync(file.fileno())
         os.replace(partial, path)
-
-
-@contextmanager
-def _private_folder(target: Path) -> Iterator[Path]:
-    """A locked folder beside ``target`` that only this user may enter; dead writers' are removed."""
-    prefix, suffix = f".{target.name}.", ".partial"
-    while True:
-        folder = Path(tempfile.mkdtemp(suffix, prefix, target.parent))
-        with suppress(FileNotFoundError, BlockingIOError):
-            lock = _lock(folder)  # unless another writer, who takes it for a dead one's, was faster
-            break
-    try:
-        for other in target.parent.glob(f"{glob.escape(prefix)}*{suffix}"):
-            with suppress(OSError):
-                if other != folder and (its_lock := _lock(other)) is not None:
-                    shutil.rmtree(other, ignore_errors=True)
-                    os.close(its_lock)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(folder: Path) -> int | None:
-    """A descriptor that locks ``folder`` until it is closed; ``None`` where folders have no locks."""
-    if fcntl is None:
-        return None
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(folder)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError | FileNotFoundError):
-            raise
-        return None
-    return descriptor
 
 
 @torch.no_grad()

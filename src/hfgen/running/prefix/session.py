@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ... import running as execution
 from ...memory import fingerprint
-from ...memory.caches.dynamic import GrowingCache
 from ...state.call import ModelKwargs, Prompt, SharedPrompt
 from ...state.run import Run, Step
 from . import windows
@@ -130,9 +129,7 @@ class PrefixSession:
         self, start: int, rows: list[int], matches: list[Match], end: int, config: Any
     ) -> KeyValues:
         """Forward columns ``start`` to ``end`` of ``rows``; returns all states up to ``end``."""
-        decoder = self.model.config.get_text_config(decoder=True)
-        cache = GrowingCache(config=decoder, max_length=end)
-        windows.start(cache)
+        cache = windows.recording_cache(self.model, end)
         if start:
             self._fill(cache, rows, matches, start)
         model_kwargs: ModelKwargs = {"past_key_values": cache, "use_cache": True}
@@ -186,9 +183,7 @@ class PrefixSession:
         if any(layer.keys.shape[-2] < length for layer in shared_layers):  # a window dropped some
             self.is_given_up = True
             return
-        text = self.model.config.get_text_config(decoder=True)
-        self.cache = GrowingCache(config=text, max_length=length)
-        windows.start(self.cache)
+        self.cache = windows.recording_cache(self.model, length)
         for own_layer, layer in zip(self.layers, shared_layers, strict=True):
             own_layer.update(layer.keys[rows, :, -length:], layer.values[rows, :, -length:])
 

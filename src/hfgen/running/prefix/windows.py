@@ -7,7 +7,7 @@ from typing import Any
 from transformers.cache_utils import DynamicLayer
 
 from ... import families
-from ...memory.caches.dynamic import GrowingSlidingWindowLayer
+from ...memory.caches.dynamic import GrowingCache, GrowingSlidingWindowLayer
 
 
 class RecordingWindow(GrowingSlidingWindowLayer):
@@ -21,6 +21,13 @@ class RecordingWindow(GrowingSlidingWindowLayer):
 def attention_layers(cache: Any) -> list[Any]:
     """The layers that hold keys and values; those that share others' hold none."""
     return [layer for layer in cache.layers if not isinstance(layer, families.EMPTY_LAYERS)]
+
+
+def recording_cache(model: Any, max_length: int) -> GrowingCache:
+    """An empty cache for up to ``max_length`` tokens whose windows keep all tokens."""
+    cache = GrowingCache(config=model.config.get_text_config(decoder=True), max_length=max_length)
+    start(cache)
+    return cache
 
 
 def start(cache: Any) -> None:
