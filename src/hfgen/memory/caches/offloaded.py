@@ -30,16 +30,10 @@ HOST = torch.device("cpu")
 CHUNK_BYTES = 2**20
 
 
-def folder_of(options: Any) -> Folder | None:
-    """The folder of a ``cache_config``; ``None`` means memory. Raises ``ValueError`` for other keys."""
-    path = path_of(options)
-    return None if path is None else Folder(path)
-
-
 def check_settings(options: Any, config: Any = None) -> None:
     """Raise ``ValueError`` for a ``cache_config``, or a folder, that cannot be used."""
-    if (folder := folder_of(options)) is not None:
-        folder.check()
+    if (path := path_of(options)) is not None:
+        Folder(path).check()
 
 
 class Offloaded(GrowableTensor):
@@ -129,7 +123,7 @@ class OffloadedCache(GrowingCache):
         max_length: int | None = None,
     ) -> None:
         super().__init__(config=config, max_length=max_length)
-        folder = folder_of({"path": path})
+        folder = None if path is None else Folder(path)
         for layer in self.layers:
             if isinstance(layer, GrowingLayer) and not isinstance(layer, DynamicSlidingWindowLayer):
                 for name in layer._names:
@@ -142,10 +136,10 @@ OffloadedCache.__name__ = GrowingCache.__name__
 
 def make_offloaded(request: CacheRequest) -> Cache:
     """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files."""
-    config, folder = request.decoder_config, folder_of(request.config.cache_config)
-    if folder is None and is_on_cuda(request.model):
+    config, path = request.decoder_config, path_of(request.config.cache_config)
+    if path is None and is_on_cuda(request.model):
         return DynamicCache(config=config, offloading=True)
-    return OffloadedCache(config, folder and folder.path, max_length=request.max_length)
+    return OffloadedCache(config, path, max_length=request.max_length)
 
 
 class CrossAttention(DynamicCache):
@@ -161,7 +155,7 @@ CrossAttention.__name__ = DynamicCache.__name__
 def make_cross_attention(request: CacheRequest) -> Cache:
     """The encoder's keys and values, which come once: upstream's where ``make_offloaded`` is."""
     config = request.decoder_config
-    if folder_of(request.config.cache_config) is None and is_on_cuda(request.model):
+    if path_of(request.config.cache_config) is None and is_on_cuda(request.model):
         return DynamicCache(config=config, offloading=True)
     return CrossAttention(config)
 
