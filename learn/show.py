@@ -157,9 +157,16 @@ TABLES = {
         )
     ],
     LESSONS[7]: [
-        Table("gumbel", {"alone": 0, "with a neighbour": 1}, call_seeds, "seeds|bits|return")
+        Table("gumbel", {"alone": 0, "with a neighbour": 1}, call_seeds, "^(seeds|bits|return)")
     ],
-    LESSONS[8]: [Table("attention_by_queries", {"last token of the padded row": -1}, call_exact)],
+    LESSONS[8]: [
+        Table(
+            "attention_by_queries",
+            {"last token of the padded row": -1},
+            call_exact,
+            r"^for row|seen|scores|result\[",
+        )
+    ],
 }
 
 
@@ -410,12 +417,14 @@ def content(name: str, value: Tensor) -> str:
     if value.ndim and value.shape[-1] == builtin()[0].config.vocab_size:
         row = value.reshape(-1, value.shape[-1])[0]
         if value.dtype == torch.bool:
-            return f", {row.sum()} allowed"
+            return f", {row.sum()} of {len(row)}"
         if not value.is_floating_point():
             return ""
         best = " ".join(map(spelled, row.topk(3).indices.tolist()))
         n_left = int((row > -torch.inf).sum())
         return f", best {best}" + (f" of {n_left}" if n_left < len(row) else "")
+    if value.dtype == torch.bool and len(flat) > 2:
+        return f", {sum(flat)} of {len(flat)}"
     if re.search(r"\b(ids|tokens?|draft)$", name) and flat:
         return " " + " ".join(map(spelled, flat))
     return f" `{value.tolist()}`" if flat and not value.is_floating_point() else ""

@@ -56,6 +56,18 @@ LESSONS = {"learn/index.md": "learn/README.md"} | {
 }
 
 
+#: Tables of values, whose first column is code: on a phone, it gets a line of its own.
+STYLE = """
+.md-typeset table[data-values] :is(th, td) { padding: .5em .9em; min-width: 0; }
+@media (max-width: 44em) {
+  .md-typeset table[data-values] tr { display: flex; flex-wrap: wrap; }
+  .md-typeset table[data-values] :is(th, td) { flex: 1 1 0; }
+  .md-typeset table[data-values] :is(th, td):first-child { flex-basis: 100%; padding-bottom: 0; }
+  .md-typeset table[data-values] td:not(:first-child) { border-top: 0; }
+}
+"""
+
+
 def results() -> list[str]:
     """Paths of the pages and plots of benchmarks, in the repository as on the site."""
     files = sorted((ROOT / "benchmarks" / "results").iterdir())
@@ -73,7 +85,7 @@ def navigation(pages: list[str]) -> list[dict[str, list[str]]]:
 def linked(text: str, page: str) -> str:
     """The Markdown of ``page`` with links that hold on the site."""
     if page in ELSEWHERE:
-        return re.sub(r"\]\(docs/", "](", text)
+        return re.sub(r"\]\(docs/", "](", text).replace("](learn/README.md", "](learn/index.md")
     if page.startswith("benchmarks/"):
         return text
     if page in LESSONS:
@@ -96,8 +108,17 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     for page, path in (ELSEWHERE | LESSONS | {path: path for path in results()}).items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "learn/style.css", content=STYLE))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if page.file.src_uri in LESSONS:
+        page.meta["hide"] = ["toc"]  # room for lines of a hundred characters
     return linked(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    is_lesson = page.file.src_uri in LESSONS
+    head = "<table>\n<thead>\n<tr>\n<th><code>"
+    return html.replace(head, head.replace("<table", "<table data-values")) if is_lesson else html

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,6 +22,12 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for page in (ROOT / "docs").glob("*.md"):
         assert (tmp_path / page.stem / "index.html").exists()
+    lesson = (tmp_path / "learn" / "01-streaming" / "index.html").read_text(encoding="utf-8")
+    assert "<table data-values>" in lesson  # values beside lines
+    assert "b/learn/generate.py" in lesson  # the diff
+    assert "def beam_search" in re.sub(
+        "<.*?>", "", (tmp_path / "learn/index.html").read_text("utf-8")
+    )
     assert (tmp_path / "benchmarks" / "results" / "caches.png").exists()
     assert "pip install" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
@@ -42,4 +49,5 @@ def test_links_hold_on_the_site() -> None:
 
     assert linked("[a](docs/caches.md#static)", "index.md") == "[a](caches.md#static)"
     assert linked("![a](../benchmarks/x.png)", "caches.md") == "![a](benchmarks/x.png)"
+    assert linked("[a](learn/README.md)", "CHANGELOG.md") == "[a](learn/index.md)"
     assert linked("[a](engine.md)", "caches.md") == "[a](engine.md)"
