@@ -1,4 +1,4 @@
-"""Processors and stopping criteria that apply only to some prompts of a batch."""
+"""Processors and stopping criteria that apply to some prompts of a batch each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Parts = list[tuple[Any, list[int]]]
 
 
 class _OfPrompts:
-    """Functions of ids, each for some of ``n_prompts``; a row belongs to one of them at most."""
+    """Functions of ids, each for some of ``n_prompts``; no two have a prompt in common."""
 
     def __init__(self, parts: Parts, n_prompts: int, device: Any) -> None:
         self.n_prompts = n_prompts
@@ -30,7 +30,7 @@ class _OfPrompts:
         return rows_of(prompts, n_rows // self.n_prompts)
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Let row ``i`` continue what row ``index[i]`` was; a row stays with its prompt."""
+        """Reorder rows within their prompts: row ``i`` becomes old row ``index[i]``."""
         for function, prompts in self.parts:
             if hasattr(function, "reorder"):
                 rows = self.rows(prompts, len(index)).to(index.device)
@@ -53,8 +53,13 @@ class CriteriaByRows(_OfPrompts, StoppingCriteria):
 
     def __init__(self, parts: Parts, n_prompts: int, device: Any) -> None:
         super().__init__(parts, n_prompts, device)
-        #: Whether rows may end before the others do, and padding follows.
+        #: Rows may end before the others do, and are padded then.
         self.ends_rows = True
+
+    def of_row(self, row: int, n_rows: int) -> Any:
+        """The criterion of a row of ``n_rows``; ``None`` if it has none."""
+        prompt = row * self.n_prompts // n_rows
+        return next((part for part, prompts in self.parts if prompt in prompts.tolist()), None)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)

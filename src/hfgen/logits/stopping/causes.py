@@ -1,10 +1,14 @@
-"""Finds out why rows ended, by asking the criteria that can tell it from the ids."""
+"""Why rows ended: each criterion has a cause, which tells it from the ids or from notes.
+
+A cause has ``ends(ids)``, the ascending numbers of generated ``ids`` after which it may have ended a row, and
+``reason(ids, n)``, the reason why it ends a row with the ``n``-th of its generated ids, or ``None``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -17,16 +21,6 @@ from .tokens import RowEosCriteria, RowLengthCriteria
 
 if TYPE_CHECKING:
     from ...state.run import Run
-
-
-class Cause(Protocol):
-    """What may have ended a row."""
-
-    def ends(self, ids: Sequence[int]) -> Iterable[int]:
-        """Ascending numbers of generated ``ids`` after which it may have ended the row."""
-
-    def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
-        """Why it ends the row with the ``n``-th of its generated ``ids``, if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +50,37 @@ class Length:
 
 
 class Notes:
-    """Which rows a criterion has ended, by length: of one that cannot be asked again later."""
+    """Which rows a criterion that is no function of the ids has ended, by length."""
 
     def __init__(self) -> None:
         self.unread: list[tuple[int, torch.Tensor]] = []
-        #: What it said last of each row, and whether it ever ended one.
+        #: The newest bools of the rows, and whether a row was ever ended.
         self.rows: dict[int, list[bool]] = {}
         self.any: dict[int, bool] = {}
 
     def add(self, length: int, ends: torch.Tensor) -> None:
-        """Take what it says, ``(rows,)`` bools, of ids of ``length``; read later, all at once."""
+        """Add the criterion's bools ``(rows,)`` for ids of ``length``; they stay on the device for now."""
         self.unread.append((length, ends))
 
     def read(self) -> None:
+        """Read new bools off the device, all at once."""
         if not self.unread:
             return
         # A search may have more candidates at one step than at another.
         table = pad_sequence([ends for _, ends in self.unread], batch_first=True).tolist()
         for (length, _), ends in zip(self.unread, table, strict=True):
-            self.rows[length] = ends  # what it said of drafts that were rejected is overwritten
+            self.rows[length] = ends  # overwrites those of rejected drafts
             self.any[length] = self.any.get(length, False) or any(ends)
         self.unread = []
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A criterion that is not a function of the ids: what it says is noted when it says it."""
+    """A criterion that is no function of the ids: its bools are noted at each step."""
 
     name: str
     notes: Notes
-    #: The row that it was asked about; ``None`` in a search, where candidates have no row.
+    #: ``None`` in a search, where candidates have no row.
     row: int | None
     prompt_length: int
 
@@ -104,7 +99,7 @@ class Noted:
 
 
 def is_noted(criterion: Any) -> bool:
-    """Whether what a criterion says cannot be found out afterwards."""
+    """Whether a criterion has to be noted, since the ids do not tell what it decided."""
     if isinstance(criterion, CriteriaByRows):
         return any(is_noted(part) for part, _ in criterion.parts)
     known = (EosTokenCriteria, MaxLengthCriteria, RowEosCriteria)
@@ -112,30 +107,31 @@ def is_noted(criterion: Any) -> bool:
 
 
 class Causes:
-    """The causes for the rows of a call, in the order in which they count where several end a row."""
+    """The causes for the rows of a call."""
 
     def __init__(self, criteria: Sequence[Any], prompt_length: int) -> None:
         self.prompt_length = prompt_length
         notes = getattr(criteria, "notes", None) or {}
-        #: Each criterion, what it is made of, and the cause that this is for all rows or each prompt.
-        self.parts = [
-            (criterion, part, self.made(part), notes.get(place, Notes()))
-            for place, criterion in enumerate(criteria)
-            for part in _parts(criterion)
-        ]
+        #: Each criterion or its parts for some prompts, their causes and notes.
+        self.parts: list[tuple[Any, Any, Any, Notes]] = []
+        for place, criterion in enumerate(criteria):
+            is_by_rows = isinstance(criterion, CriteriaByRows)
+            for part in [part for part, _ in criterion.parts] if is_by_rows else [criterion]:
+                cause = self.cause_of(part)
+                self.parts.append((criterion, part, cause, notes.get(place, Notes())))
 
     @classmethod
     def of_run(cls, run: Run, prompt_length: int) -> Causes:
-        """Those of ``run``, made once."""
-        made = getattr(run.criteria, "causes", None)
-        if made is None:
-            made = cls(run.criteria, prompt_length)
+        """The causes of ``run``, made once."""
+        causes = getattr(run.criteria, "causes", None)
+        if causes is None:
+            causes = cls(run.criteria, prompt_length)
             if hasattr(run.criteria, "causes"):
-                run.criteria.causes = made
-        return made
+                run.criteria.causes = causes
+        return causes
 
-    def made(self, part: Any) -> Any:
-        """The cause that a criterion is, or one for each prompt; ``None`` for one that is noted."""
+    def cause_of(self, part: Any) -> Any:
+        """The cause of a criterion, or a list of one for each prompt; ``None`` if it is noted."""
         if isinstance(part, EosTokenCriteria):
             return Eos(frozenset(part.eos_token_id.tolist()))
         if isinstance(part, RowEosCriteria):
@@ -147,74 +143,60 @@ class Causes:
         return part if hasattr(part, "reason") else None
 
     def of(self, row: int, n_rows: int, is_search: bool) -> list[Any]:
-        """Those of row ``row`` of ``n_rows`` returned; noted is, in a search, what ended any of its rows."""
+        """The causes for row ``row`` of ``n_rows``; where several end a row, the first counts.
+
+        In a search, notes tell whether any row was ended.
+        """
         causes: list[Any] = []
-        for criterion, part, made, notes in self.parts:
-            if isinstance(criterion, CriteriaByRows) and part is not _part(criterion, row, n_rows):
+        for criterion, part, cause, notes in self.parts:
+            if isinstance(criterion, CriteriaByRows) and part is not criterion.of_row(row, n_rows):
                 continue
-            if isinstance(made, list):
-                causes.append(made[row * len(made) // n_rows])
-            elif made is not None:
-                causes.append(made)
+            if isinstance(cause, list):
+                causes.append(cause[row * len(cause) // n_rows])
+            elif cause is not None:
+                causes.append(cause)
             else:
-                place = None if is_search else row
-                causes.append(Noted(_name(part), notes, place, self.prompt_length))
+                name = "time" if isinstance(part, MaxTimeCriteria) else name_of(part)
+                name = str(getattr(part, "finish_reason", name))  # the caller's own name for it
+                causes.append(Noted(name, notes, None if is_search else row, self.prompt_length))
         return sorted(causes, key=_rank)
 
 
 def first(causes: list[Any], ids: Sequence[int]) -> tuple[int, FinishReason, Any]:
-    """After how many of the generated ``ids`` a row ended, why, and the cause; all of them if none."""
-    found = []
+    """After how many of the generated ``ids`` a row ended, the reason, and the cause.
+
+    Without a cause, the strategy ended the row after all of them.
+    """
+    endings = []
     for rank, cause in enumerate(causes):
         for n in cause.ends(ids):
             if n <= len(ids) and (reason := cause.reason(ids, n)) is not None:
-                found.append((n, rank, reason))
+                endings.append((n, rank, reason))
                 break
-    if not found:
+    if not endings:
         return len(ids), UNKNOWN, None
-    n, rank, reason = min(found)
+    n, rank, reason = min(endings)
     return n, reason, causes[rank]
 
 
 def at_end(causes: list[Any], ids: Sequence[int]) -> tuple[int, FinishReason, Any]:
-    """``first`` of a hypothesis, which is known to end with the last of its ids."""
+    """``first`` of a finished hypothesis, which ended with the last of its ids."""
     for cause in causes:
         if ids and (reason := cause.reason(ids, len(ids))) is not None:
             return len(ids), reason, cause
     return len(ids), FinishReason("unfinished"), None
 
 
-#: A row that no criterion ended, but the strategy itself; without any token, the length did.
+#: The reason of a row that no criterion ended, but the strategy itself.
 UNKNOWN = FinishReason("strategy")
 
 
 def _rank(cause: Any) -> int:
-    """Where several end a row: EOS, stops, criteria of the caller's, length, time."""
+    """The order of causes that end a row together: EOS, stops, the caller's criteria, length, time."""
     if isinstance(cause, Eos):
         return 0
     if isinstance(cause, Length):
         return 3
-    return 1 if not isinstance(cause, Noted) else 4 if cause.name in LATE else 2
-
-
-#: Reasons that say less than any other.
-LATE = ("time", "cancelled")
-
-
-def _name(criterion: Any) -> str:
-    """What a criterion says as its reason: its own ``finish_reason``, or what the caller calls it."""
-    name = "time" if isinstance(criterion, MaxTimeCriteria) else name_of(criterion)
-    return str(getattr(criterion, "finish_reason", name))
-
-
-def _parts(criterion: Any) -> list[Any]:
-    """What a criterion is made of: itself, or others for some prompts each."""
-    if isinstance(criterion, CriteriaByRows):
-        return [part for part, _ in criterion.parts]
-    return [criterion]
-
-
-def _part(criterion: CriteriaByRows, row: int, n_rows: int) -> Any:
-    """What a criterion is for a row of ``n_rows``; ``None`` if nothing."""
-    prompt = row * criterion.n_prompts // n_rows
-    return next((part for part, prompts in criterion.parts if prompt in prompts.tolist()), None)
+    if isinstance(cause, Noted):
+        return 4 if cause.name in ("time", "cancelled") else 2
+    return 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import regex
@@ -17,13 +16,13 @@ from transformers import StoppingCriteria
 from ...state.text import Pieces, decode
 from .reasons import FinishReason
 
-#: ``stop_regex`` is looked for in the text of so many tokens at the end of a row.
+#: ``stop_regex`` is searched for in the text of so many tokens at the end of a row.
 WINDOW = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A stop in the text of a row, and where: in bytes of UTF-8 before the end of the text."""
+    """A stop in the text of a row, and its place: in bytes of UTF-8 before the end of the text."""
 
     stop: str
     begin: int
@@ -31,37 +30,56 @@ class Found:
 
 
 class TextCriteria(StoppingCriteria):
-    """Ends rows by what their generated text has come to with the newest token.
+    """Ends rows by the generated text up to their newest token.
 
-    Text is put together from the bytes of the last tokens (``text.Pieces``), so that characters and
-    stops may lie across tokens. It depends on ids alone: beams and drafts are rows like any others.
+    The text is joined from the bytes of the last tokens (``Pieces``), so that characters and stops may
+    span tokens. It depends on ids alone, so beams and drafts need no extra care.
     """
 
-    pieces: Pieces
-    prompt_length: int
     #: No row ends with one of its first tokens.
     min_tokens: int = 0
-    #: Lengths of ``input_ids`` at which a row was ended.
-    hits: set[int]
 
-    #: How many tokens at the end of a row can have to do with a stop.
+    #: How many tokens at the end of a row can belong to a stop.
     n_tokens: int
 
-    def find(self, ids: Sequence[int], n_held: int = 0) -> Found | None:
-        """What ends a row with the last of its generated ``ids``, and not within the first ``n_held``."""
+    def __init__(self, tokenizer: Any, prompt_length: int = 0) -> None:
+        """``prompt_length``: how many tokens of each row were not generated."""
+        self.pieces, self.prompt_length = Pieces(tokenizer), prompt_length
+        #: Lengths of ``input_ids`` at which a row was ended.
+        self.hits: set[int] = set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
+        ends = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        length = input_ids.shape[1]
+        if length - self.prompt_length <= self.min_tokens:
+            return ends
+        start = max(self.prompt_length, length - self.n_tokens)
+        tails = input_ids[:, start:].tolist()
+        n_before = start - self.prompt_length
+        if rows := [row for row, ids in enumerate(tails) if self.find(ids, n_before) is not None]:
+            self.hits.add(length)
+            ends[rows] = True
+        return ends
+
+    def find(self, ids: Sequence[int], n_before: int = 0) -> Found | None:
+        """The stop that ends a row with the last of ``ids``, which follow ``n_before`` generated tokens.
+
+        Of several it is the one that is complete first, of those that end alike, the longest.
+        """
         raise NotImplementedError
 
     def found(self, ids: Sequence[int], n: int) -> Found | None:
         """``find`` of the first ``n`` generated ids."""
         start = max(0, n - self.n_tokens)
-        return self.find(ids[start:n], self.min_tokens - start)
+        return self.find(ids[start:n], start)
 
     def n_begun(self, ids: Sequence[int]) -> int:
-        """Bytes at the end of the text of ``ids`` with which a stop may have begun."""
+        """How many bytes at the end of the text of ``ids`` may be the beginning of a stop."""
         raise NotImplementedError
 
     def n_open(self, ids: Sequence[int]) -> int:
-        """How many tokens at the end of the generated ``ids`` may belong to a stop that is to come."""
+        """How many tokens at the end of the generated ``ids`` may belong to a stop that is not complete."""
         tail = ids[-self.n_tokens :]
         n_bytes, n = self.n_begun(tail), 0
         while n_bytes > 0 and n < len(tail):
@@ -76,67 +94,43 @@ class TextCriteria(StoppingCriteria):
         found = None if n <= self.min_tokens else self.found(ids, n)
         return None if found is None else FinishReason("stop", found.stop)
 
-    def may_end(self, input_ids: torch.Tensor) -> bool:
-        """Whether ``input_ids (rows, length)`` have more generated tokens than ``min_tokens``."""
-        return input_ids.shape[1] - self.prompt_length > self.min_tokens
 
-    def ended(self, input_ids: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """Bools ``(rows,)``, true for ``rows``; copies to a device only if there are any."""
-        ends = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
-        if rows:
-            self.hits.add(input_ids.shape[1])
-            ends[rows] = True
-        return ends
-
-
-class StopStringCriteria(transformers.StopStringCriteria, TextCriteria):
+class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
     """Ends a row whose newest token completes one of ``stop_strings`` in the generated text.
 
-    The rows are those of transformers, which reads the prompt as well, and tabulates the vocabulary.
+    transformers' class reads the prompt as well, and tabulates the vocabulary.
     """
 
-    #: Whether padding follows in a row that has ended, also where no EOS can end one.
+    #: Whether rows that have ended are padded, also where the call has no EOS.
     ends_rows = False
 
     def __init__(self, tokenizer: Any, stop_strings: str | list[str], prompt_length: int = 0):
-        """``prompt_length``: so many tokens of each row were not generated."""
+        """``prompt_length``: how many tokens of each row were not generated."""
+        super().__init__(tokenizer, prompt_length)
         strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         self.stop_strings = tuple(strings)
-        self.pieces, self.prompt_length, self.hits = Pieces(tokenizer), prompt_length, set()
-        self.endings = _Endings(self.pieces, self.stop_strings)
+        self.strings_of = _StringsOf(self.pieces, self.stop_strings)
         #: A token has a byte at least, so no string begins further back.
         self.n_tokens = max(len(string.encode()) for string in strings)
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
-        newest = input_ids[:, self.prompt_length :][:, -1:].flatten().tolist()
-        rows = [row for row, token in enumerate(newest) if self.endings[token]]
-        if rows and self.may_end(input_ids):
-            start = max(self.prompt_length, input_ids.shape[1] - self.n_tokens)
-            tails = input_ids[:, start:].tolist()
-            found = [row for row in rows if self.find(tails[row]) is not None]
-            return self.ended(input_ids, found)
-        return self.ended(input_ids, [])
-
-    def find(self, ids: Sequence[int], n_held: int = 0) -> Found | None:
-        """The string that is complete first; of those that end alike, the longest."""
-        if not ids or not (endings := self.endings[ids[-1]]):
+    def find(self, ids: Sequence[int], n_before: int = 0) -> Found | None:
+        if not ids or not (strings := self.strings_of[ids[-1]]):
             return None
-        text = b"".join(self.pieces.of(ids[-self.n_tokens :]))
-        n_before = len(text) - len(self.pieces[ids[-1]])
-        found = []
-        for string, spelled in endings:
-            start = text.find(spelled, max(0, n_before - len(spelled) + 1))
+        text = b"".join(self.pieces.of(ids))
+        n_old = len(text) - len(self.pieces[ids[-1]])
+        places = []
+        for string, spelled in strings:
+            start = text.find(spelled, max(0, n_old - len(spelled) + 1))
             if start >= 0:
-                found.append((start + len(spelled), start, string))
-        if not found:
+                places.append((start + len(spelled), start, string))
+        if not places:
             return None
-        end, start, string = min(found)
+        end, start, string = min(places)
         return Found(string, len(text) - start, len(text) - end)
 
     def n_begun(self, ids: Sequence[int]) -> int:
         text = b"".join(self.pieces.of(ids))
-        return max(_n_begun(text, spelled) for _, spelled in self.endings.strings)
+        return max(_n_begun(text, spelled) for _, spelled in self.strings_of.strings)
 
 
 def _n_begun(text: bytes, spelled: bytes) -> int:
@@ -147,8 +141,8 @@ def _n_begun(text: bytes, spelled: bytes) -> int:
     return len(text) - start if start >= 0 else 0
 
 
-class _Endings(dict[int, tuple[tuple[str, bytes], ...]]):
-    """Which stop strings, and their bytes, may end within a token: those whose last byte it has."""
+class _StringsOf(dict[int, tuple[tuple[str, bytes], ...]]):
+    """By token: the stop strings, and their bytes, whose last byte the token has."""
 
     def __init__(self, pieces: Pieces, strings: tuple[str, ...]) -> None:
         self.pieces = pieces
@@ -156,81 +150,77 @@ class _Endings(dict[int, tuple[tuple[str, bytes], ...]]):
 
     def __missing__(self, token: int) -> tuple[tuple[str, bytes], ...]:
         piece = self.pieces[token]
-        self[token] = found = tuple(pair for pair in self.strings if pair[1][-1] in piece)
-        return found
+        self[token] = strings = tuple(pair for pair in self.strings if pair[1][-1] in piece)
+        return strings
 
 
 class StopRegexCriteria(TextCriteria):
-    """Ends a row when a pattern of ``re`` is found in its generated text, and ends with a whole character.
+    """Ends a row when a pattern of ``re`` matches in its generated text, and ends with a whole character.
 
     A match has to lie within the last ``WINDOW`` tokens. ``^`` is the start of the generated text.
     """
 
     ends_rows = True
+    #: The token before the window is there for ``^`` and for lookbehinds.
     n_tokens = WINDOW + 1
 
     def __init__(self, tokenizer: Any, patterns: str | list[str], prompt_length: int = 0) -> None:
         """``prompt_length`` as of ``StopStringCriteria``. Raises ``re.error`` for a wrong pattern."""
+        super().__init__(tokenizer, prompt_length)
         patterns = [patterns] if isinstance(patterns, str) else patterns
         self.patterns = [re.compile(pattern) for pattern in patterns]
-        self.pieces, self.prompt_length, self.hits = Pieces(tokenizer), prompt_length, set()
 
-    @functools.cached_property
+    @cached_property
     def partial_patterns(self) -> list[Any]:
-        """The patterns for ``regex``, which finds what may yet become a match; ``None`` if it cannot."""
-        return [_partial(pattern.pattern) for pattern in self.patterns]
+        """The patterns for ``regex``, which finds partial matches; ``None`` for one that it refuses."""
+        partial_patterns: list[Any] = []
+        for pattern in self.patterns:
+            try:
+                partial_patterns.append(regex.compile(pattern.pattern))
+            except regex.error:
+                partial_patterns.append(None)
+        return partial_patterns
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
-        start = max(self.prompt_length, input_ids.shape[1] - self.n_tokens)
-        tails = input_ids[:, start:].tolist() if self.may_end(input_ids) else []
-        n_held = self.min_tokens - start + self.prompt_length
-        rows = [row for row, ids in enumerate(tails) if self.find(ids, n_held) is not None]
-        return self.ended(input_ids, rows)
-
-    def find(self, ids: Sequence[int], n_held: int = 0) -> Found | None:
-        """The match that is complete first; of those that end alike, the longest."""
-        pieces = self.pieces.of(ids[-self.n_tokens :])
-        if not pieces:
+    def find(self, ids: Sequence[int], n_before: int = 0) -> Found | None:
+        if not ids:
             return None
-        # What is no character yet becomes surrogates, by which offsets stay those of bytes.
-        text = b"".join(pieces).decode(errors="surrogateescape")
-        whole = text.rstrip(_SURROGATES)
-        # The token before the window is there for `^` and for what looks behind.
-        first = len(pieces[0].decode(errors="surrogateescape")) if len(pieces) > WINDOW else 0
-        held = len(b"".join(pieces[: max(n_held, 0)]).decode(errors="surrogateescape"))
-        matches = [
-            (match.end(), match.start(), pattern.pattern)
-            for pattern in self.patterns
-            for match in itertools.islice(
-                (m for m in pattern.finditer(whole, first) if m.end() > held), 1
-            )
-        ]
-        if not matches:
+        pieces = self.pieces.of(ids)
+        text, whole = _decoded(pieces)
+        first = len(_decoded(pieces[:1])[0]) if len(pieces) > WINDOW else 0
+        # No match ends within the first `min_tokens` tokens.
+        held = len(_decoded(pieces[: max(self.min_tokens - n_before, 0)])[0])
+        places = []
+        for pattern in self.patterns:
+            matches = (match for match in pattern.finditer(whole, first) if match.end() > held)
+            if (match := next(matches, None)) is not None:
+                places.append((match.end(), match.start(), pattern.pattern))
+        if not places:
             return None
-        end, start, pattern = min(matches)
-        size = [len(text[at:].encode(errors="surrogateescape")) for at in (start, end)]
-        return Found(pattern, *size)
+        end, start, stop = min(places)
+        n_bytes = [len(text[at:].encode(errors="surrogateescape")) for at in (start, end)]
+        return Found(stop, *n_bytes)
 
     def n_begun(self, ids: Sequence[int]) -> int:
-        pieces = self.pieces.of(ids)
-        text = b"".join(pieces).decode(errors="surrogateescape")
-        whole = text.rstrip(_SURROGATES)
+        text, whole = _decoded(self.pieces.of(ids))
         begin = len(whole)
         for pattern in self.partial_patterns:
-            match = None if pattern is None else pattern.search(whole, partial=True)
-            begin = 0 if pattern is None else begin if match is None else min(begin, match.start())
+            if pattern is None:
+                begin = 0
+            elif (match := pattern.search(whole, partial=True)) is not None:
+                begin = min(begin, match.start())
         return len(text[begin:].encode(errors="surrogateescape"))
 
 
-def _partial(pattern: str) -> Any:
-    try:
-        return regex.compile(pattern)
-    except regex.error:
-        return None
-
-
 _SURROGATES = "".join(map(chr, range(0xDC80, 0xDD00)))
+
+
+def _decoded(pieces: list[bytes]) -> tuple[str, str]:
+    """The text of ``pieces``, and that text without an incomplete character at its end.
+
+    Bytes that are no character become surrogates, so that the text can be encoded again.
+    """
+    text = b"".join(pieces).decode(errors="surrogateescape")
+    return text, text.rstrip(_SURROGATES)
 
 
 def text_until(
@@ -241,11 +231,11 @@ def text_until(
     before: Sequence[int] = (),
 ) -> str:
     """``decode`` without the ``n_bytes`` at the end of the text, which are counted as in ``Found``."""
-    kept = list(ids)
-    while kept and 0 < n_bytes >= len(pieces[kept[-1]]):
-        n_bytes -= len(pieces[kept.pop()])
-    text = decode(pieces.tokenizer, kept, skip_special_tokens, before)
+    remaining = list(ids)
+    while remaining and 0 < n_bytes >= len(pieces[remaining[-1]]):
+        n_bytes -= len(pieces[remaining.pop()])
+    text = decode(pieces.tokenizer, remaining, skip_special_tokens, before)
     if n_bytes:
-        piece = pieces[kept[-1]]
+        piece = pieces[remaining[-1]]
         text = text.removesuffix(piece[len(piece) - n_bytes :].decode(errors="replace"))
     return text

@@ -28,7 +28,7 @@ class RowLengthCriteria(MaxLengthCriteria):
         return self.reached(input_ids)
 
     def reached(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Which rows ``(rows,)`` have their length."""
+        """Bools ``(rows,)``: which rows have their length."""
         return input_ids.shape[1] >= expand(self.lengths, len(input_ids)).squeeze(1)
 
 
@@ -72,10 +72,10 @@ class StopTokenCriteria(StoppingCriteria):
 
 
 class RepetitionCriteria(StoppingCriteria):
-    """Ends a row whose generated tokens end in a pattern that is repeated.
+    """Ends a row whose generated tokens end in a repeated pattern.
 
-    A pattern of ``p`` tokens is there ``c`` times if each of the last ``p * (c - 1)`` tokens is the one
-    ``p`` places before it. All patterns are looked for at once, without a read of the device.
+    A pattern of ``p`` tokens occurs ``c`` times if each of the last ``p * (c - 1)`` tokens is equal to the
+    one ``p`` places before it. All sizes are compared at once, without a read of the device.
     """
 
     ends_rows = True
@@ -83,7 +83,7 @@ class RepetitionCriteria(StoppingCriteria):
     def __init__(
         self, detection: RepetitionDetection, prompt_length: int = 0, min_tokens: int = 0
     ) -> None:
-        """``prompt_length``: so many tokens were not generated; ``min_tokens``: so many have to be."""
+        """``prompt_length``: how many tokens were not generated; ``min_tokens``: how many have to be."""
         self.detection, self.prompt_length = detection, prompt_length
         self.min_tokens = min_tokens
         self.smallest = max(detection.min_pattern_size, 1)
