@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from .settings import Asked, Settings, mode_of
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One generated position, ``m`` tokens of it: those of the rows, or what beams may return."""
+    """One generated position with ``m`` tokens: one of each row, or those that beams may return."""
 
     tokens: Tensor  # (m,)
-    rows: Tensor | None  # (m,): whose scores these are; ``None`` for all in order
+    rows: Tensor | None  # (m,): the rows that scored them; ``None`` for all in order
     is_token: Tensor | None  # (m,): and no padding; ``None`` for all
-    measures: Measures  # top and asked ones of all rows
-    #: ``(n, 2)``: rows and tokens that processors have left, if asked for.
+    measures: Measures  # top and asked ones are those of all rows
+    #: ``(n, 2)``: rows and tokens that processors left, with ``logprobs_support``.
     support: Tensor | None = None
 
 
@@ -56,8 +56,8 @@ class Recorder:
             support = self.support(strategy, step, 0, self.n_rows)
             self.positions.append(Position(tokens, rows, None, measures, support))
             return
-        told = getattr(strategy, "is_token", None)
-        is_token = None if told is None else told(run, step)
+        is_token_of = getattr(strategy, "is_token", None)
+        is_token = None if is_token_of is None else is_token_of(run, step)
         for place, tokens in enumerate(step.tokens.unbind(dim=1)):
             # A model with guidance of its own scores each row twice: first with its prompt.
             measures = measure(scores[place][: len(tokens)], tokens, self.settings, self.asked_ids)
@@ -66,7 +66,7 @@ class Recorder:
             self.positions.append(Position(tokens, None, is_counted, measures, support))
 
     def support(self, strategy: Strategy, step: Step, place: int, n_rows: int) -> Tensor | None:
-        """``(n, 2)``: rows and tokens that processors have left at a position of a step, if asked for."""
+        """``(n, 2)``: rows and tokens that processors left at a position, with ``logprobs_support``."""
         if not self.has_support:
             return None
         if step.scores is None:
@@ -76,21 +76,22 @@ class Recorder:
         return (step.scores[place][:n_rows] > -torch.inf).nonzero()
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Tensor | None]) -> None:
-        """Make ``output.logprobs`` of the sequences that are returned."""
+        """Set ``output.logprobs`` to those of the returned sequences."""
         paths: Any = result.get("beam_indices")
         sequences: Any = result["sequences"]
-        found = self.collected() if paths is None else self.of_paths(sequences, paths)
-        run.extras["logprobs"] = found
+        run.extras["logprobs"] = (
+            self.collected() if paths is None else self.of_paths(sequences, paths)
+        )
 
     def collected(self, start: int = 0) -> Logprobs:
-        """Of all rows, from generated position ``start`` on. Not for beams, whose rows change places."""
+        """Log-probabilities of all rows from generated position ``start`` on; not for beams."""
         if not (positions := self.positions[start:]):
             return Logprobs.empty(self.nothing, self.asked_ids, self.settings)
         tokens = torch.stack([p.tokens for p in positions], dim=1)
-        every = torch.ones_like(tokens[:, 0], dtype=torch.bool)
-        is_token = torch.stack(
-            [every if p.is_token is None else p.is_token for p in positions], dim=1
-        )
+        is_token = torch.ones_like(tokens, dtype=torch.bool)
+        for place, position in enumerate(positions):
+            if position.is_token is not None:
+                is_token[:, place] = position.is_token
         measures = _stacked([p.measures for p in positions])
         support = [(p.support, None) for p in positions] if self.has_support else None
         return Logprobs.of(
@@ -98,9 +99,9 @@ class Recorder:
         )
 
     def of_paths(self, sequences: Tensor, paths: Tensor, start: int = 0) -> Logprobs:
-        """Of ``sequences (returned, length)``, whose last tokens the rows ``paths (returned, n)`` scored.
+        """Log-probabilities of the last ``n`` tokens of ``sequences (returned, length)``.
 
-        They are those from generated position ``start`` on.
+        The rows ``paths (returned, n)`` scored them, from generated position ``start`` on.
         """
         if paths.shape[1] == 0:
             return Logprobs.empty(paths, self.asked_of(len(paths)), self.settings)
@@ -108,20 +109,17 @@ class Recorder:
         rows = paths.clamp(min=0).long()
         tokens = sequences[:, sequences.shape[1] - paths.shape[1] :]
         positions = self.positions[start : start + paths.shape[1]]
-        found = [
-            _at(position, tokens[:, place], rows[:, place])
-            for place, position in enumerate(positions)
-        ]
+        measures = _stacked(
+            [_at(p, tokens[:, place], rows[:, place]) for place, p in enumerate(positions)]
+        )
         asked_ids = self.asked_of(len(paths))
         support = None
         if self.has_support:
             support = [(p.support, rows[:, place]) for place, p in enumerate(positions)]
-        return Logprobs.of(
-            tokens, is_token, _stacked(found), asked_ids, self.settings, support=support
-        )
+        return Logprobs.of(tokens, is_token, measures, asked_ids, self.settings, support=support)
 
     def asked_of(self, n: int) -> Tensor | None:
-        """``(n, m)``: the ids that ``n`` returned sequences ask for, alike in all rows of a prompt."""
+        """``(n, m)``: the ids that ``n`` returned sequences ask for, the same in all rows of a prompt."""
         if self.asked_ids is None:
             return None
         rows = torch.arange(n, device=self.asked_ids.device) * self.n_rows // n
@@ -130,19 +128,17 @@ class Recorder:
 
 def _at(position: Position, tokens: Tensor, rows: Tensor) -> Measures:
     """The measures of ``tokens (n,)`` by the scores of ``rows (n,)``."""
-    kept = position.measures
-    scored = position.rows
-    if scored is None:
-        scored = torch.arange(len(position.tokens), device=tokens.device)
-    is_same = (scored == rows[:, None]) & (position.tokens == tokens[:, None])
+    measures, scored_rows = position.measures, position.rows
+    if scored_rows is None:
+        scored_rows = torch.arange(len(position.tokens), device=tokens.device)
+    is_same = (scored_rows == rows[:, None]) & (position.tokens == tokens[:, None])
     index = is_same.int().argmax(dim=1)
-    # What a caller's processor has written into the ids was never scored.
-    logprobs = kept.logprobs[index].masked_fill(~is_same.any(dim=1), torch.nan)
-    at_rows = kept.top_ids[rows], kept.top_logprobs[rows], kept.asked[rows]
-    return Measures(logprobs, kept.ranks[index], *at_rows)
+    # A token that a caller's processor wrote into the ids was never scored.
+    logprobs = measures.logprobs[index].masked_fill(~is_same.any(dim=1), torch.nan)
+    of_rows = (column[rows] for column in measures[2:])  # of top and asked ids
+    return Measures(logprobs, measures.ranks[index], *of_rows)
 
 
 def _stacked(measures: list[Measures]) -> Measures:
     """``(n, …)`` of each position as ``(n, positions, …)``."""
-    names = [each.name for each in fields(Measures)]
-    return Measures(*(torch.stack([getattr(m, n) for m in measures], dim=1) for n in names))
+    return Measures(*(torch.stack(column, dim=1) for column in zip(*measures, strict=True)))

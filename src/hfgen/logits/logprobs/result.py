@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from .settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token of a sequence, and what else was likely in its place.
+    """One token of a sequence, and others that were likely in its place.
 
-    ``logprob``: natural logarithm of its probability, or what ``logprobs_mode`` says instead.
-    ``rank``: 1 for the likeliest; how many tokens have a higher value, and 1.
-    ``top``: pairs ``(id, logprob)`` of the likeliest tokens, best first. ``asked``: pairs of the
-    ``logprob_token_ids``, in their order. ``support``: with ``logprobs_support=True``, the ids that
-    processors and samplers have left to choose from.
+    ``logprob``: natural logarithm of its probability, or the value of another ``logprobs_mode``.
+    ``rank``: 1 and the number of tokens with a higher value. ``top``: pairs ``(id, logprob)`` of the
+    likeliest tokens, best first. ``asked``: pairs of the ``logprob_token_ids``, in their order.
+    ``support``: with ``logprobs_support=True``, the ids that processors and samplers left.
     """
 
     token_id: int
@@ -33,9 +32,8 @@ class TokenLogprob:
     support: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Measures:
-    """What is kept of scores, in place of them: ``(…)`` positions, the ``k`` best, ``m`` asked ids."""
+class Measures(NamedTuple):
+    """What is recorded of scores: of ``(…)`` tokens, the ``k`` likeliest and the ``m`` asked ids there."""
 
     logprobs: Tensor  # (…): of the tokens
     ranks: Tensor  # (…)
@@ -46,16 +44,16 @@ class Measures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logprobs(Sequence["list[TokenLogprob] | None"]):
-    """Log-probabilities of the tokens of each row, ``n`` of the longest.
+    """Log-probabilities of the tokens of each row, up to ``n`` of them.
 
-    ``logprobs[row]`` is a list of ``TokenLogprob``, without what follows the row's end; ``None`` if
-    the row asks for nothing. Of prompts, the list has ``None`` for padding and for the first token.
-    Objects are made when a row is first looked at. The tensors have them all, on the model's device:
+    ``logprobs[row]`` is a list of ``TokenLogprob`` up to the row's end; ``None`` if the row asks for
+    nothing. Of prompts, the list has ``None`` for padding and for the first token. These objects are made
+    on first access, from tensors on the model's device:
 
     ``token_ids``, ``token_logprobs``, ``ranks``: ``(rows, n)``. ``top_token_ids``, ``top_logprobs``:
-    ``(rows, n, k)`` with the ``k`` of the row that asks for most. ``asked_token_ids (rows, m)``, of prompts
-    ``(rows, n, m)`` with -1 behind those of tokens with fewer, ``asked_logprobs (rows, n, m)``. Where a row has no token, ``is_token (rows, n)`` is ``False``,
-    values are NaN and ranks 0.
+    ``(rows, n, k)`` with the largest ``k`` of any row. ``asked_token_ids (rows, m)``, of prompts ``(rows, n,
+    m)`` and padded with -1; ``asked_logprobs (rows, n, m)``. Where a row has no token, ``is_token (rows, n)``
+    is ``False``, values are NaN and ranks 0.
     """
 
     token_ids: Tensor
@@ -68,8 +66,8 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
     asked_logprobs: Tensor
     settings: Settings
     is_prompt: bool = False
-    #: Of each position: pairs ``(m, 2)`` of scored rows and tokens left, and the scored rows ``(rows,)``,
-    #: ``None`` for all in order.
+    #: Of each position: pairs ``(m, 2)`` of scored rows and tokens left, and which scored row each row
+    #: has, ``(rows,)``, ``None`` for all in order.
     support: Sequence[Any] | None = field(default=None, repr=False)
     _rows: dict[int, Any] = field(default_factory=dict, repr=False)
 
@@ -105,13 +103,11 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
     @classmethod
     def empty(cls, token_ids: Tensor, asked_ids: Tensor | None, settings: Settings) -> Logprobs:
         """Of ``token_ids (rows, 0)``, integers of any kind."""
-        token_ids = token_ids.long()
-        values = token_ids.float()
-        n_asked = 0 if asked_ids is None else asked_ids.shape[1]
-        none = token_ids[..., None].expand(-1, -1, max(settings.n_top or 0, 0))
-        asked = values[..., None].expand(-1, -1, n_asked)
-        measures = Measures(values, token_ids, none, none.float(), asked)
-        return cls.of(token_ids, token_ids.bool(), measures, asked_ids, settings)
+        ids, n_rows = token_ids.long(), len(token_ids)
+        top_ids = ids.new_zeros(n_rows, 0, max(settings.n_top or 0, 0))
+        asked = ids.new_zeros(n_rows, 0, 0 if asked_ids is None else asked_ids.shape[1])
+        measures = Measures(ids.float(), ids, top_ids, top_ids.float(), asked.float())
+        return cls.of(ids, ids.bool(), measures, asked_ids, settings)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -120,7 +116,7 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         return (self[row] for row in range(len(self)))
 
     def __getitem__(self, row: Any) -> Any:
-        """The tokens of a row, or of the rows of a slice; ``IndexError`` if there is no such row."""
+        """The tokens of a row, or of each row of a slice; ``IndexError`` for a row that does not exist."""
         if isinstance(row, slice):
             return [self[index] for index in range(*row.indices(len(self)))]
         index = range(len(self))[row]
@@ -160,26 +156,23 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
             self.top_logprobs[row, :, :k],
             self.asked_logprobs[row, :, :m],
         )
-        found: list[TokenLogprob | None] = []
+        tokens: list[TokenLogprob | None] = []
         for place, ((is_token, token, rank, *ids), (logprob, *values)) in enumerate(
             zip(integers.tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True)
         ):
             if is_token:
                 top = tuple(zip(ids, values[:k], strict=True))
                 pairs = zip(asked_at[place], values[k:], strict=True)
-                given = tuple((id_, value) for id_, value in pairs if id_ >= 0)
-                left = self._support_of(row, place)
-                found.append(TokenLogprob(token, logprob, rank, top, given, left))
+                asked_pairs = tuple((id_, value) for id_, value in pairs if id_ >= 0)
+                support: tuple[int, ...] = ()
+                if self.support is not None:
+                    rows_and_tokens, scored_rows = self.support[place]
+                    scored = row if scored_rows is None else scored_rows[row]
+                    support = tuple(rows_and_tokens[rows_and_tokens[:, 0] == scored, 1].tolist())
+                tokens.append(TokenLogprob(token, logprob, rank, top, asked_pairs, support))
             elif self.is_prompt:
-                found.append(None)
-        return found
-
-    def _support_of(self, row: int, place: int) -> tuple[int, ...]:
-        if self.support is None:
-            return ()
-        pairs, rows = self.support[place]
-        scored = row if rows is None else rows[row]
-        return tuple(pairs[pairs[:, 0] == scored, 1].tolist())
+                tokens.append(None)
+        return tokens
 
 
 def measure(
@@ -189,20 +182,20 @@ def measure(
     asked_ids: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Measures:
-    """What ``scores (n, vocab)``, in float32, say of ``tokens (n,)``; with ``rows (m,)``, of ``tokens (m,)`` there.
+    """The measures of ``tokens (n,)`` and ``asked_ids (n, m)`` by ``scores (n, vocab)``, in float32.
 
-    ``asked_ids (n, m)``. Nothing of the size of the scores outlives this.
+    With ``rows (m,)``, the tokens ``(m,)`` are those of these rows. The result keeps no memory of the scores.
     """
     n_top = settings.n_top or 0
     k = scores.shape[-1] if n_top < 0 else min(n_top, scores.shape[-1])
     index = tokens[:, None]
-    at = scores if rows is None else scores[rows]
-    ranks = (at > at.gather(1, index)).sum(dim=1, dtype=torch.int32) + 1
-    del at
+    own_scores = scores if rows is None else scores[rows]
+    ranks = (own_scores > own_scores.gather(1, index)).sum(dim=1, dtype=torch.int32) + 1
+    del own_scores
     top_ids = scores.topk(k).indices
     values = scores if settings.is_logits else scores.log_softmax(dim=-1)
     logprobs = values.gather(1, index).squeeze(1) if rows is None else values[rows, tokens]
     asked_ids = top_ids[:, :0] if asked_ids is None else asked_ids
     return Measures(
-        logprobs, ranks, top_ids, *(values.gather(1, ids) for ids in (top_ids, asked_ids))
+        logprobs, ranks, top_ids, values.gather(1, top_ids), values.gather(1, asked_ids)
     )

@@ -21,14 +21,14 @@ ALL = -1
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one row asks for: the ``n_top`` likeliest tokens (``None``: nothing), and ``token_ids``."""
+    """The request of one row: the ``n_top`` likeliest tokens (``None``: nothing), and ``token_ids``."""
 
     n_top: int | None = None
     token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> Asked:
-        """Of generated tokens. ``logprob_token_ids`` alone ask for the chosen token, too."""
+        """The request for generated tokens. ``logprob_token_ids`` alone ask for the chosen token, too."""
         # A recipe may run on a model that is not mixed, whose config lacks the fields.
         n_top, ids = (getattr(config, name, None) for name in ("logprobs", "logprob_token_ids"))
         has_more = ids is not None or getattr(config, "logprobs_support", None)
@@ -36,7 +36,7 @@ class Asked:
 
     @classmethod
     def of_prompt(cls, config: Any) -> Asked:
-        """Of the prompt's tokens. ``prompt_logprob_token_ids`` are ``ids_at``."""
+        """The request for the prompt's tokens, whose ``prompt_logprob_token_ids`` are in ``ids_at``."""
         n_top, ids = (
             getattr(config, f"prompt_{n}", None) for n in ("logprobs", "logprob_token_ids")
         )
@@ -45,15 +45,15 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the prompts of a call ask for, and of which scores."""
+    """The requests of the prompts of a call, and which scores they are about."""
 
-    #: One for each prompt, or a single one for all.
+    #: One per prompt, or a single one for all.
     asked: Sequence[Asked]
     mode: str = MODES[0]
 
     @property
     def n_top(self) -> int | None:
-        """As many as any row asks for; ``None`` if none asks for anything."""
+        """The largest ``n_top`` of any row; ``None`` if none asks for anything."""
         counts = [asked.n_top for asked in self.asked if asked.n_top is not None]
         return ALL if ALL in counts else max(counts, default=None)
 
@@ -66,11 +66,11 @@ class Settings:
         return self.mode.endswith("logits")
 
     def of_row(self, row: int, n_rows: int) -> Asked:
-        """What a row of ``n_rows`` asks for; rows of a prompt are next to each other."""
+        """The request of a row of ``n_rows``; rows of a prompt are next to each other."""
         return self.asked[row * len(self.asked) // n_rows]
 
     def token_ids(self, n_rows: int, device: torch.device) -> torch.Tensor | None:
-        """``(n_rows, m)``: the ids that rows ask for, with zeros behind those of rows with fewer."""
+        """``(n_rows, m)``: the ids that rows ask for, padded with zeros."""
         width = max(len(asked.token_ids) for asked in self.asked)
         if width == 0:
             return None
@@ -80,7 +80,10 @@ class Settings:
 
 
 def ids_at(config: Any, place: int) -> list[int]:
-    """The ids to score as predictions of a prompt's token ``place``, counted from 0: a list for all, or one of each."""
+    """The ids to score as predictions of a prompt's token ``place``, counted from 0.
+
+    The config has one list for all tokens, or one for each.
+    """
     ids = getattr(config, "prompt_logprob_token_ids", None) or []
     place -= 1 + (getattr(config, "prompt_logprob_start", None) or 0)  # nothing predicts the first
     if place < 0 or not ids or not isinstance(ids[0], list):
@@ -99,7 +102,7 @@ def asks_for_any(config: Any) -> bool:
 
 
 def reads(run: Run, which: str) -> bool:
-    """Whether ``which``, "raw" or "processed" scores, have to stay as they are until a step is over."""
+    """Whether ``which``, "raw" or "processed" scores, must not be written to before a step is over."""
     if which == "processed" and getattr(run.config, "logprobs_support", None):
         return True
     asks = run.asks_for("logprobs", "logprob_token_ids")
