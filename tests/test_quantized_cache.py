@@ -74,7 +74,7 @@ def test_no_number_is_off_by_more_than_half_a_scale(
 ) -> None:
     states = (offset + spread * random(2, 2, 16, 8, seed=seed)).to(dtype)
     grouping = Grouping(bits, axis, tokens=8, channels=4)
-    packed = Packed.nothing(grouping, states).extended(states)
+    packed = Packed.empty(grouping, states).extended(states)
     error = (restored(packed, states).double() - states.double()).abs()
     half = packed.scale.double().expand(grouping.split(error).shape) / 2
     rounding = torch.finfo(dtype).eps * states.double().abs().max()  # of the result, to the dtype
@@ -85,7 +85,7 @@ def test_no_number_is_off_by_more_than_half_a_scale(
 @pytest.mark.parametrize("axis", AXES.values(), ids=AXES)
 def test_a_group_of_equal_numbers_is_exact(axis: int) -> None:
     states = torch.full((1, 1, 8, 4), 3.14159)
-    packed = Packed.nothing(Grouping(2, axis, 8, 4), states).extended(states)
+    packed = Packed.empty(Grouping(2, axis, 8, 4), states).extended(states)
     assert torch.equal(restored(packed, states), states)
 
 
@@ -118,10 +118,10 @@ def test_groups_are_those_of_the_paper(bits: int) -> None:
 def test_blocks_do_not_change_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     states = random(2, 3, 64, 8)
     grouping = Grouping(4, TOKENS, 8, 8)
-    whole = Packed.nothing(grouping, states).extended(states)
+    whole = Packed.empty(grouping, states).extended(states)
     monkeypatch.setattr("hfgen.memory.caches.packing.PACKED_AT_ONCE", {"cpu": 1000})
     monkeypatch.setattr("hfgen.memory.caches.packing.UNPACKED_AT_ONCE", {"cpu": 1000})
-    in_blocks = Packed.nothing(grouping, states).extended(states[:, :, :24])
+    in_blocks = Packed.empty(grouping, states).extended(states[:, :, :24])
     in_blocks = in_blocks.extended(states[:, :, 24:])
     for one, other in zip(whole.tensors, in_blocks.tensors, strict=True):
         assert torch.equal(one, other)

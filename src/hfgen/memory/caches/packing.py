@@ -65,7 +65,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, out: Tensor) -> None:
-    """Write the codes that ``pack`` was given into ``out``, of any dtype."""
+    """Reverse ``pack``: write the codes to ``out``, of any dtype."""
     n_per_byte, n_bytes = 8 // bits, packed.shape[-3]
     for index in range(n_per_byte):
         codes = packed >> (bits * index) if index else packed
@@ -85,11 +85,11 @@ class Packed:
     zero: Tensor
 
     @classmethod
-    def nothing(cls, grouping: Grouping, like: Tensor) -> Packed:
+    def empty(cls, grouping: Grouping, like: Tensor) -> Packed:
         """No groups yet, of states like ``like (rows, heads, length, size)``."""
         rows, heads, _, size = like.shape
         no_tokens = like.new_zeros(rows, heads, grouping.tokens, size)
-        return cls(grouping, *grouping.encode(grouping.split(no_tokens))).first(0)
+        return cls(grouping, *grouping.encode(grouping.split(no_tokens))).first_groups(0)
 
     @property
     def n_groups(self) -> int:
@@ -109,23 +109,23 @@ class Packed:
         sizes = ((*t.shape[1:GROUPS], *t.shape[TOKENS:], t.itemsize) for t in self.tensors)
         return sum(map(math.prod, sizes))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Packed:
-        """With ``change`` applied to all tensors; their first dimension are the rows."""
-        return Packed(self.grouping, *map(change, self.tensors))
+    def map(self, change: Callable[[Tensor], Tensor]) -> Packed:
+        """Apply ``change`` to all tensors, whose first dimension is that of the rows."""
+        return Packed(self.grouping, *(change(tensor) for tensor in self.tensors))
 
-    def first(self, n_groups: int) -> Packed:
+    def first_groups(self, n_groups: int) -> Packed:
         """The first groups, as copies: the memory of the others is free again."""
-        return self.each(lambda tensor: tensor[:, :, :n_groups].clone())
+        return self.map(lambda tensor: tensor[:, :, :n_groups].clone())
 
     def extended(self, states: Tensor, is_padding: Tensor | None = None) -> Packed:
-        """With the groups of ``states (rows, heads, length, size)`` behind those that are there.
+        """Append the groups of ``states (rows, heads, length, size)``; return all groups.
 
         ``is_padding (rows, length)``: tokens whose states must not widen the range of a group.
         """
         n_old, tokens = self.n_groups, self.grouping.tokens
         n_new = states.shape[2] // tokens
         room = [0] * 2 * (CHANNELS - GROUPS) + [0, n_new]  # behind the groups
-        longer = self.each(lambda tensor: F.pad(tensor, room))
+        longer = self.map(lambda tensor: F.pad(tensor, room))
         for start, end in _blocks(n_new, states, tokens, PACKED_AT_ONCE):
             positions = slice(start * tokens, end * tokens)
             grouped = self.grouping.split(states[:, :, positions])
@@ -157,12 +157,12 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 class Scratch:
-    """Memory that layers unpack into in turn, on a CPU, where fresh memory is slow to fill.
+    """Memory that layers unpack into in turn, on a CPU, where new memory is slow to fill.
 
-    What an earlier layer unpacked is overwritten only if no tensor sees it any more.
+    It is overwritten only if no other tensor shares it any more.
     """
 
-    #: A buffer is made for this share more than is asked for, since the next tokens need more.
+    #: A new buffer is larger than needed by this share, since the next tokens need more.
     SPARE = 1 / 16
 
     def __init__(self) -> None:

@@ -34,29 +34,29 @@ class Size(NamedTuple):
     length: int
     source_length: int = 0
 
-    def holds(self, asked: Size) -> bool:
+    def holds(self, requested: Size) -> bool:
         """Whether a cache of this size is enough."""
-        return all(map(operator.le, asked, self))
+        return all(map(operator.le, requested, self))
 
-    def enlarged(self, asked: Size, longest: int | None) -> Size:
-        """The size of what replaces a cache of this size, which was not enough.
+    def enlarged(self, requested: Size, longest: int | None) -> Size:
+        """The size of the cache that replaces one of this size, which was not enough.
 
         Lengths grow in steps up to ``longest``. Rows and lengths that different calls needed are
-        combined, unless that takes more than twice what one of them did.
+        combined, unless that takes more than twice the memory of one of them.
         """
 
-        def step(had: int, wanted: int) -> int:
-            if wanted <= had:
-                return had
-            grown = int(had * GROWTH)
-            return max(wanted, grown if longest is None else min(grown, longest))
+        def step(length: int, needed: int) -> int:
+            if needed <= length:
+                return length
+            grown = int(length * GROWTH)
+            return max(needed, grown if longest is None else min(grown, longest))
 
         both = Size(
-            max(self.rows, asked.rows),
-            step(self.length, asked.length),
-            step(self.source_length, asked.source_length),
+            max(self.rows, requested.rows),
+            step(self.length, requested.length),
+            step(self.source_length, requested.source_length),
         )
-        return both if both._area <= 2 * max(self._area, asked._area) else asked
+        return both if both._area <= 2 * max(self._area, requested._area) else requested
 
     @property
     def _area(self) -> int:
@@ -162,10 +162,10 @@ def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
 class Lease:
     """The right to use buffers, held by the layers of one cache. Buffers go back to the pool with them."""
 
-    def __init__(self, pool: Pool, buffers: CacheBuffers, asked: Size) -> None:
+    def __init__(self, pool: Pool, buffers: CacheBuffers, requested: Size) -> None:
         self.pool, self.buffers = pool, buffers
         #: What the call asked for; ``buffers`` may be larger.
-        self.asked = asked
+        self.requested = requested
         #: Tokens per row that the call can reach; ``max_cache_len`` may have asked for more.
         self.needed = 0
 
@@ -184,18 +184,18 @@ class Pool:
         #: Tokens per row that the longest call so far needed, and got.
         self.needed = 0
 
-    def lend(self, asked: Size) -> Lease:
-        """Memory for a cache of the size ``asked`` or larger, all zeros."""
+    def lend(self, requested: Size) -> Lease:
+        """Memory for a cache of the size ``requested`` or larger, all zeros."""
         buffers = self._take_idle()
         if buffers is None or not buffers.tensors or buffers.is_seen():
-            buffers = CacheBuffers(asked)
-        elif not buffers.size.holds(asked):
-            size = buffers.size.enlarged(asked, self.longest)
+            buffers = CacheBuffers(requested)
+        elif not buffers.size.holds(requested):
+            size = buffers.size.enlarged(requested, self.longest)
             del buffers  # its memory first, the new one's then
             buffers = CacheBuffers(size)
         else:
             buffers.clear()
-        return Lease(self, buffers, asked)
+        return Lease(self, buffers, requested)
 
     def free(self) -> int:
         """Free the idle buffers; return their bytes."""

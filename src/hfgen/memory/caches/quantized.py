@@ -32,7 +32,7 @@ class States:
     """The keys, or the values, of one layer: old ones packed, ``recent`` ones as they are."""
 
     def __init__(self, grouping: Grouping, like: Tensor) -> None:
-        self.packed = Packed.nothing(grouping, like)
+        self.packed = Packed.empty(grouping, like)
         self.recent = like[:, :, :0].clone()  # (rows, heads, length, size)
 
     def __len__(self) -> int:
@@ -78,17 +78,17 @@ class States:
         if length >= self.packed.length:
             self.recent = self.recent[:, :, : length - self.packed.length]
             return
-        n_groups, n_left = divmod(length, self.packed.grouping.tokens)
-        cut = self.packed.each(lambda tensor: tensor[:, :, n_groups : n_groups + 1])
+        n_groups, n_rest = divmod(length, self.packed.grouping.tokens)
+        cut = self.packed.map(lambda tensor: tensor[:, :, n_groups : n_groups + 1])
         rows, heads, _, size = self.recent.shape
         unpacked = self.recent.new_empty(rows, heads, cut.length, size)
         cut.write_to(unpacked)
-        self.recent = unpacked[:, :, :n_left].clone()
-        self.packed = self.packed.first(n_groups)
+        self.recent = unpacked[:, :, :n_rest].clone()
+        self.packed = self.packed.first_groups(n_groups)
 
-    def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``change`` to all tensors; their first dimension are the rows."""
-        self.packed, self.recent = self.packed.each(change), change(self.recent)
+    def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``take`` to all tensors, whose first dimension is that of the rows."""
+        self.packed, self.recent = self.packed.map(take), take(self.recent)
 
     @property
     def n_bytes(self) -> int:
@@ -181,11 +181,11 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         super().reset()
         self.padding = None
 
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         for states in self.states.values():
-            states.change(change)
+            states.map_rows(take)
         if self.padding is not None:
-            self.padding = change(self.padding)
+            self.padding = take(self.padding)
 
     def offload(self) -> None:
         self._map_rows(lambda tensor: tensor.to("cpu", non_blocking=True))

@@ -156,7 +156,7 @@ class PooledSlidingWindowLayer(Pooled, StaticSlidingWindowLayer):
 
     def _capacity(self: Any) -> int:
         # A window that is longer than the call is cut to it, and may be longer in the next one.
-        is_cut = self.max_cache_len == self._lease.asked.length
+        is_cut = self.max_cache_len == self._lease.requested.length
         return super()._capacity() if is_cut else self.max_cache_len
 
 
