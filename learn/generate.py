@@ -40,7 +40,7 @@ class Config:
 
         Raises ``TypeError`` for an unknown option.
         """
-        names = [field.name for field in fields(cls)]
+        names = [each.name for each in fields(cls)]
         of_model = {name: getattr(model.generation_config, name, None) for name in names}
         return cls(**{k: v for k, v in of_model.items() if v is not None} | options)
 
@@ -179,7 +179,7 @@ class Hypotheses:
     is_done: bool = False
 
     def add(self, total: float, ids: Tensor, n_new: int) -> None:
-        """Score a sequence by its ``total`` log-probability per new token; keep the best."""
+        """Keep a sequence if its score, the ``total`` log-probability by length, is good enough."""
         if not self.is_done:
             ended = [*self.best, (total / n_new**self.config.length_penalty, ids)]
             self.best = sorted(ended, key=lambda each: -each[0])[: self.config.num_beams]
@@ -187,8 +187,8 @@ class Hypotheses:
     def update(self, total: float, n_new: int) -> None:
         """Set ``is_done`` if the best running beam, with sum ``total``, cannot improve the result.
 
-        What the beam will reach is estimated: a total only falls, but more tokens divide it by
-        more. The estimate is its score at this length, or at full length with "never".
+        Its final score is a guess. With each token, the total falls, but the score divides it by
+        more. The guess is the score at this length, or with "never" that at the full length.
         """
         config = self.config
         if len(self.best) < config.num_beams:

@@ -404,8 +404,8 @@ def describe(name: str, value: Any) -> str:
         return f"`{value.get_seq_length()}` columns"
     if hasattr(value, "cache"):
         return f"ids `{tuple(value.ids.shape)}`, cache of `{value.cache.get_seq_length()}` columns"
-    if hasattr(value, "field"):
-        return f"`{value.field}`"
+    if hasattr(value, "option"):
+        return f"`{value.option}`"
     if isinstance(value, bool | int | str):
         return f"`{value!r}`"
     return ""
