@@ -160,19 +160,6 @@ def test_bad_words(
 
 
 @repeatable
-@given(rows, seeds, dtypes)
-def test_invalid_values(count: int, seed: int, dtype: torch.dtype) -> None:
-    scores = draw_scores(count, seed, dtype)
-    scores[:, 0], scores[:, 1] = math.nan, math.inf
-    assert_same(
-        vocabulary.InfNanRemoveLogitsProcessor(),
-        transformers.InfNanRemoveLogitsProcessor(),
-        draw_ids(count, 1, seed),
-        scores,
-    )
-
-
-@repeatable
 @given(
     rows,
     lengths_of_ids,

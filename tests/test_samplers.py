@@ -366,15 +366,33 @@ def test_a_column_is_each_row_alone(field: str, each: int, vocab: int) -> None:
         for n, (value, processor) in enumerate(zip(values, alone, strict=True)):
             part = slice(n * each, (n + 1) * each)
             if value in (None, False):
-                untouched = (
-                    scores[part] / others["temperature"]
-                    if field == "dynatemp_range"
-                    else scores[part]
-                )
-                assert torch.equal(ours[part], untouched)
+                assert torch.equal(ours[part], scores[part])
             if processor is not None:
                 assert torch.equal(ours[part], processor(ids[part], scores[part])), (n, step)
         ids = torch.cat([ids, ours.argmax(dim=1, keepdim=True)], dim=1)
+
+
+@pytest.mark.parametrize("temperatures", [[0.7, 0.7, 0.7], [0.7, 0.8, 0.9]])
+def test_the_temperature_of_a_row_with_a_dynamic_one(temperatures: list[float]) -> None:
+    """A row gets its temperature once: from the dynamic one, or from the plain one."""
+    spans = [None, 0.5, 0.0]
+    configs = [
+        GenerationConfig(do_sample=True, temperature=temperature, dynatemp_range=span)
+        for temperature, span in zip(temperatures, spans, strict=True)
+    ]
+    keys, scores = torch.arange(3), logits(0, rows=3)
+    ids = torch.zeros(3, 4, dtype=torch.long)
+    dynamic, plain = (
+        built(field, configs, keys, 1)(ids, scores) for field in ("dynatemp_range", "temperature")
+    )
+    for row, (temperature, span) in enumerate(zip(temperatures, spans, strict=True)):
+        expected = DynamicTemperature(temperature, span or 0.0, 1.0)(ids, scores[row : row + 1])
+        if span:
+            assert torch.equal(dynamic[row : row + 1], expected)
+            assert torch.equal(plain[row], scores[row])
+        else:
+            assert torch.equal(dynamic[row], scores[row])
+            torch.testing.assert_close(plain[row : row + 1], expected)
 
 
 # The order

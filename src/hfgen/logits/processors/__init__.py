@@ -16,10 +16,9 @@ import torch
 from transformers import (
     EpsilonLogitsWarper,
     ForcedBOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
     LogitNormalization,
-    MinPLogitsWarper,
     TopHLogitsWarper,
-    TopKLogitsWarper,
     TypicalLogitsWarper,
 )
 
@@ -62,31 +61,13 @@ __all__ = [
 ]
 
 
-def _by(
-    value: Any, kind: Callable[..., Any], per_row_kind: Callable[..., Any], **arguments: Any
-) -> Any:
-    """Upstream's class for a number, ours for a column."""
-    return (per_row_kind if isinstance(value, torch.Tensor) else kind)(value, **arguments)
-
-
-def _keeping(
-    field: str,
-    kind: Callable[..., Any],
-    per_row_kind: Callable[..., Any],
-    is_off: Callable[[Any], bool],
-    off: float,
-) -> Row:
-    """A row for a class of upstream's that leaves as many tokens as beams need."""
+def _keeping(field: str, kind: Callable[..., Any], is_off: Callable[[Any], bool]) -> Row:
+    """A row for a class that leaves as many tokens as beams need."""
 
     def build(value: Any, context: Context) -> Any:
-        return _by(value, kind, per_row_kind, min_tokens_to_keep=context.min_tokens_to_keep)
+        return kind(value, min_tokens_to_keep=context.min_tokens_to_keep)
 
-    return Row(field, build, is_off, off=off, keeps_tokens=True)
-
-
-def _truncation(field: str, kind: type[truncation.Truncation]) -> Row:
-    """A row for a class of ours that does."""
-    return Row(field, lambda v, c: kind(v, c.min_tokens_to_keep), not_, off=0, keeps_tokens=True)
+    return Row(field, build, is_off, keeps_tokens=True)
 
 
 def _is_no_cutoff(value: float) -> bool:
@@ -98,6 +79,9 @@ EOS = ("eos_token_id",)
 ENDING = ("eos_token_id", "stop_token_ids")
 COUNTED = ("penalty_window", "penalty_exclude_ids")
 DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
+SPAN = ("dynatemp_range",)
+DYNATEMP = ("temperature", "dynatemp_exponent")
+XTC = ("xtc_threshold",)
 
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
@@ -133,7 +117,7 @@ PROCESSORS: list[Builder] = [
     Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),
     Row(
         "remove_invalid_values",
-        lambda flag, c: vocabulary.InfNanRemoveLogitsProcessor(),
+        lambda flag, c: InfNanRemoveLogitsProcessor(),
         lambda flag: flag is not True,
     ),
     Row("exponential_decay_length_penalty", lengths.exponential_decay, reads=EOS),
@@ -146,26 +130,20 @@ PROCESSORS: list[Builder] = [
 
 #: Run after the caller's own processors, when sampling.
 WARPERS: list[Row] = [
-    Row("dynatemp_range", temperature.dynamic_temperature, not_, off=0.0),
-    Row("temperature", temperature.temperature, lambda v: v == 1.0, off=1.0),
-    Row("smoothing_factor", lambda v, c: temperature.QuadraticSmoothing(v), not_, off=0.0),
-    _truncation("top_n_sigma", truncation.TopNSigma),
-    Row("top_h", lambda v, c: _by(v, TopHLogitsWarper, per_row.TopHPerRow), off=0.0),
-    _keeping("top_k", TopKLogitsWarper, per_row.TopKPerRow, not_, 0),
+    Row("dynatemp_range", temperature.dynamic_temperature, not_, reads=DYNATEMP),
+    Row("temperature", temperature.temperature, lambda v: v == 1.0, off=1.0, reads=SPAN),
+    Row("smoothing_factor", lambda v, c: temperature.QuadraticSmoothing(v), not_),
+    _keeping("top_n_sigma", truncation.TopNSigma, not_),
+    Row("top_h", lambda v, c: TopHLogitsWarper(v)),
+    Row("top_k", per_row.top_k, not_, off=0, keeps_tokens=True),
     Row("top_p", per_row.top_p, lambda mass: mass >= 1.0, off=1.0, keeps_tokens=True),
-    _keeping("min_p", MinPLogitsWarper, per_row.MinPPerRow, lambda v: False, 0.0),
-    _truncation("top_a", truncation.TopA),
-    _keeping("typical_p", TypicalLogitsWarper, per_row.TypicalPerRow, lambda v: v >= 1.0, 1.0),
-    _keeping("epsilon_cutoff", EpsilonLogitsWarper, per_row.EpsilonPerRow, _is_no_cutoff, 0.0),
-    Row("eta_cutoff", per_row.eta_cutoff, _is_no_cutoff, off=0.0, keeps_tokens=True),
-    _truncation("p_less", truncation.PLess),
-    Row(
-        "xtc_probability",
-        truncation.exclude_top_choices,
-        not_,
-        off=0.0,
-        keeps_tokens=True,
-    ),
+    Row("min_p", per_row.min_p, off=0.0, keeps_tokens=True),
+    _keeping("top_a", truncation.TopA, not_),
+    _keeping("typical_p", TypicalLogitsWarper, lambda mass: mass >= 1.0),
+    _keeping("epsilon_cutoff", EpsilonLogitsWarper, _is_no_cutoff),
+    Row("eta_cutoff", truncation.eta_cutoff, _is_no_cutoff, keeps_tokens=True),
+    _keeping("p_less", truncation.PLess, not_),
+    Row("xtc_probability", truncation.exclude_top_choices, not_, reads=XTC, keeps_tokens=True),
     Row("mirostat", feedback.mirostat, not_, reads=("mirostat_tau", "mirostat_eta")),
     Row("adaptive_target", feedback.adaptive_p, reads=("adaptive_decay",)),
 ]

@@ -92,18 +92,10 @@ class Context:
             for config in self.rows.configs
         ]
 
-    def column(self, name: str, off: float) -> float | torch.Tensor:
-        """A field's value, or ``(prompts, 1)`` of them where prompts differ; ``off`` for ``None``."""
-        return as_column([off if v is None else v for v in self.values(name)], self.device)
-
     def own(self, name: str) -> Any:
         """The value of one of hfgen's own fields, or its default; upstream's configs lack them."""
         value = getattr(self.config, name, None)
         return OWN_FIELDS[name] if value is None else value
-
-    def own_column(self, name: str) -> Any:
-        """``column`` of one of hfgen's own fields, with its default for ``None``."""
-        return self.column(name, OWN_FIELDS[name])
 
     def by_rows(self, parts: list[tuple[Any, list[int]]]) -> Any:
         """One processor that is each of ``parts`` for its prompts."""

@@ -1,4 +1,7 @@
-"""transformers' warpers with one value per prompt; each row's scores are bit-identical to transformers'."""
+"""transformers' common warpers with a value per prompt; scores of each row are bit-identical to theirs.
+
+Of other warpers, there is one for each value (``by_rows``).
+"""
 
 from __future__ import annotations
 
@@ -24,58 +27,17 @@ class TemperaturePerRow(upstream.TemperatureLogitsWarper):
         return quotient(scores, expand(self.temperature, len(scores)))
 
 
-class _PerRow:
-    """Lets upstream's class read a column where it has a number: ``values (prompts, 1)``.
+class MinPPerRow(upstream.MinPLogitsWarper):
+    """Drops tokens less likely than a row's share ``values (prompts, 1)`` of the best; none for 0."""
 
-    A row whose value is ``off`` is left as it is.
-    """
-
-    #: The attribute that upstream's class reads, and whether it wants one value per row, ``(rows,)``.
-    attribute: str
-    is_flat = False
-    off: float
-
-    def __init__(self, values: torch.Tensor, **arguments: Any) -> None:
-        # Any number will do: it is replaced at each call.
-        super().__init__(0.5, **arguments)  # type: ignore[call-arg]
+    def __init__(self, values: torch.Tensor, min_tokens_to_keep: int = 1) -> None:
+        super().__init__(0.5, min_tokens_to_keep=min_tokens_to_keep)  # replaced at each call
         self.values = values
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         values = expand(self.values, len(scores)).to(scores.device)
-        column = values.to(scores.dtype)
-        setattr(self, self.attribute, column.squeeze(1) if self.is_flat else column)
-        processed = super().__call__(input_ids, scores)  # type: ignore[misc]
-        return torch.where(values == self.off, scores, processed)
-
-
-class MinPPerRow(_PerRow, upstream.MinPLogitsWarper):
-    """Drops what is less likely than a row's share of the best."""
-
-    attribute, off = "min_p", 0.0
-
-
-class TypicalPerRow(_PerRow, upstream.TypicalLogitsWarper):
-    """Keeps the most typical tokens, up to a row's mass (Meister et al. 2022, arXiv 2202.00666)."""
-
-    attribute, off = "mass", 1.0
-
-
-class EpsilonPerRow(_PerRow, upstream.EpsilonLogitsWarper):
-    """Drops what is less likely than a row's epsilon."""
-
-    attribute, off = "epsilon", 0.0
-
-
-class EtaPerRow(_PerRow, upstream.EtaLogitsWarper):
-    """Drops what is less likely than a row's eta, which its epsilon and entropy give."""
-
-    attribute, off, is_flat = "epsilon", 0.0, True
-
-
-class TopHPerRow(_PerRow, upstream.TopHLogitsWarper):
-    """Keeps the best tokens up to a row's share of the entropy."""
-
-    attribute, off, is_flat = "top_h", 0.0, True
+        self.min_p = values.to(scores.dtype)
+        return torch.where(values == 0, scores, super().__call__(input_ids, scores))
 
 
 class TopKPerRow(upstream.TopKLogitsWarper):
@@ -118,6 +80,11 @@ def cut_to_mass(scores: torch.Tensor, rest: torch.Tensor, keep: int) -> torch.Te
     return scores.masked_fill(drop.scatter(1, tokens, drop), -math.inf)
 
 
+def top_k(count: Any, context: Context) -> upstream.TopKLogitsWarper:
+    kind = TopKPerRow if isinstance(count, torch.Tensor) else upstream.TopKLogitsWarper
+    return kind(count, min_tokens_to_keep=context.min_tokens_to_keep)
+
+
 def top_p(mass: Any, context: Context) -> upstream.TopPLogitsWarper:
     n = context.min_tokens_to_keep
     if not isinstance(mass, torch.Tensor):
@@ -126,6 +93,6 @@ def top_p(mass: Any, context: Context) -> upstream.TopPLogitsWarper:
     return TopPPerRow(masses, context.device, n)
 
 
-def eta_cutoff(cutoff: Any, context: Context) -> upstream.EtaLogitsWarper:
-    kind = EtaPerRow if isinstance(cutoff, torch.Tensor) else upstream.EtaLogitsWarper
-    return kind(cutoff, min_tokens_to_keep=context.min_tokens_to_keep, device=context.device)
+def min_p(share: Any, context: Context) -> upstream.MinPLogitsWarper:
+    kind = MinPPerRow if isinstance(share, torch.Tensor) else upstream.MinPLogitsWarper
+    return kind(share, min_tokens_to_keep=context.min_tokens_to_keep)

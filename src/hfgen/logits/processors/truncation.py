@@ -6,57 +6,50 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from transformers import LogitsProcessor
+from transformers import EtaLogitsWarper, LogitsProcessor
 
 from ...state import seeds
-from .columns import expand
 from .context import Context
 
 
 class Truncation(LogitsProcessor):
-    """Lets the tokens of ``drops`` go, but for the ``min_tokens_to_keep`` best.
-
-    ``value`` is a number, or a column ``(prompts, 1)``, in which 0 leaves a row as it is.
-    """
+    """Drops the tokens of ``drops``, but for the ``min_tokens_to_keep`` best."""
 
     is_row_wise = True
 
     def __init__(self, value: Any, min_tokens_to_keep: int = 1) -> None:
         self.value, self.min_tokens_to_keep = value, min_tokens_to_keep
 
-    def drops(self, scores: torch.Tensor, value: Any) -> torch.Tensor:
-        """Bools ``(rows, vocab)``, without the best, for a number or a column ``(rows, 1)``."""
+    def drops(self, scores: torch.Tensor) -> torch.Tensor:
+        """Bools ``(rows, vocab)``, false for the best."""
         raise NotImplementedError
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        value = expand(self.value, len(scores))
-        drops = self.drops(scores, value)
+        drops = self.drops(scores)
         if self.min_tokens_to_keep > 1:
             best = scores.topk(min(self.min_tokens_to_keep, scores.shape[-1])).indices
             drops = drops.scatter(-1, best, False)
-        if torch.is_tensor(value):
-            drops = drops & (value != 0)
         return scores.masked_fill(drops, -math.inf)
 
 
 class TopNSigma(Truncation):
     """Keeps scores within ``value`` standard deviations of the best (Tang et al. 2024, arXiv 2411.07641)."""
 
-    def drops(self, scores: torch.Tensor, value: Any) -> torch.Tensor:
+    def drops(self, scores: torch.Tensor) -> torch.Tensor:
         is_left = scores > -math.inf
         n_left = is_left.sum(dim=-1, keepdim=True)
         mean = scores.where(is_left, 0.0).sum(dim=-1, keepdim=True) / n_left
         deviations = (scores - mean).where(is_left, 0.0)
         deviation = (deviations.square().sum(dim=-1, keepdim=True) / n_left).sqrt()
-        return scores < scores.amax(dim=-1, keepdim=True) - value * deviation
+        return scores < scores.amax(dim=-1, keepdim=True) - self.value * deviation
 
 
 class TopA(Truncation):
     """Keeps tokens at least ``value`` times as likely as the square of the best (BlinkDL, RWKV-LM)."""
 
-    def drops(self, scores: torch.Tensor, value: Any) -> torch.Tensor:
+    def drops(self, scores: torch.Tensor) -> torch.Tensor:
         p = scores.softmax(dim=-1)
-        return p < value * p.amax(dim=-1, keepdim=True).square()
+        return p < self.value * p.amax(dim=-1, keepdim=True).square()
 
 
 class PLess(Truncation):
@@ -65,7 +58,7 @@ class PLess(Truncation):
     Tan et al. 2025, arXiv 2509.23234.
     """
 
-    def drops(self, scores: torch.Tensor, value: Any) -> torch.Tensor:
+    def drops(self, scores: torch.Tensor) -> torch.Tensor:
         p = scores.softmax(dim=-1)
         bound = p.square().sum(dim=-1, keepdim=True)
         return (p < bound) & (p < p.amax(dim=-1, keepdim=True))  # rounding spares the best
@@ -74,9 +67,9 @@ class PLess(Truncation):
 class ExcludeTopChoices(LogitsProcessor):
     """XTC: with some probability, of the tokens at least as likely as ``threshold`` only the last is kept.
 
-    After p-e-w (2024, github.com/oobabooga/text-generation-webui/pull/6335), as llama.cpp does it. The
-    probability and the threshold are numbers or columns ``(prompts, 1)``. One number is drawn per row and call:
-    of the rows' ``keys`` and the number of generated tokens, or of torch's generator.
+    After p-e-w (2024, github.com/oobabooga/text-generation-webui/pull/6335), as llama.cpp does it. One number
+    is drawn per row and call: from the rows' ``keys`` and the number of generated tokens, or from torch's
+    generator.
     """
 
     is_row_wise = True
@@ -85,8 +78,8 @@ class ExcludeTopChoices(LogitsProcessor):
 
     def __init__(
         self,
-        probability: float | torch.Tensor,
-        threshold: float | torch.Tensor,
+        probability: float,
+        threshold: float,
         min_tokens_to_keep: int = 1,
         keys: torch.Tensor | None = None,
         prompt_length: int = 0,
@@ -102,23 +95,26 @@ class ExcludeTopChoices(LogitsProcessor):
         else:
             position = input_ids.shape[1] - self.prompt_length
             chance = seeds.uniform(self.keys, position, self.SALT)
-        threshold = expand(self.threshold, n_rows)
         p = scores.softmax(dim=-1)
-        is_top = (p >= threshold) & (scores > -math.inf)
+        is_top = (p >= self.threshold) & (scores > -math.inf)
         last = p.where(is_top, 2.0).argmin(dim=-1, keepdim=True)
         drops = is_top.scatter(-1, last, False)
         n_left = ((scores > -math.inf) & ~drops).sum(dim=-1, keepdim=True)
-        is_hit = chance[:, None] < expand(self.probability, n_rows)
+        is_hit = chance[:, None] < self.probability
         is_hit = is_hit & (n_left >= self.min_tokens_to_keep)
-        if torch.is_tensor(threshold):
-            is_hit = is_hit & (threshold <= 0.5)
         return scores.masked_fill(drops & is_hit, -math.inf)
 
 
 def exclude_top_choices(probability: Any, context: Context) -> ExcludeTopChoices | None:
-    threshold = context.own_column("xtc_threshold")
-    if not torch.is_tensor(threshold) and threshold > 0.5:  # two tokens cannot both be that likely
+    threshold = float(context.own("xtc_threshold"))
+    if threshold > 0.5:  # two tokens cannot both be that likely
         return None
     return ExcludeTopChoices(
         probability, threshold, context.min_tokens_to_keep, context.seeds, context.prompt_length
+    )
+
+
+def eta_cutoff(cutoff: float, context: Context) -> EtaLogitsWarper:
+    return EtaLogitsWarper(
+        cutoff, min_tokens_to_keep=context.min_tokens_to_keep, device=context.device
     )

@@ -7,7 +7,6 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from transformers import InfNanRemoveLogitsProcessor as UpstreamInfNanRemove
 from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor
 from transformers.generation import logits_process as upstream
 
@@ -105,13 +104,6 @@ class SuppressTokensAtBeginLogitsProcessor(Banning, upstream.SuppressTokensAtBeg
         if input_ids.shape[-1] != self.begin_index:
             return scores
         return self.without(self.begin_suppress_tokens, scores)
-
-
-class InfNanRemoveLogitsProcessor(UpstreamInfNanRemove):
-    """NaN becomes 0, infinities the largest finite values of the dtype."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.nan_to_num(nan=0.0)
 
 
 def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor:
