@@ -93,7 +93,7 @@ def linked(text: str, page: str) -> str:
         code = code if code.exists() else LEARN / "generate.py"
         kind = code.suffix.replace("py", "python").removeprefix(".")
         text += f"\n## {code.name}\n\n```{kind}\n{code.read_text(encoding='utf-8')}```\n"
-        return text.replace("](README.md", "](index.md")
+        return text.replace("](README.md", "](index.md").replace("](../docs/", "](../")
     return re.sub(r"\]\(\.\./", "](", text).replace("](README.md", "](index.md")
 
 
