@@ -47,7 +47,7 @@ def identity(model: Any) -> Identity:
     as it is. Config and attributes of modules show by value, functions and classes as objects, hooks by
     handle. What a hook or a function reads elsewhere does not show, nor do tensors in attributes.
     """
-    tensors, state = _look(model)
+    tensors, state = _inspect(model)
     state = (*state, tuple(settings(model).items()), _samples(tensors))
     with _lock:
         return _identities.setdefault(state, Identity(state))
@@ -55,49 +55,49 @@ def identity(model: Any) -> Identity:
 
 def state(model: Any) -> Hashable:
     """All of ``identity`` but the values of weights, so that nothing is read off the device."""
-    return *_look(model)[1], *settings(model).items()
+    return *_inspect(model)[1], *settings(model).items()
 
 
 def is_unchanged(model: Any, known: Identity) -> bool:
     """Whether ``identity(model)`` is still ``known``, but for edits through ``.data`` and kernels."""
-    return _look(model)[1] == known.state[:-2]
+    return _inspect(model)[1] == known.state[:-2]
 
 
-def _look(model: Any) -> tuple[list[Tensor], tuple[Hashable, ...]]:
+def _inspect(model: Any) -> tuple[list[Tensor], tuple[Hashable, ...]]:
     """The parameters and buffers of a model, and all of its identity but settings and values."""
     hooks: list[tuple[int, int]] = []
     weights: list[Tensor] = []
     passing: list[Tensor] = []  # rotary frequencies, which some models write anew in each forward
     modules = list(model.modules())  # walking through a model takes time
     for index, module in enumerate(modules):
-        state = vars(module)
-        weights += [t for t in state["_parameters"].values() if t is not None]
-        for name, buffer in state["_buffers"].items():
+        attributes = vars(module)
+        weights += [t for t in attributes["_parameters"].values() if t is not None]
+        for name, buffer in attributes["_buffers"].items():
             if buffer is not None:
-                is_passing = name in state["_non_persistent_buffers_set"]
+                is_passing = name in attributes["_non_persistent_buffers_set"]
                 (passing if is_passing else weights).append(buffer)
-        if state["_forward_pre_hooks"] or state["_forward_hooks"]:
-            hooks += [(index, handle) for handle in _hooks(state)]
-    place = tuple(map(_place, weights))
-    held = _held(model.config, modules, _number)
-    return weights + passing, (_number(model), *held, tuple(hooks), place)
+        if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
+            hooks += [(index, handle) for handle in _hooks(attributes)]
+    places = tuple(map(_place, weights))
+    plain = _plain_attributes(model.config, modules, _number)
+    return weights + passing, (_number(model), *plain, tuple(hooks), places)
 
 
-def _held(
+def _plain_attributes(
     config: Any, modules: list[nn.Module], name: Callable[[Any], Hashable]
 ) -> tuple[Hashable, Hashable]:
-    """What a model's configs and modules hold in plain attributes; ``name`` stands for callables."""
+    """The plain attributes of a model's configs and of its modules; ``name`` stands for callables."""
     configs: list[Any] = [config]
 
-    def attributes(state: dict[str, Any]) -> tuple[Hashable, ...]:
-        held: list[Hashable] = []
-        for key, value in state.items():
+    def attributes(owner: Any) -> tuple[Hashable, ...]:
+        parts: list[Hashable] = []
+        for key, value in vars(owner).items():
             if (key[0] == "_" and key not in ADAPTERS) or key in ORIGIN or value is None:
                 continue
             part = value if type(value) in PLAIN else plain(value)
             if part is not None:
-                held += (key, part)
-        return tuple(held)
+                parts += (key, part)
+        return tuple(parts)
 
     def plain(value: Any) -> Hashable:
         if isinstance(value, PreTrainedConfig):
@@ -114,8 +114,8 @@ def _held(
             return value
         return name(value) if callable(value) else None
 
-    parts = tuple((name(type(module)), attributes(vars(module))) for module in modules)
-    return tuple(attributes(vars(config)) for config in configs), parts
+    of_modules = tuple((name(type(module)), attributes(module)) for module in modules)
+    return tuple(attributes(config) for config in configs), of_modules
 
 
 def settings(model: Any) -> dict[str, str]:
@@ -133,7 +133,7 @@ def settings(model: Any) -> dict[str, str]:
 
 
 def content(model: Any) -> dict[str, str]:
-    """What ``identity`` says, by name. Raises ``ValueError`` for hooks and for offloaded weights."""
+    """``identity`` for any process, by name. Raises ``ValueError`` for hooks and offloaded weights."""
     unknown = {
         "forward hooks": any(list(_hooks(vars(module))) for module in model.modules()),
         "offloaded weights": any(tensor.is_meta for tensor in model.parameters()),
@@ -144,7 +144,7 @@ def content(model: Any) -> dict[str, str]:
                 f"Prefixes of a model with {what} cannot be saved or loaded: their effect on keys and "
                 "values cannot be compared."
             )
-    configs, modules = _held(
+    configs, modules = _plain_attributes(
         model.config,
         list(model.modules()),
         lambda value: getattr(value, "__qualname__", str(type(value))),
@@ -168,10 +168,10 @@ def _number(value: Any) -> Hashable:
         return id(value)
 
 
-def _hooks(state: dict[str, Any]) -> Iterator[int]:
+def _hooks(attributes: dict[str, Any]) -> Iterator[int]:
     """Handles of a module's forward hooks, but for those by which transformers records outputs."""
     for name in ("_forward_pre_hooks", "_forward_hooks"):
-        for handle, function in state[name].items():
+        for handle, function in attributes[name].items():
             if not getattr(function, "__module__", "").startswith("transformers."):
                 yield handle
 

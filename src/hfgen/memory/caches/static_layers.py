@@ -289,16 +289,10 @@ class SlicedStaticLayer(Pooled, StaticLayer):
             return keys[:, :, :shown], values[:, :, :shown]
         if not self._visible.is_open:
             return super().update(key_states, value_states)
-        keys, values = self._seen
-        count = self.cumulative_length
-        positions = torch.arange(key_states.shape[-2], device=count.device) + count
-        count.add_(key_states.shape[-2])
-        keys.index_copy_(2, positions, key_states)
-        values.index_copy_(2, positions, value_states)
-        return keys, values
+        return self._update_by_count(key_states, value_states)
 
     def _update_by_count(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """``update`` in a graph that is being recorded, which must not read the length."""
+        """``update`` in a graph, which must not read the length."""
         (keys, values), count, n = self._seen, self.cumulative_length, key_states.shape[2]
         places = count.view(1) if n == 1 else count + torch.arange(n, device=count.device)
         keys.index_copy_(2, places, key_states)

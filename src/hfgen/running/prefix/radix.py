@@ -102,8 +102,7 @@ class Forest:
             length += n
             if n < len(node.tokens):
                 break
-        for node in reversed(path):
-            self.nodes.move_to_end(node)
+        self._note_use(path)
         return Match(length, tuple(path))
 
     def insert(self, key: Hashable, tokens: Tensor, states: KeyValues) -> None:
@@ -117,13 +116,11 @@ class Forest:
         within = match.length - sum(len(node.tokens) for node in path[:-1])
         if path and within < len(path[-1].tokens):
             path[-1] = self._split(path[-1], within)
-            for used in reversed(path):  # children before parents again: room is made of leaves
-                self.nodes.move_to_end(used)
+            self._note_use(path)  # children before parents again: only leaves can be evicted
         self._make_room(size(end - match.length, per_token, len(states)))
         node = Node.copy(tokens, states, match.length, end)
         self.attach(key, path[-1] if path else None, node)
-        for used in reversed(path):
-            self.nodes.move_to_end(used)
+        self._note_use(path)
 
     def attach(self, key: Hashable, parent: Node | None, node: Node) -> None:
         """Put ``node`` below ``parent``, or first into the tree of ``key``; it counts as used now."""
@@ -132,6 +129,11 @@ class Forest:
         parent.add(node)
         self.nodes[node] = key
         self.n_bytes += node.n_bytes
+
+    def _note_use(self, path: list[Node]) -> None:
+        """Make the nodes of a path the most recently used, children before parents."""
+        for node in reversed(path):
+            self.nodes.move_to_end(node)
 
     def _split(self, node: Node, n: int) -> Node:
         """Split ``node`` behind its first ``n`` tokens into copies; returns the upper half."""
