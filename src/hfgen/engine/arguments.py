@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import GenerationConfig
@@ -10,7 +14,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from .. import families
 from ..prepare import rows
 from ..settings.logs import logger
-from .sequences import Sequences
+from .delivery import Sequences
 
 #: Fields of a ``ContinuousBatchingConfig`` that are arguments of ``Engine``.
 OF_ENGINE = {
@@ -28,6 +32,13 @@ HOLD = (
 #: Policies of the engine, by upstream's names; its own names hold, too.
 POLICIES = {"fifo": "fcfs"}
 
+#: Upstream's attention for continuous batching: it takes only upstream's packed batches.
+PAGED = "paged|eager"
+
+#: How many managers use a config whose attention is ``PAGED``, by its id.
+_users: Counter[int] = Counter()
+_users_lock = threading.Lock()
+
 
 def engine_options(config: ContinuousBatchingConfig) -> dict[str, Any]:
     """The arguments of ``Engine`` that a config asks for; says which fields of it do not apply."""
@@ -44,6 +55,16 @@ def engine_options(config: ContinuousBatchingConfig) -> dict[str, Any]:
         )
     values = {new: getattr(config, old) for old, new in OF_ENGINE.items()}
     return {name: v for name, v in values.items() if v is not None} | {"policy": policy}
+
+
+def n_sequences(model: Any, config: GenerationConfig, arguments: dict[str, Any]) -> int:
+    """How many sequences a request with ``arguments`` returns; ``config`` holds for those without one."""
+    counts = (
+        arguments.get("num_return_sequences"),
+        getattr(arguments.get("generation_config", config), "num_return_sequences", None),
+        model.generation_config.num_return_sequences,
+    )
+    return next((n for n in counts if n is not None), 1)
 
 
 def request_arguments(
@@ -80,3 +101,26 @@ def request_arguments(
         return kwargs
     config, kwargs = rows.with_fields(config, kwargs)
     return kwargs | {"generation_config": config}
+
+
+@contextmanager
+def eager_for_paged(model: Any) -> Iterator[None]:
+    """Run ``"paged|eager"`` attention as ``"eager"``, until the last manager of the model has ended."""
+    parts = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    with _users_lock:
+        configs = [
+            config
+            for key, config in parts.items()
+            if _users[key] or getattr(config, "_attn_implementation", None) == PAGED
+        ]
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        _users.update(map(id, configs))
+    try:
+        yield
+    finally:
+        with _users_lock:
+            _users.subtract(map(id, configs))
+            for config in configs:
+                if not _users[id(config)]:
+                    config._attn_implementation_internal = PAGED

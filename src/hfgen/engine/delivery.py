@@ -1,14 +1,22 @@
-"""Delivering results of continuous batching: to a caller that waits, or to a handler on an event loop."""
+"""Results of continuous batching: the states of a request's sequences, and the router that hands them over."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+from transformers.generation.continuous_batching import RequestState, RequestStatus
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from .request import EngineEvent, EngineRequest
+
+#: Finish reasons of sequences that count as failed.
+FAILURES = ("error", "cancelled", "timeout")
 
 
 class Router(OutputRouter):
@@ -42,10 +50,9 @@ class Router(OutputRouter):
             self.deliver(output)
 
     def take(self, request_id: str | None = None, timeout: float = 0.0) -> GenerationOutput | None:
-        """The oldest output of a request, or of any; waits ``timeout`` seconds for it at most."""
+        """Remove and return the oldest output of a request, or of any; waits at most ``timeout`` seconds."""
         with self._arrived:
-            self._arrived.wait_for(lambda: self._place(request_id) is not None, timeout)
-            return self._pop(request_id)
+            return self._arrived.wait_for(lambda: self._pop(request_id), timeout)
 
     def register(self, request_id: str, callback: Callable[[GenerationOutput], Any]) -> None:
         """Call ``callback`` on the running event loop with each output, first with those that wait."""
@@ -66,15 +73,88 @@ class Router(OutputRouter):
         with self._lock:
             self.result_handlers.pop(request_id, None)
 
-    def _place(self, request_id: str | None) -> int | None:
-        """Where the oldest output of a request, or of any, waits."""
-        waiting = enumerate(self.output_queue.queue)
-        return next((i for i, o in waiting if request_id in (None, o.request_id)), None)
-
     def _pop(self, request_id: str | None) -> GenerationOutput | None:
         with self.output_queue.mutex:
-            if (place := self._place(request_id)) is None:
-                return None
-            output = self.output_queue.queue[place]
-            del self.output_queue.queue[place]
-            return output
+            waiting = self.output_queue.queue
+            for i, output in enumerate(waiting):
+                if request_id in (None, output.request_id):
+                    del waiting[i]
+                    return output
+        return None
+
+
+class Sequences:
+    """The sequences of one request, by upstream's ids: those of its children, then its own.
+
+    ``index`` counts the requests of a manager.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        prompt: Any,
+        arguments: dict[str, Any],
+        n: int = 1,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+    ) -> None:
+        self.request_id, self.index = request_id, index
+        self.prompt, self.arguments = prompt, arguments
+        self.request: EngineRequest | None = None
+        names = [*(f"{request_id}__child#{i}" for i in range(n - 1)), request_id]
+        self.ids = ids_of(prompt)
+        self.states = [
+            RequestState(
+                name,
+                self.ids,
+                streaming=streaming,
+                record_timestamps=record_timestamps,
+                max_new_tokens=arguments.get("max_new_tokens"),
+                num_children=n - 1 if name == request_id else 0,
+            )
+            for name in names
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        return [state.request_id for state in self.states]
+
+    @property
+    def unfinished(self) -> list[RequestState]:
+        return [state for state in self.states if state.status < RequestStatus.FINISHED]
+
+    def enter(self, request: EngineRequest) -> None:
+        """Be a request of the engine from now on."""
+        self.request = request
+        if not self.ids:  # a text, or a chat
+            self.ids += ids_of(request.arguments.kwargs)
+        #: By the clock of upstream's times, which need not be the engine's.
+        self.entered = request.added + time.perf_counter() - time.monotonic()
+
+    def gain(self, event: EngineEvent) -> RequestState | None:
+        """Take in what a row has gained; its state, if that is to be handed over."""
+        state, times = self.states[event.row], event.request.times
+        if state.status >= RequestStatus.FINISHED:  # cancelled
+            return None
+        if state.status == RequestStatus.PENDING:
+            state.status = RequestStatus.DECODING
+            state.lifespan = self.entered + (times.queue_time or 0.0), -1
+        state.generated_tokens += event.token_ids
+        state.logprobs += [entry.logprob for entry in event.logprobs or ()]
+        state._timestamps += [time.perf_counter()] * len(event.token_ids)
+        if event.finish_reason in FAILURES:  # the manager delivers it with the error
+            return None
+        if event.finish_reason is not None:
+            state.status = RequestStatus.FINISHED
+            return state
+        return state if state.streaming and event.token_ids else None
+
+
+def ids_of(prompt: Any) -> list[int]:
+    """The ids of a prompt that is given as such; none of a text or a chat."""
+    ids: Any = prompt.get("input_ids") if isinstance(prompt, Mapping) else prompt
+    if isinstance(ids, Tensor):
+        return ids.flatten().tolist()
+    is_ids = isinstance(ids, list | tuple) and all(isinstance(one, int) for one in ids)
+    return [*ids] if is_ids else []

@@ -5,26 +5,38 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import (
+    ContinuousBatchingManager,
+    RequestState,
+    RequestStatus,
+)
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.generation.continuous_batching.utils import drain_queue
+from transformers.utils import logging
 
-from .arguments import engine_options
+from .arguments import eager_for_paged, engine_options, n_sequences, request_arguments
+from .delivery import Router, Sequences
 from .engine import Engine
-from .sequences import Sequences
-from .worker import STOPPED, Worker, eager_for_paged, logger
+from .request import EngineEvent
+from .serving import MAX_ADDED
+
+logger = logging.get_logger("ContinuousBatchingLogger")
+
+#: The error of requests that are not done when the manager stops.
+STOPPED = RuntimeError("The manager was stopped before this request was done.")
 
 #: Seconds that a request waits for room in a queue of ``max_queue_size``, as upstream's does.
 WAIT_FOR_ROOM = 10.0
 
 
-class Manager(Worker, ContinuousBatchingManager):
+class Manager(ContinuousBatchingManager):
     """What ``model.init_continuous_batching()`` returns: upstream's methods, arguments and results.
 
     A thread steps the engine between ``start()`` and ``stop()``. Other than upstream's, a request takes
@@ -38,26 +50,29 @@ class Manager(Worker, ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: Any = None,
     ) -> None:
-        # Not upstream's, which changes the model's attention and reserves its memory.
-        Worker.__init__(self, model, generation_config, continuous_batching_config)
+        # Upstream's is not called: it changes the model's attention and reserves its memory.
+        self.model = model.eval()
+        self.generation_config = generation_config
+        self.continuous_batching_config = continuous_batching_config
         self.options = engine_options(continuous_batching_config)
         self.is_tp_driver = self.warmed_up = True
         self.batch_processor = None
+        self.input_queue: queue.Queue[Any] = queue.Queue(continuous_batching_config.max_queue_size)
+        self.cancel_queue: queue.Queue[str] = queue.Queue()
+        self.background_thread_status: Any = BackgroundThreadStatus()
+        self.output_router = Router(self.cancel_request)
+        self._generation_thread: threading.Thread | None = None
+        self._wake_up_loop = threading.Event()
+        self._request_lock = threading.Lock()
+        self._request_counter = self._n_added = 0
+        #: Requests that are not done: by each of their ids, and by the engine's.
+        self._open: dict[str, Sequences] = {}
+        self._by_engine: dict[str, Sequences] = {}
 
     @property
     def num_return_sequences(self) -> int:
-        """Of a request that does not say."""
-        return self.n_sequences({})
-
-    def n_sequences(self, arguments: dict[str, Any]) -> int:
-        """How many sequences a request with ``arguments`` returns."""
-        name = "num_return_sequences"
-        configs = (
-            arguments.get("generation_config", self.generation_config),
-            self.model.generation_config,
-        )
-        counts = arguments.get(name), *(getattr(config, name, None) for config in configs)
-        return next((n for n in counts if n is not None), 1)
+        """How many sequences a request without arguments returns."""
+        return n_sequences(self.model, self.generation_config, {})
 
     # The thread. ``is_running``, ``join`` and ``pause`` are upstream's.
 
@@ -69,10 +84,8 @@ class Manager(Worker, ContinuousBatchingManager):
         if self.is_running():
             logger.warning("Manager thread is already running.")
             return
-        with ExitStack() as attention:
-            attention.enter_context(eager_for_paged(self.model))
+        with eager_for_paged(self.model):
             engine = Engine(self.model, **self.options)
-            self._attention = attention.pop_all()
         self.background_thread_status.clear()
         self._generation_thread = threading.Thread(
             target=self._run_generation_loop, args=(engine,), name="hfgen-engine", daemon=True
@@ -150,11 +163,12 @@ class Manager(Worker, ContinuousBatchingManager):
     def enter(
         self, input_ids: Any, request_id: str | None, kwargs: dict[str, Any], *options: bool
     ) -> str:
-        """Queue a request of several that come together: it has a result, also if the thread fails meanwhile."""
-        n = self.n_sequences(kwargs)
+        """Queue a request, which fails with a result if the thread has ended meanwhile; returns its id."""
+        n = n_sequences(self.model, self.generation_config, kwargs)
         with self._request_lock:
             if request_id is None:
-                request_id = self._new_ids(1)[0]
+                request_id = f"req_{self._request_counter}"
+                self._request_counter += 1
             sequences = Sequences(request_id, self._n_added, input_ids, kwargs, n, *options)
             self._n_added += 1
             if taken := self._open.keys() & set(sequences.names):
@@ -170,7 +184,7 @@ class Manager(Worker, ContinuousBatchingManager):
             raise
         self._wake_up_loop.set()
         if self.background_thread_status.local_status == BackgroundThreadStatus.STOPPED:
-            # It has stopped since, and nobody else would.
+            # The thread ended after the request was queued, and failed only what it saw.
             self._fail_all(self.background_thread_status.fatal_error or STOPPED)
         return request_id
 
@@ -184,18 +198,20 @@ class Manager(Worker, ContinuousBatchingManager):
     ) -> list[str]:
         """``add_request`` for each of ``inputs``, with the same arguments; returns their ids."""
         with self._request_lock:
-            names = self._new_ids(len(inputs))
+            names = [f"req_{self._request_counter + i}" for i in range(len(inputs))]
+            self._request_counter += len(inputs)
         if (denial := self.background_thread_status.can_accept_new_requests()) is not None:
             logger.warning(f"{denial} {len(inputs)} requests are dropped.")
             return names
         for name, prompt in zip(names, inputs, strict=True):
-            own = {"max_new_tokens": max_new_tokens, **kwargs}
-            self.enter(prompt, name, own, streaming, record_timestamps)
+            arguments = {"max_new_tokens": max_new_tokens, **kwargs}
+            self.enter(prompt, name, arguments, streaming, record_timestamps)
         return names
 
-    def _new_ids(self, n: int) -> list[str]:
-        start, self._request_counter = self._request_counter, self._request_counter + n
-        return [f"req_{i}" for i in range(start, start + n)]
+    def cancel_request(self, request_id: str) -> None:
+        """End a request, in whatever state, or one of its children; others and unknown ids are left."""
+        self.cancel_queue.put(request_id)
+        self._wake_up_loop.set()
 
     # Results
 
@@ -208,21 +224,18 @@ class Manager(Worker, ContinuousBatchingManager):
         """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            is_running, left = self.is_running(), deadline - time.monotonic()
-            wait = max(min(left, 0.1), 0.0) if is_running else 0.0
+            is_running, remaining = self.is_running(), deadline - time.monotonic()
+            wait = max(min(remaining, 0.1), 0.0) if is_running else 0.0
             output = self.output_router.take(request_id, wait)
-            if output is not None or not is_running or left <= wait:
+            if output is not None or not is_running or remaining <= wait:
                 return output
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come; ends when the thread has ended and all have been handed over."""
-        return self._results()
+        return self.request_id_iter(None)
 
-    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """The results of one request, up to its last."""
-        return self._results(request_id)
-
-    def _results(self, request_id: str | None = None) -> Iterator[GenerationOutput]:
+    def request_id_iter(self, request_id: str | None) -> Iterator[GenerationOutput]:
+        """The results of one request, up to its last; ``None``: those of all requests."""
         while True:
             is_running = self.is_running()
             if (output := self.get_result(request_id, timeout=0.1)) is not None:
@@ -235,9 +248,100 @@ class Manager(Worker, ContinuousBatchingManager):
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], Any]
     ) -> None:
-        """Call ``callback`` on the running event loop with each result of a request.
+        """Call ``callback`` on the running event loop with each result of a request, also those that wait.
 
-        Results that wait already come first. The handler is dropped after the last one. If the loop is
-        closed before, the request is cancelled.
+        If the loop is closed before the last one, the request is cancelled.
         """
         self.output_router.register(request_id, callback)
+
+    # In the thread
+
+    def _run_generation_loop(self, engine: Engine) -> None:
+        status: Any = self.background_thread_status
+        error: Exception = STOPPED
+        try:
+            if self.model.device.type == "cuda" and self.model.device.index is not None:
+                torch.cuda.set_device(self.model.device)
+            with eager_for_paged(self.model), torch.no_grad(), engine:
+                while self._advance(engine):
+                    pass
+        except Exception as fatal:
+            logger.error(f"The thread of continuous batching has failed: {fatal}", exc_info=True)
+            status.record_fatal_error(fatal)
+            error = fatal
+        finally:
+            status.mark_as_stopped()
+            self._fail_all(error)
+
+    def _advance(self, engine: Engine) -> bool:
+        """Take in requests, then one step of the engine, or a wait; whether there is more to do."""
+        status = self.background_thread_status
+        for _ in range(min(self.input_queue.qsize(), MAX_ADDED)):
+            self._admit(engine, self.input_queue.get())
+        for request_id in drain_queue(self.cancel_queue):
+            self._cancel(request_id)
+        if status.local_status == status.HARD_STOP:
+            return False
+        if status.is_pause_requested():
+            status.pause_and_wait()
+        elif engine.has_work:
+            self._take(engine.step())
+        elif self.input_queue.empty():
+            if status.local_status == status.FLUSH_AND_STOP:
+                return False
+            self._wake_up_loop.wait()
+            self._wake_up_loop.clear()
+        return True
+
+    def _admit(self, engine: Engine, sequences: Sequences) -> None:
+        """Give a request to the engine; one that this refuses fails, and the others go on."""
+        try:
+            arguments = request_arguments(
+                self.model, self.generation_config, self.continuous_batching_config, sequences
+            )
+            sequences.enter(request := engine.add(sequences.prompt, **arguments))
+        except Exception as error:
+            self._fail(sequences.unfinished, error)
+        else:
+            self._by_engine[request.id] = sequences
+
+    def _take(self, events: Sequence[EngineEvent]) -> None:
+        """Deliver the results of a step, by its events."""
+        for event in events:
+            sequences = self._by_engine.get(event.request.id)
+            if sequences is not None and (state := sequences.gain(event)) is not None:
+                self._hand_over(state)
+        for event in events:
+            request = event.request
+            if request.done and (sequences := self._by_engine.pop(request.id, None)) is not None:
+                output = request.result()
+                reason = RuntimeError(f"The request ended as {output.finish_reason!s}.")
+                self._fail(sequences.unfinished, output.error or reason)
+
+    def _cancel(self, request_id: str) -> None:
+        """End a request, or one of its children alone."""
+        if (sequences := self._open.get(request_id)) is None:
+            return
+        is_all = request_id == sequences.request_id
+        states = [s for s in sequences.unfinished if is_all or s.request_id == request_id]
+        self._fail(states, RuntimeError("The request was cancelled."))
+        if not sequences.unfinished and sequences.request is not None:
+            sequences.request.cancel()
+
+    def _fail(self, states: Iterable[RequestState], error: BaseException) -> None:
+        for state in states:
+            state.status, state.error = RequestStatus.FAILED, str(error) or repr(error)
+            self._hand_over(state)
+
+    def _hand_over(self, state: RequestState) -> None:
+        if state.status >= RequestStatus.FINISHED:
+            self._open.pop(state.request_id, None)
+        self.output_router.deliver(state.to_generation_output())
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail all requests that are not done, also those that the engine has not seen."""
+        drain_queue(self.input_queue)
+        with self._request_lock:
+            for sequences in [*self._open.values()]:
+                self._fail(sequences.unfinished, error)
+        self._by_engine.clear()

@@ -14,8 +14,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..prepare import rows, validate
 from ..prepare.config import resolve
 from ..state.call import Request
-from .manager import Manager
-from .worker import logger
+from .arguments import n_sequences
+from .manager import Manager, logger
 
 #: Arguments of ``Engine.add`` that are not those of ``generate``.
 OF_ENGINE = ("priority", "timeout", "stop")
@@ -39,14 +39,17 @@ def init_continuous_batching(
 
     A manager that was kept with ``keep_for_next_session`` is returned again.
     """
-    own = generation_config or self.generation_config
-    kept = getattr(self, "_cached_continuous_batching_manager", None)
-    if isinstance(kept, Manager):
-        kept.generation_config = own
-        return kept
-    given = continuous_batching_config, getattr(own, "continuous_batching_config", None)
-    found = [batching for batching in given if isinstance(batching, ContinuousBatchingConfig)]
-    return Manager(self, own, [*found, ContinuousBatchingConfig()][0], workload_hints)
+    config = generation_config or self.generation_config
+    manager = getattr(self, "_cached_continuous_batching_manager", None)
+    if isinstance(manager, Manager):
+        manager.generation_config = config
+        return manager
+    batching = continuous_batching_config
+    if not isinstance(batching, ContinuousBatchingConfig):
+        batching = getattr(config, "continuous_batching_config", None)
+    if not isinstance(batching, ContinuousBatchingConfig):
+        batching = ContinuousBatchingConfig()
+    return Manager(self, config, batching, workload_hints)
 
 
 @contextmanager
@@ -118,9 +121,11 @@ def generate_batch(
     )
     results: dict[str, GenerationOutput] = {}
     with context as manager:
-        total = sum(map(manager.n_sequences, each))
-        pairs = zip(inputs, each, strict=True)
-        ids = [manager.enter(prompt, None, own, False, record_timestamps) for prompt, own in pairs]
+        total = sum(n_sequences(self, manager.generation_config, arguments) for arguments in each)
+        ids = [
+            manager.enter(prompt, None, arguments, False, record_timestamps)
+            for prompt, arguments in zip(inputs, each, strict=True)
+        ]
         manager.stop(block=False)
         outputs = tqdm(manager, total=total, unit="sequence") if progress_bar else manager
         results |= {output.request_id: output for output in outputs}
