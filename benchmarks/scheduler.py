@@ -21,8 +21,7 @@ from benchmarks.output import RESULTS, OutOption
 from benchmarks.plots import apart, legend_below, save, subplots
 from benchmarks.side_by_side import machine
 from benchmarks.simulated import Costs, Outcome, Requests, aging, simulate
-from hfgen.engine.policies import AGING, POLICIES, SECONDS_PER_LEVEL
-from hfgen.engine.scheduler import RESERVED_SHARE
+from hfgen.engine.scheduler import AGING, POLICIES, RESERVED_SHARE, SECONDS_PER_LEVEL
 
 #: Arrivals by what can be served.
 LOADS = (0.5, 0.75, 0.9, 1.0, 1.25, 1.5)

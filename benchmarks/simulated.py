@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hfgen.engine import policies
 from hfgen.engine.scheduler import Item, Scheduler
 
 
@@ -224,5 +223,5 @@ class _Run:
 @contextmanager
 def aging(rate: float) -> Iterator[None]:
     """Within, ``srpt`` ages at another rate."""
-    with patch.object(policies, "AGING", rate):
+    with patch("hfgen.engine.scheduler.AGING", rate):
         yield

@@ -12,7 +12,7 @@ import torch
 import hfgen
 from hfgen import generate_many
 from hfgen.engine import Engine, many
-from hfgen.engine.progress import JobProgress
+from hfgen.engine.many import JobProgress
 from tests import tiny
 
 MODEL = hfgen.mix_into(tiny.llama())

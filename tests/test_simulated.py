@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import scheduler
 from benchmarks.simulated import Costs, Outcome, Requests, aging, simulate
-from hfgen.engine import policies
+from hfgen.engine import scheduler as engine_scheduler
 
 COSTS = Costs(step=1.0, token=0.01, row=0.1, move=0.001)
 
@@ -76,10 +76,10 @@ def test_all_rows_decode_at_capacity() -> None:
 
 
 def test_another_rate_of_aging_holds_within() -> None:
-    before = policies.AGING
+    before = engine_scheduler.AGING
     with aging(7.0):
-        assert policies.AGING == 7.0
-    assert before == policies.AGING
+        assert engine_scheduler.AGING == 7.0
+    assert before == engine_scheduler.AGING
 
 
 def test_policies_are_compared(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_policies_are_compared(tmp_path: Path) -> None:
         150, Costs(), (8,), (0.5, 1.5), lambda result: names.append(result.name)
     )
     text = scheduler.write(found, {"processor": "x", "load": 0.0, "python": "3"}, tmp_path)
-    assert names[:6] == [*policies.POLICIES] * 2
+    assert names[:6] == [*engine_scheduler.POLICIES] * 2
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".json", ".png"}
     raw = json.loads((tmp_path / "scheduler.json").read_text())
     assert [run["name"] for run in raw["policies"]] == names[:6]

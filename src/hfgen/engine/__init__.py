@@ -4,11 +4,11 @@ from .engine import Engine
 from .request import (
     EngineEvent,
     EngineRequest,
+    EngineStats,
     RequestMetrics,
     RequestOutput,
     SequenceOutput,
 )
-from .stats import EngineStats
 
 __all__ = [
     "Engine",

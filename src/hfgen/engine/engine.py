@@ -26,10 +26,9 @@ from .errors import (
 )
 from .memory import Memory
 from .prompts import check_arguments, check_numbers, model_inputs
-from .request import EngineEvent, EngineRequest, RequestOutput
+from .request import EngineEvent, EngineRequest, EngineStats, RequestOutput
 from .scheduler import Item, Scheduler
 from .serving import Service
-from .stats import EngineStats
 from .steps import CANCELLED, Steps
 
 #: Requests that are done and were not asked for: so many of the last ones can be had by their ids alone.

@@ -25,7 +25,9 @@ from ..running.prefix.session import PrefixSession
 from ..state import seeds
 from ..streaming import StreamEvent
 from .decoding import Decoding
-from .indices import Indices
+
+#: Index tensors that are kept: those of a few steps in which rows have joined or left.
+MAX_INDICES = 256
 
 #: Observers that want nothing of a step but its first one, which the request takes by itself.
 OF_ENDS = (PrefixSession, PromptRecorder, Recording, Results)
@@ -113,6 +115,22 @@ class PlainRow:
             self.decoding.strategy.stop(self.decoding.run)
             self.decoding.run.finished = True
         return rows.event(row, [token], n if has_ended else None, None)
+
+
+class Indices:
+    """Index tensors ``(n,)`` that are copied to a device once, for all steps with the same rows."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+    def on(self, device: torch.device, places: Sequence[int]) -> Tensor:
+        """``places`` as a tensor, which is not to be written to."""
+        key = (device, tuple(places))
+        if key not in self._tensors:
+            if len(self._tensors) >= MAX_INDICES:
+                self._tensors.clear()
+            self._tensors[key] = torch.tensor(places, device=device)
+        return self._tensors[key]
 
 
 class Choices:

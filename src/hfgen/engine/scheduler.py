@@ -3,20 +3,112 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from heapq import merge
 from math import inf
 from operator import attrgetter
+from typing import Literal
 
 from .errors import DoesNotFitError, QueueFullError
-from .item import Chunk, Item
-from .policies import PER_REQUEST, POLICIES
 
 MAX_OVERTAKEN = 32  # so many items may pass one that does not fit; then nothing passes it
 LOOKAHEAD = 32  # so many items behind one that does not fit are looked at in a step
 RESERVED_SHARE = 0.25  # optimistic admission: the share of an item's growth reserved at entry
 
+#: ``srpt``: tokens that a request is moved ahead by, per token prefilled since it arrived. It is taken
+#: from ``benchmarks/results/scheduler.md``: with less, the mean hardly gains, and the longest wait grows.
+AGING = 1 / 32
+#: Tokens that a request counts for besides its prompt when it begins, so that many tiny prompts do not pass a
+#: short one: it is moved ahead by a token for each.
+PER_REQUEST = 32
+
+#: ``priority``: one level is worth so many seconds of waiting.
+SECONDS_PER_LEVEL = 60.0
+
 _key = attrgetter("key")
+
+State = Literal["new", "waiting", "prefill", "decoding", "done"]
+
+
+@dataclass(eq=False)
+class Item:
+    """One request, as the scheduler sees it.
+
+    ``n_bytes`` is what it takes at its longest, with ``max_new_tokens``; ``n_bytes_now`` what it takes
+    without growth, first its prompt and then what it has become (see ``resize``); only optimistic
+    admission reads it. ``n_done`` may be raised by what a prefix cache has, before ``add`` or in prefill.
+    """
+
+    n_tokens: int  # to prefill
+    n_rows: int = 1
+    n_bytes: float = 0
+    priority: int = 0
+    is_whole: bool = False  # its prefill cannot be cut into chunks
+    n_done: int = 0  # tokens prefilled
+    n_bytes_now: float | None = None  # not known: all of `n_bytes` is reserved
+    stays: bool = False  # it cannot be taken out
+
+    # Written by the scheduler.
+    arrived: float = field(default=0.0, init=False)  # seconds
+    admitted: float | None = field(default=None, init=False)  # seconds; the first time
+    state: State = field(default="new", init=False)
+    n_reserved: float = field(default=0, init=False)  # bytes, in prefill and decoding
+    was_taken_out: bool = field(default=False, init=False)
+    n_overtaken: int = field(default=0, init=False)  # items that passed it when it did not fit
+    clock_at_arrival: int = field(default=0, init=False)  # of the scheduler
+    key: tuple[float, int] = field(default=(0.0, 0), init=False)  # of the policy, then by arrival
+
+    @property
+    def n_left(self) -> int:
+        """Tokens that are left to prefill."""
+        return self.n_tokens - self.n_done
+
+    @property
+    def n_held(self) -> float:
+        """Bytes that it takes now, as far as that is known."""
+        return self.n_bytes if self.n_bytes_now is None else self.n_bytes_now
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next ``n_tokens`` of an item's prefill; 0 if all of them were done when it came (back) in."""
+
+    item: Item
+    n_tokens: int
+
+
+def fcfs(item: Item) -> float:
+    """First come, first served: the time of arrival."""
+    return item.arrived
+
+
+def srpt(item: Item) -> float:
+    """Shortest remaining prefill first, with aging: ``n_left + AGING * clock_at_arrival``.
+
+    The order is that of ``n_left - AGING * (clock - clock_at_arrival)`` at any moment. The clock counts
+    the tokens that have been prefilled for all requests, and ``PER_REQUEST`` for each that began, so that
+    the rate fits every device, and the order does not depend on measured times. A request is overtaken
+    only by shorter ones that arrive while ``n_left / AGING`` more tokens are prefilled (64,000 for a prompt
+    of 2,000) and ``n_left`` more requests begin.
+
+    That waiting time and remaining prefill make up the priority is the idea of arXiv 2606.09061; the
+    formula here is hfgen's own.
+    """
+    return item.n_left + AGING * item.clock_at_arrival
+
+
+def priority(item: Item) -> float:
+    """The higher number first, with aging: ``arrived - SECONDS_PER_LEVEL * priority``.
+
+    The order is that of ``priority + waiting_seconds / SECONDS_PER_LEVEL`` at any moment, highest first.
+    """
+    return item.arrived - SECONDS_PER_LEVEL * item.priority
+
+
+#: The lesser key is served first. What all requests gain at the same rate while they wait is left out:
+#: keys then stay as they are, and a queue is sorted once, when a request enters.
+POLICIES: dict[str, Callable[[Item], float]] = {"fcfs": fcfs, "srpt": srpt, "priority": priority}
 
 
 class Scheduler:
@@ -32,7 +124,7 @@ class Scheduler:
         max_rows: Rows in prefill and decoding, at most.
         max_bytes: Reserved bytes, at most; may be changed later (then see ``never_fit``).
         prefill_tokens: Tokens of prefill in a step, at most.
-        policy: ``"fcfs"``, ``"srpt"`` or ``"priority"``: the functions of ``policies``.
+        policy: ``"fcfs"``, ``"srpt"`` or ``"priority"``: the functions in ``POLICIES``.
         max_queue: Items that may wait, or None.
     """
 

@@ -24,9 +24,8 @@ from .memory import Memory
 from .plain import PlainRow, is_plain
 from .prefill import forward, groups, may_share
 from .prompts import keeps_states
-from .request import EngineEvent, EngineRequest
+from .request import EngineEvent, EngineRequest, EngineStats
 from .scheduler import Chunk, Item, Scheduler
-from .stats import EngineStats
 
 CANCELLED, TIMEOUT, ERROR = map(FinishReason, ("cancelled", "timeout", "error"))
 

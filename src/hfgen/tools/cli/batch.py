@@ -18,7 +18,7 @@ from .report import CliError, duration, err, say
 
 if TYPE_CHECKING:
     from ...engine import Engine, RequestOutput
-    from ...engine.progress import JobProgress
+    from ...engine.many import JobProgress
 
 #: Tokens of a chat whose body gives no limit, where the model has room for them.
 NEW_TOKENS = 1024
@@ -92,7 +92,7 @@ def batch(
             raise typer.Exit(1 if file.n_failed else 0)
         with quiet(debug):
             from ... import Engine, PrefixCache
-            from ...engine.progress import JobProgress
+            from ...engine.many import JobProgress
 
             loaded = load(model, None, dtype, device, trust_remote_code)
             if template is not None:

@@ -70,7 +70,7 @@ def perplexity(
         if not file.is_file():
             raise CliError(f"no file at {str(file)!r}")
     with quiet(debug):
-        from ...engine.progress import JobProgress
+        from ...engine.many import JobProgress
         from ..evaluate.perplexity import Perplexity, score, sizes
 
         loaded = load(model, None, dtype, device, trust_remote_code)
