@@ -91,7 +91,7 @@ def check(twin: ModuleType, family: str, *more: tuple[str, bool]) -> None:
 
 
 def test_most_families_are_not_left_out() -> None:
-    assert len(PASSING) > 100
+    assert len(PASSING) > (150 if IS_5_23 else 100)  # as the first page says
     assert LEFT_OUT.keys() <= {family.name for family in ROWS}
 
 
