@@ -11,16 +11,16 @@ from .context import Context
 
 
 class Feedback(LogitsProcessor):
-    """Has a state ``(rows, n)`` for each length, made of the one before and of the token between them.
+    """Base of warpers with a state ``(rows, n)`` that each drawn token updates.
 
-    It is called with one token more each time, or with fewer again (drafts that were rejected).
+    It keeps the state of each length, since a call may have fewer ids than the last (rejected drafts).
     """
 
     is_row_wise = True
 
     def __init__(self) -> None:
         self.states: dict[int, torch.Tensor] = {}
-        #: Of the last call: the length, and the log-probabilities ``(rows, vocab)`` that the state reads.
+        #: Of the last call: the length, and the log-probabilities ``(rows, vocab)`` that update the state.
         self.last: tuple[int, torch.Tensor] | None = None
 
     def initial(self, scores: torch.Tensor) -> torch.Tensor:
@@ -32,11 +32,11 @@ class Feedback(LogitsProcessor):
         raise NotImplementedError
 
     def shape(self, scores: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores ``(rows, vocab)`` to draw from, and the log-probabilities to tell of the drawn token."""
+        """The scores ``(rows, vocab)`` to draw from, and the log-probabilities that update the state."""
         raise NotImplementedError
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
         self.states = {length: state[index] for length, state in self.states.items()}
         if self.last is not None:
             self.last = self.last[0], self.last[1][index]
@@ -58,8 +58,8 @@ class Feedback(LogitsProcessor):
 class Mirostat(Feedback):
     """Keeps the surprise of tokens near ``tau`` bits: version 1 or 2 (Basu et al. 2021, arXiv 2007.14966).
 
-    The state is the bound ``mu`` of the surprise; it moves by ``eta`` times the error. Version 1 estimates
-    from the ``m`` best, by Zipf's law, how many tokens are within it; version 2 drops those above it.
+    The state is a bound ``mu`` of the surprise, which moves by ``eta`` times the error. Version 1 estimates
+    from the ``m`` best tokens, by Zipf's law, how many are below the bound; version 2 drops those above.
     """
 
     def __init__(self, version: int, tau: float, eta: float, m: int = 100) -> None:
@@ -79,7 +79,10 @@ class Mirostat(Feedback):
             drops = scores.log_softmax(dim=-1) < -state * math.log(2)
             drops = drops & (scores < scores.amax(dim=-1, keepdim=True))
         else:
-            drops = self._beyond(scores, self._n_within(scores, state))
+            order = scores.argsort(dim=-1, descending=True)
+            ranks = torch.arange(scores.shape[-1], device=scores.device)
+            is_beyond = ranks >= self._n_within(scores, state)
+            drops = torch.zeros_like(is_beyond).scatter(-1, order, is_beyond)
         shaped = scores.masked_fill(drops, -math.inf)
         return shaped, shaped.log_softmax(dim=-1)
 
@@ -96,21 +99,15 @@ class Mirostat(Feedback):
         k = (excess * 2**mu / (1 - vocab**-excess)) ** (1 / exponent)
         return k.nan_to_num(nan=1.0, posinf=float(vocab)).clamp(1, vocab).long()
 
-    def _beyond(self, scores: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-        """Bools ``(rows, vocab)``: all but the ``n (rows, 1)`` best."""
-        order = scores.argsort(dim=-1, descending=True)
-        ranks = torch.arange(scores.shape[-1], device=scores.device)
-        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, ranks >= n)
-
 
 class AdaptiveP(Feedback):
-    """Favours tokens near a probability that moves so that those drawn have ``target`` on average.
+    """Favours tokens near a probability that moves so that drawn tokens have ``target`` on average.
 
-    As llama.cpp's sampler of that name: the average is weighted by ``decay`` per token. The state is the
-    weighted sum of probabilities and that of weights.
+    As llama.cpp's sampler of that name. The average is weighted by ``decay`` per token. The state is the
+    weighted sum of probabilities, and the sum of weights.
     """
 
-    #: Of llama.cpp: the score at the target, the width of the peak, and how fast it falls off.
+    #: llama.cpp's score at the target, width of the peak, and rate of its decline.
     PEAK, WIDTH, SHARPNESS = 5.0, 0.3, 10.0
 
     def __init__(self, target: float, decay: float) -> None:

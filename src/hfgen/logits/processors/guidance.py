@@ -1,6 +1,6 @@
 """Classifier-free guidance: scores are moved away from those of an unconditional branch.
 
-That branch has another prompt. Sanchez et al., "Stay on topic with Classifier-Free Guidance" (2023).
+That branch has a negative prompt. Sanchez et al., "Stay on topic with Classifier-Free Guidance" (2023).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from transformers.generation import logits_process as upstream
 from transformers.modeling_outputs import BaseModelOutput
 
 from ... import running as execution
-from ...running import ranks
+from ...running.ranks import Ranks, announce, of_config
 from .columns import expand
 from .context import Context
 
@@ -20,20 +20,20 @@ from .context import Context
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(
     upstream.UnbatchedClassifierFreeGuidanceLogitsProcessor
 ):
-    """Guidance for decoder-only models; one negative prompt serves all beams of a row.
+    """Guidance for decoder-only models; all beams of a prompt use its negative prompt.
 
     ``guidance_scale`` may be a column ``(prompts, 1)``, in which 1 leaves a row as it is.
     """
 
-    #: Other processes that take part in each forward, if parameters are sharded.
-    company: ranks.Ranks | None = None
+    #: The processes that take part in each forward, if parameters are sharded.
+    ranks: Ranks | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not isinstance(scale := self.guidance_scale, torch.Tensor):
             return super().__call__(input_ids, scores)
         column = expand(scale, len(scores)).to(scores)
-        other = self.get_unconditional_logits(input_ids)[:, -1].log_softmax(dim=-1)
-        guided = column * (scores.log_softmax(dim=-1) - other) + other
+        unconditional = self.get_unconditional_logits(input_ids)[:, -1].log_softmax(dim=-1)
+        guided = column * (scores.log_softmax(dim=-1) - unconditional) + unconditional
         return torch.where(column == 1, scores, guided)
 
     def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -43,15 +43,15 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
             for name in ("input_ids", "attention_mask"):
                 if context[name] is not None:
                     context[name] = _expand(context[name], len(input_ids))
-        if self.company is not None:
-            ranks.announce(self.company)
+        if self.ranks is not None:
+            announce(self.ranks)
         return super().get_unconditional_logits(input_ids)
 
 
 class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
     """Guidance for encoder-decoders.
 
-    Upstream gives the negative prompt to the model without decoder ids. Where models derive these from
+    transformers gives the negative prompt to the model without decoder ids. Where models derive these from
     the encoder's ids (BART, mBART), the same is done here, for equal tokens. Where that raises, or would
     for a padded negative prompt, the encoder reads that prompt and the decoder the tokens so far.
     """
@@ -72,13 +72,14 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         self.encoder_ids = default_ids if unconditional_ids is None else unconditional_ids
         self.encoder_mask = None if unconditional_ids is None else unconditional_attention_mask
         self.decoder_mask, self.use_cache = decoder_attention_mask, use_cache
-        #: Of the branch of its own: what forward takes besides ids; the cache, and the ids that it holds.
+        #: Arguments of the decoder besides ids, once the negative prompt was encoded.
         self.encoded: dict[str, Any] | None = None
+        #: The decoder's cache, and the ids that it holds.
         self.past: Any = None
-        self.seen: Any = None
+        self.cached_ids: Any = None
 
     def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``(rows, n, vocab)``; ``ValueError`` if there is nothing to give to the encoder."""
+        """Logits ``(rows, n, vocab)``; raises ``ValueError`` without a prompt for the encoder."""
         if self.encoded is None:
             first_pass, mask = self.unconditional_context["first_pass"], self.encoder_mask
             # The second token would fail: its mask covers more ids than the encoder is given.
@@ -93,7 +94,7 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         return self._decode(input_ids, self.encoded)
 
     def _encode(self, rows: int) -> dict[str, Any]:
-        """What the decoder reads of the negative prompt, for ``rows`` sequences."""
+        """The decoder's arguments for the negative prompt, for ``rows`` sequences."""
         ids, mask = self.encoder_ids, self.encoder_mask
         if ids is None:
             raise ValueError(
@@ -107,22 +108,23 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
         return {"encoder_outputs": outputs, "attention_mask": _expand(mask, rows)}
 
     def _decode(self, input_ids: torch.Tensor, encoded: dict[str, Any]) -> torch.Tensor:
-        """Logits ``(rows, n, vocab)`` of the last n ``input_ids``: all where beams changed places."""
-        length, n_seen = input_ids.shape[1], 0
-        if self.past is not None and self.seen.shape[1] < length:
-            n_seen = self.seen.shape[1]
-            n_seen = n_seen if self.seen.equal(input_ids[:, :n_seen]) else 0
+        """Logits ``(rows, n, vocab)`` of the ``input_ids`` behind the cache; of all if beams were reordered."""
+        length, n_cached = input_ids.shape[1], 0
+        if self.past is not None and self.cached_ids.shape[1] < length:
+            n_cached = self.cached_ids.shape[1]
+            if not self.cached_ids.equal(input_ids[:, :n_cached]):
+                n_cached = 0
         if (mask := self.decoder_mask) is not None:
             mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
             encoded = encoded | {"decoder_attention_mask": mask}
         outputs = execution.call(
             self.model,
-            decoder_input_ids=input_ids[:, n_seen:],
-            past_key_values=self.past if n_seen else None,
+            decoder_input_ids=input_ids[:, n_cached:],
+            past_key_values=self.past if n_cached else None,
             use_cache=self.use_cache,
             **encoded,
         )
-        self.past, self.seen = outputs.get("past_key_values"), input_ids.clone()
+        self.past, self.cached_ids = outputs.get("past_key_values"), input_ids.clone()
         return outputs.logits
 
 
@@ -133,11 +135,11 @@ def guidance(scale: Any, context: Context) -> UnbatchedClassifierFreeGuidanceLog
         "use_cache": context.config.use_cache,
     }
     if not context.is_encoder_decoder:
-        own = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, context.model, **branch)
-        company = ranks.of_config(context.config)
-        if company is not None and company.forwards_beside(context.model, is_own=True):
-            own.company = company
-        return own
+        processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, context.model, **branch)
+        ranks = of_config(context.config)
+        if ranks is not None and ranks.forwards_beside(context.model, is_own=True):
+            processor.ranks = ranks
+        return processor
     return EncoderDecoderGuidance(
         scale,
         context.model,
@@ -148,7 +150,7 @@ def guidance(scale: Any, context: Context) -> UnbatchedClassifierFreeGuidanceLog
 
 
 def _last_encoder_token(context: Context) -> torch.Tensor | None:
-    """The last token ``(rows, 1)`` that the encoder attends to: what remains of a prompt by default."""
+    """The last token ``(rows, 1)`` that the encoder attends to: the default negative prompt."""
     ids, mask = context.encoder_ids, context.model_kwargs.get("attention_mask")
     if ids is None or mask is None:
         return None if ids is None else ids[:, -1:]

@@ -1,4 +1,4 @@
-"""Processors that exclude n-grams that have occurred in the sequence or in the encoder's input."""
+"""Processors that rule out n-grams of the sequence or of the encoder's input."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .repetition import encoder_ids, pads, warn_without_prompt
 
 
 class NGrams:
-    """The n-grams of one row, ``size`` at least 2: which tokens have followed each ``size - 1`` of them."""
+    """The n-grams of one row, of a ``size`` of at least 2: which tokens followed each ``size - 1`` tokens."""
 
     def __init__(self, size: int) -> None:
         self.n_before = size - 1
         self.tokens: list[int] = []
-        #: For ``n_before`` tokens: those that have followed, and how often.
+        #: By ``n_before`` tokens: the tokens that followed, and how often.
         self.followers: dict[tuple[int, ...], dict[int, int]] = {}
 
     def push(self, token: int) -> None:
@@ -52,16 +52,16 @@ class NGrams:
 
 
 class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
-    """Rules out the token that would complete an n-gram for the second time.
+    """Rules out tokens that would repeat an n-gram.
 
-    Upstream compares with all n-grams of the sequence at each step. Here they are looked up, at a cost per new
-    token; but not on an accelerator, where upstream's comparison does not wait for the device.
+    transformers' class compares with all n-grams of the sequence at each step. Here they are looked up, at a
+    constant cost per token; but not on an accelerator, where that comparison does not wait for the device.
     """
 
     is_row_wise = True
 
     def __init__(self, ngram_size: int, n_pads: torch.Tensor | None = None) -> None:
-        """``n_pads (rows,)``: columns of padding at the start of each row, which are in no n-gram."""
+        """``n_pads (rows,)``: how many pads, which are in no n-gram, each row begins with."""
         super().__init__(ngram_size)
         self.distinct = Distinct(Counted(n_pads=n_pads))
         self.ngrams = RowStates(lambda: NGrams(ngram_size), n_pads)
@@ -82,16 +82,16 @@ class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
         return without(scores, [state.repeating() for state in self.ngrams.states])
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
         self.distinct.reorder(index)
         self.ngrams.reorder(index)
 
 
 class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsProcessor):
-    """Rules out the token that would complete an n-gram of the encoder's input."""
+    """Rules out tokens that would complete an n-gram of the encoder's input."""
 
     def __init__(self, encoder_ngram_size: int, encoder_input_ids: torch.Tensor) -> None:
-        """``encoder_input_ids (batch, length)``, -1 for padding; sequences are rows of the prompts, in their order."""
+        """``encoder_input_ids (batch, length)``, with -1 for padding."""
         super().__init__(encoder_ngram_size, encoder_input_ids)
         #: ``(batch, n_ngrams, size)``; ``None`` if the input is shorter than one.
         self.ngrams: torch.Tensor | None = None
@@ -141,9 +141,9 @@ def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor
 
 
 def encoder_no_repeat_ngram(size: int, context: Context) -> upstream.LogitsProcessor | None:
-    if (found := encoder_ids(context, "encoder_no_repeat_ngram_size")) is None:
+    if (ids_and_mask := encoder_ids(context, "encoder_no_repeat_ngram_size")) is None:
         return None
-    ids, is_token = found
+    ids, is_token = ids_and_mask
     ids = ids.where(is_token, -1)
-    # Upstream's time grows with the size, also above the length, where no n-gram is left.
+    # transformers' constructor takes longer for a larger size, also above the length, which has no n-gram.
     return EncoderNoRepeatNGramLogitsProcessor(min(size, ids.shape[1] + 1), ids)

@@ -46,7 +46,7 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
 
     @property
     def prompt_ignore_length(self) -> int | torch.Tensor | None:
-        """Tokens at the start that do not count. Models assign to it: Dia, whose rows are others."""
+        """Tokens at the start that do not count. Some models assign to it, as Dia, which has other rows."""
         return self._ignored
 
     @prompt_ignore_length.setter
@@ -59,18 +59,21 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
         if scores.dim() != 2 or input_ids.dim() != 2:
             return super().__call__(input_ids, scores)
         vocab, ignored = scores.shape[-1], self.history.counted.n_pads
-        if ignored is not None and len(ignored) not in (1, len(input_ids)):  # one holds for all
+        if ignored is not None and len(ignored) not in (1, len(input_ids)):
             raise ValueError(
                 f"`prompt_ignore_length` has {len(ignored)} rows, the input ids {len(input_ids)}."
             )
         tokens = self.history.tokens(input_ids, vocab)
         padded = pad(scores, (0, 1))  # a column for ids that do not count
-        penalty, seen = expand(self.penalty, len(scores)), padded.gather(1, tokens)
-        seen = torch.where(seen < 0, seen * penalty, quotient(seen, penalty))
-        return padded.scatter_(1, tokens, seen)[:, :vocab]
+        penalty, token_scores = expand(self.penalty, len(scores)), padded.gather(1, tokens)
+        is_negative = token_scores < 0
+        penalised = torch.where(
+            is_negative, token_scores * penalty, quotient(token_scores, penalty)
+        )
+        return padded.scatter_(1, tokens, penalised)[:, :vocab]
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Let row ``i`` be what row ``index[i]`` was: ``index (rows,)``."""
+        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
         self.history.reorder(index)
 
 
@@ -90,7 +93,7 @@ class OccurrencePenalty(Counts, LogitsProcessor):
 
     def begin(self, n_rows: int, device: torch.device) -> None:
         super().begin(n_rows, device)
-        #: ``(rows, vocab + 1)``: what is taken off.
+        #: Of all tokens: ``(rows, vocab + 1)``.
         self.penalties = torch.zeros(n_rows, self.vocab + 1, device=device)
 
     def changed(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
@@ -127,10 +130,11 @@ class DiversityPenalty(LogitsProcessor):
 
 
 def encoder_repetition_penalty(value: float, context: Context) -> upstream.LogitsProcessor | None:
-    if (found := encoder_ids(context, "encoder_repetition_penalty")) is None:
+    if (ids_and_mask := encoder_ids(context, "encoder_repetition_penalty")) is None:
         return None
-    ids, is_token = found
-    first = ids.gather(1, is_token.int().argmax(dim=1, keepdim=True))  # which counts anyhow
+    ids, is_token = ids_and_mask
+    # In place of pads stands the first token, which counts anyhow.
+    first = ids.gather(1, is_token.int().argmax(dim=1, keepdim=True))
     return EncoderRepetitionPenaltyLogitsProcessor(value, ids.where(is_token, first))
 
 
@@ -159,7 +163,7 @@ def _as_float(value: Any) -> Any:
 
 
 def _of_output(context: Context) -> Counted:
-    """What was generated, or the last of all tokens if there is a window."""
+    """The generated tokens, or the last of all tokens if there is a window."""
     window, excluded = _restriction(context)
     return Counted(0 if window else context.prompt_length, window, pads(context), excluded)
 
@@ -180,7 +184,7 @@ def _restriction(context: Context) -> tuple[int | None, torch.Tensor | None]:
 
 
 def encoder_ids(context: Context, argument: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The main input ``(batch, length)``, and which of it the mask shows; a warning if it is no ids."""
+    """The main input ``(batch, length)`` and its mask as bools; warns if the input is not ids."""
     if (ids := context.encoder_ids) is None:
         reason = "it works on token ids, and the input of this call has none."
         warnings.warn(f"`{argument}` is ignored: {reason}", stacklevel=2)

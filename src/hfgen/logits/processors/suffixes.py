@@ -1,4 +1,4 @@
-"""The suffix automaton of a row: what followed earlier occurrences of its last tokens."""
+"""The suffix automaton of a row: which tokens followed earlier occurrences of its last tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class SuffixAutomaton:
     """Finds which tokens would continue a repeat, in about constant time per token.
 
     Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text". A state stands for
-    substrings that end at the same places; ``lengths`` has the length of its longest. Its link leads
-    to the state of the longest suffix that also ends elsewhere. ``push`` can be taken back by ``pop``.
+    substrings that end at the same places; ``lengths`` has the length of the longest of them. Its link leads
+    to the state of the longest suffix that also ends elsewhere. ``pop`` takes a ``push`` back.
 
-    Repeats of fewer than ``least`` tokens, at least 1, are not told.
+    Repeats of fewer than ``least`` tokens, at least 1, do not count.
     """
 
     def __init__(self, least: int) -> None:
@@ -25,7 +25,7 @@ class SuffixAutomaton:
         self.whole = _ROOT
         #: The state of the last ``least`` tokens, or of all if there are fewer.
         self.shortest = _ROOT
-        #: What each push has changed, for ``pop``.
+        #: The changes of each push, for ``pop``.
         self._log: list[tuple[Any, ...]] = []
 
     def push(self, token: int) -> None:
@@ -83,19 +83,17 @@ class SuffixAutomaton:
     def repeats(self) -> dict[int, int]:
         """Tokens that followed the last ``n >= least`` tokens when they occurred before, and the largest ``n``."""
         state = self.links[self.whole]
-        found: dict[int, int] = {}
+        longest: dict[int, int] = {}
         if state < 0 or self.lengths[state] < self.least:
-            return found
+            return longest
         n_all = len(self.next[self.shortest])
-        while len(found) < n_all:
-            if len(self.next[state]) > len(
-                found
-            ):  # a suffix is followed by all that this is, or more
-                length = self.lengths[state]
+        while len(longest) < n_all:
+            # All that follows a state follows its suffixes, too: equal numbers are equal tokens.
+            if len(self.next[state]) > len(longest):
                 for token in self.next[state]:
-                    found.setdefault(token, length)
+                    longest.setdefault(token, self.lengths[state])
             state = self.links[state]
-        return found
+        return longest
 
     def copy(self) -> SuffixAutomaton:
         other = SuffixAutomaton(self.least)

@@ -10,19 +10,18 @@ from transformers import LogitsProcessor
 
 from ..markers import last, marker_ids
 
-#: Lengths whose counts are kept: drafts are no longer, and what was rejected of them is read again.
-KEPT = 256
+#: So many lengths have their counts kept, for drafts that are rejected: these are shorter.
+N_LENGTHS = 256
 
 
 class ThinkingBudget(LogitsProcessor):
     """Forces the end of a thinking section that has ``budget`` tokens, those in the prompt included.
 
-    A section begins behind the tokens ``start``, in the prompt or in what is generated, and ends with
-    the tokens ``end``. What is forced are ``message`` and ``end``, which do not count; another section
-    has a budget of its own. The meaning is that of vLLM's ``thinking_token_budget``.
+    A section begins behind the tokens ``start``, in the prompt or in the output, and ends with the tokens
+    ``end``. The forced tokens are ``message`` and ``end``, which do not count. Each section has the whole
+    budget. The meaning is that of vLLM's ``thinking_token_budget``.
 
-    Tokens are counted from one length to the next, so that a step costs the same however long the
-    text is; a length without one before it is counted from the ids.
+    The count of a length comes from the previous length, at a constant cost, or else from the ids.
     """
 
     is_row_wise = True
@@ -36,16 +35,16 @@ class ThinkingBudget(LogitsProcessor):
         prompt_length: int = 0,
         device: Any = None,
     ) -> None:
-        """``prompt_length``: so many tokens of each row were not generated."""
+        """``prompt_length``: how many tokens of each row were not generated."""
         self.budget, self.prompt_length = budget, prompt_length
         self.start, self.end, self.forced = (
             torch.tensor(ids, device=device) for ids in (start, end, [*message, *end])
         )
-        #: By length: tokens of each row's open section, ``(rows,)``, -1 outside of one.
+        #: By length: the tokens of each row's open section, ``(rows,)``, -1 outside of one.
         self.counts: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores ``(rows, vocab)``, in which a row that has to end a section has one token left."""
+        """Scores ``(rows, vocab)``; a row that has to end a section has one token left."""
         n_thought = self.n_thought(input_ids)
         is_forced = n_thought >= self.budget
         if is_forced.is_cpu and not is_forced.any():  # to look at an accelerator is to wait for it
@@ -71,11 +70,11 @@ class ThinkingBudget(LogitsProcessor):
             n_thought = n_in_prompt + length - opened.clamp(min=self.prompt_length)
             n_thought = n_thought.masked_fill(opened <= closed, -1)
         self.counts[length] = n_thought
-        self.counts.pop(length - KEPT, None)
+        self.counts.pop(length - N_LENGTHS, None)
         return n_thought
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Let row ``i`` go on as row ``index[i]``: beams have moved."""
+        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
         newest = max(self.counts, default=0)
         self.counts = {n: counts[index] for n, counts in self.counts.items() if n == newest}
 

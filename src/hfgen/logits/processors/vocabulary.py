@@ -33,7 +33,7 @@ class Banning:
 
 
 class _OneCopyBias:
-    """Sequence biases, summed into the one tensor that is then returned."""
+    """Base of sequence biases, which are summed in one tensor, sequences of a length at once."""
 
     sequence_bias: dict[tuple[int, ...], float]
     length_1_bias: torch.Tensor
@@ -71,11 +71,11 @@ class _OneCopyBias:
 
 
 class SequenceBiasLogitsProcessor(_OneCopyBias, upstream.SequenceBiasLogitsProcessor):
-    """Adds a bias to the token that would complete a given sequence."""
+    """Adds a bias to tokens that would complete a given sequence."""
 
 
 class NoBadWordsLogitsProcessor(_OneCopyBias, upstream.NoBadWordsLogitsProcessor):
-    """Rules out the token that would complete a bad word; EOS alone is never one."""
+    """Rules out tokens that would complete a bad word; EOS alone is never one."""
 
 
 class SuppressTokensLogitsProcessor(Banning, upstream.SuppressTokensLogitsProcessor):
@@ -112,7 +112,7 @@ def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor:
 
 
 class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
-    """Rules out the token that would complete a bad word behind the prompt."""
+    """Rules out tokens that would complete a bad word behind the prompt."""
 
     prompt_length = 0
 
@@ -122,8 +122,8 @@ class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
 
 def bad_words(words: str | list[str], context: Context) -> NoBadWordsLogitsProcessor:
     """Rules out words, at the start of a text and after a space (vLLM's ``bad_words``)."""
-    given = [words] if isinstance(words, str) else words
-    texts = [prefix + word.lstrip() for word in given for prefix in ("", " ")]
+    words = [words] if isinstance(words, str) else words
+    texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     encoded = (context.tokenizer.encode(text, add_special_tokens=False) for text in texts)
     ids = {tuple(tokens) for tokens in encoded if tokens}
     processor = BadWordsOfAnswer([list(tokens) for tokens in sorted(ids)], context.eos)
