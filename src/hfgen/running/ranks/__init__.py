@@ -11,15 +11,7 @@ that comes next, and every rank raises. What fails within a forward leaves a not
 """
 
 from .agreement import Ranks
-from .errors import RankError
-from .in_step import (
-    announce,
-    any_unfinished,
-    end_with,
-    explain,
-    of_config,
-    wait,
-)
+from .in_step import RankError, announce, any_unfinished, end_with, explain, of_config, wait
 
 __all__ = [
     "RankError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,14 +18,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from ... import __version__, families
 from ...memory.caches import layers
-from .errors import (
-    RankError,
-    error_of,
-    error_of_connection,
-    exchange,
-    leave_note,
-    text_of,
-)
+from .in_step import RankError, error_of, error_of_connection, exchange, leave_note, text_of
 
 if TYPE_CHECKING:
     from ...state.call import Call, Request
@@ -38,6 +32,22 @@ MEDIA = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL} - {"mm_encoder_outputs"}
 #: Fields whose values are compared where all has to be the same; others may be any object.
 PLAIN = (bool, int, float, str, type(None))
 
+#: Numbers that a rank sends: whether it has failed, its part, its room, its need, and digests of facts.
+WIDTH = 16
+
+#: The room of a rank that has no limit.
+NO_LIMIT = 2**40
+
+#: What to do about a difference.
+ADVICE = {
+    "the prompt": "With tensor parallelism all ranks decode the same prompts.",
+    "the random state": "Call torch.manual_seed() with the same number on each rank, or pass `seed`.",
+    "the parameters": "With tensor parallelism all ranks make the same call.",
+    "the number of parts of the prompt": "Leave out `prefill_chunk_size`, or pad prompts to one length.",
+}
+
+_numbers = itertools.count(1)
+
 
 @dataclass(slots=True)
 class Ranks:
@@ -49,7 +59,7 @@ class Ranks:
     #: The ranks that compute each layer together; ``None`` without tensor parallelism.
     tensor_group: Any = None
     #: How many calls of several ranks there have been: the same number on each.
-    number: int = field(default_factory=lambda: _count())
+    number: int = field(default_factory=lambda: next(_numbers))
     #: Whether the next collective of the others is one of ``agree``, and none of a forward.
     may_tell: bool = True
     #: The sharded model that ranks forward besides the loop, as often as each has to (``in_step``).
@@ -75,18 +85,18 @@ class Ranks:
         shared = _of_every_rank(call, prompt)
         same = {} if self.tensor_group is None else _of_tensor_ranks(call, prompt)
         part = min(dist.get_process_group_ranks(self.tensor_group)) if same else -1
-        digests = map(_digest, (*shared.values(), *same.values()))
-        numbers = [0, part, *_room(model, call, prompt), *digests]
+        facts = shared | same
+        numbers = [0, part, *_room(model, call, prompt), *map(_digest, facts.values())]
         table = self._gather(numbers)
         if any(row[0] for row in table):
-            raise self._error_of_others()
-        names = [*shared, *same]
-        for place, name in enumerate(names, start=4):
-            groups: dict[int, set[int]] = {}
+            raise error_of(exchange("", self.group))
+        for place, name in enumerate(facts, start=4):
+            digests_of_parts: dict[int, set[int]] = {}
             for row in table:
-                groups.setdefault(row[1] if name in same else -1, set()).add(row[place])
-            if any(len(found) > 1 for found in groups.values()):
-                raise self._difference(name, (shared | same)[name])
+                of_part = digests_of_parts.setdefault(row[1] if name in same else -1, set())
+                of_part.add(row[place])
+            if any(len(digests) > 1 for digests in digests_of_parts.values()):
+                raise self._difference(name, facts[name])
         longest = max(row[3] for row in table)
         if self.is_synced and any(row[2] < longest for row in table):
             rank = next(index for index, row in enumerate(table) if row[2] < longest)
@@ -98,9 +108,9 @@ class Ranks:
 
     @contextmanager
     def encoding(self, model: Any, call: Call, prompt: Any) -> Iterator[None]:
-        """An encoder, if there is one, runs within: all ranks have to have come that far.
+        """Run an encoder within, if there is one, once all ranks have come that far.
 
-        It runs outside of the model's forward. FSDP gathers what is sharded around the layers for it as well.
+        It runs outside of the model's forward; FSDP gathers what is sharded around its layers as well.
         """
         if families.takes_only_text(model) and not model.config.is_encoder_decoder:
             yield
@@ -132,7 +142,7 @@ class Ranks:
             return
         with suppress(Exception):  # what is raised is ``error``
             self._gather([1])
-            self._error_of_others(text_of(error))
+            exchange(text_of(error), self.group)
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         """``numbers`` of every rank; shorter lists, of ranks that have failed, are filled up."""
@@ -157,30 +167,6 @@ class Ranks:
             f"The ranks of this call differ in {name}. {listed}. {ADVICE.get(name, '')}"
         )
 
-    def _error_of_others(self, own: str = "") -> RankError:
-        return error_of(exchange(own, self.group))
-
-
-#: Numbers that a rank sends: whether it has failed, its part, its room, its need, and digests of facts.
-WIDTH = 16
-
-NO_LIMIT = 2**40
-
-ADVICE = {
-    "the prompt": "With tensor parallelism all ranks decode the same prompts.",
-    "the random state": "Call torch.manual_seed() with the same number on each rank, or pass `seed`.",
-    "the parameters": "With tensor parallelism all ranks make the same call.",
-    "the number of parts of the prompt": "Leave out `prefill_chunk_size`, or pad prompts to one length.",
-}
-
-_calls = 0
-
-
-def _count() -> int:
-    global _calls
-    _calls += 1
-    return _calls
-
 
 # ---------------------------------------------------------------- what is compared
 
@@ -192,12 +178,14 @@ def _of_every_rank(call: Call, prompt: Any) -> dict[str, Any]:
     versions = (
         f"hfgen {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
     )
+    passed = {name for name, value in prompt.model_kwargs.items() if value is not None}
+    media = (passed & MEDIA) | {*(prompt.model_kwargs.get("mm_encoder_outputs") or ())}
     tried = f" with {config.top_k} candidates" if config.low_memory else ""
     return {
         "the versions": versions,
         "the mode": call.who + tried,
         "what is forwarded besides": _besides(call),
-        "the kinds of input": ", ".join(_media(prompt)) or "text",
+        "the kinds of input": ", ".join(sorted(media)) or "text",
         "the number of parts of the prompt": 1 if size is None else math.ceil(length / size),
     }
 
@@ -211,15 +199,6 @@ def _besides(call: Call) -> str:
     if any(each.guidance_scale not in (None, 1) for each in call.configs):
         parts.append("the second branch of guidance")
     return ", ".join(parts) or "nothing"
-
-
-def _media(prompt: Any) -> list[str]:
-    """Names of the images, videos and sounds of a prompt, which encoders of the model read."""
-    given = {name for name, value in prompt.model_kwargs.items() if value is not None}
-    encoded = {
-        name for name, value in (prompt.model_kwargs.get("mm_encoder_outputs") or {}).items()
-    }
-    return sorted((given & MEDIA) | encoded)
 
 
 def _of_tensor_ranks(call: Call, prompt: Any) -> dict[str, Any]:
@@ -254,9 +233,8 @@ def _random_state(device: torch.device) -> str:
 
 
 def _digest(value: Any) -> int:
-    value = (
-        sorted(value) if isinstance(value, frozenset) else value
-    )  # sets have an order of their own
+    if isinstance(value, frozenset):  # sets have an order of their own
+        value = sorted(value)
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
@@ -270,9 +248,11 @@ def _room(model: Any, call: Call, prompt: Any) -> tuple[int, int]:
     if not prompt.ids.numel():
         return NO_LIMIT, 0
     cache = families.given_cache(prompt.model_kwargs)
-    held = math.inf if cache is None else layers.capacity(cache) + 1  # the last is not forwarded
+    n_places = (
+        math.inf if cache is None else layers.capacity(cache) + 1
+    )  # the last is not forwarded
     table = families.position_table(model)
     if table is not None and not model.config.is_encoder_decoder:
-        held = min(held, families.n_positions(table) + 1)
-    room = min(held - prompt.ids.shape[1], NO_LIMIT)
+        n_places = min(n_places, families.n_positions(table) + 1)
+    room = min(n_places - prompt.ids.shape[1], NO_LIMIT)
     return int(room), int(call.config.max_length - call.prompt_length)

@@ -1,4 +1,4 @@
-"""The collective before each forward of several processes, which also reports that one has failed.
+"""The collective before each forward of several processes, and how an error of one rank ends the others.
 
 Each rank forwards once a step, and goes on while others decode. Drafts of a sharded model and the second
 branch of guidance are forwarded besides, as often as a rank's own tokens ask for it. A rank announces each
@@ -16,16 +16,6 @@ import torch.distributed as dist
 
 from ... import families
 from ... import running as execution
-from .errors import (
-    RankError,
-    error_of,
-    error_of_connection,
-    exchange,
-    find_note,
-    is_of_connection,
-    leave_note,
-    text_of,
-)
 
 if TYPE_CHECKING:
     from ...state.run import Run
@@ -35,10 +25,17 @@ if TYPE_CHECKING:
 DECODES, BESIDE, FAILED = 1, 2**20, 2**40
 
 
+class RankError(RuntimeError):
+    """Another rank of the call has failed, or the ranks' calls do not go together."""
+
+
 def of_config(config: Any) -> Ranks | None:
     """The ranks that decode the call of ``config``; ``None`` where it concerns this process alone."""
     call = getattr(config, "_call", None)
     return None if call is None else call.ranks
+
+
+# ---------------------------------------------------------------- before each forward
 
 
 def any_unfinished(model: Any, is_finished: bool, device: torch.device) -> bool:
@@ -46,39 +43,34 @@ def any_unfinished(model: Any, is_finished: bool, device: torch.device) -> bool:
 
     Raises ``RankError`` if a rank has failed.
     """
-    n_decoding = _tell(0 if is_finished else DECODES, device)
+    n_decoding = _add_up(0 if is_finished else DECODES, device)
     group = families.tensor_parallel_group(model)
     if group is not None and (n_ranks := dist.get_world_size()) == dist.get_world_size(group):
         return n_decoding == n_ranks
     return n_decoding > 0
 
 
-def announce(company: Ranks) -> None:
-    """Wait until all ranks forward ``company.beside``, as this one is about to."""
-    _tell(BESIDE, company.device)
+def announce(ranks: Ranks) -> None:
+    """Wait until all ranks forward ``ranks.beside``, as this one is about to."""
+    _add_up(BESIDE, ranks.device)
 
 
 def wait(run: Run) -> None:
-    """Wait until all ranks have come as far; forward with those that forward something besides."""
-    company = of_config(run.config)
-    if company is None or company.beside is None:
+    """Wait until all ranks have come as far; forward one token with those that forward something besides."""
+    ranks = of_config(run.config)
+    if ranks is None or ranks.beside is None:
         return
-    while _tell(0, company.device) >= BESIDE:
-        _forward_one_token(run, company.beside)
+    while _add_up(0, ranks.device) >= BESIDE:
+        inputs: dict[str, Any] = {"input_ids": run.ids.new_zeros(1, 1)}
+        if ranks.beside.config.is_encoder_decoder:
+            names = ("encoder_outputs", "attention_mask")
+            inputs = {name: copy.deepcopy(run.model_kwargs.get(name)) for name in names}
+            inputs["decoder_input_ids"] = run.ids[:, :1]
+        execution.call(ranks.beside, **inputs, use_cache=False)  # so that nothing is left behind
 
 
-def _forward_one_token(run: Run, model: Any) -> None:
-    """Forward ``model`` without a cache, so that nothing is left behind."""
-    inputs: dict[str, Any] = {"input_ids": run.ids.new_zeros(1, 1)}
-    if model.config.is_encoder_decoder:
-        names = ("encoder_outputs", "attention_mask")
-        inputs = {name: copy.deepcopy(run.model_kwargs.get(name)) for name in names}
-        inputs["decoder_input_ids"] = run.ids[:, :1]
-    execution.call(model, **inputs, use_cache=False)
-
-
-def _tell(number: int, device: torch.device) -> int:
-    """The sum of what all ranks tell."""
+def _add_up(number: int, device: torch.device) -> int:
+    """Return the sum of the ranks' numbers. Raises ``RankError`` if a rank has failed."""
     total = _sum(number, device)
     if total >= FAILED:
         raise error_of(exchange(""))
@@ -91,14 +83,17 @@ def _sum(number: int, device: torch.device) -> int:
     return int(total)
 
 
-def end_with(run: Run, strategy: Any, error: BaseException) -> None:
-    """Let the other ranks of a run end with ``error``, which came after a forward and before the next.
+# ---------------------------------------------------------------- where one has failed
 
-    With ``synced_gpus`` they go on to the next collective, where it is told. A strategy that forwards
+
+def end_with(run: Run, strategy: Any, error: BaseException) -> None:
+    """Send ``error``, which came between two forwards, to the other ranks of a run: they end with it.
+
+    With ``synced_gpus`` they go on to the next collective, which reports it. A strategy that forwards
     within its steps has ``make_up(run)``: it forwards what the others do in this step, or cannot.
     """
-    company = of_config(run.config)
-    if company is None or not company.is_synced or isinstance(error, RankError):
+    ranks = of_config(run.config)
+    if ranks is None or not ranks.is_synced or isinstance(error, RankError):
         return
     make_up = getattr(strategy, "make_up", None)
     if make_up is not None and not make_up(run):
@@ -109,12 +104,64 @@ def end_with(run: Run, strategy: Any, error: BaseException) -> None:
 
 
 def explain(run: Run, error: BaseException) -> None:
-    """Raise the ``RankError`` that says why a forward has failed here, or leave a note of ``error``."""
-    company = of_config(run.config)
-    if company is None or isinstance(error, RankError):
+    """Raise the ``RankError`` that says why a forward has failed here, or leave a note of ``error``.
+
+    The others may be within a forward: they look for notes once it has failed.
+    """
+    ranks = of_config(run.config)
+    if ranks is None or isinstance(error, RankError):
         return
-    if isinstance(error, RuntimeError) and (note := find_note(company.number)) is not None:
+    if isinstance(error, RuntimeError) and (note := _find_note(ranks.number)) is not None:
         raise note from error
-    if is_of_connection(error):
+    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # of a collective
         raise error_of_connection(error) from error
-    leave_note(error, company.number)
+    leave_note(error, ranks.number)
+
+
+def exchange(message: Any, group: Any = None) -> list[Any]:
+    """``message`` of every rank of ``group``, by default of all."""
+    messages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, message, group=group)
+    return messages
+
+
+def error_of(messages: list[str]) -> RankError:
+    """The error of those that have not failed themselves; ``messages`` of each rank, or nothing."""
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(messages) if text)
+    return RankError(f"The call ended on all ranks, since one has failed. {causes}")
+
+
+def error_of_connection(error: BaseException) -> RankError:
+    """The error where a collective has failed, and no rank has said why."""
+    return RankError(f"Ranks cannot reach each other, as after the end of a process. {error}")
+
+
+def text_of(error: BaseException) -> str:
+    """The message by which other ranks learn of ``error``."""
+    while isinstance(error, GeneratorExit):  # the consumer of the steps ended; it may have failed
+        if error.__context__ is None:
+            return "nobody asks for its tokens any more"
+        error = error.__context__
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def leave_note(error: BaseException, number: int) -> None:
+    """Store ``error`` of call ``number`` where other ranks look once their own forward has failed."""
+    with suppress(Exception):
+        _store().set(f"hfgen/{number}/{dist.get_rank()}", text_of(error))
+
+
+def _find_note(number: int) -> RankError | None:
+    """The error that another rank has stored; ``None`` if there is nothing, or no store any more."""
+    messages: list[str] = []
+    with suppress(Exception):  # there may be no group any more
+        messages = [""] * dist.get_world_size()
+        for rank in range(len(messages)):
+            key = f"hfgen/{number}/{rank}"
+            if rank != dist.get_rank() and _store().check([key]):
+                messages[rank] = _store().get(key).decode()
+    return error_of(messages) if any(messages) else None
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
