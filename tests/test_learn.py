@@ -58,6 +58,14 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"eos_token_id": EOS},
     "sample": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
     "beams": {"num_beams": 3, "eos_token_id": EOS},
+    "early": {"num_beams": 2, "eos_token_id": EOS, "early_stopping": True},
+    "never": {
+        "num_beams": 2,
+        "eos_token_id": EOS,
+        "early_stopping": "never",
+        "length_penalty": 2.0,
+    },
+    "beam sample": {"num_beams": 2, "eos_token_id": EOS, "do_sample": True, "top_p": 0.9},
 }
 
 
@@ -75,12 +83,13 @@ def tokens_of_transformers(family: str, mode: str, padded: bool) -> Tensor:
         return upstream(family).generate(**arguments(family, mode, padded))
 
 
-def check(twin: ModuleType, family: str, *more: tuple[str, bool]) -> None:
-    """The twin returns what transformers returns for the same call and the same random state.
+#: Modes, and whether the batch has three padded rows.
+CALLS = (("greedy", True), ("sample", False), ("beams", True))
 
-    ``more``: modes besides those that are always tried, and whether the batch is padded.
-    """
-    for mode, padded in (("greedy", True), ("sample", False), ("beams", True), *more):
+
+def check(twin: ModuleType, family: str, *calls: tuple[str, bool]) -> None:
+    """The twin returns what transformers returns for the same call and the same random state."""
+    for mode, padded in calls:
         if mode == "beams" and Limit.BEAMS in FAMILIES[family].unsupported:
             continue
         theirs = tokens_of_transformers(family, mode, padded)
@@ -97,23 +106,24 @@ def test_most_families_are_not_left_out() -> None:
 
 @pytest.mark.parametrize("family", PASSING)
 def test_tokens_of_transformers(family: str) -> None:
-    check(learn.generate, family)
+    check(learn.generate, family, *CALLS)
+
+
+#: Some with sliding windows, with a state, with experts, without positions or a cache.
+SOME = ("llama", "gpt2", "bloom", "openai-gpt", "qwen2_sliding", "gemma2", "mixtral", "lfm2")
 
 
 @pytest.mark.parametrize("number", range(1, 10))
 def test_tokens_of_transformers_after_each_lesson(number: int) -> None:
-    """Some with sliding windows, with a state, with experts, without positions or a cache."""
-    for family in (
-        "llama",
-        "gpt2",
-        "bloom",
-        "openai-gpt",
-        "qwen2_sliding",
-        "gemma2",
-        "mixtral",
-        "lfm2",
-    ):
-        check(lessons.modules()[number], family, ("sample", True), ("beams", False))
+    for family in SOME:
+        check(lessons.modules()[number], family, *CALLS, ("sample", True), ("beams", False))
+
+
+@pytest.mark.parametrize("mode", ["early", "never", "beam sample"])
+def test_beams_of_all_kinds(mode: str) -> None:
+    for family in SOME:
+        for twin in (lessons.modules()[0], lessons.modules()[-1]):
+            check(twin, family, (mode, True))
 
 
 def test_lessons_are_small() -> None:
