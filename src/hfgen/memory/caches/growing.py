@@ -159,15 +159,16 @@ class GrowableTensor:
         else:  # the activations of the prompt need memory too: no room beyond its length
             self._move(new[..., :0, :], length)
 
-    def _move(self, tokens: Tensor, capacity: int) -> None:
-        """Make a buffer that begins with ``tokens``; it has as much room for rows as the former one."""
-        n_rows = tokens.shape[0]
-        room = n_rows if self.buffer is None else max(n_rows, self.buffer.shape[0])
-        self._place(tokens, room, 0, capacity)
+    def _move(
+        self, tokens: Tensor, capacity: int, before: int = 0, room: int | None = None
+    ) -> None:
+        """Make a buffer with ``tokens`` behind ``before`` free tokens.
 
-    def _place(self, tokens: Tensor, room: int, before: int, capacity: int) -> None:
-        """Make a buffer of ``room`` rows with ``tokens`` behind ``before`` free tokens."""
+        It has ``room`` for that many rows; by default, for as many as the former one.
+        """
         n_rows, *heads, length, size = tokens.shape
+        if room is None:
+            room = n_rows if self.buffer is None else max(n_rows, len(self.buffer))
         buffer = self._empty((room, *heads, capacity, size), tokens)
         buffer[:n_rows].narrow(-2, before, length).copy_(tokens)
         self._adopt(buffer, before, length, n_rows)
@@ -303,7 +304,7 @@ class GrowableTensor:
         """Move to a buffer of ``room`` rows of ``length`` tokens, with ``spare`` tokens on both sides."""
         on_a_side = spare(length)
         before = on_a_side + length - self.view.shape[-2]
-        self._place(self.view, room, before, length + 2 * on_a_side)
+        self._move(self.view, length + 2 * on_a_side, before, room)
 
     def __copy__(self) -> GrowableTensor:
         return GrowableTensor(self.view)
