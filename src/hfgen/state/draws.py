@@ -1,8 +1,8 @@
-"""The same draws as ``torch.multinomial``, computed from the few tokens that samplers have kept.
+"""The same draws as ``torch.multinomial``, computed from the few tokens that samplers kept.
 
-With ``q`` exponential, torch draws what has the largest ``p / q``. On the CPU it makes each ``q`` of a uniform
-number in float64. So uniform numbers are drawn for all tokens, which leaves the generator as torch would leave
-it, and logarithms are taken of those that a token is left of.
+With exponential ``q``, torch draws the token with the largest ``p / q``. On the CPU it computes each ``q``
+from a uniform number in float64. Here uniform numbers are drawn for all tokens, so that the generator ends in
+the same state, and logarithms are computed only for the kept tokens.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from torch.nn.functional import pad
 
 from . import survivors
 
-#: Torch's ``p`` and ``q`` are rounded to float32: of ratios that are nearer to each other, it decides itself.
+#: torch's ``p`` and ``q`` are rounded to float32: if two ratios are nearer than this, torch has to draw.
 MARGIN = 1e-5
 
-#: Relative to the likeliest: what is less likely might be 0 in float32.
+#: Probabilities that are smaller than this share of the largest might be 0 in float32.
 TINY = 1e-30
 
 
 def draw(scores: Tensor, n: int) -> Tensor | None:
     """Indices ``(rows, n)`` that ``torch.multinomial(scores.softmax(dim=-1), n)`` would draw.
 
-    ``None``, and nothing is drawn, if torch is to be asked: many tokens are left, scores are invalid, two
-    ratios are too near to each other, or another version of torch draws in another way. (A uniform number
-    that is 0 where no token is left, at a chance of 2 ** -53 each, would make torch draw that token.)
+    Returns ``None``, and draws nothing, if torch has to draw: many tokens are left, scores are invalid, two
+    ratios are too near to each other, or another version of torch draws in another way. (A uniform number of 0
+    for a token that was dropped, at a chance of 2 ** -53 each, would make torch draw that token.)
     """
-    left = survivors.left_in(scores)
-    if left is None or n > left.values.shape[1] or not draws_by_uniforms():
+    few = survivors.left_in(scores)
+    if few is None or n > few.values.shape[1] or not draws_by_uniforms():
         return None
     state = torch.get_rng_state()
-    drawn = torch.empty(left.vocab, dtype=torch.float64)  # row by row it stays in the cache
-    uniform = torch.stack([drawn.uniform_()[tokens] for tokens in left.tokens])
-    ratios = left.weights() / -torch.log1p(-uniform)
+    uniforms = torch.empty(few.vocab, dtype=torch.float64)  # of a row, to stay in the cache
+    uniform = torch.stack([uniforms.uniform_()[tokens] for tokens in few.tokens])
+    ratios = few.weights() / -torch.log1p(-uniform)
     best, places = pad(ratios, (0, 1)).topk(n + 1)
     is_clear = (best[:, 1:] < best[:, :-1] * (1 - MARGIN)).all(dim=1) & (best[:, n - 1] > TINY)
     if not is_clear.all():
         torch.set_rng_state(state)
         return None
-    return left.tokens.gather(1, places[:, :n])
+    return few.tokens.gather(1, places[:, :n])
 
 
 def multinomial(scores: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def multinomial(scores: Tensor) -> Tensor:
 
 @cache
 def draws_by_uniforms() -> bool:
-    """Whether this torch draws as described above: tried out once, with a generator of its own."""
+    """Whether this version of torch draws as described above; tried once, with a separate generator."""
     generator = torch.Generator()
     for shape in ((1, 7), (3, 5000)):
         exponential = torch.empty(shape).exponential_(generator=generator.manual_seed(1))

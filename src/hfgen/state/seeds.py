@@ -1,8 +1,8 @@
 """Noise determined by a seed: a function of the row's seed, the position in the text, and the token.
 
-A token is chosen by the Gumbel-max trick: it has the highest sum of its score and of noise. No draw
-depends on another one, so a row's tokens do not depend on its neighbours, on drafts, or on the order
-in which positions are looked at (Gumbel coupling, arXiv 2408.07978).
+The chosen token has the highest sum of score and noise (the Gumbel-max trick). No draw depends on another
+one, so a row's tokens do not depend on its neighbours, on drafts, or on the order in which positions are
+processed (Gumbel coupling, arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(seeds: list[int | None], copies: int, device: Any) -> torch.Tensor:
-    """Keys ``(len(seeds) * copies,)`` int64: of each seed and its copies. ``None``: a random seed.
+    """Keys ``(len(seeds) * copies,)`` int64: ``copies`` of each seed. ``None`` is a random seed.
 
     Random seeds come from torch's generator, so that ``torch.manual_seed`` fixes them.
     """
-    known = [int(torch.randint(2**62, ())) if seed is None else seed for seed in seeds]
-    base = torch.tensor(known, device=device)[:, None]
-    number = torch.arange(copies, device=device)
-    return _mix(_mix(base) + number * _GOLDEN).flatten()
+    seeds = [int(torch.randint(2**62, ())) if seed is None else seed for seed in seeds]
+    base = torch.tensor(seeds, device=device)[:, None]
+    copy = torch.arange(copies, device=device)
+    return _mix(_mix(base) + copy * _GOLDEN).flatten()
 
 
 def keys_at(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
-    """Keys ``(rows,)`` whose noise at position -1 is that of ``keys`` at positions of their own."""
+    """Keys ``(rows,)`` whose noise at position -1 is that of ``keys`` at ``positions``, one or ``(rows,)``."""
     return keys + (positions + 1) * _GOLDEN
 
 
@@ -55,9 +55,8 @@ def bits(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tenso
 
 
 def uniform(keys: torch.Tensor, position: int, salt: int) -> torch.Tensor:
-    """Numbers ``(rows,)`` above 0 and below 1 for ``keys (rows,)``; ``salt``, below 0, tells uses apart."""
-    salt_tensor = torch.tensor(salt, device=keys.device)
-    return _open_interval(bits(keys, position, salt_tensor))
+    """Numbers ``(rows,)`` above 0 and below 1 for ``keys (rows,)``; each use has a ``salt`` below 0."""
+    return _open_interval(bits(keys, position, torch.tensor(salt, device=keys.device)))
 
 
 def _open_interval(x: torch.Tensor) -> torch.Tensor:
@@ -76,15 +75,15 @@ def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Ten
 def perturbed(scores: torch.Tensor, keys: torch.Tensor, position: int) -> torch.Tensor:
     """``scores (rows, n)`` plus the noise of ``keys (rows,)`` at a position of the generated text.
 
-    On the CPU, noise is made only for scores that samplers have left above -inf, where these are few.
+    On the CPU, noise is generated only for scores above -inf, if samplers left few of them.
     """
-    if (left := survivors.left_in(scores)) is not None:
-        left.values = left.values + gumbel(keys[:, None], position, left.tokens)
-        return left.scores()
+    if (few := survivors.left_in(scores)) is not None:
+        few.values = few.values + gumbel(keys[:, None], position, few.tokens)
+        return few.scores()
     tokens = torch.arange(scores.shape[1], device=scores.device)
     if not scores.is_cpu:
         return scores + gumbel(keys[:, None], position, tokens)
-    # Row by row, what a row needs stays in the processor's cache: 10 ms for 8 rows of 152,000, not 90.
+    # Row by row, the tensors stay in the processor's cache: 10 ms for 8 rows of 152,000, not 90.
     noisy = torch.empty_like(scores)
     for row in range(len(scores)):
         torch.add(scores[row], gumbel(keys[row], position, tokens), out=noisy[row])
@@ -93,9 +92,9 @@ def perturbed(scores: torch.Tensor, keys: torch.Tensor, position: int) -> torch.
 
 @dataclass(slots=True)
 class RowChoice:
-    """Chooses tokens by scores and noise; the same wherever and whenever a row is looked at."""
+    """Chooses tokens by scores and noise, as a function of the row's key and position alone."""
 
-    #: ``(rows,)``: keys of each row's noise; with beams, of each prompt's.
+    #: ``(rows,)``: keys of the rows' noise; with beams, of the prompts'.
     keys: torch.Tensor
     #: ``(rows,)`` bools; ``None`` if all rows sample.
     is_sampled: torch.Tensor | None
@@ -103,7 +102,7 @@ class RowChoice:
 
     @classmethod
     def of(cls, keys: torch.Tensor, rows: RowParams | None, prompt_length: int) -> RowChoice:
-        """The choice by ``keys (rows,)``, where what prompts ask for says which of them sample."""
+        """The choice by ``keys (rows,)``; the configs in ``rows`` say which prompts sample."""
         is_sampled = None
         if rows is not None and not all(flags := rows.values("do_sample")):
             each = len(keys) // len(rows)
@@ -112,7 +111,7 @@ class RowChoice:
         return cls(keys, is_sampled, prompt_length)
 
     def of_prompts(self, prompts: slice) -> RowChoice:
-        """The choice of some rows."""
+        """The choice for some rows."""
         is_sampled = None if self.is_sampled is None else self.is_sampled[prompts]
         return RowChoice(self.keys[prompts], is_sampled, self.prompt_length)
 
@@ -124,18 +123,17 @@ class RowChoice:
         return torch.where(self.is_sampled[:, None], noisy, scores)
 
     def choose(self, scores: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens ``(rows,)``, and in which rows there is none to choose: NaN, or nothing left."""
-        if (left := survivors.left_in(scores)) is not None:
-            return self._among(left, length), torch.zeros_like(self.keys, dtype=torch.bool)
+        """Tokens ``(rows,)``, and bools ``(rows,)``: which rows have none, since scores are NaN or all -inf."""
+        if (few := survivors.left_in(scores)) is not None:
+            values = few.values + gumbel(
+                self.keys[:, None], length - self.prompt_length, few.tokens
+            )
+            if self.is_sampled is not None:
+                values = torch.where(self.is_sampled[:, None], values, few.values)
+            # Of equal scores the first of the vocabulary is chosen, as by argmax below.
+            is_best = values == values.amax(dim=1, keepdim=True)
+            tokens = few.tokens.masked_fill(~is_best, few.vocab).amin(dim=1)
+            return tokens, torch.zeros_like(self.keys, dtype=torch.bool)
         tokens = self.perturbed(scores, length).argmax(dim=-1)  # NaN counts as the largest
         chosen = scores.gather(1, tokens[:, None]).squeeze(1)
         return tokens, chosen.isnan() | (chosen == -torch.inf)
-
-    def _among(self, left: survivors.Survivors, length: int) -> torch.Tensor:
-        """Tokens ``(rows,)``, chosen from those that are left."""
-        values = left.values + gumbel(self.keys[:, None], length - self.prompt_length, left.tokens)
-        if self.is_sampled is not None:
-            values = torch.where(self.is_sampled[:, None], values, left.values)
-        # Of equals the first of the vocabulary is chosen, as from all.
-        is_best = values == values.amax(dim=1, keepdim=True)
-        return left.tokens.masked_fill(~is_best, left.vocab).amin(dim=1)

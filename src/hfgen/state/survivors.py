@@ -1,4 +1,4 @@
-"""The tokens that samplers keep of a large vocabulary, as short rows, found in one pass over the scores."""
+"""The few tokens that samplers keep of a large vocabulary, found in one pass over the scores."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: In fewer scores, or in a smaller vocabulary, a few passes over all take no longer than looking for a part.
+#: For fewer scores, or a smaller vocabulary, a few passes over all take no longer than this search.
 MANY, LARGE = 2**14, 2**12
 
-#: Few tokens are at most one in so many.
+#: At most one in so many tokens counts as few.
 FEW = 4
 
-#: Columns of the scores that share a maximum: in a vocabulary of so many tokens, and below.
+#: Pairs: from this size of the vocabulary on, so many columns of the scores share a maximum.
 BLOCKS = ((2**16, 64), (0, 16))
 
-
-#: Columns that tell at once of most scores that nothing was ruled out.
+#: If too many of the first columns are above -inf, the others are not read.
 GLANCE = 256
 
 
 @dataclass(slots=True)
 class Survivors:
-    """Of each row, ``values (rows, n)``, descending, of ``tokens (rows, n)``.
+    """Scores ``values (rows, n)``, descending, of ``tokens (rows, n)``.
 
-    A row that has fewer than ``n`` ends in values of -inf. Each row has at least one above it.
+    A row with fewer than ``n`` tokens is padded with values of -inf. Each row has at least one token.
     """
 
     values: Tensor
@@ -41,11 +40,11 @@ class Survivors:
         return full.scatter_(1, self.tokens[rows], values)
 
     def weights(self) -> Tensor:
-        """Probabilities by that of the best, ``(rows, n)`` in float64."""
+        """Probabilities divided by that of the best token, ``(rows, n)`` in float64."""
         return (self.values - self.values[:, :1]).double().exp()
 
     def without(self, drops: Tensor) -> Survivors:
-        """Those that are not in ``drops (rows, n)``, the last of each row."""
+        """Drop tokens by bools ``drops (rows, n)``, which have to be the last of each row."""
         values = self.values.masked_fill(drops, -math.inf)
         n = int((values > -math.inf).sum(dim=1).max())
         return Survivors(values[:, :n], self.tokens[:, :n], self.vocab)
@@ -54,8 +53,8 @@ class Survivors:
 class Blocks:
     """Maxima ``(rows, n_blocks)`` of blocks of columns, of ``scores (rows, vocab) / divisor``.
 
-    The divisor is a number, or a column ``(rows, 1)``.
-    What is above some bound is in few blocks, and only these are looked into.
+    The divisor is a number, or a column ``(rows, 1)``. Scores above a high bound are in few blocks, and only
+    these are read again.
     """
 
     def __init__(self, scores: Tensor, divisor: float | Tensor | None = None) -> None:
@@ -64,12 +63,12 @@ class Blocks:
         self.size = next(size for vocab, size in BLOCKS if self.vocab >= vocab)
         self.n_blocks = self.vocab // self.size
         n = self.n_blocks * self.size
-        #: The columns that fill no block.
+        #: The last columns, which fill no block.
         self.tail = torch.arange(n, self.vocab)
         blocks = scores[:, :n].unflatten(1, (self.size, self.n_blocks))
-        # A quotient by one number is the larger, the larger what is divided.
+        # Division keeps the order, so that only the maxima have to be divided.
         self.maxima = self.scaled(blocks.amax(dim=1))
-        #: ``(rows, 1)``; NaN if there is one in the row.
+        #: The best score of each row, ``(rows, 1)``; NaN if the row has one.
         self.best = self.maxima.amax(dim=1, keepdim=True)
         if len(self.tail):
             last = self.scaled(scores[:, n:]).amax(dim=1, keepdim=True)
@@ -79,19 +78,19 @@ class Blocks:
         return scores if self.divisor is None else scores / self.divisor
 
     def is_finite(self) -> bool:
-        """Whether the best of each row is: there is no NaN, no infinity, and something left."""
+        """Whether the best score of each row is finite: the row has no NaN, no infinity, and a token left."""
         return all(map(math.isfinite, self.best.flatten().tolist()))
 
     def bound(self, k: int) -> Tensor:
-        """Numbers ``(rows, 1)`` that at least ``k`` scores of each row reach, if it has as many left."""
+        """Bounds ``(rows, 1)`` that at least ``k`` scores of each row reach."""
         return self.maxima.topk(k).values[:, -1:]
 
     def above(self, bound: Tensor | None = None) -> Survivors | None:
-        """The tokens whose scores reach ``bound (rows, 1)``, or are not -inf; ``None`` if they are not few."""
-        is_left = self.maxima > -math.inf
+        """The tokens above -inf whose scores reach ``bound (rows, 1)``; ``None`` if they are not few."""
+        has_tokens = self.maxima > -math.inf
         if bound is not None:
-            is_left &= self.maxima >= bound
-        n = int(is_left.sum(dim=1).max())
+            has_tokens &= self.maxima >= bound
+        n = int(has_tokens.sum(dim=1).max())
         if n * self.size * FEW > self.vocab:
             return None
         first = self.maxima.topk(n).indices
@@ -107,9 +106,9 @@ class Blocks:
 
 
 def is_large(scores: Tensor) -> bool:
-    """Whether it pays to look for what is left of ``scores (rows, vocab)``.
+    """Whether it pays to search ``scores (rows, vocab)`` for the tokens that are left.
 
-    Elsewhere than on the CPU, to know how many tokens are left would be to wait for the device.
+    On an accelerator, to count them would be to wait for the device.
     """
     return (
         scores.is_cpu
@@ -121,7 +120,7 @@ def is_large(scores: Tensor) -> bool:
 
 
 def left_in(scores: Tensor) -> Survivors | None:
-    """The tokens of ``scores (rows, vocab)`` above -inf, if there are few in each row, and no invalid scores."""
+    """The tokens above -inf in ``scores (rows, vocab)``; ``None`` if they are not few, or scores are invalid."""
     if not is_large(scores):
         return None
     glance = scores[:, :GLANCE] > -math.inf

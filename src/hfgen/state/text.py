@@ -26,12 +26,12 @@ UNKNOWN = b"\xff"
 class Detokenizer:
     """The text of one row, returned as soon as it is certain.
 
-    What ``push`` has returned is never taken back, and holds whole characters only. All that is
-    returned, with what ``finish`` adds, is ``decode(tokenizer, all_ids, skip_special_tokens, before)``:
-    spaces are not cleaned up, which would look back at text that has been returned.
+    ``push`` returns whole characters, which are final. All returned text, with that of ``finish``, is
+    ``decode(tokenizer, all_ids, skip_special_tokens, before)``: spaces are not cleaned up, since that could
+    change text that was returned before.
 
-    Only the end of a row is decoded again, so that a token costs the same however long the row is. A
-    run of byte tokens (``<0xE2>``) waits for its end: one wrong byte changes how all of it is read.
+    Only the end of a row is decoded again, so the cost per token is constant. A run of byte tokens
+    (``<0xE2>``) is held back up to its end: one wrong byte changes how all of it is decoded.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Detokenizer:
     ) -> None:
         """``before``: the end of the prompt, as ``context_of`` returns it."""
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
-        #: Left out by the tokenizer; here they would only make the window longer.
+        #: Special tokens that the tokenizer leaves out.
         self.skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
         #: The end of the row, and how many characters of its text have been returned.
         self.window = list(before)
@@ -49,7 +49,7 @@ class Detokenizer:
         self.limit = len(self.window) + CONTEXT
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens of the row; returns the text that they have made certain."""
+        """Append the next tokens of the row; returns the text that is now certain."""
         new = [token for token in token_ids if token not in self.skipped]
         if not new:
             return ""
@@ -65,7 +65,7 @@ class Detokenizer:
         return returned
 
     def finish(self) -> str:
-        """The rest, with a replacement character where one has remained incomplete."""
+        """The rest of the text, with a replacement character for an incomplete one."""
         return self.updated()[self.n_returned :]
 
     def updated(self) -> str:
@@ -79,7 +79,7 @@ class Detokenizer:
         return decode(self.tokenizer, ids, self.skip_special_tokens)
 
     def shorten(self, text: str) -> None:
-        """Let the window, whose text is ``text``, begin later, if it then ends alike."""
+        """Let the window, whose text is ``text``, begin later, if its text then ends in the same way."""
         window = self.window[-CONTEXT:]
         while window and _is_byte(self.tokenizer, window[0]):  # perhaps amid a character
             window = window[1:]
@@ -92,10 +92,10 @@ class Detokenizer:
 
 
 class Pieces(dict[int, bytes]):
-    """The bytes in UTF-8 that each token adds to a text which goes on; found when first asked for.
+    """By token: the bytes in UTF-8 that it adds to a text; computed on first access.
 
-    Pieces are those of ``transformers.StopStringCriteria``, which finds all of a vocabulary's at once.
-    Special tokens are spelled out, a token with a leading space has it, also at the start of a text.
+    They are those of ``transformers.StopStringCriteria``, which computes them for the whole vocabulary.
+    Special tokens are spelled out. A token with a leading space has it also at the start of a text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -131,7 +131,7 @@ def decode(
     skip_special_tokens: bool = False,
     before: Sequence[int] = (),
 ) -> str:
-    """The text that ``ids`` add to the text of the ids ``before``, with spaces as they are."""
+    """The text that ``ids`` add to that of the ids ``before``, without a cleanup of spaces."""
     text: str = tokenizer.decode(
         [*before, *ids], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
@@ -141,10 +141,10 @@ def decode(
 
 
 def context_of(tokenizer: Any, prompt: Sequence[int]) -> list[int]:
-    """The end of the ids of a prompt, which decides how the tokens behind it are decoded.
+    """The end of a prompt's ids, on which the text of the following tokens depends.
 
-    SentencePiece, Metaspace and WordPiece write no space at the start of a text. A special token
-    starts a text: after the one that opens the answer in a chat, there is no space.
+    SentencePiece, Metaspace and WordPiece write no space at the start of a text, nor after a special token,
+    as the one that opens the answer in a chat.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     added = getattr(tokenizer, "added_tokens_decoder", {})

@@ -50,7 +50,7 @@ class Spelling:
 
 
 def shared_tokens(target: Spelling, other: Spelling) -> dict[int, int]:
-    """Ascending map of ``other``'s ids to ``target``'s, of tokens alike but for signs of spaces."""
+    """Map ``other``'s ids, ascending, to ``target``'s of the same text; signs of spaces may differ."""
     vocab, others = target.tokenizer.get_vocab(), other.tokenizer.get_vocab()
     sign, other_sign = _space_sign(target.tokenizer), _space_sign(other.tokenizer)
     if sign and other_sign and sign != other_sign:
@@ -63,7 +63,7 @@ def shared_tokens(target: Spelling, other: Spelling) -> dict[int, int]:
 
 
 def _space_sign(tokenizer: Any) -> str:
-    """What a leading space is in tokens: ``Ġ``, ``▁``, …; empty if it has no sign."""
+    """The sign of a leading space in tokens, ``Ġ`` or ``▁``; empty if the tokenizer has none."""
     ids = tokenizer.encode(" ", add_special_tokens=False)
     tokens = tokenizer.convert_ids_to_tokens(list(ids)[:1])
     return str(tokens[0])[:1] if tokens else ""

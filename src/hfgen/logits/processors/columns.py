@@ -24,7 +24,7 @@ def rows_of(prompts: torch.Tensor, each: int) -> torch.Tensor:
 
 
 def as_column(values: list[Any], device: Any) -> Any:
-    """The value that all of ``values`` are, or a tensor ``(n, 1)`` of them."""
+    """The value that all of ``values`` are equal to, or a tensor ``(n, 1)`` of them."""
     if all(value == values[0] for value in values):
         return values[0]
     is_whole = all(isinstance(value, int) for value in values)
@@ -33,7 +33,7 @@ def as_column(values: list[Any], device: Any) -> Any:
 
 
 def expand(column: Number, n_rows: int) -> Number:
-    """A number as it is; a column ``(prompts, 1)`` for ``n_rows``: ``(n_rows, 1)``."""
+    """A number unchanged, or a column ``(prompts, 1)`` repeated to ``(n_rows, 1)``."""
     if not isinstance(column, torch.Tensor) or len(column) == n_rows:
         return column
     return column.repeat_interleave(n_rows // len(column), dim=0)
