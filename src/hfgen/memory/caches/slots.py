@@ -143,19 +143,19 @@ def join(layer: Any, other: Any) -> None:
         return
     has_keys = isinstance(layer, DynamicLayer) and layer.is_initialized
     longest = max(layer.get_seq_length(), other.get_seq_length()) if has_keys else 0
-    kept = min(longest, getattr(layer, "sliding_window", longest + 1) - 1) or longest
+    n_kept = min(longest, getattr(layer, "sliding_window", longest + 1) - 1) or longest
     for added in states_of(other):
-        own, tensor = State(layer, added.name, added.index), added.tensor
-        if own.growable is not None:
+        state = State(layer, added.name, added.index)
+        if state.growable is not None:
             # A window that records what leaves it holds more than it shows.
-            own.growable.trim(own.growable.view.shape[-2] - kept, _spare(layer))
-            own.growable.join(tensor[..., -kept:, :], _spare(layer))
+            state.growable.trim(state.growable.view.shape[-2] - n_kept, _spare(layer))
+            state.growable.join(added.tensor[..., -n_kept:, :], _spare(layer))
             continue
-        both = [own.tensor, tensor.to(own.tensor.device)]
-        if (dim := own.dims.tokens) is not None:
-            length = max(states.shape[dim] for states in both)
-            both = [padded(states, dim, length) for states in both]
-        own.tensor = torch.cat(both, own.dims.rows)
+        both = [state.tensor, added.tensor.to(state.tensor.device)]
+        if (dim := state.dims.tokens) is not None:
+            length = max(tensor.shape[dim] for tensor in both)
+            both = [padded(tensor, dim, length) for tensor in both]
+        state.tensor = torch.cat(both, state.dims.rows)
     if has_keys and isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = longest
 
@@ -181,7 +181,7 @@ def extract(layer: Any, index: Tensor) -> Any:
         return twin
     twin = copy.copy(layer)
     for name, value in vars(layer).items():
-        if isinstance(value, dict):
+        if isinstance(value, dict):  # of tensors, which are replaced below
             setattr(twin, name, dict(value))
     for state in states_of(twin):
         state.take(index)
@@ -219,11 +219,11 @@ def trim(layer: Any, n_tokens: int, length: int) -> None:
         return
     if layer.keys is None:  # the model does not use its cache
         return
-    held = layer.keys.shape[-2]
-    dropped = held - min(held, length - n_tokens)  # a window may have dropped them already
+    n_held = layer.keys.shape[-2]
+    n_dropped = n_held - min(n_held, length - n_tokens)  # a window may have dropped some already
     for state in states_of(layer):
         if state.growable is not None:
-            state.growable.trim(dropped, _spare(layer))
+            state.growable.trim(n_dropped, _spare(layer))
     if getattr(layer, "indexer_position_ids", None) is not None:
         layer.indexer_position_ids = layer.indexer_position_ids[..., n_tokens:]
     if isinstance(layer, DynamicSlidingWindowLayer):
