@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+import typer
 from rich.cells import cell_len
 from transformers import (
     AutoTokenizer,
@@ -36,7 +37,6 @@ from hfgen import StreamEvent, grammar
 from hfgen.logits.stopping import FinishReason
 from hfgen.running import compiled_layers
 from hfgen.settings.fields import FIELDS
-from hfgen.tools import cli
 from hfgen.tools.cli import (
     app,
     chat,
@@ -631,13 +631,6 @@ def test_what_a_table_says_of_rare_tokens_and_of_logits() -> None:
     assert probabilities.value(-2.5, True) == "-2.500"
 
 
-def test_tokens_of_every_probability_are_marked() -> None:
-    tokens = [hfgen.TokenLogprob(i, math.log(p), 1) for i, p in enumerate((0.9, 0.2, 0.01))]
-    text = probabilities.coloured(tokens, {0: "a", 1: "b", 2: "c"})
-    assert text.plain == "ab«c»"
-    assert [str(span.style) for span in text.spans] == ["green", "yellow", "bold red"]
-
-
 def test_the_rest_of_a_line_is_said_in_words(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.err, "_force_terminal", True)
     arguments = ["generate", "abc", "--model", folder, "--max-new-tokens", "6"]
@@ -1030,7 +1023,10 @@ def test_the_demo_without_what_is_optional(
 # --- the program -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [(), *((n,) for n in cli.COMMANDS), ("eval", "perplexity")])
+@pytest.mark.parametrize(
+    "command",
+    [(), *((name,) for name in typer.main.get_command(app).commands), ("eval", "perplexity")],
+)
 def test_help_has_no_types_of_flags_and_no_sentence_that_is_broken(
     command: tuple[str, ...],
 ) -> None:

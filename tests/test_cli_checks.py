@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-import typer
 
 from hfgen.decoding.drafters.schedule import SCHEDULES
 from hfgen.memory import caches
 from hfgen.settings.fields import FIELDS
-from hfgen.tools.cli import app, checks, command_of, companions, options
+from hfgen.tools.cli import checks, companions, options
 from hfgen.tools.cli.report import CliError
 
 #: A command line, and words of its error. FILE is one that can be read.
@@ -153,13 +152,6 @@ def test_names_of_other_modules_are_known_without_torch() -> None:
     assert list(checks.COMPILE) == keys
     watermark = inspect.signature(transformers.WatermarkingConfig.__init__).parameters
     assert ["self", *checks.WATERMARK_KEYS] == list(watermark)
-
-
-def test_the_command_of_an_error_is_known() -> None:
-    names = {*typer.main.get_command(app).commands}
-    assert {name for name in names if command_of([name, "x"]) == f"hfgen {name}"} == names
-    assert command_of(["eval", "generate", "x"]) == "hfgen eval generate"
-    assert command_of(["--bogus", "eval"]) == "hfgen"
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,6 @@ from .report import CliError, one_line, say
 
 __all__ = ["app", "main"]
 
-COMMANDS = (
-    *("generate", "chat", "inspect", "compare", "batch"),
-    *("demo", "bench", "serve", "doctor", "eval"),
-)
-
 
 class OneLineErrors(PlainHelp, TyperGroup):
     """Ends a failed command with one line on standard error; exit code 2 is wrong input."""
@@ -56,14 +51,14 @@ class OneLineErrors(PlainHelp, TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
 
-def describe(error: Exception, arguments: Sequence[str] = ()) -> tuple[int, str]:
+def describe(error: Exception, arguments: Sequence[str]) -> tuple[int, str]:
     """The exit code, and what went wrong in one line of rich markup; ``arguments`` are the command's."""
     if isinstance(error, CliError):
         return 2, one_line(str(error))
     if hasattr(error, "format_message"):  # a usage error, whose class depends on typer's version
         context = getattr(error, "ctx", None)
-        command = context.command_path if context else command_of(arguments)
-        message = error.format_message().rstrip(".") + given(error, arguments)
+        command = context.command_path if context else "hfgen"
+        message = error.format_message().rstrip(".") + wrong_value(error, arguments)
         if "extra argument" in message and command == "hfgen generate":
             message += ": a prompt of several words needs quotes"
         return 2, f"{one_line(message)}; see {command} --help"
@@ -71,8 +66,8 @@ def describe(error: Exception, arguments: Sequence[str] = ()) -> tuple[int, str]
     return 1, f"{message} (--debug shows the traceback)"
 
 
-def given(error: Any, arguments: Sequence[str]) -> str:
-    """What was given to the option that ``error``, a usage error, is about, if it does not say so."""
+def wrong_value(error: Any, arguments: Sequence[str]) -> str:
+    """The value of the option that ``error``, a usage error, is about, if its message lacks it."""
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for argument, following in pairwise([*arguments, ""]):
             name, equals, value = argument.partition("=")
@@ -80,17 +75,6 @@ def given(error: Any, arguments: Sequence[str]) -> str:
             if name == option and value not in error.format_message():
                 return f", but {value!r} was given"
     return ""
-
-
-def command_of(arguments: Sequence[str]) -> str:
-    """The command that ``arguments`` begin with."""
-    names: list[str] = []
-    for argument in arguments:
-        commands = {"eval": ("perplexity", "generate")}.get(names[-1]) if names else COMMANDS
-        if argument not in (commands or ()):
-            break
-        names.append(argument)
-    return " ".join(["hfgen", *names])
 
 
 app = typer.Typer(
@@ -132,8 +116,6 @@ app.add_typer(_eval, name="eval")
 
 def main() -> None:
     """Run the command line on ``sys.argv`` and exit with its status."""
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # what its encoding does not have is shown by its code
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters outside of its encoding
     app(prog_name="hfgen")

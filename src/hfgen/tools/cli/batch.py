@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import files, options
+from . import options
 from .job_files import Line, Output, Requests
 from .loading import Loaded, load, quiet
 from .report import CliError, duration, err, say
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 #: Tokens of a chat whose body gives no limit, where the model has room for them.
 NEW_TOKENS = 1024
-
-POLICIES = ("fcfs", "srpt")  # requests have no priorities
 
 
 def batch(
@@ -40,29 +38,17 @@ def batch(
         str | None,
         typer.Option("--shard", metavar="i/n", help="Only every n-th line, from the i-th."),
     ] = None,
-    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Rows decoded at once.")] = 32,
-    memory: Annotated[
-        float,
-        typer.Option(
-            "--memory",
-            help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
-            callback=options.checked(options.check_memory),
-        ),
-    ] = 0.8,
-    prefill_tokens: Annotated[
-        int, typer.Option("--prefill-tokens", min=1, help="Prompt tokens per step, at most.")
-    ] = 2048,
+    max_rows: options.RowsOption = 32,
+    memory: options.MemoryOption = 0.8,
+    prefill_tokens: options.PrefillOption = 2048,
     policy: Annotated[
         str,
-        typer.Option("--policy", help="Order: fcfs, or srpt (short prompts first)."),
+        options.one_of_option(
+            "--policy", ("fcfs", "srpt"), "Order: fcfs, or srpt (short prompts first)."
+        ),
     ] = "fcfs",
-    prefix_cache: Annotated[
-        bool, typer.Option("--prefix-cache", help="Forward common prompt prefixes only once.")
-    ] = False,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option("--chat-template", help="A file to use instead of the tokenizer's template."),
-    ] = None,
+    prefix_cache: options.PrefixOption = False,
+    chat_template: options.TemplateOption = None,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -74,9 +60,6 @@ def batch(
     GenerationConfig, as --temperature 0.7, hold where a request says nothing. The exit code is 0 if all
     requests have an answer, 1 if some have an error, 2 for wrong input.
     """
-    if policy not in POLICIES:
-        raise CliError(f"--policy takes one of {', '.join(POLICIES)}, but {policy!r} was given")
-    template = None if chat_template is None else files.read_template(chat_template)
     lines = Requests.of(requests, shard)
     if output.exists() and output.samefile(requests):
         raise CliError("-o is the file of requests: give another one")
@@ -95,8 +78,8 @@ def batch(
             from ...engine.many import JobProgress
 
             loaded = load(model, None, dtype, device, trust_remote_code)
-            if template is not None:
-                loaded.tokenizer.chat_template = template
+            if chat_template is not None:
+                loaded.tokenizer.chat_template = chat_template
             options.generation_config(context.obj, loaded.model, NEW_TOKENS)  # checks the fields
             try:
                 engine = Engine(

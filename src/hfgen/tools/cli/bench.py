@@ -73,8 +73,8 @@ def bench(
     batch_sizes: Annotated[
         str, typer.Option("--batch-sizes", help="Batch sizes, for example 1,4.")
     ] = "1,4",
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each library.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    repeat: options.RepeatOption = 3,
+    as_json: options.JsonOption = False,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="OUT.png", help="Write a plot; needs matplotlib."),

@@ -77,14 +77,9 @@ def compare(
     batch: Annotated[
         bool, typer.Option("--batch", help="All prompts in one call, padded on the left.")
     ] = False,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Timed runs of each.")] = 3,
-    seed: Annotated[
-        int,
-        typer.Option(
-            "--seed", help="Seed of each call.", callback=options.checked(options.check_seed)
-        ),
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    repeat: options.RepeatOption = 3,
+    seed: Annotated[int, options.seed_option("--seed", "Seed of each call.")] = 0,
+    as_json: options.JsonOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,

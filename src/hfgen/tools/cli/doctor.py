@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 from rich.markup import escape
@@ -19,7 +19,7 @@ from ...settings.versions import TESTED
 from . import measure
 from .compare import compare_call
 from .loading import load, quiet
-from .options import DebugOption, generation_config
+from .options import DebugOption, JsonOption, generation_config
 from .report import duration, out, print_json
 
 #: Part → the modules that it needs, and how to get them.
@@ -58,7 +58,7 @@ class Finding:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Check this installation: versions, devices, optional packages, and the same tokens as transformers.

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from . import files, options
 from .companions import note_idle
-from .evaluate import JsonOption, SeedOption
+from .evaluate import SeedOption
 from .loading import load, quiet
 from .report import CliError, err, one_line, out, print_json, say
 
@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from ..evaluate.metrics import Metric, Score
 
 NEW_TOKENS = 64
-METRICS = (
-    "exact_match",
-    "bleu",
-    "chrf",
-    "rouge",
-)  # those of tools/evaluate/metrics.py, before torch
+METRICS = ("exact_match", "bleu", "chrf", "rouge")  # known before torch is imported
 ONE_ANSWER = "one completion of each line is scored: leave --num-return-sequences out"
 #: Failures that are shown one by one, without ``--json``.
 SHOWN = 5
@@ -50,9 +45,9 @@ def generate(
         typer.Option("--output", "-o", metavar="OUT.jsonl", help="Predictions and their scores."),
     ] = None,
     model: options.ModelOption = "builtin",
-    max_rows: Annotated[int, typer.Option("--max-rows", min=1, help="Rows decoded at once.")] = 32,
+    max_rows: options.RowsOption = 32,
     seed: SeedOption = 0,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,

@@ -17,14 +17,8 @@ from .report import CliError, err, one_line, out, print_json, say
 UNITS = ("windows", "documents")
 
 SeedOption = Annotated[
-    int,
-    typer.Option(
-        "--bootstrap-seed",
-        help="Seed of the bootstrap resamples.",
-        callback=options.checked(options.check_seed),
-    ),
+    int, options.seed_option("--bootstrap-seed", "Seed of the bootstrap resamples.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, not a table.")]
 
 
 def perplexity(
@@ -41,12 +35,12 @@ def perplexity(
     ] = 4,
     resample: Annotated[
         str,
-        typer.Option(
-            "--resample", help="Units of the interval of the total: windows or documents."
+        options.one_of_option(
+            "--resample", UNITS, "Units of the interval of the total: windows or documents."
         ),
     ] = "windows",
     seed: SeedOption = 0,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -56,8 +50,6 @@ def perplexity(
 
     The exit code is 0 if all files were scored, 1 if some could not be, 2 for wrong input.
     """
-    if resample not in UNITS:
-        raise CliError(f"--resample takes one of {', '.join(UNITS)}, but {resample!r} was given")
     for option, value, least in (("--window", window, 2), ("--stride", stride, 1)):
         if value is not None and value < least:
             raise CliError(f"{option} has to be at least {least}, but is {value}")

@@ -22,16 +22,18 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{str(path)!r} is not UTF-8: {error}") from error
 
 
-def read_template(path: Path) -> str:
-    """The chat template in a file. Raises ``CliError`` if there is none."""
+def read_template(path: str | None) -> str | None:
+    """The chat template in a file; ``None`` without one. Raises ``CliError`` for what is no template."""
+    if path is None:
+        return None
     import jinja2
 
     try:
-        template = read_text(path)
+        template = read_text(Path(path))
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
         environment.parse(GENERATION.sub("", template))
     except jinja2.TemplateSyntaxError as error:
-        place = f"line {error.lineno} of {str(path)!r}"
+        place = f"line {error.lineno} of {path!r}"
         raise CliError(f"--chat-template: {place} is wrong: {error.message}") from error
     except ValueError as error:
         raise CliError(f"--chat-template: {error}") from error

@@ -49,9 +49,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: text, tokens, times, memory.")
     ] = False,
-    optimize: Annotated[
-        bool, typer.Option("--optimize", help="Use faster kernels for this CPU.")
-    ] = False,
+    optimize: options.OptimizeOption = False,
     compile: Annotated[
         bool, typer.Option("--compile", help="With --optimize: also compile decoder layers.")
     ] = False,

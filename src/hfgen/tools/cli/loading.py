@@ -55,7 +55,6 @@ def load(
 
     ``device`` is a torch device, ``auto`` for all of them, or None for the GPU where there is one.
     """
-    check_dtype(dtype)
     import torch
 
     import hfgen
@@ -118,12 +117,6 @@ def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[
             f"nothing ({one_line(missing[0])}, …): is it a model that generates?"
         )
     return model, tokenizer
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise ``CliError`` for what is no type of weights."""
-    if dtype not in DTYPES:
-        raise CliError(f"--dtype takes one of {', '.join(DTYPES)}, but {dtype!r} was given")
 
 
 def check_device(device: str) -> None:

@@ -17,7 +17,8 @@ from typer.core import TyperCommand
 from ...settings.kinds import INT64
 from .checks import check_fields
 from .companions import check_companions
-from .loading import check_device, check_dtype, check_source
+from .files import read_template
+from .loading import DTYPES, check_device, check_source
 from .report import CliError, out, say
 from .short_forms import SHORT_FORMS, fields_of
 from .topics import LEGEND, METAVARS, option_name, panels
@@ -66,6 +67,16 @@ def model_option(help: str) -> Any:
     return Option("--model", metavar="ID_OR_PATH", help=help, callback=checked(check_source))
 
 
+def one_of_option(option: str, names: Collection[str], help: str) -> Any:
+    """An option that takes one of ``names``."""
+
+    def check(value: str) -> None:
+        if value not in names:
+            raise CliError(f"{option} takes one of {', '.join(names)}, but {value!r} was given")
+
+    return Option(option, help=help, callback=checked(check))
+
+
 ModelOption = Annotated[str, model_option("A folder, a hub id, builtin or builtin-draft.")]
 AssistantOption = Annotated[
     str | None,
@@ -77,12 +88,7 @@ AssistantOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    str,
-    Option(
-        "--dtype",
-        help="auto, float32, bfloat16 or float16 weights.",
-        callback=checked(check_dtype),
-    ),
+    str, one_of_option("--dtype", DTYPES, "auto, float32, bfloat16 or float16 weights.")
 ]
 DeviceOption = Annotated[
     str | None,
@@ -98,6 +104,55 @@ TrustOption = Annotated[
 DebugOption = Annotated[
     bool, Option("--debug", help="Show warnings, and the traceback of an error.")
 ]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object.")]
+RepeatOption = Annotated[int, Option("--repeat", min=1, help="Timed runs of each library.")]
+
+
+def check_memory(memory: float) -> None:
+    """Raise ``CliError`` for a ``--memory`` that is neither a share nor bytes."""
+    if not 0 < memory < math.inf:
+        raise CliError(
+            f"--memory takes bytes, or up to 1 a share of what is free, but is {memory:g}"
+        )
+
+
+def seed_option(option: str, help: str) -> Any:
+    """An option that takes a seed."""
+
+    def check(seed: int) -> None:
+        if not INT64.accepts(seed):
+            raise CliError(f"a seed has to be {INT64.words}, but is {seed}")
+
+    return Option(option, help=help, callback=checked(check))
+
+
+# Of an engine.
+RowsOption = Annotated[int, Option("--max-rows", min=1, help="Rows that decode at once.")]
+MemoryOption = Annotated[
+    float,
+    Option(
+        "--memory",
+        help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
+        callback=checked(check_memory),
+    ),
+]
+PrefillOption = Annotated[
+    int, Option("--prefill-tokens", min=1, help="Prompt tokens forwarded per step.")
+]
+PrefixOption = Annotated[
+    bool,
+    Option("--prefix-cache", help="Reuse the keys and values of common prompt prefixes."),
+]
+TemplateOption = Annotated[
+    str | None,
+    Option(
+        "--chat-template",
+        metavar="FILE",
+        help="A file to use instead of the model's template.",
+        callback=read_template,  # the command gets the text
+    ),
+]
+OptimizeOption = Annotated[bool, Option("--optimize", help="Use faster kernels for this CPU.")]
 
 
 class PlainHelp:
@@ -108,6 +163,15 @@ class PlainHelp:
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.help = re.sub(r"(?<!\n)\n(?!\n) *", " ", self.help or "")
         super().format_help(ctx, formatter)  # type: ignore[misc]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            remaining: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        except Exception as error:
+            if hasattr(error, "ctx"):  # a usage error, which names the command
+                error.ctx = error.ctx or ctx
+            raise
+        return remaining
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -286,20 +350,6 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
         return hfgen.GenerationConfig(**values)
     except (AttributeError, TypeError, ValueError) as error:
         raise CliError(str(error)) from error
-
-
-def check_memory(memory: float) -> None:
-    """Raise ``CliError`` for a ``--memory`` that is neither a share nor bytes."""
-    if not 0 < memory < math.inf:
-        raise CliError(
-            f"--memory takes bytes, or up to 1 a share of what is free, but is {memory:g}"
-        )
-
-
-def check_seed(seed: int) -> None:
-    """Raise ``CliError`` for a number that is no seed."""
-    if not INT64.accepts(seed):
-        raise CliError(f"a seed has to be {INT64.words}, but is {seed}")
 
 
 def plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the terminal: a table of tokens, and text coloured by probability."""
+"""Log-probabilities in the terminal: a table of tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from rich.text import Text
 
 #: Alternatives that one line of the table has room for.
 SHOWN = 10
-
-#: How likely a token was at least, and its style.
-LEVELS = ((0.5, "green"), (0.1, "yellow"), (0.0, "bold red"))
-LEGEND = "green: probability 0.5 and more · yellow: 0.1 and more · red, in «»: less"
 
 
 class Spelling:
@@ -57,14 +53,3 @@ def logprobs_table(tokens: Sequence[Any], spelling: Spelling, is_logit: bool = F
         row = [str(number), *cells, *(["  ".join(said)] if has_others else [])]
         table.add_row(*(Text(cell) for cell in row))
     return table
-
-
-def coloured(tokens: Sequence[Any], spelling: Spelling) -> Text:
-    """Tokens in the style of their probability, ``LEGEND`` says which; also readable without colours."""
-    text = Text()
-    for token in tokens:
-        probability = math.exp(token.logprob)
-        style = next(style for least, style in LEVELS if probability >= least)
-        piece = spelling[token.token_id]
-        text.append(f"«{piece}»" if style == LEVELS[-1][1] else piece, style)
-    return text

@@ -8,13 +8,12 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..serve.limits import Limits
-from . import files, options
+from . import options
 from .generate import optimize_model
 from .loading import BUILTIN, Loaded, load, quiet
 from .report import CliError, say
@@ -66,40 +65,25 @@ def serve(
             help="The key that clients must send; other requests get 401.",
         ),
     ] = None,
-    max_rows: Annotated[
-        int, typer.Option("--max-rows", min=1, help="Rows that decode at once.")
-    ] = 32,
+    max_rows: options.RowsOption = 32,
     max_queue: Annotated[
         int,
         typer.Option("--max-queue", min=1, help="Requests that may wait; further ones get 429."),
     ] = 256,
-    memory: Annotated[
-        float,
-        typer.Option(
-            "--memory",
-            help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
-            callback=options.checked(options.check_memory),
-        ),
-    ] = 0.8,
-    prefill_tokens: Annotated[
-        int, typer.Option("--prefill-tokens", min=1, help="Prompt tokens forwarded per step.")
-    ] = 2048,
-    policy: Annotated[str, typer.Option("--policy", help=f"{', '.join(POLICIES)}.")] = "fcfs",
+    memory: options.MemoryOption = 0.8,
+    prefill_tokens: options.PrefillOption = 2048,
+    policy: Annotated[
+        str, options.one_of_option("--policy", POLICIES, f"{', '.join(POLICIES)}.")
+    ] = "fcfs",
     assistant: options.AssistantOption = None,
-    optimize: Annotated[
-        bool, typer.Option("--optimize", help="Use faster kernels for this CPU.")
-    ] = False,
-    prefix_cache: Annotated[
-        bool,
-        typer.Option("--prefix-cache", help="Reuse the keys and values of common prompt prefixes."),
-    ] = False,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option("--chat-template", help="A file to use instead of the model's template."),
-    ] = None,
+    optimize: options.OptimizeOption = False,
+    prefix_cache: options.PrefixOption = False,
+    chat_template: options.TemplateOption = None,
     log_level: Annotated[
         str,
-        typer.Option("--log-level", help=f"{', '.join(LEVELS)}; info prints a line per request."),
+        options.one_of_option(
+            "--log-level", LEVELS, f"{', '.join(LEVELS)}; info prints a line per request."
+        ),
     ] = "warning",
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
@@ -117,11 +101,6 @@ def serve(
         raise CliError("--host is empty: give an address, such as 127.0.0.1")
     if api_key == "":
         raise CliError("--api-key is empty: give a key, or leave it out")
-    if log_level not in LEVELS:
-        raise CliError(f"--log-level takes one of {', '.join(LEVELS)}, but {log_level!r} was given")
-    if policy not in POLICIES:
-        raise CliError(f"--policy takes one of {', '.join(POLICIES)}, but {policy!r} was given")
-    template = None if chat_template is None else files.read_template(chat_template)
     try:
         from ..serve import check_requirements
 
@@ -140,8 +119,8 @@ def serve(
         import hfgen
 
         served, processor = load_served(model, dtype, device, trust_remote_code)
-        if template is not None:
-            processor.chat_template = template
+        if chat_template is not None:
+            processor.chat_template = chat_template
         drafts = assistant and load(assistant, None, dtype, device, trust_remote_code)
         tokenizer = getattr(processor, "tokenizer", processor)
         loaded = Loaded(model, served, tokenizer, drafts or None)
