@@ -55,7 +55,7 @@ def test_every_shape_under_both_libraries(
     assert len(report["cases"]) == 4
     for case in report["cases"]:
         assert len(case["speedup"]) == 2
-        for name in bench.LIBRARIES:
+        for name in measure.LIBRARIES:
             found = case[name]
             times = zip(found["first"], found["total"], found["tokens_per_second"], strict=True)
             for first, total, speed in times:

@@ -922,7 +922,7 @@ def other_weights(loaded: loading.Loaded):  # type: ignore[no-untyped-def]
 def test_compare_finds_the_first_difference(
     folder: str, loaded: loading.Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(compare.LIBRARIES, "hfgen", other_weights)
+    monkeypatch.setitem(measure.LIBRARIES, "hfgen", other_weights)
     arguments = ("compare", "abc", "--model", folder, "--repeat", "1", "--max-new-tokens", "3")
     result = run(*arguments, "--json")
     assert result.code == 1

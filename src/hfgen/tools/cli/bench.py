@@ -16,11 +16,11 @@ import typer
 from rich.table import Table
 
 from . import files, measure, options
-from .loading import Loaded, load, quiet, upstream
-from .report import CliError, err, out, print_json, spread
+from .loading import Loaded, load, quiet
+from .measure import LIBRARIES
+from .report import CliError, err, out, print_json, spread, table
 
 PLOTS = (".png", ".pdf", ".svg")
-LIBRARIES = ("hfgen", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def bench(
     if as_json:
         print_json({"model": loaded.name, "repeat": repeat, "cases": list(map(as_object, cases))})
     else:
-        out.print(table(cases))
+        out.print(table_of(cases))
         out.print(
             f"[dim]median of {repeat} interleaved runs, ± half of their range; greedy decoding[/]"
         )
@@ -147,20 +147,18 @@ def run_case(loaded: Loaded, shape: Shape, repeat: int) -> Case:
     ids = torch.randint(vocab, size, generator=generator).to(loaded.model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     case = Case(shape, {name: Runs() for name in LIBRARIES})
-    for turn in range(repeat + 2):
-        for name in LIBRARIES if turn % 2 else reversed(LIBRARIES):
-            runs = case.runs[name]
-            with upstream(loaded) if name == "transformers" else nullcontext():
-                if turn == repeat + 1:
-                    runs.peak_bytes = peak_bytes(loaded, inputs, shape.new_tokens)
-                    continue
-                first = seconds(loaded, inputs, 1)
-                total = seconds(loaded, inputs, shape.new_tokens)
-            if turn:
-                runs.first.append(first)
-                runs.total.append(total)
-                if shape.new_tokens > 1:
-                    runs.per_token.append((total - first) / (shape.new_tokens - 1))
+    for turn, library in measure.in_turns(repeat + 2, loaded):
+        runs = case.runs[library]
+        if turn == repeat + 1:
+            runs.peak_bytes = peak_bytes(loaded, inputs, shape.new_tokens)
+            continue
+        first = seconds(loaded, inputs, 1)
+        total = seconds(loaded, inputs, shape.new_tokens)
+        if turn:
+            runs.first.append(first)
+            runs.total.append(total)
+            if shape.new_tokens > 1:
+                runs.per_token.append((total - first) / (shape.new_tokens - 1))
     return case
 
 
@@ -199,13 +197,10 @@ def as_object(case: Case) -> dict[str, Any]:
     return {**asdict(case.shape), **runs, "speedup": case.speedups()}
 
 
-def table(cases: Sequence[Case]) -> Table:
+def table_of(cases: Sequence[Case]) -> Table:
     """Two rows for each case, one for each library."""
-    found = Table(box=None, pad_edge=False)
-    for name in ("prompt+new", "library"):
-        found.add_column(name, no_wrap=True)
-    for name in ("first, ms", "token, ms", "tokens/s", "MiB", "speed-up"):
-        found.add_column(name, justify="right", no_wrap=True)
+    columns = ("first, ms", "token, ms", "tokens/s", "MiB", "speed-up")
+    found = table("prompt+new", "library", numbers=columns)
     for case in cases:
         shape = case.shape
         label = f"{shape.batch_size} x {shape.prompt_tokens}+{shape.new_tokens}"

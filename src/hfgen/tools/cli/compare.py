@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from . import measure, options
 from .companions import check_no_results, note_idle
-from .loading import Loaded, load, quiet, upstream
-from .report import CliError, duration, out, print_json, spread
+from .loading import Loaded, load, quiet
+from .measure import LIBRARIES
+from .report import CliError, duration, out, print_json, spread, table
 
 NEW_TOKENS = 64
 NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
-LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +120,25 @@ def compare_call(
 ) -> Comparison:
     """One warm-up and ``repeat`` timed calls of each library, in turn; ``CliError`` if one fails."""
     runs: dict[str, list[measure.Generated]] = {library: [] for library in LIBRARIES}
-    for turn in range(repeat + 1):
-        # The order alternates, so that neither library always runs on warm caches.
-        for library in list(LIBRARIES)[:: 1 if turn % 2 == 0 else -1]:
-            runs[library].append(run(library, loaded, inputs, config, seed))
+    for _, library in measure.in_turns(repeat + 1, loaded):
+        runs[library].append(run(library, loaded, inputs, config, seed))
     pairs = zip(runs["transformers"], runs["hfgen"], strict=True)
     differing = next((pair for pair in pairs if pair[0].padded != pair[1].padded), None)
     if differing is None:
         return Comparison(runs, [])
     recording = copy.deepcopy(config)
     recording.return_dict_in_generate = recording.output_logits = True
-    output = run("transformers", loaded, inputs, recording, seed).output
+    with LIBRARIES["transformers"](loaded):
+        output = run("transformers", loaded, inputs, recording, seed).output
     rows = enumerate(zip(differing[0].padded, differing[1].padded, strict=False))
     parted = [(number, *row) for number, row in rows if row[0] != row[1]]
     return Comparison(runs, [find_difference(loaded, *row, output) for row in parted])
 
 
 def run(library: str, loaded: Loaded, *call: Any) -> measure.Generated:
-    """``measure.generate`` through ``library``, which errors name."""
+    """``measure.generate``; errors name the ``library`` that generates."""
     try:
-        with LIBRARIES[library](loaded):
-            return measure.generate(loaded, *call)
+        return measure.generate(loaded, *call)
     except CliError as error:
         raise CliError(f"{library}: {error}") from error
 
@@ -174,19 +171,17 @@ def logit_gap(output: Any, row: int, position: int) -> float | None:
 
 def comparison_table(names: Iterable[str], results: list[Comparison], heading: str) -> Table:
     """Both libraries side by side, one row per prompt or mode: medians, ± half of the range."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(heading, overflow="ellipsis", no_wrap=True, max_width=20)
-    for column in ("tokens", "same tokens", "transformers", "hfgen", "ratio"):
-        table.add_column(column, justify="right", no_wrap=True)
+    named = Column(heading, overflow="ellipsis", no_wrap=True, max_width=20)
+    found = table(named, numbers=("tokens", "same tokens", *LIBRARIES, "ratio"))
     for name, result in zip(names, results, strict=True):
-        table.add_row(
+        found.add_row(
             escape(name),
             str(result.runs["transformers"][0].tokens),
             "[bold red]no[/]" if result.differences else "[green]yes[/]",
             *(duration(result.median(library)) for library in LIBRARIES),
             spread(result.ratios(), 2),
         )
-    return table
+    return found
 
 
 def as_object(prompts: list[str], result: Comparison) -> dict[str, Any]:

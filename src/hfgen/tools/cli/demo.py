@@ -15,12 +15,12 @@ from typing import Any
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from . import measure
 from .loading import Loaded, load, quiet, upstream
 from .options import DebugOption
-from .report import Answers, duration, out
+from .report import Answers, duration, out, table
 
 PROMPT = """\
 class Stack:
@@ -59,8 +59,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["encoding", "errors", "mode", "buffering"],
     "additionalProperties": False,
 }
-
-STYLE: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "bold"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +135,14 @@ def show_rows(loaded: Loaded) -> bool:
         return list(loaded.model.generate(**inputs, generation_config=config).texts)
 
     together = texts([prompt for prompt, _ in ROWS], configs)
-    table = Table("parameters", "text", "alone", **STYLE)
+    found = table("parameters", "text", "alone")
     are_equal = []
     for row, (prompt, fields) in enumerate(ROWS):
         are_equal.append(texts([prompt], configs[row])[0] == together[row])
         shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         text = escape((prompt + together[row]).strip())
-        table.add_row(escape(shown), text, same(are_equal[-1]), end_section=True)
-    out.print(table)
+        found.add_row(escape(shown), text, same(are_equal[-1]), end_section=True)
+    out.print(found)
     return all(are_equal)
 
 
@@ -246,17 +244,16 @@ def show_races(found: list[Race]) -> bool:
         "Beside transformers: same weights, same work, in turns",
         f"Medians of {ROUNDS[0]} to {ROUNDS[1]} runs. Speedup: transformers / hfgen, and the middle half.",
     )
-    table = Table(Column("what", no_wrap=True), **STYLE)
-    for column in ("transformers", "hfgen", "speedup", "tokens"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = ("transformers", "hfgen", "speedup", "tokens")
+    times = table(Column("what", no_wrap=True), numbers=columns)
     are_equal = []
     for each in found:
         with out.status(each.name):
             theirs, ours, is_equal = run(each)
         are_equal.append(is_equal)
         medians = (duration(statistics.median(seconds)) for seconds in (theirs, ours))
-        table.add_row(each.name, *medians, speedup(theirs, ours), same(is_equal))
-    out.print(table)
+        times.add_row(each.name, *medians, speedup(theirs, ours), same(is_equal))
+    out.print(times)
     out.print(
         f"[dim]Samples and beams have a prompt of {LONG} tokens. The second turn has it and 16 more: "
         "the time to the first token, in transformers without a cache, in hfgen with a PrefixCache. "

@@ -14,7 +14,7 @@ from . import files, options
 from .companions import note_idle
 from .evaluate import SeedOption
 from .loading import load, quiet
-from .report import CliError, err, one_line, out, print_json, say
+from .report import CliError, err, interval_text, one_line, out, print_json, say, table
 
 if TYPE_CHECKING:
     from ..evaluate.completions import Completion, Failure
@@ -188,12 +188,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def scores_table(scores: list[Score]) -> Table:
     """A row for each metric."""
-    table = Table("metric", box=None, pad_edge=False)
-    table.add_column("value", justify="right")
-    table.add_column("interval", justify="right")
+    found = table("metric", numbers=("value", "interval"))
     for each in scores:
-        between = "-"
-        if each.interval is not None:
-            between = f"{each.interval.low:.4g} to {each.interval.high:.4g}"
-        table.add_row(one_line(each.name), f"{each.value:.4g}", between)
-    return table
+        between = interval_text(each.interval, ".4g")
+        found.add_row(one_line(each.name), f"{each.value:.4g}", between)
+    return found

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from . import options
 from .loading import load, quiet
-from .report import CliError, err, one_line, out, print_json, say
+from .report import CliError, err, interval_text, one_line, out, print_json, say, table
 
 UNITS = ("windows", "documents")
 
@@ -117,15 +117,12 @@ def read(file: Path) -> str:
 
 def perplexity_table(rows: dict[str, Any], total: Any) -> Table:
     """A row for each file, and one for all."""
-    table = Table("file", box=None, pad_edge=False)
-    for name in ("tokens", "bytes", "perplexity", "interval", "bits/byte"):
-        table.add_column(name, justify="right")
+    columns = ("tokens", "bytes", "perplexity", "interval", "bits/byte")
+    found = table("file", numbers=columns)
     named = {**rows, "total": total} if len(rows) > 1 else rows
     for name, row in named.items():
-        between = "-"
-        if row.interval is not None:
-            between = f"{row.interval.low:.3f} to {row.interval.high:.3f}"
+        between = interval_text(row.interval, ".3f")
         counts = f"{row.n_tokens:,}", f"{row.n_bytes:,}"
         values = f"{row.perplexity:.3f}", between, f"{row.bits_per_byte:.4f}"
-        table.add_row(one_line(name), *counts, *values, style="bold" if row is total else "")
-    return table
+        found.add_row(one_line(name), *counts, *values, style="bold" if row is total else "")
+    return found

@@ -6,15 +6,18 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .loading import Loaded
+from .loading import Loaded, upstream
 from .report import CliError
 
 if TYPE_CHECKING:
     from ... import StreamEvent
+
+#: Library → the context in which a model generates with it.
+LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
 
 
 @dataclass(slots=True)
@@ -109,6 +112,17 @@ def generate(
     rows = [said(row, why, eos, pad) for row, why in zip(padded, reasons, strict=True)]
     why = [reason for reason in reasons if reason is not None]
     return Generated(padded, rows, seconds, clock.first, output, why)
+
+
+def in_turns(n_turns: int, loaded: Loaded) -> Iterator[tuple[int, str]]:
+    """Yield turn and library; inside, the model generates with that one.
+
+    The order alternates, so that neither library always runs on warm caches.
+    """
+    for turn in range(n_turns):
+        for library in list(LIBRARIES)[:: 1 if turn % 2 == 0 else -1]:
+            with LIBRARIES[library](loaded):
+                yield turn, library
 
 
 def said(row: list[int], reason: Any, eos: list[int | None], pad: int | None) -> list[int]:

@@ -7,12 +7,13 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from ... import StreamEvent
@@ -136,6 +137,19 @@ def spread(values: Sequence[float], digits: int) -> str:
         return f"{values[0]:,.{digits}f}" if values else "-"
     half = (max(values) - min(values)) / 2
     return f"{statistics.median(values):,.{digits}f} ±{half:,.{digits}f}"
+
+
+def table(*texts: str | Column, numbers: Iterable[str] = ()) -> Table:
+    """A table without lines: columns of ``texts`` on the left, those of ``numbers`` on the right."""
+    found = Table(*texts, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in numbers:
+        found.add_column(name, justify="right", no_wrap=True)
+    return found
+
+
+def interval_text(interval: Any, digits: str) -> str:
+    """Both ends of an interval; a dash without one."""
+    return "-" if interval is None else f"{interval.low:{digits}} to {interval.high:{digits}}"
 
 
 def mebibytes(size: int | None) -> str:
