@@ -223,7 +223,7 @@ def test_more_tokens_than_positions_are_noted(folder: str) -> None:
 def test_an_option_per_field_of_the_table() -> None:
     """Except for objects, which cannot be written as text."""
     objects = {"constraints", "continuous_batching_config", "grammar", "transformers_version"}
-    assert set(options.known_fields()) == set(FIELDS) - objects
+    assert set(options.KNOWN_FIELDS) == set(FIELDS) - objects
     assert options.split_fields(["--drop-finished", "--output-speculation=false"], []) == (
         [],
         {"drop_finished": True, "output_speculation": False},
@@ -1054,7 +1054,7 @@ def test_help_has_a_line_for_every_option(command: str) -> None:
     text = run(command, "--help").out
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    for field, kind in options.known_fields().items():
+    for field, kind in options.KNOWN_FIELDS.items():
         pattern = rf"│ {options.option_name(field)} .*│"
         assert len([line for line in lines if re.match(pattern, line)]) == 1, field
         assert kind.option in topics.METAVARS
@@ -1066,14 +1066,14 @@ def test_short_help_and_the_names_of_other_libraries() -> None:
     assert run("generate", "-h").out == run("generate", "--help").out
     assert run("-h").out == run("--help").out
     assert {*map(topics.option_name, options.OTHER_NAMES.values())} <= {
-        *map(topics.option_name, options.known_fields()),
+        *map(topics.option_name, options.KNOWN_FIELDS),
         *SHORT_FORMS,
     }
 
 
 def test_every_option_has_one_topic() -> None:
     names = [name for lines in topics.TOPICS.values() for name in lines]
-    assert sorted(names) == sorted([*options.known_fields(), *SHORT_FORMS])
+    assert sorted(names) == sorted([*options.KNOWN_FIELDS, *SHORT_FORMS])
 
 
 def test_help_does_not_import_torch() -> None:

@@ -134,7 +134,7 @@ def test_options_are_checked_before_torch_is_imported(tmp_path) -> None:
         assert [word for word in words.split() if word not in error] == [], (line, error)
 
 
-@pytest.mark.parametrize("name", options.known_fields())
+@pytest.mark.parametrize("name", options.KNOWN_FIELDS)
 def test_an_empty_value_is_refused(name: str) -> None:
     option = options.option_name(name)
     with pytest.raises(CliError, match=option):

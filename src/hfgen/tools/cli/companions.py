@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...settings import cache_settings
-from ...settings.fields import FIELDS, is_on
+from ...settings.fields import FIELDS, OWN_FIELDS, is_on
 from .checks import OLD_CACHES
 from .loading import Loaded
 from .report import CliError, say
@@ -193,3 +193,21 @@ def note_idle(fields: dict[str, Any], config: Any, loaded: Loaded) -> None:
         if name != "top_k" or not chosen("penalty_alpha"):  # contrastive search reads top_k
             needed = " or ".join(map(option_name, needs))
             say(f"[yellow]note:[/] {option_name(name)} does nothing without {needed}")
+
+
+def note_length(model: Any, config: Any, prompt_tokens: int) -> None:
+    """Say that more tokens were asked for than the model has positions."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    n_tokens = prompt_tokens + (config.max_new_tokens or 0)
+    if isinstance(limit, int) and n_tokens > limit and not model.config.is_encoder_decoder:
+        say(
+            f"[yellow]note:[/] the model has {limit:,} positions, and prompt and answer may take {n_tokens:,}: "
+            "what comes after is worse, or an error"
+        )
+
+
+def note_own(fields: dict[str, Any]) -> None:
+    """Say which of the given fields transformers goes without."""
+    options = ["a grammar" if n == "grammar" else option_name(n) for n in fields if n in OWN_FIELDS]
+    if options:
+        say(f"[yellow]note:[/] transformers does not know {', '.join(options)}, and runs without")

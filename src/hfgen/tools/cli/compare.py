@@ -13,8 +13,8 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from . import measure, options
-from .companions import check_no_results, note_idle
+from . import files, measure, options
+from .companions import check_no_results, note_idle, note_own
 from .loading import Loaded, load, quiet
 from .measure import LIBRARIES
 from .report import CliError, duration, out, print_json, spread, table
@@ -91,12 +91,12 @@ def compare(
     """
     fields: dict[str, Any] = context.obj
     check_no_results("hfgen compare", fields)
-    texts = [options.read_prompt(each) for each in prompts or []] or [options.read_prompt(None)]
+    texts = [files.read_prompt(each) for each in prompts or []] or [files.read_prompt(None)]
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
-        options.note_own(fields)
+        note_own(fields)
         groups = [texts] if batch else [[text] for text in texts]
         inputs = (measure.encode(loaded, group) for group in groups)
         results = [compare_call(loaded, each, config, seed, repeat) for each in inputs]

@@ -1,9 +1,10 @@
-"""Files that options name: their texts, and whether an output can be written."""
+"""The prompt, and files that options name: their texts, and whether an output can be written."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from .report import CliError
@@ -51,3 +52,21 @@ def check_output(path: Path, suffixes: tuple[str, ...] = (), option: str = "-o")
         raise CliError(f"{option}: cannot write to {str(path)!r}: no such folder")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise CliError(f"{option}: {str(path)!r} may not be written")
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt of the command line, or of standard input (piped or ``-``) without its line end.
+
+    Raises ``CliError`` for a prompt that is missing, empty or not UTF-8.
+    """
+    if prompt is None and sys.stdin.isatty():
+        raise CliError("no prompt: write one after the command, or pipe one in")
+    try:
+        if prompt is None or prompt == "-":
+            prompt = sys.stdin.read().removesuffix("\n")
+        prompt.encode()  # what cannot be decoded comes as lone surrogates
+    except UnicodeError as error:
+        raise CliError("the prompt is not UTF-8 text") from error
+    if not prompt:
+        raise CliError("the prompt is empty: give at least one character")
+    return prompt

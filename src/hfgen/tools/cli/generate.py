@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from . import measure, options
-from .companions import note_idle
+from . import files, measure, options
+from .companions import note_idle, note_length
 from .loading import Loaded, load, quiet
 from .probabilities import Spelling, logprobs_table
 from .report import (
@@ -73,7 +73,7 @@ def generate(
         raise CliError("--stream and --json exclude each other: leave one out")
     if compile and not optimize:
         raise CliError("--compile is a part of --optimize: give both")
-    given = options.read_prompt(prompt)
+    given = files.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         if optimize:
@@ -82,7 +82,7 @@ def generate(
         config.return_dict_in_generate = True
         note_idle(fields, config, loaded)
         inputs = measure.encode(loaded, [given])
-        options.note_length(loaded.model, config, inputs["input_ids"].shape[1])
+        note_length(loaded.model, config, inputs["input_ids"].shape[1])
         if stream:
             own = loaded.model.generation_config
             answers = Answers(config.num_return_sequences or own.num_return_sequences or 1)

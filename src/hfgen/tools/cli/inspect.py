@@ -52,7 +52,7 @@ def inspect(
     fields: dict[str, Any] = context.obj
     files.check_output(output, SUFFIXES)
     check_no_results("hfgen inspect", fields)
-    given = [options.read_prompt(prompt) for prompt in prompts or (None,)]
+    given = [files.read_prompt(prompt) for prompt in prompts or (None,)]
     with quiet(debug):
         import hfgen
 

@@ -6,7 +6,6 @@ import difflib
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
@@ -14,12 +13,13 @@ from typing import Annotated, Any, TypeVar
 from typer import Option
 from typer.core import TyperCommand
 
+from ...settings.fields import FIELDS
 from ...settings.kinds import INT64
 from .checks import check_fields
 from .companions import check_companions
 from .files import read_template
 from .loading import DTYPES, check_device, check_source
-from .report import CliError, out, say
+from .report import CliError, out
 from .short_forms import SHORT_FORMS, fields_of
 from .topics import LEGEND, METAVARS, option_name, panels
 
@@ -47,6 +47,14 @@ OTHER_NAMES = {
     "guided_regex": "--regex",
     "guided_choice": "--choice",
 }
+
+#: The fields that can be given as text, sorted, and the kind of value that each takes.
+KNOWN_FIELDS: dict[str, Any] = {
+    name: row.kind for name, row in sorted(FIELDS.items()) if row.kind.option is not None
+}
+
+#: Those of them that may stand without a value.
+FLAGS = {name for name, kind in KNOWN_FIELDS.items() if kind.option == "true or false"}
 
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
@@ -200,7 +208,7 @@ class GenerationCommand(PlainHelp, TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        metavars = {option_name(n): METAVARS[kind.option] for n, kind in known_fields().items()}
+        metavars = {option_name(n): METAVARS[kind.option] for n, kind in KNOWN_FIELDS.items()}
         metavars |= {option: form.metavar for option, form in SHORT_FORMS.items()}
         own = {option for parameter in self.params for option in parameter.opts}
         for panel in panels(metavars, own):
@@ -229,38 +237,28 @@ def split_fields(args: list[str], own: Collection[str]) -> tuple[list[str], dict
             rest.append(argument)
             continue
         if (form := SHORT_FORMS.get(option)) is not None:
-            takes = form.metavar
-            if equals and not takes:
-                raise CliError(f"{option} takes no value, but {text!r} was given")
-            value = text if equals or not takes else following(option, pending, takes)
-            short.setdefault(option, []).append(value)
-            continue
-        name, negated = field_name(option, own)
-        if negated and equals:
-            raise CliError(f"{option} takes no value, but {text!r} was given")
-        if equals:
-            fields[name] = parse_value(name, text)
-        elif negated or (is_flag(name) and not (pending and is_switch(name, pending[0]))):
-            fields[name] = not negated
+            takes, name, is_negated = form.metavar, "", False
         else:
-            value = following(option, pending, known_fields()[name].option)
-            fields[name] = parse_value(name, value)
+            name, is_negated = field_name(option, own)
+            takes = "" if is_negated else KNOWN_FIELDS[name].option
+        if equals and not takes:
+            raise CliError(f"{option} takes no value, but {text!r} was given")
+        is_alone = name in FLAGS and not (pending and is_switch(name, pending[0]))
+        if takes and not equals and not is_alone:
+            if not pending:
+                raise CliError(f"{option} needs a value: {takes}")
+            text = pending.pop(0)
+        if form is not None:
+            short.setdefault(option, []).append(text)
+        elif is_negated or (is_alone and not equals):
+            fields[name] = not is_negated
+        else:
+            fields[name] = parse_value(name, text)
     return rest, fields | fields_of(short, fields)
-
-
-def following(option: str, pending: list[str], takes: str) -> str:
-    """Take the value of ``option`` off the arguments that are left; ``CliError`` if there are none."""
-    if not pending:
-        raise CliError(f"{option} needs a value: {takes}")
-    return pending.pop(0)
 
 
 def with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
     """``fields``, which sample if one of them is about sampling, and none says that they do not."""
-    if not fields:
-        return fields
-    from ...settings.fields import FIELDS
-
     says_not = fields.get("temperature") == 0 or "penalty_alpha" in fields
     if says_not or "do_sample" in fields or all(FIELDS[n].needs != "do_sample" for n in fields):
         return fields
@@ -270,12 +268,12 @@ def with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
 def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
     """The field that ``option`` names, and whether it is the ``--no-…`` form of a flag."""
     name = option.removeprefix("--").replace("-", "_")
-    if name in (known := known_fields()):
+    if name in KNOWN_FIELDS:
         return name, False
-    if (flag := name.removeprefix("no_")) in known and is_flag(flag):
+    if (flag := name.removeprefix("no_")) in FLAGS:
         return flag, True
     options = {n.strip("-").replace("-", "_"): n for n in (*SHORT_FORMS, *own)}
-    names = {n: option_name(n) for n in known} | options
+    names = {n: option_name(n) for n in KNOWN_FIELDS} | options
     nearest = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
     nearest += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if nearest := nearest or sorted(n for n in names if n.startswith(name)):
@@ -284,21 +282,9 @@ def field_name(option: str, own: Collection[str]) -> tuple[str, bool]:
     raise CliError(f"no option {option}; --help lists all of them")
 
 
-def known_fields() -> dict[str, Any]:
-    """The fields that can be given as text, sorted, and the kind of value that each takes."""
-    from ...settings.fields import FIELDS
-
-    return {name: row.kind for name, row in sorted(FIELDS.items()) if row.kind.option is not None}
-
-
-def is_flag(name: str) -> bool:
-    """Whether the field ``name`` may stand without a value."""
-    return known_fields()[name].option == "true or false"
-
-
 def is_switch(name: str, text: str) -> bool:
     """Whether ``text``, found after the flag ``name``, is its value and not the next argument."""
-    return text.lower() in WORDS or known_fields()[name].accepts(text)
+    return text.lower() in WORDS or KNOWN_FIELDS[name].accepts(text)
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -307,13 +293,13 @@ def parse_value(name: str, text: str) -> Any:
         value = WORDS[text.lower()] if text.lower() in WORDS else json.loads(text)
     except json.JSONDecodeError:
         value = text
-    kind = known_fields()[name]
+    kind = KNOWN_FIELDS[name]
     if kind.option == "a number" and not isinstance(value, bool):
         with suppress(ValueError):
             value = float(text)  # '.5' is no JSON, and '2' no float
     if value is None:
         return None
-    if is_flag(name):
+    if name in FLAGS:
         fits = is_switch(name, text)
     else:
         fits = kind.option == "text or JSON" or (
@@ -355,42 +341,3 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
 def plain(fields: dict[str, Any]) -> dict[str, Any]:
     """``fields`` as JSON has them."""
     return {n: value.to_dict() if n == "grammar" else value for n, value in fields.items()}
-
-
-def note_length(model: Any, config: Any, prompt_tokens: int) -> None:
-    """Say that more tokens were asked for than the model has positions."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    n_tokens = prompt_tokens + (config.max_new_tokens or 0)
-    if isinstance(limit, int) and n_tokens > limit and not model.config.is_encoder_decoder:
-        say(
-            f"[yellow]note:[/] the model has {limit:,} positions, and prompt and answer may take {n_tokens:,}: "
-            "what comes after is worse, or an error"
-        )
-
-
-def note_own(fields: dict[str, Any]) -> None:
-    """Say which of the given fields transformers goes without."""
-    from ...settings.fields import OWN_FIELDS
-
-    known = known_fields()
-    own = [n for n in fields if n in OWN_FIELDS]
-    if shown := ", ".join(option_name(n) if n in known else f"a {n}" for n in own):
-        say(f"[yellow]note:[/] transformers does not know {shown}, and runs without")
-
-
-def read_prompt(prompt: str | None) -> str:
-    """The prompt of the command line, or of standard input (piped or ``-``) without its line end.
-
-    Raises ``CliError`` for a prompt that is missing, empty or not UTF-8.
-    """
-    if prompt is None and sys.stdin.isatty():
-        raise CliError("no prompt: write one after the command, or pipe one in")
-    try:
-        if prompt is None or prompt == "-":
-            prompt = sys.stdin.read().removesuffix("\n")
-        prompt.encode()  # what cannot be decoded comes as lone surrogates
-    except UnicodeError as error:
-        raise CliError("the prompt is not UTF-8 text") from error
-    if not prompt:
-        raise CliError("the prompt is empty: give at least one character")
-    return prompt
