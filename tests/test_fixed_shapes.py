@@ -43,7 +43,6 @@ def same_as_alone(
             engine.step()
     for _ in engine.events():
         for rows in engine.steps.joined:
-            assert rows.batch is not None
             assert len(rows.batch) == len(rows.owners)
             assert len(rows) == sum(decoding.n_rows for decoding in rows.members)
             for decoding in rows.members:
@@ -93,7 +92,6 @@ def test_the_cache_stays_where_it_is_while_rows_take_the_places_of_others(
 
     def buffers() -> list[int]:
         (rows,) = engine.steps.joined
-        assert rows.batch is not None
         layers = rows.batch.caches["past_key_values"].layers
         return [layer._keys.buffer.data_ptr() for layer in layers]
 

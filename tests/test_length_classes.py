@@ -43,7 +43,6 @@ def check(output: RequestOutput, solo: Any) -> None:
 
 def shares(rows: JoinedRows) -> tuple[int, int]:
     """The cells of padding, and all cells, counted by the batch's own mask."""
-    assert rows.batch is not None
     return sum(rows.batch.padding), rows.ids.numel()
 
 

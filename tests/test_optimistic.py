@@ -54,7 +54,7 @@ def same_as_alone(model: Any, engine: Engine, asked: list[Any]) -> None:
         out = [
             each
             for each in requests
-            if each.decoding is not None and each.decoding.kept is not None
+            if each.decoding is not None and each.decoding.waiting_rows is not None
         ]
         assert all(each.state == "waiting" for each in out)
     assert engine.stats.n_taken_out > 0
@@ -110,7 +110,7 @@ def test_nobody_starves(policy: str) -> None:
 
 
 def until_one_is_out(engine: Engine, requests: list[Any]) -> Any:
-    while not (out := [each for each in requests if each.decoding and each.decoding.kept]):
+    while not (out := [each for each in requests if each.decoding and each.decoding.waiting_rows]):
         engine.step()
     return out[0]
 
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_half_forwarded_goes_on_where_it_was() -> None:
     limit, engine.scheduler.max_bytes = engine.scheduler.max_bytes, 2 * held(engine)
     engine.step()
     assert (first.state, long.state) == ("decoding", "waiting")
-    assert long.decoding.kept.caches["past_key_values"].get_seq_length() == n_done
+    assert long.decoding.waiting_rows.caches["past_key_values"].get_seq_length() == n_done
     engine.scheduler.max_bytes = limit
     engine.step()
     assert long.item.n_done > n_done
@@ -184,8 +184,8 @@ def test_the_tokens_that_are_kept_are_copied_alone() -> None:
     engine = small(model, 100)
     requests = [engine.add(prompt(n, n), max_new_tokens=30, eos_token_id=None) for n in (30, 4, 6)]
     out = until_one_is_out(engine, requests)
-    cache = out.decoding.kept.caches["past_key_values"]
+    cache = out.decoding.waiting_rows.caches["past_key_values"]
     assert cache.get_seq_length() == out.decoding.length - 1
     assert cache.layers[0].keys.shape[0] == 1
-    assert out.decoding.kept.ids[0, -1] == out.sequences[0].token_ids[-1]
+    assert out.decoding.waiting_rows.ids[0, -1] == out.sequences[0].token_ids[-1]
     engine.close()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Decoding:
     """The call of one request: its run and strategy, with processors, criteria and observers of its own.
 
-    ``joins``: its rows are forwarded together with those of other requests. Otherwise it decodes by
-    itself, a step at a time: its strategy forwards more than the newest token of each row.
+    ``joins``: its rows are forwarded together with those of other requests. Otherwise it decodes beside
+    them, because its strategy forwards more than the newest token of each row.
     """
 
     def __init__(self, model: Any, request: EngineRequest) -> None:
@@ -55,10 +55,10 @@ class Decoding:
         #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.
         self.places: list[int] = []
         self.steps: Iterator[Any] | None = None
-        #: Set if its row may choose its tokens together with those of others.
+        #: Its row (``PlainRow``), if that chooses its tokens together with those of others.
         self.plain: Any = None
-        #: Its rows, if they were taken out of the batch, or out of prefill.
-        self.kept: Batch | None = None
+        #: Its rows while it waits after it was taken out of the batch, or out of prefill.
+        self.waiting_rows: Batch | None = None
 
     @property
     def n_rows(self) -> int:
@@ -72,7 +72,7 @@ class Decoding:
 
     @property
     def is_over(self) -> bool:
-        """Whether no token is wanted."""
+        """Whether ``max_new_tokens`` is 0."""
         return bool(is_zero(self.run.config.max_new_tokens))
 
     @property
@@ -128,7 +128,7 @@ class Decoding:
         return self.step(self.strategy.prefill(self.run))
 
     def advance(self) -> list[StreamEvent]:
-        """One step by itself."""
+        """Decode one step beside the batch; returns the new events."""
         if self.steps is None:
             self.steps = loop.drive(self.run, self.strategy)
         if (step := next(self.steps, None)) is None:
@@ -137,7 +137,7 @@ class Decoding:
         return self.rows.advance(step)
 
     def step(self, outputs: Any) -> list[StreamEvent]:
-        """Choose the next tokens by the logits of its rows; what each row has gained."""
+        """Choose the next tokens by the logits of its rows; returns the new events."""
         run, strategy = self.run, self.strategy
         step = strategy.step(run, outputs)
         strategy.stop(run)
@@ -150,15 +150,15 @@ class Decoding:
         result, output = loop.conclude(self.run, self.strategy, self.recording)
         return self.rows.finish(result), output
 
-    def leave_cache(self, place: Cache) -> None:
-        """Let ``place`` stand for the cache, which is a batch's from now on."""
+    def leave_cache(self, stand_in: Cache) -> None:
+        """Replace the cache in the arguments by ``stand_in``: from now on a batch holds its rows."""
         self.run.model_kwargs = {
-            name: place if isinstance(value, Cache) else value
+            name: stand_in if isinstance(value, Cache) else value
             for name, value in self.run.model_kwargs.items()
         }
 
     def keep_states(self, batch: Batch, rows: list[int]) -> None:
-        """Before ``rows`` leave ``batch``: copy their states, if they are to be stored as prefixes."""
+        """Copy the states of ``rows`` of ``batch``, before they leave, if they are stored as prefixes."""
         session = self.call.prefix_session
         if session is None or session.is_given_up or not self.run.finished:
             return
@@ -167,15 +167,15 @@ class Decoding:
         session.adopt(batch.caches["past_key_values"], rows, self.run.ids.shape[1] - 1)
 
     def close(self) -> None:
-        """Let go of what the call holds."""
+        """Release what the call holds."""
         if self.steps is not None:
             self.steps.close()  # type: ignore[attr-defined]
-        self.kept = None
+        self.waiting_rows = None
         self.call.release()
 
 
 def _draw_keys(call: Call) -> None:
-    """Give rows that sample without a seed a random one: no draw depends on other requests then."""
+    """Draw a random seed for rows that sample without one, so that no draw depends on other requests."""
     config: Any = call.config
     if call.row_keys is not None or not config.do_sample or call.prompt is None:
         return

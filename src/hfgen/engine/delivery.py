@@ -20,9 +20,9 @@ FAILURES = ("error", "cancelled", "timeout")
 
 
 class Router(OutputRouter):
-    """transformers' router, for handlers on several event loops, of which some may have been closed.
+    """transformers' router, for handlers on several event loops.
 
-    ``cancel(request_id)`` is called for a request whose handler's loop is closed.
+    ``cancel(request_id)`` is called for a request whose handler's loop has been closed.
     """
 
     def __init__(self, cancel: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class Router(OutputRouter):
         self._arrived = threading.Condition(self._lock)
 
     def deliver(self, output: GenerationOutput) -> None:
-        """Hand ``output`` to the handler of its request, or keep it until somebody takes it."""
+        """Give ``output`` to the handler of its request, or keep it for ``take``."""
         with self._arrived:
             if (handler := self.result_handlers.get(output.request_id)) is None:
                 self.output_queue.put(output)
@@ -40,14 +40,9 @@ class Router(OutputRouter):
         callback, loop = handler
         try:
             loop.call_soon_threadsafe(callback, output)
-        except RuntimeError:  # the loop is closed: nobody waits for this request any more
+        except RuntimeError:  # the loop is closed
             self.forget(output.request_id)
             self._cancel(output.request_id)
-
-    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
-        """Deliver each of ``outputs``, in their order."""
-        for output in outputs:
-            self.deliver(output)
 
     def take(self, request_id: str | None = None, timeout: float = 0.0) -> GenerationOutput | None:
         """Remove and return the oldest output of a request, or of any; waits at most ``timeout`` seconds."""
@@ -125,7 +120,7 @@ class Sequences:
         return [state for state in self.states if state.status < RequestStatus.FINISHED]
 
     def enter(self, request: EngineRequest) -> None:
-        """Be a request of the engine from now on."""
+        """Set the request of the engine that decodes these sequences."""
         self.request = request
         if not self.ids:  # a text, or a chat
             self.ids += ids_of(request.arguments.kwargs)
@@ -133,7 +128,7 @@ class Sequences:
         self.entered = request.added + time.perf_counter() - time.monotonic()
 
     def gain(self, event: EngineEvent) -> RequestState | None:
-        """Take in what a row has gained; its state, if that is to be handed over."""
+        """Add an event to the state of its row; returns the state if it is to be delivered."""
         state, times = self.states[event.row], event.request.times
         if state.status >= RequestStatus.FINISHED:  # cancelled
             return None

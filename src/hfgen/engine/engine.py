@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -31,15 +31,15 @@ from .scheduler import Item, Scheduler
 from .serving import Service
 from .steps import CANCELLED, Steps
 
-#: Requests that are done and were not asked for: so many of the last ones can be had by their ids alone.
+#: Requests that are done and whose result was not taken: so many of the last ones stay available by id.
 MAX_DONE = 1024
 
 
 class Engine:
     """Decodes many requests at once; each gets the tokens that ``model.generate`` gives it alone.
 
-    There is no thread in it: ``step``, ``events`` and ``result`` decode in the caller's. All methods may
-    be called from any thread; those of several that decode take turns, a step each.
+    It has no thread: ``step``, ``events`` and ``result`` decode in the caller's. All methods may be called
+    from any thread; threads that decode take turns, a step each.
 
     Args:
         model: A model with hfgen's mixin; any other is used through a view that has it.
@@ -75,22 +75,22 @@ class Engine:
         self.model: Any = mixed_view(model)
         self.tokenizer = tokenizer
         self.prefix_cache = prefix_cache
-        kept = Memory(memory, families.device_of(self.model))
+        row_memory = Memory(memory, families.device_of(self.model))
         self.scheduler = Scheduler(
             max_rows=max_rows,
-            max_bytes=kept.limit,
+            max_bytes=row_memory.limit,
             prefill_tokens=prefill_tokens,
             policy=policy,
             max_queue=max_queue,
             optimistic=optimistic,
         )
-        self.steps = Steps(self.model, self.scheduler, kept, fixed_shapes=fixed_shapes)
+        self.steps = Steps(self.model, self.scheduler, row_memory, fixed_shapes=fixed_shapes)
         self._probe()
-        #: Requests whose result was not handed over, by id. Those that are done are the caller's to keep,
-        #: but for the last ones.
+        #: Requests whose result was not handed over, by id. The caller keeps those that are done; the engine
+        #: keeps the last ones, in ``_done``.
         self.requests: WeakValueDictionary[str, EngineRequest] = WeakValueDictionary()
         self._done: dict[str, EngineRequest] = {}
-        #: Events of steps that ``result`` has made, of requests whose result was not handed over.
+        #: Events of steps in ``result``, of requests whose result was not handed over.
         self._ready: dict[EngineRequest, list[EngineEvent]] = {}
         self._turns = threading.RLock()
         self._is_stepping = False
@@ -140,21 +140,21 @@ class Engine:
         return request
 
     def _sized(self, request: EngineRequest) -> Item:
-        """What the request needs. It is prepared, unless that takes a forward, of an encoder."""
-        kwargs, n_tokens = request.arguments.kwargs, 1
-        ids = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-        memory, held = self.steps.memory, None
+        """The rows and bytes that the request needs; prepares it, unless that takes an encoder's forward pass."""
+        memory, n_bytes_now = self.steps.memory, None
         if self._is_prepared_at_once(request.arguments):
             decoding = request.prepare(self.model)
             decoding.check()
             n_rows, n_tokens, longest = decoding.n_rows, decoding.prompt_length, decoding.longest
             is_whole = n_tokens <= self.scheduler.prefill_tokens or not decoding.can_be_cut
             if decoding.joins:  # in the step of its last chunk, it decodes a token besides
-                held = memory.needed(n_rows, min(n_tokens + 1, longest))
+                n_bytes_now = memory.needed(n_rows, min(n_tokens + 1, longest))
         else:
             call, _ = resolve(self.model, request.arguments)
             call.release()
-            config, is_whole = call.config, True
+            config, is_whole, n_tokens = call.config, True, 1
+            kwargs = request.arguments.kwargs
+            ids = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
             n_rows = max(config.num_beams or 1, config.num_return_sequences or 1)
             if isinstance(ids, torch.Tensor) and not self.model.config.is_encoder_decoder:
                 n_tokens = ids.shape[1]
@@ -165,12 +165,13 @@ class Engine:
             n_tokens=n_tokens,
             n_rows=n_rows,
             n_bytes=memory.needed(n_rows, longest),
-            n_bytes_now=held,
+            n_bytes_now=n_bytes_now,
             priority=request.priority,
             is_whole=is_whole,
         )
 
     def _arguments(self, prompt: Any, kwargs: dict[str, Any]) -> Request:
+        """The arguments of ``generate`` for a prompt and the ``kwargs`` of ``add``."""
         has_stop = "stop" in kwargs
         kwargs = rows.with_stop_strings(Request(kwargs=kwargs)).kwargs if has_stop else {**kwargs}
         if self.tokenizer is not None:
@@ -197,32 +198,32 @@ class Engine:
         self._find(request).ends_as = CANCELLED
 
     def result(self, request: EngineRequest | str) -> RequestOutput:
-        """The output of a request, handed over once; steps until it is there."""
-        found = self._find(request)
-        while not found.done:
+        """Step until the request is done; returns its output, once."""
+        request = self._find(request)
+        while not request.done:
             with self._turn():
-                if not found.done:  # another thread may have ended it
-                    self._keep(self._step())
+                if not request.done:  # another thread may have ended it
+                    self._defer(self._step())
         with self._turns:
-            self._ready.pop(found, None)
-            self._done.pop(found.id, None)
-            if self.requests.pop(found.id, None) is None:
-                raise ResultTakenError(f"The result of {found.id} was handed over before.")
-        assert found.output is not None
-        return found.output
+            self._ready.pop(request, None)
+            self._done.pop(request.id, None)
+            if self.requests.pop(request.id, None) is None:
+                raise ResultTakenError(f"The result of {request.id} was handed over before.")
+        assert request.output is not None
+        return request.output
 
     def _find(self, request: EngineRequest | str) -> EngineRequest:
         if isinstance(request, EngineRequest):
             if request.engine is not self:
                 raise UnknownRequestError(f"{request.id} belongs to another engine.")
             return request
-        found = self.requests.get(request) if isinstance(request, str) else None
-        if found is None:
+        known = self.requests.get(request) if isinstance(request, str) else None
+        if known is None:
             raise UnknownRequestError(
                 f"There is no request {request!r}: it never was, its result was handed over, or nobody has "
                 f"kept the request, and {MAX_DONE:,} others have ended since."
             )
-        return found
+        return known
 
     # ------------------------------------------------------------ decoding
 
@@ -245,9 +246,9 @@ class Engine:
         return self.steps.stats
 
     def events(self) -> Iterator[EngineEvent]:
-        """Step until nothing is left to do; what each sequence gains.
+        """Step until nothing is left to do, and yield the events of all sequences.
 
-        Of steps that ``result`` has made there are the events of other requests than that.
+        Includes those of steps in ``result``, but for the request of that result.
         """
         while self.has_work or self._ready:
             with self._turns:
@@ -257,10 +258,10 @@ class Engine:
     def step(self) -> list[EngineEvent]:
         """Take out what has to end, forward prompts that wait, and decode a token of each row.
 
-        Returns what each sequence has gained. A request whose processor, grammar or callback raises ends
-        with ``finish_reason`` ``"error"``; a forward that raises ends all requests that it was about.
-        One that is interrupted (``KeyboardInterrupt``) ends all requests but those that wait. Raises
-        ``EngineClosedError`` after ``close``, and ``EngineError`` within a step: in a callback.
+        Returns the new events. A request whose processor, grammar or callback raises ends with
+        ``finish_reason`` ``"error"``; a forward pass that raises ends all requests in it. A step that is
+        interrupted (``KeyboardInterrupt``) ends all requests but those that wait. Raises
+        ``EngineClosedError`` after ``close``, and ``EngineError`` in a callback of a step.
         """
         with self._turn():
             return self._step()
@@ -269,7 +270,7 @@ class Engine:
         self._check_open()
         self._check_thread()
         events = self.steps.step()
-        self._hold(event.request for event in events)
+        self._keep_done(events)
         return events
 
     @contextmanager
@@ -284,14 +285,14 @@ class Engine:
             finally:
                 self._is_stepping = False
 
-    def _keep(self, events: list[EngineEvent]) -> None:
-        """Let ``events`` be handed out later."""
+    def _defer(self, events: list[EngineEvent]) -> None:
+        """Keep ``events`` for ``self.events()``."""
         for event in events:
             self._ready.setdefault(event.request, []).append(event)
 
-    def _hold(self, requests: Iterable[EngineRequest]) -> None:
-        """Keep those that are done, and let go of the oldest beyond ``MAX_DONE``."""
-        self._done |= {request.id: request for request in requests if request.done}
+    def _keep_done(self, events: list[EngineEvent]) -> None:
+        """Keep the requests that have ended, and drop the oldest beyond ``MAX_DONE``."""
+        self._done |= {event.request.id: event.request for event in events if event.request.done}
         for old in list(itertools.islice(self._done, max(len(self._done) - MAX_DONE, 0))):
             del self._done[old]
 
@@ -306,7 +307,7 @@ class Engine:
         return Service(self, observe)
 
     def serve_in(self, thread: threading.Thread | None) -> None:
-        """Let ``thread`` alone add, step and close, until ``None`` does; others get ``EngineError``."""
+        """Reserve ``add``, ``step`` and ``close`` for ``thread``, until ``None`` ends that; others get ``EngineError``."""
         if thread is not None and self._server is not None:
             raise EngineError(
                 "The engine already has a service: use this service, or close it first."
@@ -320,7 +321,7 @@ class Engine:
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Cancel all requests, and let go of their memory. Results that are there can still be had."""
+        """Cancel all requests and release their memory. Results stay available."""
         self._check_thread()
         with self._turn():
             for request in list(self.steps.requests.values()):
@@ -328,8 +329,8 @@ class Engine:
             self.steps.take_out()
             self._is_closed = True
             events = self.steps.taken_events()
-            self._hold(event.request for event in events)
-            self._keep(events)
+            self._keep_done(events)
+            self._defer(events)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("An engine cannot be copied or pickled: make another one for the model.")

@@ -24,14 +24,14 @@ from .plain import Choices
 
 
 class Moves(Cache):
-    """Stands for the cache in a request's own arguments: notes where its rows go on, for the batch.
+    """Replaces the cache in a request's own arguments, and records how its rows are reordered.
 
-    Beam search reorders the layers of its cache; here, the shared cache follows before the next forward.
+    Beam search reorders the layers of its cache. The shared cache follows before the next forward pass.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[self])
-        #: Row ``i`` of the request goes on as its row ``index[i]``; ``None`` if all stay.
+        #: Row ``i`` of the request becomes its old row ``index[i]``; ``None`` if all stay.
         self.index: Tensor | None = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -39,27 +39,28 @@ class Moves(Cache):
 
 
 class JoinedRows:
-    """The decoding rows of several requests. Reads like a ``Run`` for ``execution.next_token``.
+    """The decoding rows of several requests: at first those of ``decodings``, which are the rows of ``batch``.
 
-    With ``fixed_shapes``, the model sees 1, 2, 4, 8, … rows. Spare rows, whose outputs are dropped, repeat
-    another row, or are what a request has left behind.
+    Reads like a ``Run`` for ``running.next_token``. With ``fixed_shapes``, the model sees 1, 2, 4, 8, …
+    rows: spare rows, whose outputs are dropped, repeat another row, or are what a request has left behind.
     """
 
-    def __init__(self, model: Any, pad_token_id: int = 0, *, fixed_shapes: bool = False) -> None:
-        self.model = model
-        self.pad_token_id = pad_token_id
-        self.fixed_shapes = fixed_shapes
-        self.batch: Batch | None = None
-        #: Of each row, the request that it belongs to; ``None`` of a spare one.
+    def __init__(
+        self, model: Any, decodings: Sequence[Decoding], batch: Batch, *, fixed_shapes: bool = False
+    ) -> None:
+        self.model, self.batch, self.fixed_shapes = model, batch, fixed_shapes
+        #: The request that each row belongs to; ``None`` for a spare row.
         self.owners: list[Decoding | None] = []
         self.moves: dict[Decoding, Moves] = {}
-        #: Whether nobody else may join.
+        #: No other request may join.
         self.is_closed = False
-        #: One object for all batches whose rows could be in one.
+        #: The same object for all batches whose rows could be in one.
         self.kind = object()
-        #: Whether what spare rows repeat may have left.
+        #: What spare rows repeat may have left.
         self._are_spares_old = False
         self.choices = Choices()
+        for decoding in decodings:
+            self._own(decoding)
 
     def __len__(self) -> int:
         """How many rows belong to requests."""
@@ -72,83 +73,62 @@ class JoinedRows:
 
     @property
     def ids(self) -> Tensor:
-        assert self.batch is not None
+        """Token ids ``(rows, columns)``, padding included."""
         return self.batch.ids
 
     @property
     def model_kwargs(self) -> ModelKwargs:
-        assert self.batch is not None
         return self.batch.model_kwargs
 
     @property
     def length(self) -> int:
         """Columns, padding included."""
-        return 0 if self.batch is None else self.batch.ids.shape[1]
+        return self.ids.shape[1]
 
-    @property
-    def n_cells(self) -> int:
-        """Cells of the cache, padding included."""
-        return 0 if self.batch is None else self.batch.ids.numel()
+    def join(self, decoding: Decoding, batch: Batch) -> None:
+        """Add the rows of a request, which are those of ``batch``.
 
-    @property
-    def n_filled(self) -> int:
-        """Cells of the cache that hold a token."""
-        return sum(decoding.n_rows * decoding.length for decoding in self.moves)
-
-    def join(self, decoding: Decoding, batch: Batch | None = None) -> None:
-        """Let the rows of a request decode with these, from its next token on.
-
-        ``batch``: its rows, if they were in a batch before. Raises ``ValueError``, and leaves everything as
-        it was, if its cache or arguments are of another form.
+        Raises ``ValueError``, before anything is changed, if its cache or arguments are of another form.
         """
-        if batch is None:
-            batch = Batch(decoding.run.ids, decoding.run.model_kwargs)
-        if self.batch is None:
-            return self.begin([decoding], Batch(batch.ids.clone(), dict(batch.model_kwargs)))
-        self._check_encoders(batch)
-        self._replace_spares(batch)
-        self.batch.append(batch, self.pad_token_id)
-        return self._own([decoding])
-
-    def begin(self, decodings: list[Decoding], batch: Batch) -> None:
-        """Become the rows of ``decodings``, which are those of ``batch``."""
-        self.batch = batch
-        self._own(decodings)
-
-    def _check_encoders(self, batch: Batch) -> None:
-        """Raise ``ValueError`` if states of an encoder differ in length and cannot be masked."""
-        assert self.batch is not None
-        ours, theirs = (_encoder_length(each) for each in (self.batch, batch))
-        # The mask over frames of speech has another unit than the states of its encoder.
-        is_speech = self.model.main_input_name != "input_ids"
-        if ours != theirs and is_speech:
-            raise ValueError(f"Encoder's states of {theirs} cannot be padded to {ours}.")
+        self._append(batch)
+        self._own(decoding)
 
     def absorb(self, other: JoinedRows) -> None:
-        """Take all rows of another batch in. Raises ``ValueError``, before anything is changed, as ``join``."""
-        assert self.batch is not None
-        assert other.batch is not None
+        """Add all rows of another batch. Raises ``ValueError``, before anything is changed, as ``join``."""
         self._check_encoders(other.batch)
         other._drop_spares(len(other.owners))
-        self._replace_spares(other.batch)
-        self.batch.append(other.batch, self.pad_token_id)
+        self._append(other.batch)
         for decoding, moves in other.moves.items():
             decoding.places = [len(self.owners) + place for place in decoding.places]
             self.moves[decoding] = moves
         self.owners += other.owners
-        other.batch, other.owners, other.moves = None, [], {}
+        other.owners, other.moves = [], {}
 
-    def _own(self, decodings: list[Decoding]) -> None:
-        """Let the newest rows belong to ``decodings``."""
-        for decoding in decodings:
-            self.moves[decoding] = moves = Moves()
-            decoding.leave_cache(moves)
-            decoding.places = [len(self.owners) + i for i in range(decoding.n_rows)]
-            self.owners += [decoding] * decoding.n_rows
+    def _append(self, batch: Batch) -> None:
+        """Append the rows of ``batch``, in the place of spare rows. Raises ``ValueError`` if it cannot join."""
+        self._check_encoders(batch)
+        if None in self.owners:
+            self.batch.joined_arguments(batch)
+            self._drop_spares(len(batch))
+        self.batch.append(batch)
+
+    def _check_encoders(self, batch: Batch) -> None:
+        """Raise ``ValueError`` if states of an encoder differ in length and cannot be masked."""
+        length, other = (_encoder_length(each) for each in (self.batch, batch))
+        # The mask over frames of speech has another unit than the states of its encoder.
+        is_speech = self.model.main_input_name != "input_ids"
+        if length != other and is_speech:
+            raise ValueError(f"Encoder's states of {other} cannot be padded to {length}.")
+
+    def _own(self, decoding: Decoding) -> None:
+        """Assign the newest rows of the batch to ``decoding``."""
+        self.moves[decoding] = moves = Moves()
+        decoding.leave_cache(moves)
+        decoding.places = [len(self.owners) + i for i in range(decoding.n_rows)]
+        self.owners += [decoding] * decoding.n_rows
 
     def leave(self, decoding: Decoding) -> None:
-        """Take the rows of a request out; the last rows move into their places."""
-        assert self.batch is not None
+        """Remove the rows of a request; the last rows move into their places."""
         del self.moves[decoding]
         for place in sorted(decoding.places, reverse=True):
             if self.fixed_shapes:
@@ -158,19 +138,18 @@ class JoinedRows:
                 self._remove(place)
         decoding.places = []
         if not self.moves:
-            self.batch, self.owners = None, []
+            self.owners = []
 
     def extract(self, decoding: Decoding) -> Batch:
-        """Take the rows of a request out; returns them, without padding, as a batch to ``join`` with."""
-        batch = self._extracted([decoding])
+        """Remove the rows of a request; returns them, without padding, as a batch to ``join`` with."""
+        batch = self.batch.extract(torch.tensor(decoding.places))
         if (n_padding := batch.ids.shape[1] - decoding.length) > 0:
             batch.trim(n_padding)
         self.leave(decoding)
         return batch
 
     def _remove(self, place: int) -> None:
-        """Let the last row move to ``place``, and be one less."""
-        assert self.batch is not None
+        """Remove the row at ``place``; the last row takes its place."""
         last = len(self.owners) - 1
         if last:
             self.batch.leave(place)
@@ -181,7 +160,7 @@ class JoinedRows:
                 owner.places[owner.places.index(last)] = place
 
     def rows_of(self, decoding: Decoding) -> list[int]:
-        """Which rows of the cache those of a request go on from: beams may have changed places."""
+        """The rows of the cache that a request's rows continue, in their order: beams may have changed places."""
         index = self.moves[decoding].index
         return decoding.places if index is None else [decoding.places[i] for i in index.tolist()]
 
@@ -193,77 +172,48 @@ class JoinedRows:
         for place in spare[::-1][:n_rows]:
             self._remove(place)
 
-    def _replace_spares(self, batch: Batch) -> None:
-        """Make room for ``batch`` in the place of spare rows. Raises ``ValueError`` if it cannot join."""
-        assert self.batch is not None
-        if None in self.owners:
-            self.batch.joined_arguments(batch)
-            self._drop_spares(len(batch))
-
     def _fit(self) -> None:
-        """Let the number of rows be a power of two, with as few spare rows as that takes."""
-        assert self.batch is not None
+        """Make the number of rows a power of two, with as few spare rows as that takes."""
         n_rows = 1 << (len(self) - 1).bit_length()
         self._drop_spares(max(len(self.owners) - n_rows, 0))
         model_row = next(iter(self.moves)).places[0]
         if (n_more := n_rows - len(self.owners)) > 0:
-            rows = self.batch.extract(torch.tensor([model_row] * n_more))
-            self.batch.append(rows, self.pad_token_id)
+            self.batch.append(self.batch.extract(torch.tensor([model_row] * n_more)))
             self.owners += [None] * n_more
         if self._are_spares_old and None in self.owners:
             # Else positions could go beyond those of the model, where no row of a request does.
-            taken = [model_row if owner is None else i for i, owner in enumerate(self.owners)]
-            self.batch.take_arguments(torch.tensor(taken))
+            rows = [model_row if owner is None else i for i, owner in enumerate(self.owners)]
+            self.batch.take_arguments(torch.tensor(rows))
         self._are_spares_old = False
 
     # ------------------------------------------------------------ batches that become two, or one
 
     def split(self, leaving: list[Decoding]) -> JoinedRows:
-        """Let some of the requests, not all, go on in another batch, which is returned."""
-        other = JoinedRows(self.model, self.pad_token_id, fixed_shapes=self.fixed_shapes)
+        """Move some of the requests, not all, to another batch, which is returned."""
+        places = torch.tensor([place for decoding in leaving for place in decoding.places])
+        other = JoinedRows(
+            self.model, leaving, self.batch.extract(places), fixed_shapes=self.fixed_shapes
+        )
         other.kind = self.kind
-        other.batch = self._extracted(leaving)
-        other.moves = {decoding: self.moves.pop(decoding) for decoding in leaving}
-        self._keep([place for place, owner in enumerate(self.owners) if owner in self.moves])
-        other._number()
-        other._trim()
+        staying = [decoding for decoding in self.moves if decoding not in other.moves]
+        self.batch.take(torch.tensor([place for each in staying for place in each.places]))
+        self.owners, self.moves = [], {}
+        for decoding in staying:
+            self._own(decoding)
         self._trim()
+        other._trim()
         return other
-
-    def _extracted(self, members: list[Decoding]) -> Batch:
-        """A batch of the rows of some requests, in that order."""
-        assert self.batch is not None
-        places = [place for decoding in members for place in decoding.places]
-        return self.batch.extract(torch.tensor(places))
-
-    def _number(self) -> None:
-        """Let the rows be those of the requests, one after the other."""
-        self.owners = []
-        for decoding in self.moves:
-            first, n = len(self.owners), decoding.n_rows
-            decoding.places = list(range(first, first + n))
-            self.owners += [decoding] * n
-
-    def _keep(self, places: list[int]) -> None:
-        """Take the rows at ``places``, which are all rows of their requests, and no others."""
-        assert self.batch is not None
-        self.batch.take(torch.tensor(places))
-        new = {place: i for i, place in enumerate(places)}
-        self.owners = [self.owners[place] for place in places]
-        for decoding in self.moves:
-            decoding.places = [new[place] for place in decoding.places]
 
     # ------------------------------------------------------------ a step
 
     def _trim(self) -> None:
         """Cut off the columns that are padding in all rows."""
         longest = max(decoding.length for decoding in self.moves)
-        if self.batch is not None and (n := self.length - longest) > 0:
+        if (n := self.length - longest) > 0:
             self.batch.trim(n)
 
     def forward(self) -> ModelOutput:
         """Forward the newest token of each row; the outputs have a row for each."""
-        assert self.batch is not None
         if self.fixed_shapes:
             self._fit()
         outputs = next_token(self, self.model.__call__)  # type: ignore[arg-type]
@@ -275,7 +225,7 @@ class JoinedRows:
         return outputs
 
     def choose(self, outputs: ModelOutput) -> tuple[Tensor, dict[Decoding, int | Exception]]:
-        """The next token of each plain row, ``(rows,)`` and by request, or what that is to end with."""
+        """The next tokens of plain rows ``(rows,)``, and the token of each request, or the exception that ends it."""
         plain = sorted((d for d in self.moves if d.plain is not None), key=lambda d: d.places[0])
         logits: Tensor = outputs["logits"][:, -1]
         if len(plain) < len(logits):
@@ -287,30 +237,33 @@ class JoinedRows:
         return self.choices.indices.on(self.ids.device, places)
 
     def outputs_of(self, decoding: Decoding, outputs: ModelOutput) -> ModelOutput:
-        """The part of ``outputs`` that is about the rows of one request."""
+        """The rows of ``outputs`` that belong to one request."""
         first, n = decoding.places[0], len(decoding.places)
         cache = self.moves[decoding]
         if n == 1 and isinstance(outputs, CausalLMOutputWithPast):
             logits = outputs.logits[first : first + 1]
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         index = self._index(decoding.places)
-        own = {name: take_rows(v, index, len(self.owners), name) for name, v in outputs.items()}
-        own |= {name: cache for name, value in own.items() if isinstance(value, Cache)}
-        return type(outputs)(**own)
+        fields = {
+            name: cache
+            if isinstance(value, Cache)
+            else take_rows(value, index, len(self.owners), name)
+            for name, value in outputs.items()
+        }
+        return type(outputs)(**fields)
 
     def append_newest(self, tokens: Tensor | None = None, chose: Sequence[Decoding] = ()) -> None:
-        """Take the tokens that the requests have chosen, for beams that may have changed places.
+        """Append the tokens that the requests have chosen, after reordering beams.
 
-        ``tokens (rows,)``: those of the requests ``chose``. The others have them behind their ids.
+        ``tokens (rows,)``: those of the requests ``chose``. The ids of other requests end with theirs.
         """
-        assert self.batch is not None
         self._apply_moves()
         parts, n = ([], 0) if tokens is None else ([tokens], len(tokens))
-        number = {decoding: i for i, decoding in enumerate(chose)}
+        index_of = {decoding: i for i, decoding in enumerate(chose)}
         index = [0] * len(self.owners)  # a spare row gets any token
         for decoding in self.moves:
-            if decoding in number:
-                index[decoding.places[0]] = number[decoding]
+            if decoding in index_of:
+                index[decoding.places[0]] = index_of[decoding]
                 continue
             parts.append(decoding.run.ids[:, -1])
             for place in decoding.places:
@@ -322,7 +275,7 @@ class JoinedRows:
         self._trim()
 
     def _apply_moves(self) -> None:
-        """Let the shared cache follow beams that have changed places."""
+        """Reorder the shared cache by the beams' parents."""
         index: Tensor | None = None
         for decoding, moves in self.moves.items():
             if moves.index is None:
@@ -333,7 +286,6 @@ class JoinedRows:
             index[places] = places[moves.index]
             moves.index = None
         if index is not None:
-            assert self.batch is not None
             self.batch.move(index)
 
 

@@ -29,12 +29,12 @@ from .decoding import Decoding
 #: Index tensors that are kept: those of a few steps in which rows have joined or left.
 MAX_INDICES = 256
 
-#: Observers that want nothing of a step but its first one, which the request takes by itself.
+#: Observers that need only the first step of a call, which the request takes by itself, and its end.
 OF_ENDS = (PrefixSession, PromptRecorder, Recording, Results)
 
 
 def is_plain(decoding: Decoding) -> bool:
-    """Whether a request has one row, of which a step leaves nothing but a token."""
+    """Whether a request has one row, and nothing of a step is recorded but its token."""
     run = decoding.run
     return (
         type(decoding.strategy) is Sample
@@ -49,7 +49,7 @@ def is_plain(decoding: Decoding) -> bool:
 
 
 def kind_of(processors: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What two lists of processors have in common that do the same to scores; ``None``: no other does."""
+    """A key that is equal for lists of processors that do the same to scores; ``None`` if none can be given."""
     kind = []
     for processor in processors:
         values = vars(processor)
@@ -62,7 +62,7 @@ def kind_of(processors: Sequence[Any]) -> tuple[Any, ...] | None:
 
 @dataclass(eq=False, slots=True)
 class PlainRow:
-    """The row of such a request: its tokens are numbers until somebody has to see them as ids."""
+    """The row of a plain request: its tokens stay numbers until ``run.ids`` is read."""
 
     decoding: Decoding
     kind: tuple[Any, ...] | None
@@ -73,7 +73,10 @@ class PlainRow:
     causes: list[Any]
 
     @classmethod
-    def of(cls, decoding: Decoding) -> PlainRow:
+    def of(cls, decoding: Decoding) -> PlainRow | None:
+        """The row of a request, or ``None`` if the request is not plain."""
+        if not is_plain(decoding):
+            return None
         run, rows = decoding.run, decoding.rows
         key = None if run.row_choice is None else run.row_choice.keys
         return cls(decoding, kind_of(run.processors), key, [], rows.causes(rows.row(0)))
@@ -82,13 +85,8 @@ class PlainRow:
     def n_generated(self) -> int:
         return len(self.decoding.rows.row(0).ids)
 
-    def processed(self, logits: Tensor) -> Tensor:
-        """Scores ``(1, vocab)`` by processors that look at the ids."""
-        self.write()
-        return self.decoding.run.processors(self.decoding.run.ids, logits)
-
     def write(self) -> None:
-        """Put what was chosen behind the ids."""
+        """Append the unwritten tokens to the ids."""
         if self.unwritten:
             tokens, self.unwritten = self.unwritten, []
             self._append(self.decoding.run.ids.new_tensor([tokens]))
@@ -99,7 +97,7 @@ class PlainRow:
         strategy.n_steps += tokens.shape[1]
 
     def take(self, token: int, on_device: Tensor) -> list[StreamEvent]:
-        """Let ``token`` be the newest, which is in ``on_device (1, 1)``; what the request has gained."""
+        """Append ``token`` (also on the device as ``on_device (1, 1)``) and return the request's new events."""
         if self.kind is None and not self.unwritten:  # the next step reads the ids
             self._append(on_device)
         else:
@@ -138,14 +136,14 @@ class Choices:
 
     def __init__(self) -> None:
         self.indices = Indices()
-        #: Rows that were drawn for last, where they are after it, and the keys ``(rows,)`` of their next noise.
+        #: Rows of the last draw with their generated tokens after it, and the keys ``(rows,)`` of their next noise.
         self._drawn: list[tuple[PlainRow, int]] = []
         self._keys: Tensor | None = None
 
     def choose(self, rows: list[PlainRow], logits: Tensor) -> tuple[Tensor, list[int | Exception]]:
-        """The next token of each row by ``logits (rows, vocab)``: ``(rows,)``, which are read at once.
+        """The next tokens ``(rows,)`` by ``logits (rows, vocab)``, and the same as numbers, in one read.
 
-        Of a request that is to end with an exception, the list has that.
+        The list has an exception in place of the token of a request that ends with it.
         """
         failures: dict[int, Exception] = {}
         scores = self._processed(rows, logits.float(), failures)
@@ -170,27 +168,28 @@ class Choices:
         scores = torch.empty_like(logits)
         for kind, places in groups.items():
             row, index = rows[places[0]], self.indices.on(logits.device, places)
-            own = logits[index]
+            group_scores = logits[index]
             try:
-                if row.kind is None:
-                    own = row.processed(own)
-                elif kind:
-                    own = row.decoding.run.processors(row.decoding.run.ids, own)
-                scores[index] = own.to(scores.dtype)  # of float64, as numpy's
-            except Exception as error:  # of the request's own
+                if row.kind is None:  # its processors look at the ids
+                    row.write()
+                if kind:
+                    run = row.decoding.run
+                    group_scores = run.processors(run.ids, group_scores)
+                scores[index] = group_scores.to(scores.dtype)  # a processor may return float64
+            except Exception as error:  # a processor of the caller
                 failures |= dict.fromkeys(places, error)
                 scores[index] = 0.0
         return scores
 
     def _chosen(self, rows: list[PlainRow], scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens ``(rows,)``, and of which rows there was none to choose."""
+        """Return the tokens, and whether a row had none to choose: two tensors ``(rows,)``."""
         tokens = scores.argmax(dim=-1)  # NaN counts as the largest
         places = [i for i, row in enumerate(rows) if row.key is not None]
         index = self.indices.on(tokens.device, places)
         if places:
             keys = self._next_keys([rows[i] for i in places])
-            own = scores if len(places) == len(rows) else scores[index]
-            tokens[index] = seeds.perturbed(own, keys, -1).argmax(dim=-1)
+            drawn_scores = scores if len(places) == len(rows) else scores[index]
+            tokens[index] = seeds.perturbed(drawn_scores, keys, -1).argmax(dim=-1)
         best = scores.gather(1, tokens[:, None]).squeeze(1)
         is_invalid = best.isnan()
         if places:

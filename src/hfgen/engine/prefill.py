@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -20,14 +20,14 @@ from .scheduler import Chunk
 #: A prompt shares a forward with longer ones if it has at least this share of the longest's tokens.
 SHORTEST = 0.75
 
-#: Arguments of forward that are known to be about each row by itself.
+#: Arguments of forward whose rows do not depend on each other.
 KNOWN = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 )
 
 
 def may_share(decoding: Decoding) -> bool:
-    """Whether nothing but a prompt's ids has a part in its forward."""
+    """Whether the forward pass of a prompt depends on its ids alone."""
     run, call = decoding.run, decoding.call
     kwargs = {name: value for name, value in run.model_kwargs.items() if value is not None}
     cache = kwargs.get("past_key_values")
@@ -46,21 +46,23 @@ def may_share(decoding: Decoding) -> bool:
     )
 
 
-def groups(chunks: Iterable[Chunk], may_be_grouped: dict[Chunk, bool]) -> list[list[Chunk]]:
+def groups(may_be_grouped: dict[Chunk, bool]) -> list[list[Chunk]]:
     """Chunks to forward together: whole prompts of similar length; each other one by itself."""
-    found: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda chunk: -chunk.n_tokens):
-        last = found[-1] if found else []
+    grouped: list[list[Chunk]] = []
+    for chunk in sorted(may_be_grouped, key=lambda chunk: -chunk.n_tokens):
+        last = grouped[-1] if grouped else []
         is_near = bool(last) and chunk.n_tokens >= SHORTEST * last[0].n_tokens
         if is_near and may_be_grouped[chunk] and may_be_grouped[last[0]]:
             last.append(chunk)
         else:
-            found.append([chunk])
-    return found
+            grouped.append([chunk])
+    return grouped
 
 
-def forward(rows: JoinedRows, decodings: list[Decoding]) -> list[ModelOutput]:
-    """Forward whole prompts, which become the ``rows``; of each request, the outputs that it steps by."""
+def forward(
+    model: Any, decodings: list[Decoding], *, fixed_shapes: bool
+) -> tuple[JoinedRows, list[ModelOutput]]:
+    """Forward whole prompts at once; returns their rows, and the outputs of each request."""
     parts = []
     for decoding in decodings:
         kwargs = dict(decoding.run.model_kwargs)
@@ -68,8 +70,8 @@ def forward(rows: JoinedRows, decodings: list[Decoding]) -> list[ModelOutput]:
         parts.append((Batch(decoding.run.ids, kwargs), cache))
     batch, cache = parts[0]
     for other, _ in parts[1:]:
-        batch.append(other, rows.pad_token_id)
-    model, length = rows.model, batch.ids.shape[1]
+        batch.append(other)
+    length = batch.ids.shape[1]
     cache.expect(max(decoding.longest for decoding in decodings))
     kwargs = batch.model_kwargs | {"past_key_values": cache}
     config: GenerationConfig = decodings[0].run.config
@@ -78,5 +80,5 @@ def forward(rows: JoinedRows, decodings: list[Decoding]) -> list[ModelOutput]:
     outputs = execution.prefill(model, batch.ids, config, kwargs)
     assert layers.decoder_cache(kwargs["past_key_values"]).get_seq_length() == length
     batch.model_kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
-    rows.begin(decodings, batch)
-    return [rows.outputs_of(decoding, outputs) for decoding in decodings]
+    rows = JoinedRows(model, decodings, batch, fixed_shapes=fixed_shapes)
+    return rows, [rows.outputs_of(decoding, outputs) for decoding in decodings]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .request import EngineEvent, EngineRequest, RequestOutput
 
 
-#: Requests that are prepared between two steps: those that decode wait for it.
+#: Requests that are prepared between two steps, at most: those that decode wait for it.
 MAX_ADDED = 8
 
 
@@ -25,8 +25,8 @@ class Service:
     """An engine for coroutines: ``async with engine.serving() as service``.
 
     One thread adds, cancels and steps; it sleeps while there is nothing to do. Until the service is
-    closed, others get ``EngineError`` from ``add``, ``step`` and ``close`` of the engine. ``observe`` is called in the event loop with the output
-    of each request that has ended, also of those that nobody waits for any more.
+    closed, ``add``, ``step`` and ``close`` of the engine raise ``EngineError`` in other threads. ``observe``
+    is called in the event loop with the output of each request that has ended.
     """
 
     def __init__(
@@ -36,8 +36,9 @@ class Service:
         self.observe = observe
         #: Why the thread has ended, if it was not by ``close``.
         self.error: BaseException | None = None
-        self._commands: SimpleQueue[_Add | _Cancel | None] = SimpleQueue()  # None: close
-        self._open: dict[str, _Box] = {}  # the thread's own
+        #: Methods of the thread and their argument; ``None``: close.
+        self._commands: SimpleQueue[tuple[Callable[[_Box], None], _Box] | None] = SimpleQueue()
+        self._open: dict[str, _Box] = {}  # read and written by the thread alone
         self._is_over = False
         self._loop: Any = None
         self._thread: threading.Thread | None = None
@@ -74,8 +75,8 @@ class Service:
         Without ``has_events`` it yields nothing, and only has a ``result``. Raises what ``Engine.add``
         raises, and ``EngineClosedError`` if the service does not run.
         """
-        request = ServiceRequest(self, _Box(has_events))
-        self._post(_Add(request._box, prompt, kwargs))
+        request = ServiceRequest(self, _Box(prompt, kwargs, has_events))
+        self._post(self._add, request._box)
         await request._take()
         return request
 
@@ -94,18 +95,20 @@ class Service:
         async with await self.add(prompt, has_events=False, **kwargs) as request:
             return await request.result()
 
-    def _post(self, command: _Add | _Cancel) -> None:
+    def _post(self, method: Callable[[_Box], None], box: _Box) -> None:
+        """Have the thread call ``method(box)`` between two steps."""
         if self._thread is None:
             raise EngineClosedError("the service does not run: enter it by `async with`")
-        self._commands.put(command)
+        self._commands.put((method, box))
         if self._is_over:  # the thread may have looked before
             self._refuse_commands()
 
     def _refuse_commands(self) -> None:
         with suppress(Empty, RuntimeError):
             while True:
-                if isinstance(command := self._commands.get_nowait(), _Add):
-                    self._send([(command.box, _End(error=self._closed_error()))])
+                command = self._commands.get_nowait()
+                if command is not None and command[0] == self._add:
+                    self._send([(command[1], _End(error=self._closed_error()))])
 
     def _closed_error(self) -> EngineClosedError:
         error = EngineClosedError("the service is closed")
@@ -123,41 +126,36 @@ class Service:
         for box in self._open.values():
             with suppress(Exception):
                 self.engine.cancel(box.request)
-        with suppress(
-            Exception
-        ):  # a step lets the rows leave; those that it cannot end are told below
+        with suppress(Exception):  # requests that this step cannot end get an error below
             if self.error is None and self._open:
                 self._hand_over(self.engine.step())
-        rest, self._open = self._open, {}
+        unfinished, self._open = self._open, {}
         reason = self.error or self._closed_error()
-        with suppress(RuntimeError):  # the event loop is closed: nobody is left to be told
-            self._send([(box, _End(error=as_exception(reason))) for box in rest.values()])
+        with suppress(RuntimeError):  # the event loop is closed
+            self._send([(box, _End(error=as_exception(reason))) for box in unfinished.values()])
             self._loop.call_soon_threadsafe(self.ended.set)
         self._is_over = True
         self.engine.serve_in(None)
         self._refuse_commands()
 
     def _obey(self) -> bool:
-        """Do what was asked for, waiting for it if the engine has no work; ``False``: close."""
+        """Run the commands, waiting for one if the engine has no work; ``False``: close."""
         with suppress(Empty):
             command = self._commands.get(block=not self.engine.has_work)
             n_added = 0
             while command is not None:
-                if isinstance(command, _Cancel):
-                    self._cancel(command.box)
-                else:
-                    self._add(command)
-                    n_added += 1
-                    if n_added == MAX_ADDED:
-                        return True
+                method, box = command
+                method(box)
+                n_added += method == self._add
+                if n_added == MAX_ADDED:
+                    return True
                 command = self._commands.get_nowait()
             return False
         return True
 
-    def _add(self, command: _Add) -> None:
-        box = command.box
+    def _add(self, box: _Box) -> None:
         try:
-            box.request = self.engine.add(command.prompt, **command.kwargs)
+            box.request = self.engine.add(box.prompt, **box.kwargs)
         except BaseException as error:  # a panic of a library is none of Exception
             self._send([(box, _End(error=as_exception(error)))])
         else:
@@ -169,7 +167,7 @@ class Service:
             self.engine.cancel(box.request)
 
     def _hand_over(self, events: Iterable[EngineEvent]) -> None:
-        """Send the events of a step to those who wait for them, and the outputs of what has ended."""
+        """Send the events of a step to their requests, and the outputs of requests that have ended."""
         items: list[tuple[_Box, Any]] = []
         for event in events:
             box = self._open.get(event.request.id)
@@ -199,11 +197,11 @@ class Service:
 class ServiceRequest(AsyncIterator["EngineEvent"]):
     """A request of a service: an iterator of its events, and then its ``output``.
 
-    Leaving ``async with request``, ``cancel()``, and cancelling the task that waits for it end it; so
-    does letting go of it.
+    It ends when ``async with request`` is left, by ``cancel()``, when the task that waits for it is
+    cancelled, and when nothing refers to it.
     """
 
-    #: What became of it, from its end on, and the exception that ended it.
+    #: Its output once it has ended, and the exception that ended it.
     output: RequestOutput | None = None
     error: BaseException | None = None
 
@@ -224,9 +222,9 @@ class ServiceRequest(AsyncIterator["EngineEvent"]):
         raise StopAsyncIteration
 
     async def result(self) -> RequestOutput:
-        """Its output, when it has ended; events that nobody has taken are left out.
+        """Wait for the end of the request and return its output, which may be incomplete after ``cancel()``.
 
-        After ``cancel()``, what there was by then. Raises the exception that ended the request.
+        Drops events that were not taken. Raises the exception that ended the request.
         """
         while not self._is_over:
             await self._take()
@@ -239,7 +237,7 @@ class ServiceRequest(AsyncIterator["EngineEvent"]):
         """End it, if it has not ended: its rows leave with the next step, and no more events come."""
         if not self._is_over and not self._box.is_cancelled:
             self._box.is_cancelled = True
-            self._service._post(_Cancel(self._box))
+            self._service._post(self._service._cancel, self._box)
 
     async def aclose(self) -> None:
         """``cancel``, as of any asynchronous iterator."""
@@ -271,25 +269,15 @@ class ServiceRequest(AsyncIterator["EngineEvent"]):
 
 @dataclass(slots=True, eq=False)
 class _Box:
-    """Where the thread leaves what a request gains; it does not know the ``ServiceRequest``."""
+    """A request's arguments for the thread, and its events for the ``ServiceRequest``, which it does not know."""
 
+    prompt: Any
+    kwargs: dict[str, Any]
     has_events: bool
     items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     is_cancelled: bool = False
     #: Written by the thread, before ``Service.add`` returns.
     request: Any = None
-
-
-@dataclass(slots=True)
-class _Add:
-    box: _Box
-    prompt: Any
-    kwargs: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Cancel:
-    box: _Box
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from .decoding import Decoding
 from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
 from .memory import Memory
-from .plain import PlainRow, is_plain
+from .plain import PlainRow
 from .prefill import forward, groups, may_share
 from .prompts import keeps_states
 from .request import EngineEvent, EngineRequest, EngineStats
@@ -62,20 +62,23 @@ class Steps:
     @torch.inference_mode(False)  # one that another step goes on with
     @torch.no_grad()
     def step(self) -> list[EngineEvent]:
-        """One step, and what each sequence has gained by it.
+        """Make one step; returns the new events of all sequences.
 
-        What a request's own processors, grammar or callbacks raise ends that request, with
-        ``finish_reason`` ``"error"``. A forward that raises ends all requests that it was about.
+        An exception of a request's own processors, grammar or callbacks ends that request, with
+        ``finish_reason`` ``"error"``. One of a forward pass ends all requests in it.
         """
         try:
             self._step()
         except BaseException as error:  # interrupted: what was forwarded and chosen is not known
-            self._abandon(error)
+            self.joined = []
+            for request in list(self.requests.values()):
+                if request.state != "waiting":
+                    self.end(request, error)
             raise
         return self.taken_events()
 
     def taken_events(self) -> list[EngineEvent]:
-        """What sequences have gained since the last time."""
+        """Return the new events, and forget them."""
         events, self.events = self.events, []
         return events
 
@@ -92,15 +95,10 @@ class Steps:
         for rows in joined:
             self._decode(rows)
         for request in alone:
-            self._advance(request)
+            if (decoding := request.decoding) is not None:
+                with self.failures_of(request):
+                    self._gain(request, decoding.advance())
         self.classes.arrange(self.joined)
-
-    def _abandon(self, error: BaseException) -> None:
-        """End all requests but those that wait; no row of theirs is read any more."""
-        self.joined = []
-        for request in list(self.requests.values()):
-            if request.state != "waiting":
-                self.end(request, error)
 
     def take_out(self) -> None:
         """End the requests that were cancelled, or whose time is over."""
@@ -115,56 +113,53 @@ class Steps:
 
     def _forward_prompts(self, plan: list[Chunk]) -> None:
         """Forward the chunks of this step; whole prompts of similar length together."""
-        may_be_grouped = {}
+        decodings, may_be_grouped = {}, {}
         for chunk in plan:
-            decoding = None
-            with self.failures_of(self.requests[chunk.item]):
-                decoding = self._begun(self.requests[chunk.item], chunk.item)
-            if decoding is not None and decoding.is_over:
-                self.end(decoding.request)
-            elif decoding is not None:
+            request = self.requests[chunk.item]
+            with self.failures_of(request):
+                decoding = self._begun(request, chunk.item)
+                if decoding.is_over:
+                    self.end(request)
+                    continue
+                decodings[chunk] = decoding
                 is_whole = chunk.n_tokens == chunk.item.n_tokens
                 may_be_grouped[chunk] = (
                     is_whole and self.hides_padding is True and may_share(decoding)
                 )
-        for group in groups(may_be_grouped, may_be_grouped):
+        for group in groups(may_be_grouped):
             if len(group) > 1:
-                self._forward_group(group)
+                self._forward_group(group, [decodings[chunk] for chunk in group])
             else:
-                self._forward_chunk(group[0])
+                self._forward_chunk(group[0], decodings[group[0]])
 
-    def _forward_group(self, chunks: list[Chunk]) -> None:
+    def _forward_group(self, chunks: list[Chunk], decodings: list[Decoding]) -> None:
         """Forward whole prompts at once; their rows join those that decode."""
-        decodings = [self._begun(self.requests[chunk.item], chunk.item) for chunk in chunks]
-        rows = self._no_rows()
         try:
-            outputs = forward(rows, decodings)
+            rows, outputs = forward(self.model, decodings, fixed_shapes=self.fixed_shapes)
         except Exception as error:
             for decoding in decodings:
                 self.end(decoding.request, error)
             return
         self.joined.append(rows)
-        for chunk, decoding, own in zip(chunks, decodings, outputs, strict=True):
+        for chunk, decoding, own_outputs in zip(chunks, decodings, outputs, strict=True):
             self.stats.prefill_tokens += chunk.n_tokens
             with self.lock:
                 self.scheduler.advance(chunk.item, chunk.n_tokens)
             with self.failures_of(decoding.request):
                 decoding.request.state = "decoding"
-                self._gain(decoding.request, decoding.step(own))
+                self._gain(decoding.request, decoding.step(own_outputs))
         if len(rows):
             for decoding in rows.members:
-                if is_plain(decoding):
-                    decoding.plain = PlainRow.of(decoding)
+                decoding.plain = PlainRow.of(decoding)
             rows.append_newest()
             open_ones = [other for other in self.joined if not (other is rows or other.is_closed)]
             if self.classes.absorb(rows, open_ones):
                 self.joined.remove(rows)
 
-    def _forward_chunk(self, chunk: Chunk) -> None:
+    def _forward_chunk(self, chunk: Chunk, decoding: Decoding) -> None:
         """Forward a part of a prompt; after the last one, its rows join those that decode."""
-        item, request = chunk.item, self.requests[chunk.item]
+        item, request = chunk.item, decoding.request
         with self.failures_of(request):
-            decoding = self._begun(request, item)
             if not decoding.joins:
                 self.scheduler.advance(item, item.n_left)
                 request.state = "decoding"
@@ -172,38 +167,35 @@ class Steps:
                 return
             n = min(chunk.n_tokens, item.n_left)
             is_last = n == item.n_left
-            gained = decoding.prefill(n, is_last)
+            events = decoding.prefill(n, is_last)
             self.stats.prefill_tokens += n
             self.scheduler.advance(item, n)
             if is_last:
                 if not self.memory.measured:
                     self._measure(decoding)
                 request.state = "decoding"
-                self._gain(request, gained)
+                self._gain(request, events)
                 if not decoding.run.finished:
                     self._join(decoding)
 
     def _measure(self, decoding: Decoding) -> None:
-        """Learn from the first cache what rows need; those that wait and can never fit end."""
+        """Measure a row's bytes on the first cache; end waiting requests that can never fit."""
         if (cache := families.given_cache(decoding.run.model_kwargs)) is None:
             return
         self.memory.measure(cache)
         with self.lock:
             for item, request in self.requests.items():
-                if (waits := request.decoding) is not None:
-                    lengths = waits.longest, min(waits.length + 1, waits.longest)
+                if (other := request.decoding) is not None:
+                    lengths = other.longest, min(other.length + 1, other.longest)
                     bytes_at = [self.memory.needed(item.n_rows, n) for n in lengths]
                     self.scheduler.resize(item, *bytes_at)
-            too_large = [self.requests[item] for item in self.scheduler.never_fit()]
-        for request in too_large:
-            limit, needed = self.scheduler.max_bytes, request.item and request.item.n_bytes
-            self.end(
-                request,
-                DoesNotFitError(f"the request needs {needed:,.0f} bytes; there are {limit:,.0f}"),
-            )
+            too_large, limit = self.scheduler.never_fit(), self.scheduler.max_bytes
+        for item in too_large:
+            text = f"the request needs {item.n_bytes:,.0f} bytes; there are {limit:,.0f}"
+            self.end(self.requests[item], DoesNotFitError(text))
 
     def _begun(self, request: EngineRequest, item: Item) -> Decoding:
-        """The request's call, prepared if that has waited, with what is stored of its prompt."""
+        """The request's call, prepared if it is not yet, with stored prefixes of its prompt in the cache."""
         if request.state != "waiting":
             assert request.decoding is not None
             return request.decoding
@@ -221,20 +213,16 @@ class Steps:
                 self.hides_padding = hides_padding(self.model, batch)
         return self.hides_padding is True
 
-    def _no_rows(self) -> JoinedRows:
-        return JoinedRows(self.model, fixed_shapes=self.fixed_shapes)
-
     def _join(self, decoding: Decoding) -> None:
-        """Let its rows decode with others, or in a batch of their own if their caches are of another form."""
+        """Move the rows of a request from its own cache to a batch."""
         if (session := decoding.call.prefix_session) is not None:
             session.detach()
         decoding.check()
-        if is_plain(decoding):
-            decoding.plain = PlainRow.of(decoding)
+        decoding.plain = PlainRow.of(decoding)
         self.place(decoding, Batch(decoding.run.ids, decoding.run.model_kwargs))
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
-        """Let its rows, those of ``batch``, decode with others of their form, or by themselves."""
+        """Add the rows of a request, which are those of ``batch``, to a batch of their form or to a new one."""
         may_join = [
             rows
             for rows in self.joined
@@ -242,15 +230,15 @@ class Steps:
             and (rows.length == decoding.length or self._is_padding_hidden(batch))
         ]
         if not self.classes.join(decoding, batch, may_join):
-            rows = self._no_rows()
+            batch = Batch(batch.ids.clone(), dict(batch.model_kwargs))
+            rows = JoinedRows(self.model, [decoding], batch, fixed_shapes=self.fixed_shapes)
             rows.is_closed = decoding.is_apart
-            rows.join(decoding, batch)
             self.joined.append(rows)
 
     # ------------------------------------------------------------ tokens
 
     def _decode(self, rows: JoinedRows) -> None:
-        """Forward the newest token of each row, and let each request choose its next ones."""
+        """Forward the newest token of each row; each request chooses its next tokens."""
         if not len(rows):
             return
         self.stats.n_forwards += 1
@@ -260,9 +248,10 @@ class Steps:
             for decoding in rows.members:
                 self.end(decoding.request, error)
             return
-        self.stats.n_cells += rows.n_cells
-        self.stats.n_padding += rows.n_cells - rows.n_filled
-        # Rows that leave change the places of others: each gets its part before.
+        n_filled = sum(decoding.n_rows * decoding.length for decoding in rows.members)
+        self.stats.n_cells += rows.ids.numel()
+        self.stats.n_padding += rows.ids.numel() - n_filled
+        # Rows that leave change the places of others, so outputs are split before.
         others = [decoding for decoding in rows.members if decoding.plain is None]
         parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
         tokens, chosen = None, dict[Decoding, int | Exception]()
@@ -272,32 +261,25 @@ class Steps:
                 with self.failures_of(decoding.request):
                     if isinstance(token, Exception):
                         raise token
-                    gained = decoding.plain.take(token, tokens[i : i + 1, None])
-                    self._gain(decoding.request, gained)
-        for decoding, own in parts:
+                    events = decoding.plain.take(token, tokens[i : i + 1, None])
+                    self._gain(decoding.request, events)
+        for decoding, own_outputs in parts:
             with self.failures_of(decoding.request):
-                self._gain(decoding.request, decoding.step(own))
+                self._gain(decoding.request, decoding.step(own_outputs))
         if len(rows):
             rows.append_newest(tokens, [*chosen])
 
-    def _advance(self, request: EngineRequest) -> None:
-        """One step of a request that decodes by itself."""
-        decoding = request.decoding
-        if decoding is not None:
-            with self.failures_of(request):
-                self._gain(request, decoding.advance())
-
     # ------------------------------------------------------------ what requests gain, and how they end
 
-    def _gain(self, request: EngineRequest, gained: list[StreamEvent]) -> None:
-        """Take what the sequences have gained by a step; a request that has finished leaves."""
-        self._tell(request, gained)
+    def _gain(self, request: EngineRequest, events: list[StreamEvent]) -> None:
+        """Record the events of a step; end the request if it has finished."""
+        self._record(request, events)
         if request.decoding is not None and request.decoding.run.finished:
             self.end(request)
 
-    def _tell(self, request: EngineRequest, gained: list[StreamEvent]) -> None:
+    def _record(self, request: EngineRequest, events: list[StreamEvent]) -> None:
         now = time.monotonic()
-        for event in gained:
+        for event in events:
             request.gain(event, now)
             self.stats.decoded_tokens += len(event.token_ids)
             self.events.append(EngineEvent.of(request, event))
@@ -313,8 +295,8 @@ class Steps:
             self._leave(decoding)
             if error is None and reason is None:
                 try:
-                    gained, generated = decoding.finish()
-                    self._tell(request, gained)
+                    events, generated = decoding.finish()
+                    self._record(request, events)
                 except BaseException as failure:
                     error = as_exception(failure)
             decoding.close()
@@ -332,7 +314,6 @@ class Steps:
     def _leave(self, decoding: Decoding) -> None:
         for rows in self.joined:
             if decoding in rows.moves:
-                assert rows.batch is not None
                 decoding.keep_states(rows.batch, rows.rows_of(decoding))
                 rows.leave(decoding)
         self.joined = [rows for rows in self.joined if len(rows)]
