@@ -53,9 +53,13 @@ from tests.parity.speculation import LIMITS
 #: Several EOS tokens, so that rows end at different times.
 MANY_EOS = list(range(8, 60, 4))
 
-#: Families whose masks or positions depend on how long a static cache is, besides those that look up
-#: keys by an index.
-STATIC_COUNTS = ("fsmt", "gpt_neo", "imagegpt", "kyutai_speech_to_text", "nllb_moe")
+#: Families of which upstream decodes other tokens with a static cache, besides those that look up keys by an
+#: index: masks or positions depend on how long it is (of LED and Moshi, for a batch of several rows); a
+#: static layer of Unlimited-OCR goes on with the keys of before when its rows are reordered.
+STATIC_COUNTS = (
+    *("fsmt", "gpt_neo", "imagegpt", "kyutai_speech_to_text", "led", "moshi", "nllb_moe"),
+    "unlimited_ocr",
+)
 
 #: Families that compute a row with the states of the others (``(rows, 1, size) + (rows, size)``).
 MIXES_ROWS = ("rwkv",)
