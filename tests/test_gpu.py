@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hfgen
 from hfgen.memory.caches.pool import pool_of
 from hfgen.running import ahead
-from hfgen.running.recorders import generator_states
+from hfgen.running.row_states import generator_states
 from tests import tiny
 from tests.drafting_models import whisper
 from tests.host_recorder import Reads, recording_on_the_cpu

@@ -24,8 +24,7 @@ from .. import families
 from ..memory.caches import layers
 from ..memory.caches.static_layers import SlicedStaticLayer
 from ..state.run import Run
-from .recorders import ASYNCHRONOUS, generator_states
-from .row_states import has_own_hooks
+from .row_states import ASYNCHRONOUS, generator_states, has_own_hooks
 
 #: Whether every call checks late that can, on any device: for tests.
 ALWAYS = False

@@ -24,24 +24,49 @@ from ..memory.caches.static import visible_length
 from ..memory.caches.static_layers import SlicedStaticLayer
 from ..settings.logs import logger
 from ..state.run import Run
-from .recorders import RECORDERS, Recorder, generator_states, set_generator_states
-from .row_states import has_own_hooks
+from .recorders import RECORDERS
+from .row_states import generator_states, has_own_hooks, set_generator_states
 
 
-@dataclass(slots=True)
-class Graph:
-    """What was recorded: the tensors that it reads, in order, and what it returned."""
+def recorded_forward(run: Run) -> Recorded | None:
+    """The forward of decoding steps as graphs; ``None``, with a warning, where they cannot be had."""
+    model, config, device = run.model, run.config, run.ids.device.type
+    cache = run.model_kwargs.get("past_key_values")
+    cache_layers = [] if run.is_encoder_decoder else layers_of(cache)
+    obstacles = {
+        f"a device of type {device!r} has no graphs": device not in RECORDERS,
+        "that takes a decoder-only model with `cache_implementation='static'`, all of whose layers "
+        "attend to all tokens": not _are_recordable(cache_layers),
+        "attentions or hidden states are returned": config.return_dict_in_generate
+        and (config.output_attentions or config.output_hidden_states),
+        "the model is on several devices": len(set(getattr(model, "hf_device_map", {}).values()))
+        > 1,
+        "the model has hooks that a replay would leave out": has_own_hooks(model),
+        "flash attention gets a mask that grows": is_flash_attention_requested(model.config),
+        "autocast is on": torch.is_autocast_enabled(device),
+        "several processes forward the model together": run.synced_gpus
+        or getattr(run.call, "ranks", None) is not None,
+    }
+    why = next((why for why, is_so in obstacles.items() if is_so), None)
+    if why is None:
+        return Recorded(run)
+    warn(why, run.model)
+    return None
 
-    recorder: Recorder
-    inputs: list[Tensor]
-    result: Any
 
-    def replay(self, inputs: list[Tensor]) -> Any:
-        """The result for ``inputs``; the next replay overwrites it."""
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given)
-        self.recorder.replay()
-        return self.result
+def _are_recordable(cache_layers: list[Any]) -> bool:
+    """Whether all layers of a cache find where a token goes by a counter on the device."""
+    return bool(cache_layers) and all(
+        type(layer) is SlicedStaticLayer and layer._lease for layer in cache_layers
+    )
+
+
+def warn(why: str, model: Any = None) -> None:
+    """Warn that steps, those of ``model`` or all of a call, are not recorded, and why."""
+    whose = "" if model is None else f" of {type(model).__name__}"
+    logger.warning_once(
+        f"`use_cuda_graph` is set, but decoding steps{whose} are not recorded: {why}."
+    )
 
 
 class Recorded:
@@ -89,21 +114,24 @@ class Recorded:
             self.refuse("the shapes of inputs differ from step to step")
             return None
         if self.state is None:
-            self.state, self.layers = _state(self.model), layers_of(cache)
+            # All of a model that a graph depends on; weights and buffers count by their addresses.
+            buffers = tuple(buffer.data_ptr() for buffer in self.model.buffers())
+            self.state = fingerprint.state(self.model), buffers, torch.is_inference_mode_enabled()
+            self.layers = layers_of(cache)
         if not _are_recordable(self.layers):
             self.refuse("the prefill has replaced the layers of the cache")
             return None
-        graph = self.kept((form, self.state), lambda: self.record_forward(inputs, cache))
+        graph = self.of_cache((form, self.state), lambda: self.record_forward(inputs, cache))
         if graph is not None:
             self.graphs[place] = form, graph
         return graph
 
-    def kept(self, key: Hashable, record: Callable[[], Graph | None]) -> Graph | None:
+    def of_cache(self, key: Hashable, record: Callable[[], Graph | None]) -> Graph | None:
         """The graph that an earlier call has recorded on the cache's memory, or one that is recorded now."""
-        kept = self.layers[0]._lease.buffers.graphs
+        graphs = self.layers[0]._lease.buffers.graphs
         key = (key, *map(_place, self.layers))
-        if (graph := kept.get(key) or record()) is not None:
-            kept[key] = graph
+        if (graph := graphs.get(key) or record()) is not None:
+            graphs[key] = graph
         return graph
 
     def record_forward(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
@@ -131,8 +159,8 @@ class Recorded:
         self, function: Callable[[], Any], reset: Callable[[], None], inputs: list[Tensor]
     ) -> Graph | None:
         """The graph of ``function``, which reads ``inputs``; ``None``, with a warning, if there can be none."""
-        device, kept = self.layers[0].device, self.layers[0]._lease.buffers.graphs
-        sibling = next((graph.recorder for graph in kept.values()), None)
+        device, graphs = self.layers[0].device, self.layers[0]._lease.buffers.graphs
+        sibling = next((graph.recorder for graph in graphs.values()), None)
         before = generator_states(device)
         try:
             recorder = RECORDERS[device.type](device, sibling)
@@ -147,32 +175,27 @@ class Recorded:
         return Graph(recorder, inputs, result)
 
     def reorder(self, rows: Tensor) -> bool:
-        """Let each row of the cache go on as that of ``rows (rows,)``; whether that was recorded and done."""
+        """Reorder the cache: row ``i`` becomes row ``rows[i]``. Return False if that cannot be recorded."""
         shown = int(self.visible.shown or 0)
-        if self.refusal is not None or (shown, 1) not in self.graphs or len(rows) != self.n_rows:
+        if self.refusal is not None or (shown, 1) not in self.graphs:
+            return False
+        if len(rows) != len(self.layers[0]._seen[0]):
             return False
         if (graph := self.reorders.get(shown)) is None:
-            graph = self.kept(("reorder", rows.dtype), lambda: self.record_reorder(rows))
+            index = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
+            seen = [states for layer in self.layers for states in layer._seen]
+
+            def reorder() -> None:
+                for states in seen:
+                    states.copy_(states.index_select(0, index))
+
+            key = "reorder", rows.dtype
+            graph = self.of_cache(key, lambda: self.record(reorder, lambda: None, [index]))
             if graph is None:
                 return False
             self.reorders[shown] = graph
         graph.replay([rows])
         return True
-
-    def record_reorder(self, rows: Tensor) -> Graph | None:
-        """Record ``reorder`` of what attention sees, with rows that stay."""
-        index = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
-        seen = [states for layer in self.layers for states in layer._seen]
-
-        def reorder() -> None:
-            for states in seen:
-                states.copy_(states.index_select(0, index))
-
-        return self.record(reorder, lambda: None, [index])
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.layers[0]._seen[0])
 
     def refuse(self, why: str) -> None:
         """Forward without graphs from now on."""
@@ -180,53 +203,20 @@ class Recorded:
         warn(why, self.model)
 
 
-def recorded_forward(run: Run) -> Recorded | None:
-    """The forward of decoding steps as graphs; ``None``, with a warning, where they cannot be had."""
-    if (why := _obstacle(run)) is not None:
-        warn(why, run.model)
-        return None
-    return Recorded(run)
+@dataclass(slots=True)
+class Graph:
+    """A recorded function: the tensors that it reads, in order, and its result."""
 
+    recorder: Any
+    inputs: list[Tensor]
+    result: Any
 
-def _obstacle(run: Run) -> str | None:
-    """Why the steps of a run cannot be recorded, as far as it is known beforehand."""
-    model, config, device = run.model, run.config, run.ids.device.type
-    cache = run.model_kwargs.get("past_key_values")
-    own = [] if run.is_encoder_decoder else layers_of(cache)
-    obstacles = {
-        f"a device of type {device!r} has no graphs": device not in RECORDERS,
-        "that takes a decoder-only model with `cache_implementation='static'`, all of whose layers "
-        "attend to all tokens": not _are_recordable(own),
-        "attentions or hidden states are returned": config.return_dict_in_generate
-        and (config.output_attentions or config.output_hidden_states),
-        "the model is on several devices": len(set(getattr(model, "hf_device_map", {}).values()))
-        > 1,
-        "the model has hooks that a replay would leave out": has_own_hooks(model),
-        "flash attention gets a mask that grows": is_flash_attention_requested(model.config),
-        "autocast is on": torch.is_autocast_enabled(device),
-        "several processes forward the model together": run.synced_gpus
-        or getattr(run.call, "ranks", None) is not None,
-    }
-    return next((why for why, is_so in obstacles.items() if is_so), None)
-
-
-def _are_recordable(own: list[Any]) -> bool:
-    """Whether all layers of a cache find where a token goes by a counter on the device."""
-    return bool(own) and all(type(each) is SlicedStaticLayer and each._lease for each in own)
-
-
-def warn(why: str, model: Any = None) -> None:
-    """Say why steps, those of ``model`` or all of a call, are not recorded."""
-    whose = "" if model is None else f" of {type(model).__name__}"
-    logger.warning_once(
-        f"`use_cuda_graph` is set, but decoding steps{whose} are not recorded: {why}."
-    )
-
-
-def _state(model: Any) -> Hashable:
-    """All of a model that a graph depends on; weights and buffers count by their addresses."""
-    buffers = tuple(buffer.data_ptr() for buffer in model.buffers())
-    return fingerprint.state(model), buffers, torch.is_inference_mode_enabled()
+    def replay(self, inputs: list[Tensor]) -> Any:
+        """The result for ``inputs``; the next replay overwrites it."""
+        for recorded_input, value in zip(self.inputs, inputs, strict=True):
+            recorded_input.copy_(value)
+        self.recorder.replay()
+        return self.result
 
 
 def _place(layer: SlicedStaticLayer) -> Hashable:
@@ -253,15 +243,14 @@ def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def _form(inputs: dict[str, Any]) -> Hashable:
-    """What is the same of inputs that one graph can take; other objects than numbers count as such."""
-    return tuple(
-        (name, (value.shape, value.dtype) if isinstance(value, Tensor) else _plain(value))
-        for name, value in _leaves(inputs)
-    )
+    """What inputs of one graph have in common: shapes and types, values of numbers, other objects' ids."""
 
+    def form(value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            return value.shape, value.dtype
+        return value if isinstance(value, bool | int | float | str | None) else id(value)
 
-def _plain(value: Any) -> Hashable:
-    return value if isinstance(value, bool | int | float | str | None) else id(value)
+    return tuple((name, form(value)) for name, value in _leaves(inputs))
 
 
 def _cloned(value: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,26 +21,12 @@ WARM_UPS = 3
 _CAPTURING = threading.Lock()
 
 
-class Recorder(Protocol):
-    """Records what a function asks of a device, and asks it again."""
-
-    def record(self, function: Callable[[], Any], reset: Callable[[], None]) -> Any:
-        """Warm up, then record ``function``; returns what it returns, tensors that replays write to.
-
-        ``reset`` undoes what a run of it has done to its inputs. It is called before each, and not recorded.
-        Raises what ``function`` raises, and ``RuntimeError`` if it reads the device.
-        """
-
-    def replay(self) -> None:
-        """Run the same kernels on the same addresses."""
-
-
 class CudaRecorder:
-    """A ``torch.cuda.CUDAGraph``. Torch registers the device's generator with it.
+    """A ``torch.cuda.CUDAGraph``: kernels that a function has launched, to be launched again together.
 
     ``sibling``: the recorder of another graph that is freed together with this one and never runs beside it.
     They share memory and streams. No others do: what cuBLAS has allocated for a stream goes with the first
-    graph that was captured on it (pytorch/pytorch#193402).
+    graph that was captured on it (pytorch/pytorch#193402). Torch registers the device's generator.
     """
 
     def __init__(self, device: torch.device, sibling: CudaRecorder | None = None) -> None:
@@ -54,6 +40,11 @@ class CudaRecorder:
             self.streams, self.pool = sibling.streams, sibling.pool
 
     def record(self, function: Callable[[], Any], reset: Callable[[], None]) -> Any:
+        """Warm up, then record ``function``; return its result, tensors that replays write to.
+
+        ``reset`` restores the inputs of ``function``. It is called before each run, and not recorded.
+        Raises what ``function`` raises, and ``RuntimeError`` if it reads the device.
+        """
         with _CAPTURING, torch.cuda.device(self.device):
             current, (side, own) = torch.cuda.current_stream(), self.streams
             side.wait_stream(current)
@@ -76,12 +67,13 @@ class CudaRecorder:
             return result
 
     def replay(self) -> None:
+        """Launch the same kernels on the same addresses."""
         with torch.cuda.device(self.device):
             self.graph.replay()
 
 
-#: What records the functions of a device, by its type: called with the device and a sibling.
-RECORDERS: dict[str, Callable[[torch.device, Any], Recorder]] = {"cuda": CudaRecorder}
+#: The recorder of a device, by its type: called with the device and a sibling.
+RECORDERS: dict[str, Callable[[torch.device, Any], Any]] = {"cuda": CudaRecorder}
 
 #: Operations whose result, or its shape, the host has to know.
 READS = frozenset(
@@ -91,9 +83,9 @@ READS = frozenset(
 
 
 class NoReads(TorchDispatchMode):
-    """Within, in this thread, ``RuntimeError`` is raised where the host would wait for a device of ``kind``.
+    """Raise ``RuntimeError`` where the host, in this thread, would wait for a device of ``kind``.
 
-    Copies between devices count as well: a graph would copy from, or to, memory that the host has freed.
+    Copies between devices raise as well: a graph would copy from, or to, memory that the host has freed.
     """
 
     def __init__(self, kind: str) -> None:
@@ -105,16 +97,13 @@ class NoReads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if self._is_there(args, kwargs) and (
+        leaves = tree_leaves((args, kwargs))
+        devices = (leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if any(isinstance(each, torch.device) and each.type == self.kind for each in devices) and (
             _is_copy(name, args, kwargs) or reads(name, args, kwargs)
         ):
             raise RuntimeError(f"{name} waits for the device, or copies between it and the host")
         return func(*args, **kwargs)
-
-    def _is_there(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        leaves = tree_leaves((args, kwargs))
-        devices = (leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return any(isinstance(each, torch.device) and each.type == self.kind for each in devices)
 
 
 def _is_copy(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -134,26 +123,3 @@ def reads(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         is_fill = name != "index" and args[2].numel() == 1  # torch then fills by the mask
         return bool(masks) and not is_fill
     return name in READS
-
-
-#: Devices that have generators of their own, and copy to the host while they compute.
-ASYNCHRONOUS = ("cuda", "mps", "xpu")
-
-
-def generator_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's generators that a forward on ``device`` may draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "mps":
-        states.append(torch.mps.get_rng_state())
-    elif device.type in ASYNCHRONOUS:
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def set_generator_states(device: torch.device, states: list[Tensor]) -> None:
-    """The reverse."""
-    torch.set_rng_state(states[0])
-    if device.type == "mps":
-        torch.mps.set_rng_state(states[1])
-    elif device.type in ASYNCHRONOUS:
-        torch.get_device_module(device).set_rng_state(states[1], device)

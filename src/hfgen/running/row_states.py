@@ -1,4 +1,4 @@
-"""Per-row state outside the cache and the forward arguments: modules, hooks, lists."""
+"""State of a forward outside its cache and arguments: modules, hooks, lists, random generators."""
 
 from __future__ import annotations
 
@@ -166,3 +166,26 @@ def has_other_caches(outputs: ModelOutput) -> bool:
     known = (torch.Tensor, tuple, ModelOutput, type(None))
     others = (value for name, value in outputs.items() if name != "past_key_values")
     return not all(isinstance(value, known) for value in others)
+
+
+#: Devices that have generators of their own, and copy to the host while they compute.
+ASYNCHRONOUS = ("cuda", "mps", "xpu")
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's generators that a forward on ``device`` may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "mps":
+        states.append(torch.mps.get_rng_state())
+    elif device.type in ASYNCHRONOUS:
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    """Set what ``generator_states`` has returned."""
+    torch.set_rng_state(states[0])
+    if device.type == "mps":
+        torch.mps.set_rng_state(states[1])
+    elif device.type in ASYNCHRONOUS:
+        torch.get_device_module(device).set_rng_state(states[1], device)

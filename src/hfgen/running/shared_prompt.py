@@ -20,12 +20,13 @@ from ..memory.batch import map_outputs
 from ..memory.caches import layers
 from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
 from ..state.run import Run
-from .recorders import generator_states, set_generator_states
 from .row_states import (
+    generator_states,
     has_list_of_rows,
     has_other_caches,
     have_changed,
     module_tensors,
+    set_generator_states,
 )
 
 #: Classes of models of which a forward has drawn, or left states of its rows outside of the cache.
