@@ -19,15 +19,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
 from ..memory.caches.dynamic import GrowingLayer
 from ..memory.caches.static_layers import SlicedStaticLayer
 from ..settings.logs import logger
-from .guards import Checked, Graph, Step, checked
-from .stand_ins import NEW, ROWS, SEEN, is_plain, room_like, stand_in, stand_ins
+from .layer_graphs import (
+    NEW,
+    ROWS,
+    SEEN,
+    Checked,
+    Graph,
+    Step,
+    checked,
+    forward_layer,
+    has_stand_in,
+    room_like,
+    stand_in,
+)
 
 #: What ``torch.compile`` compiles with.
 BACKEND = "inductor"
@@ -48,35 +58,8 @@ OF_ALL = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
 _names = itertools.count()
 
 
-class OneLayerCache(Cache):
-    """What a layer finds as its cache: keys and values ``(rows, heads, seen, size)``, of which
-    ``positions (new,)`` are to be written. It is asked for no other layer's."""
-
-    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        self.keys, self.values, self.positions = keys, values, positions
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.positions, key_states)
-        self.values.index_copy_(2, self.positions, value_states)
-        return self.keys, self.values
-
-
-def _forward(
-    hfgen_layer: nn.Module,
-    hidden: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    kwargs: dict[str, Any],
-) -> Any:
-    cache = OneLayerCache(keys, values, positions)
-    return type(hfgen_layer).forward(hfgen_layer, hidden, past_key_values=cache, **kwargs)
-
-
 class LayerGraph:
-    """What the layers of one model share: the compiled function, and whether it can be used."""
+    """The compiled function, which the layers of one model share, and whether it can be used."""
 
     def __init__(self) -> None:
         #: Why nothing more is compiled; None while all could be.
@@ -113,13 +96,13 @@ class LayerGraph:
                     self._step = step = Step(known.graph, arguments)
                 if step.holds and step.kind == known.kind:
                     return known(step, arguments)
-            view = view_of(layer.module)
+            view = view_without_hooks(layer.module)
             result, known = checked(self._function, view, arguments)
             if known is not None:
                 layer.checked[kind] = known
             return result
         except Exception as error:  # of the compiler: an error of the layer comes again
-            result = _forward(layer.module, **arguments)
+            result = forward_layer(layer.module, **arguments)
             self.is_broken = True
             self.fail(error)
             return result
@@ -127,7 +110,7 @@ class LayerGraph:
     def prepare(
         self, layer: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, kwargs: dict[str, Any]
     ) -> bool:
-        """Compile what ``layer`` needs for arguments like these, if no other layer has; whether it works.
+        """Compile a graph for arguments like these, if no other layer has; return whether that works.
 
         Stand-ins are forwarded, whose sizes are the same in every process, so that the compiler's own
         cache knows the graph. A single row, and a single token, have graphs of their own.
@@ -138,21 +121,21 @@ class LayerGraph:
         new, of_rows = 1 if n_new == 1 else NEW, 1 if rows == 1 else ROWS
         mask = kwargs.get("attention_mask")
         n_seen = SEEN if mask is None else mask.shape[-1]
-        stands_for = {0: (rows, of_rows), 1: (n_new, new), 2: (n_new, new), 3: (n_seen, SEEN)}
+        sizes = {0: (rows, of_rows), 1: (n_new, new), 2: (n_new, new), 3: (n_seen, SEEN)}
         try:
             with _compiling(), torch.no_grad():
                 positions = torch.arange(new, device=hidden.device)
                 if new > 1:
                     torch._dynamo.maybe_mark_dynamic(positions, 0)
-                view = view_of(layer)
+                view = view_without_hooks(layer)
                 states = [(vars(part), dict(vars(part))) for part in view.modules()]
                 self._function(
                     view,
-                    hidden=stand_in(hidden, stands_for),
+                    hidden=stand_in(hidden, sizes),
                     keys=room_like(keys, of_rows),
                     values=room_like(values, of_rows),
                     positions=positions,
-                    kwargs={name: stand_ins(value, stands_for) for name, value in kwargs.items()},
+                    kwargs={name: stand_in(value, sizes) for name, value in kwargs.items()},
                 )
             for now, before in states:  # later steps run the graph alone, which sets nothing
                 if any(before.get(name, before) is not value for name, value in now.items()):
@@ -162,7 +145,7 @@ class LayerGraph:
         return self.failure is None
 
     def fail(self, error: Exception) -> None:
-        """Note that layers run as they are where there is no graph yet, and say so once."""
+        """Compile nothing more, and warn: layers run as they are where there is no graph yet."""
         cause = getattr(error, "inner_exception", error)
         first = " ".join(str(cause).split("\n\n")[0].split())
         self.failure = f"{type(cause).__name__}: {first}"[:300]
@@ -170,7 +153,7 @@ class LayerGraph:
         self.n_layers *= not self.is_broken
 
     def _at(self, start: int, n: int, device: torch.device) -> Tensor:
-        """Numbers from ``start`` on; all layers of a forward need the same."""
+        """``n`` numbers from ``start`` on; one tensor for all layers of a forward."""
         known = self._positions
         if known is None or known[:2] != (start, n) or known[2].device != device:
             numbers = torch.arange(start, start + n, device=device)
@@ -178,13 +161,13 @@ class LayerGraph:
         return known[2]
 
     def _own_memory(self, mask: Tensor) -> Tensor:
-        """A mask whose rows share no memory, as they do if none is padded; that of all layers is one."""
+        """A mask whose rows share no memory, as they do if none is padded; one copy for all layers."""
         if mask.is_contiguous():
             return mask
-        given, found = self._mask
-        if given is not mask:
-            self._mask = mask, (found := mask.contiguous())
-        return found
+        copied_mask, own_mask = self._mask
+        if copied_mask is not mask:
+            self._mask = mask, (own_mask := mask.contiguous())
+        return own_mask
 
 
 class CompiledLayer:
@@ -242,7 +225,9 @@ class CompiledLayer:
             return None
         if isinstance(place, SlicedStaticLayer) and place._visible.is_recording:
             return None
-        if place.keys.dtype is not hidden.dtype or _sees_operators(hidden.device):
+        if place.keys.dtype is not hidden.dtype or torch.is_autocast_enabled(hidden.device.type):
+            return None
+        if _get_current_dispatch_mode() is not None:  # it sees each operator, and none of a graph
             return None
         known, number = self._call, vars(cache).get("call_number")
         if known is None or known[0]() is not cache or known[1] != number:
@@ -268,7 +253,7 @@ class CompiledLayer:
         )
 
     def _kind(self, hidden: Tensor, place: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Which graph is for arguments like these, compiled if it can be; None if there is none."""
+        """The kind of these arguments, for which a graph is there or is compiled; None if it cannot be."""
         mask = kwargs.get("attention_mask")
         mask_kind = None if mask is None else mask.dtype
         is_inference = torch.is_inference_mode_enabled()
@@ -276,37 +261,32 @@ class CompiledLayer:
         key = (rows == 1, n_new == 1, hidden.dtype, mask_kind, is_inference)
         if key in self._ready:
             return key
-        given = {name: value for name, value in kwargs.items() if name != "past_key_values"}
-        if self.graph.failure is not None or not all(map(is_plain, given.values())):
+        others = {name: value for name, value in kwargs.items() if name != "past_key_values"}
+        if self.graph.failure is not None or not all(map(has_stand_in, others.values())):
             return None
-        if not self.graph.prepare(self.module, hidden, place.keys, place.values, given):
+        if not self.graph.prepare(self.module, hidden, place.keys, place.values, others):
             return None
         self.graph.n_layers += not self._ready
         self._ready.add(key)
         return key
 
 
-def _sees_operators(device: torch.device) -> bool:
-    """Whether a mode of torch converts or counts operators, of which a graph would show it none."""
-    return torch.is_autocast_enabled(device.type) or _get_current_dispatch_mode() is not None
-
-
 def find_layers(model: nn.Module) -> dict[str, int]:
     """The decoder layers of a model that may be compiled, by name, and their places in the cache."""
-    found: dict[str, int] = {}
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return found  # they have two caches
+        return {}  # they have two caches
+    places: dict[str, int] = {}
     for name, module in model.named_modules():
         if not isinstance(module, GradientCheckpointingLayer) or "forward" in vars(module):
             continue
         numbers = {vars(part).get("layer_idx") for part in module.modules()} - {None}
         if len(numbers) == 1 and type(number := numbers.pop()) is int:
-            found[name] = number
-    return found
+            places[name] = number
+    return places
 
 
-def view_of(module: nn.Module) -> nn.Module:
-    """What shares all that a module has, but whose parts have no hooks, and are alike in all layers."""
+def view_without_hooks(module: nn.Module) -> nn.Module:
+    """A view that shares all of a module but its hooks; parts are alike in all layers."""
     forward: Any = vars(module).get("forward")
     if hasattr(forward, "view"):  # a kernel of its own computes it
         return forward.view()
@@ -316,7 +296,8 @@ def view_of(module: nn.Module) -> nn.Module:
     for name in HOOKS:
         state[name] = {}
     state["_modules"] = {
-        name: part if part is None else view_of(part) for name, part in module._modules.items()
+        name: part if part is None else view_without_hooks(part)
+        for name, part in module._modules.items()
     }
     return view
 
@@ -324,15 +305,15 @@ def view_of(module: nn.Module) -> nn.Module:
 def _compiled() -> Any:
     """The function, compiled, with a count of graphs and a name of its own for each model."""
     name = f"layer_{next(_names)}"
-    code = _forward.__code__.replace(co_name=name)
-    function = types.FunctionType(code, _forward.__globals__, name)
+    code = forward_layer.__code__.replace(co_name=name)
+    function = types.FunctionType(code, forward_layer.__globals__, name)
     backend = torch._dynamo.lookup_backend(BACKEND)
     return torch.compile(function, fullgraph=True, backend=partial(Graph, backend))
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Which sizes and numbers may differ between layers and calls is said here, and not guessed.
+    """Tell the compiler which sizes and numbers differ between layers and calls: it guesses none.
 
     Graphs do not check sizes a second time: guards have.
     """

@@ -1,7 +1,8 @@
-"""The compiler's guards of a layer, checked once per call: later steps call its graph directly.
+"""The graph of a decoder layer: the stand-ins that it is compiled for, and how steps call it.
 
-When guards hold, ``torch.compile`` calls a graph with a list of tensors and sizes. Some are a call's own, by
-names such as ``L['hidden']`` or ``L['keys'].size()[2]``; the rest are the layer's, and stay within a call.
+``torch.compile`` checks guards before it calls a graph with a list of tensors and sizes. Some are a call's
+own, by names such as ``L['hidden']`` or ``L['keys'].size()[2]``; the rest are the layer's, and stay within a
+call. So guards are checked once per call, and later steps call the graph directly.
 """
 
 from __future__ import annotations
@@ -13,17 +14,98 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+#: Sizes of the stand-ins, the same in every process: rows, new tokens, tokens seen, room for tokens.
+ROWS, NEW, SEEN, ROOM = 2, 3, 37, 53
 
 #: How the compiler names what belongs to the layer.
 OF_LAYER = "L['hfgen_layer']"
 #: What differs from layer to layer of one forward, by the compiler's names.
 OF_EACH = ("L['hidden']", "L['keys']", "L['values']")
 
-#: By names of ``_forward``'s arguments.
+#: By names of ``forward_layer``'s arguments.
 Arguments = dict[str, Any]
 
 _noted = threading.local()
+
+
+# ---------------------------------------------------------------- what a graph is compiled for
+
+
+class OneLayerCache(Cache):
+    """The cache of one layer: keys and values ``(rows, heads, seen, size)``.
+
+    ``update`` writes to the columns ``positions (new,)``.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        self.keys, self.values, self.positions = keys, values, positions
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.positions, key_states)
+        self.values.index_copy_(2, self.positions, value_states)
+        return self.keys, self.values
+
+
+def forward_layer(
+    hfgen_layer: nn.Module,
+    hidden: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    kwargs: dict[str, Any],
+) -> Any:
+    """The function that is compiled: a layer's own forward, with a cache of this layer only."""
+    cache = OneLayerCache(keys, values, positions)
+    return type(hfgen_layer).forward(hfgen_layer, hidden, past_key_values=cache, **kwargs)
+
+
+def stand_in(value: Any, sizes: dict[int, tuple[int, int]]) -> Any:
+    """Zeros in place of tensors, with stand-in sizes for those of the call; other values as they are.
+
+    ``sizes``: by dimension, the size in the call and its stand-in.
+    """
+    if isinstance(value, tuple):
+        return tuple(stand_in(part, sizes) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    shape = list(value.shape)
+    dims = {4: (0, 2, 3), 3: (0, 1), 2: (0, 1), 1: (1,)}.get(len(shape), ())
+    dynamic = []
+    for dim in dims:
+        place = 0 if len(shape) == 1 else dim
+        size_of_call, size = sizes[dim]
+        if shape[place] == size_of_call:
+            shape[place] = size
+            dynamic += [place] if size > 1 else []
+    zeros = value.new_zeros(shape)
+    for dim in dynamic:
+        torch._dynamo.maybe_mark_dynamic(zeros, dim)
+    return zeros
+
+
+def has_stand_in(value: Any) -> bool:
+    """Whether ``stand_in`` knows values of this type."""
+    if isinstance(value, tuple):
+        return all(map(has_stand_in, value))
+    return value is None or type(value) in (Tensor, bool, str)
+
+
+def room_like(states: Tensor, rows: int) -> Tensor:
+    """Keys or values of the stand-ins; their strides are no products of sizes."""
+    _, heads, _, size = states.shape
+    room = states.new_zeros((rows, heads, ROOM, size))[:, :, :SEEN]
+    for dim in (0, 2):
+        torch._dynamo.maybe_mark_dynamic(room, dim)
+    return room
+
+
+# ---------------------------------------------------------------- how a graph is called
 
 
 class Graph:
@@ -69,15 +151,15 @@ class Graph:
 
 
 class Step:
-    """What the layers of one forward have in common, and whether it is what a graph was made for."""
+    """The inputs that all layers of one forward share, and whether a graph's guards hold for them."""
 
     def __init__(self, graph: Any, arguments: Arguments) -> None:
         self.graph = graph
         self.kind = kind_of(arguments)
-        self.shapes = _shapes(arguments["hidden"], arguments["keys"], arguments["values"])
+        self.shapes = _shapes(arguments)
         self.positions, self.kwargs = arguments["positions"], tuple(arguments["kwargs"].values())
-        read, self.holds = graph.look(arguments)
-        self.inputs = dict(zip(graph.places, read, strict=True))
+        values, self.holds = graph.look(arguments)
+        self.inputs = dict(zip(graph.places, values, strict=True))
         for place in graph.each:
             del self.inputs[place]
 
@@ -89,7 +171,7 @@ class Step:
             and arguments["positions"] is self.positions
             and len(kwargs) == len(self.kwargs)
             and all(map(is_, kwargs, self.kwargs))
-            and _shapes(arguments["hidden"], arguments["keys"], arguments["values"]) == self.shapes
+            and _shapes(arguments) == self.shapes
         )
 
 
@@ -113,17 +195,16 @@ class Checked:
         hidden, keys, values = self.graph.each
         inputs[hidden] = arguments["hidden"]
         inputs[keys], inputs[values] = arguments["keys"], arguments["values"]
-        found = self.graph.run(*inputs)
-        outputs = self.outputs
-        if isinstance(outputs, int):
-            return found[outputs]
-        return tuple(None if i is None else found[i] for i in outputs)
+        results = self.graph.run(*inputs)
+        if isinstance(self.outputs, int):
+            return results[self.outputs]
+        return tuple(None if i is None else results[i] for i in self.outputs)
 
 
 def checked(
     function: Callable[..., Any], layer: Any, arguments: Arguments
 ) -> tuple[Any, Checked | None]:
-    """What a compiled function returns; its graph, if it can be called without it from now on."""
+    """Call a compiled function; return its result, and its graph if that can be called directly from now on."""
     calls: list[tuple[Graph, Any, Any]] = []
     _noted.calls = calls
     try:
@@ -135,14 +216,14 @@ def checked(
     graph, inputs, outputs = calls[0]
     if graph.look is None or (returned := _places(result, outputs)) is None:
         return result, None
-    kept = list(inputs)
+    layer_inputs = list(inputs)
     for place in graph.places:
-        kept[place] = None
-    return result, Checked(graph, kind_of(arguments), kept, returned)
+        layer_inputs[place] = None
+    return result, Checked(graph, kind_of(arguments), layer_inputs, returned)
 
 
 def _places(result: Any, outputs: Any) -> int | tuple[int | None, ...] | None:
-    """Where a layer's result is among the outputs of a graph; None if it is not."""
+    """The place of a layer's result among the outputs of a graph; None if it is none of them."""
     at = {id(output): i for i, output in enumerate(outputs)}
     if isinstance(result, Tensor):
         return at.get(id(result))
@@ -154,7 +235,7 @@ def _places(result: Any, outputs: Any) -> int | tuple[int | None, ...] | None:
 
 
 def kind_of(value: Any) -> Any:
-    """What must be equal in two calls of a graph besides sizes: types, devices, names, constants."""
+    """All that has to be equal in two calls of a graph but sizes: types, devices, names, constants."""
     if isinstance(value, Tensor):
         return type(value), value.dtype, value.device, value.dim(), value.requires_grad
     if isinstance(value, dict):
@@ -164,13 +245,7 @@ def kind_of(value: Any) -> Any:
     return value
 
 
-def _shapes(hidden: Tensor, keys: Tensor, values: Tensor) -> Any:
-    return (
-        hidden.shape,
-        hidden.stride(),
-        keys.shape,
-        keys.stride(),
-        keys.dtype,
-        values.shape,
-        values.stride(),
-    )
+def _shapes(arguments: Arguments) -> Any:
+    hidden, keys, values = arguments["hidden"], arguments["keys"], arguments["values"]
+    strides = hidden.stride(), keys.stride(), values.stride()
+    return hidden.shape, keys.shape, values.shape, strides, keys.dtype
