@@ -1,6 +1,5 @@
 """``hfgen.optimize``: runs linear layers with faster kernels for this CPU. Processor, type and weights decide which."""
 
-from .choice import optimize, optimized, restore
-from .report import Report
+from .choice import Report, optimize, optimized, restore
 
 __all__ = ["Report", "optimize", "optimized", "restore"]

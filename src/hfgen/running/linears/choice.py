@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,17 +16,7 @@ from torch import nn
 from ...memory.caches.mapped import Folder
 from ..compiled_layers import CompiledLayer, LayerGraph, find_layers
 from .forward import PackedForward, misfit, own_forward
-from .kernels import (
-    KERNELS,
-    OWN,
-    WEIGHTS,
-    Kernel,
-    named,
-    overflow,
-    preferred,
-    works,
-)
-from .report import ROUNDED, SAME, Report
+from .kernels import KERNELS, OWN, WEIGHTS, Kernel, named, overflow, preferred, works
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -34,6 +26,57 @@ PLACES = ("forward", "_old_forward")
 SET_HERE = (PackedForward, CompiledLayer)
 #: Kernels for all layers, or by name of a layer.
 Kernels = str | Mapping[str, str]
+#: Values of ``Report.tokens``.
+SAME = "the same: nothing is changed"
+ROUNDED = "can change by rounding, where two tokens are as likely as each other to the last digits"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """``model.optimization``: the kernel of each linear layer, and what it costs. ``str()`` is a text of some lines.
+
+    ``kernels``: by name of the layer; ``optimize(model, kernels=...)`` takes it. ``layers``: shape
+    ``(out, in)`` and type of each. ``left_alone``: why the others keep their own forward method.
+    ``tokens``: whether generated tokens can differ from those before. ``extra_bytes``: packed copies, beside
+    the weights. ``file_bytes``: weights in files. ``read_bytes``: weights of all ``layers`` as a step reads
+    them. ``seconds``: of ``optimize``. ``graph``: shared by decoder layers with ``compile=True``; its
+    ``failure`` says why they run uncompiled, if they do.
+    """
+
+    weights: str | None
+    kernels: dict[str, str]
+    layers: dict[str, str]
+    left_alone: dict[str, str]
+    tokens: str
+    extra_bytes: int
+    file_bytes: int
+    read_bytes: int
+    seconds: float
+    graph: LayerGraph | None = None
+    compiled_layers: tuple[str, ...] = ()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a layer is computed by another kernel, or compiled."""
+        return bool(self.compiled_layers) or set(self.kernels.values()) - {OWN} != set()
+
+    def __str__(self) -> str:
+        pairs = Counter((self.layers[name], kernel) for name, kernel in self.kernels.items())
+        lines = [f"{n} x {layer}: {kernel}" for (layer, kernel), n in pairs.items()]
+        reasons = Counter(self.left_alone.values())
+        lines += [f"{n} left alone: {reason}" for reason, n in reasons.items()]
+        if self.graph is not None:
+            why = f": {self.graph.failure}" if self.graph.failure else ""
+            n_layers = f"{self.graph.n_layers} of {len(self.compiled_layers)}"
+            lines.append(
+                f"{n_layers} decoder layers compiled so far{why}"
+                if self.compiled_layers
+                else "no decoder layer can be compiled"
+            )
+        lines.append(f"tokens: {self.tokens}")
+        in_files = f", {self.file_bytes / 2**20:,.1f} MiB in files" if self.file_bytes else ""
+        lines.append(f"{self.extra_bytes / 2**20:,.1f} MiB more{in_files}, {self.seconds:.1f} s")
+        return "\n".join(lines)
 
 
 def optimize(
@@ -75,13 +118,22 @@ def optimize(
     """
     start = time.perf_counter()
     _check_arguments(model, weights, kernels, compile)
-    folder = None if offload is None else _folder(offload)
+    folder = None
+    if offload is not None:
+        if not isinstance(offload, str | os.PathLike):
+            raise TypeError(f"offload must be a folder, got {offload!r}.")
+        if not os.path.isdir(offload):
+            raise ValueError(f"offload must be a folder, but {os.fspath(offload)!r} is none.")
+        folder = Folder(offload)
     _check_model(model)
     layers, left_alone = _layers(model)
     _check_weights(layers, weights)
     chosen = _chosen(layers, weights, kernels, left_alone)
+    shapes: dict[str, str] = {}
     extra_bytes = read_bytes = file_bytes = 0
     for name, module in layers.items():
+        n_out, n_in = module.weight.shape
+        shapes[name] = f"{n_out} x {n_in} {str(module.weight.dtype).removeprefix('torch.')}"
         n_bytes = module.weight.numel() * module.weight.element_size()
         if (kernel := chosen.get(name)) is not None:
             forward = PackedForward(module, kernel.name)
@@ -92,9 +144,8 @@ def optimize(
                 file_bytes += n_bytes
             extra_bytes += (n_bytes := kernel.packed_bytes(module.weight))
         read_bytes += n_bytes
-    with suppress(
-        AttributeError, OSError, TypeError
-    ):  # glibc keeps what was freed; others have no such call
+    # glibc keeps what was freed; others have no such call
+    with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
     graph, compiled = LayerGraph(), find_layers(model) if compile else {}
     for name, index in compiled.items():
@@ -103,9 +154,9 @@ def optimize(
     vars(model)["optimization"] = Report(
         weights=weights,
         kernels={name: chosen[name].name if name in chosen else OWN for name in layers},
-        layers={name: _shape(module) for name, module in layers.items()},
+        layers=shapes,
         left_alone=left_alone,
-        tokens=_promise(chosen, compiles=bool(compiled)),
+        tokens=_tokens(chosen, compiles=bool(compiled)),
         extra_bytes=extra_bytes,
         file_bytes=file_bytes,
         read_bytes=read_bytes,
@@ -185,14 +236,6 @@ def _check_arguments(model: Any, weights: Any, kernels: Any, compile: Any) -> No
             raise ValueError(f"kernels: {name!r} is none of {', '.join(map(repr, [OWN, *known]))}.")
         if name != OWN and not works(name):
             raise ValueError(f"kernels: this machine, or this torch, has no {name!r}.")
-
-
-def _folder(path: Any) -> Folder:
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"offload must be a folder, got {path!r}.")
-    if not os.path.isdir(path):
-        raise ValueError(f"offload must be a folder, but {os.fspath(path)!r} is none.")
-    return Folder(path)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -277,13 +320,9 @@ def _chosen(
     return chosen
 
 
-def _shape(module: nn.Linear) -> str:
-    n_out, n_in = module.weight.shape
-    return f"{n_out} x {n_in} {str(module.weight.dtype).removeprefix('torch.')}"
-
-
-def _promise(chosen: dict[str, Kernel], *, compiles: bool) -> str:
+def _tokens(chosen: dict[str, Kernel], *, compiles: bool) -> str:
+    """``Report.tokens``."""
     if not chosen:
         return ROUNDED if compiles else SAME
-    rounding = sorted({kernel.name for kernel in chosen.values() if not kernel.is_exact})
+    rounding = sorted({kernel.name for kernel in chosen.values() if kernel.weights is not None})
     return f"can change: weights are rounded ({'; '.join(rounding)})" if rounding else ROUNDED

@@ -38,10 +38,10 @@ class PackedForward:
     """Set as ``forward`` of an ``nn.Linear``, which stays as it is in everything else.
 
     The layer's own forward runs in training mode, where gradients are recorded and under autocast; and
-    wherever weight or activations are not dense tensors of one type on the CPU. A weight shows its changes by object, address, version and a few values,
-    since an edit through ``.data`` leaves the version as it is. It is then packed again. Copies and
-    pickles pack at their first call. A compiled graph has an operator that comes back here: it finds
-    this object by a ``number (1,)``, which is an argument of the graph, so that layers can share graphs.
+    wherever weight or activations are not dense tensors of one type on the CPU. A weight is packed again when
+    its object, address, version or a few of its values change: an edit through ``.data`` leaves the version as
+    it is. Copies and pickles pack at their first call. A compiled graph has an operator that comes back here:
+    it finds this object by a ``number (1,)``, an argument of the graph, so that layers can share graphs.
     """
 
     def __init__(self, module: nn.Linear, kernel: str) -> None:
@@ -68,8 +68,8 @@ class PackedForward:
                 if _is_exporting():  # for other processes, where this object is not
                     return own_forward(self.module)(input)
                 return torch.ops.hfgen.linear(input, self.number, self.module.out_features)
-            if (found := self.compute(input)) is not None:
-                return found
+            if (result := self.compute(input)) is not None:
+                return result
         return own_forward(self.module)(input)
 
     def view(self) -> nn.Linear:
@@ -94,27 +94,32 @@ class PackedForward:
     def packed(self) -> Packed | None:
         """The weight as it is now, packed; None if it is none that can be packed."""
         packed, weight = self._packed, self.module._parameters.get("weight")
-        if packed is not None and weight is packed.weight and _is_unchanged(packed):
+        if (
+            packed is not None
+            and weight is packed.weight
+            and weight.data_ptr() == packed.address
+            and _version(weight) == packed.version
+            and packed.view.tobytes() == packed.values
+        ):
             return packed
-        self._packed = packed = None if misfit(self.module) else self._pack(self.module.weight)
-        return packed
-
-    def _pack(self, weight: Tensor) -> Packed:
-        with torch.no_grad():
-            fits = self.kernel.misfit(weight) is None
-            return _seen(weight, self.kernel.prepare(weight) if fits else None)
+        self._packed = None
+        if weight is not None and misfit(self.module) is None:
+            with torch.no_grad():
+                fits = self.kernel.misfit(weight) is None
+                self._packed = _snapshot(weight, self.kernel.prepare(weight) if fits else None)
+        return self._packed
 
     def move(self, values: Tensor) -> None:
-        """Let ``values``, which are those of the weight, take their place; the packed weight stays."""
+        """Replace the weight's memory by ``values``, which are equal; the packed weight stays."""
         packed, weight = self.packed(), self.module.weight
         weight.data = values
         if packed is not None:
-            self._packed = _seen(weight, packed.product)
+            self._packed = _snapshot(weight, packed.product)
         self.is_offloaded = True
 
 
 class PackedLinear(nn.Linear):
-    """``PackedForward.view``."""
+    """The layer that ``PackedForward.view`` returns."""
 
     number: Tensor
 
@@ -132,8 +137,8 @@ _BY_TENSOR: WeakValueDictionary[int, PackedForward] = WeakValueDictionary()
 def _linear(x: Tensor, number: Tensor, n_out: int) -> Tensor:
     """The operator in compiled graphs: as ``PackedForward`` does it."""
     forward = _BY_TENSOR.get(id(number)) or _BY_NUMBER[int(number)]
-    found = forward.compute(x)
-    return own_forward(forward.module)(x) if found is None else found
+    result = forward.compute(x)
+    return own_forward(forward.module)(x) if result is None else result
 
 
 def _linear_shape(x: Tensor, number: Tensor, n_out: int) -> Tensor:
@@ -146,7 +151,7 @@ _OPERATORS.impl("linear", _linear, "CompositeExplicitAutograd")
 operators.register_fake("hfgen::linear", _linear_shape, lib=_OPERATORS)
 
 
-def _seen(weight: Tensor, product: Product | None) -> Packed:
+def _snapshot(weight: Tensor, product: Product | None) -> Packed:
     view = _samples(weight)
     return Packed(weight, weight.data_ptr(), _version(weight), view, view.tobytes(), product)
 
@@ -170,15 +175,6 @@ def misfit(module: nn.Module) -> str | None:
     if not weight.is_contiguous() or weight.dim() != 2 or not weight.numel():
         return "weights that are not contiguous, or none"
     return None
-
-
-def _is_unchanged(packed: Packed) -> bool:
-    weight = packed.weight
-    return (
-        weight.data_ptr() == packed.address
-        and _version(weight) == packed.version
-        and packed.view.tobytes() == packed.values
-    )
 
 
 def _version(weight: Tensor) -> int:

@@ -35,7 +35,8 @@ INT8_VALUES = 16
 class Kernel:
     """One way to compute a linear layer.
 
-    ``weights``: the argument that asks for it; None: it keeps the values. ``bits``: of a packed weight;
+    ``weights``: the argument that asks for it; None: it keeps their values, so that results differ from the
+    layer's own by rounding only. ``bits``: of a packed weight;
     None: as many as it has.
     """
 
@@ -44,11 +45,6 @@ class Kernel:
     bits: int | None
     prepare: Callable[[Tensor], Product]
     misfit: Callable[[Tensor], str | None]  # why a weight cannot be computed by it
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether results differ from the layer's own by rounding only."""
-        return self.weights is None
 
     def packed_bytes(self, weight: Tensor) -> int:
         """How large a packed weight is, but for scales and padding."""
@@ -101,9 +97,9 @@ def works(name: str) -> bool:
     weight = weight.bfloat16().float()
     try:
         with torch.no_grad():
-            found = kernel.prepare(weight)(x, None)
+            result = kernel.prepare(weight)(x, None)
         expected = x @ weight.T
-        return bool((found - expected).abs().max() < (2.0 if "int4" in name else 0.5))
+        return bool((result - expected).abs().max() < (2.0 if "int4" in name else 0.5))
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
 
@@ -139,7 +135,7 @@ def _inexact_in_fp16(weight: Tensor) -> str | None:
 def _not_for_onednn(weight: Tensor) -> str | None:
     if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _mkldnn_has("bf16")):
         return None
-    return f"it is in {_short(weight)}"
+    return f"it is in {str(weight.dtype).removeprefix('torch.')}"
 
 
 def _not_finite(weight: Tensor) -> str | None:
@@ -160,10 +156,6 @@ def _odd_for_int4(weight: Tensor) -> str | None:
     if n_out % INT4_ROWS:
         return f"its {n_out} rows are no multiple of {INT4_ROWS}"
     return _not_finite(weight)
-
-
-def _short(weight: Tensor) -> str:
-    return str(weight.dtype).removeprefix("torch.")
 
 
 # --- how they compute ---------------------------------------------------------------------------
@@ -242,7 +234,7 @@ def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
     try:
         with (
             warnings.catch_warnings()
-        ):  # torch advises to compile, which these operators are not for
+        ):  # torch advises to compile, which is not for these operators
             warnings.simplefilter("ignore")
             forward: Callable[[Tensor], Tensor] = torch.jit.script(product).forward
     except (RuntimeError, OSError):  # of torch without TorchScript, and of code without its source
@@ -254,8 +246,7 @@ def _in_float32(linear: Callable[[Tensor], Tensor]) -> Product:
     def run(x: Tensor, bias: Tensor | None) -> Tensor:
         if x.dtype == torch.float32:
             return _plus(linear(x), bias)
-        found = linear(x.float())
-        return (found if bias is None else found + bias).to(x.dtype)
+        return _plus(linear(x.float()), bias).to(x.dtype)
 
     return run
 
@@ -294,8 +285,8 @@ def _in_bfloat16(linear: Callable[[Tensor], Tensor], n_out: int) -> Product:
     return run
 
 
-def _plus(found: Tensor, bias: Tensor | None) -> Tensor:
-    return found if bias is None else found.add_(bias)
+def _plus(result: Tensor, bias: Tensor | None) -> Tensor:
+    return result if bias is None else result.add_(bias)
 
 
 KERNELS = (
