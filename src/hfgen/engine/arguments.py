@@ -23,13 +23,13 @@ OF_ENGINE = {
     "max_memory_percent": "memory",
 }
 
-#: Fields that hold here, or whose other values ask for what is so anyhow.
+#: Fields that apply here, or whose other values ask for what the engine always does.
 HOLD = (
     "scheduler_type max_queue_size return_logprobs seed auto_switch_to_flash allow_block_sharing "
     "per_request_processors drop_unsupported_processors"
 ).split()
 
-#: Policies of the engine, by upstream's names; its own names hold, too.
+#: Policies of the engine by upstream's names; its own names are allowed, too.
 POLICIES = {"fifo": "fcfs"}
 
 #: Upstream's attention for continuous batching: it takes only upstream's packed batches.
@@ -41,9 +41,9 @@ _users_lock = threading.Lock()
 
 
 def engine_options(config: ContinuousBatchingConfig) -> dict[str, Any]:
-    """The arguments of ``Engine`` that a config asks for; says which fields of it do not apply."""
-    usual = vars(ContinuousBatchingConfig())
-    changed = {name for name, value in vars(config).items() if value != usual.get(name)}
+    """The arguments of ``Engine`` for a config; warns of its fields that do not apply."""
+    defaults = vars(ContinuousBatchingConfig())
+    changed = {name for name, value in vars(config).items() if value != defaults.get(name)}
     ignored = sorted(changed - {*OF_ENGINE, *HOLD})
     policy = POLICIES.get(config.scheduler_type, config.scheduler_type)
     if policy not in ("fcfs", "srpt", "priority"):  # as upstream: the default, and a warning
@@ -75,7 +75,7 @@ def request_arguments(
 ) -> dict[str, Any]:
     """The arguments of ``Engine.add`` for a request.
 
-    Its own go before ``config``, and that before the model's, as in ``generate``.
+    Its own arguments override ``config``, which overrides the model's, as in ``generate``.
     """
     kwargs = {name: value for name, value in sequences.arguments.items() if value is not None}
     config = kwargs.pop("generation_config", config)

@@ -33,7 +33,7 @@ LAUNCHES = 5e9
 
 
 class Classes:
-    """What it costs to decode rows together, and which of them do."""
+    """Decides which rows decode in one batch, by the bytes that padding and one more forward pass cost."""
 
     def __init__(self, model: Any, memory: Memory) -> None:
         self.memory = memory
@@ -43,7 +43,7 @@ class Classes:
         self.fixed_cost = max(weights, waits) / READS
 
     def join(self, decoding: Decoding, batch: Batch, batches: list[JoinedRows]) -> bool:
-        """Let a request decode with the rows that it adds the least padding to; whether it could."""
+        """Add a request to the batch that it adds the least padding to; returns whether one took it."""
         return _put([decoding], batches, lambda rows: rows.join(decoding, batch))
 
     def absorb(self, newcomers: JoinedRows, batches: list[JoinedRows]) -> bool:
@@ -55,12 +55,12 @@ class Classes:
         for kind in {rows.kind for rows in batches}:
             same = [rows for rows in batches if rows.kind is kind]
             self._merge_similar(same, batches)
-            n_classes, open_ones = len(same), same
-            while open_ones and n_classes < MAX_CLASSES:
-                rows = open_ones.pop()
+            n_classes, to_check = len(same), same
+            while to_check and n_classes < MAX_CLASSES:
+                rows = to_check.pop()
                 if shorter := self.split(rows.members):
                     batches.append(rows.split(shorter))
-                    open_ones += [rows, batches[-1]]
+                    to_check += [rows, batches[-1]]
                     n_classes += 1
 
     def _merge_similar(self, same: list[JoinedRows], batches: list[JoinedRows]) -> None:
@@ -76,7 +76,7 @@ class Classes:
                 batches.remove(shorter)
 
     def split(self, members: Sequence[Decoding]) -> list[Decoding]:
-        """The shorter ones of ``members``, if they are to decode by themselves."""
+        """The shorter ones of ``members``, if a batch of their own is cheaper."""
         if padding(members) <= SPLIT_ABOVE * cells(members):
             return []
         by_length = sorted(members, key=lambda decoding: decoding.length)
@@ -91,7 +91,7 @@ class Classes:
         return is_similar or self.saved(members, others) < MERGE_COST * self.fixed_cost
 
     def saved(self, members: Sequence[Decoding], others: Sequence[Decoding]) -> float:
-        """Bytes of cells by which two batches are less than one."""
+        """Bytes of cells that two batches save against one."""
         return self._bytes([*members, *others]) - self._bytes(members) - self._bytes(others)
 
     def _bytes(self, members: Sequence[Decoding]) -> float:
@@ -102,7 +102,7 @@ class Classes:
 def _put(
     members: list[Decoding], batches: list[JoinedRows], join: Callable[[JoinedRows], None]
 ) -> bool:
-    """Let ``members`` join a batch, that of the least padding first; whether one took them."""
+    """Try ``join`` on each batch, that of the least added padding first; returns whether one took ``members``."""
 
     def added(rows: JoinedRows) -> int:
         return padding([*rows.members, *members]) - padding(rows.members)

@@ -1,4 +1,4 @@
-"""Results of continuous batching: the states of a request's sequences, and the router that hands them over."""
+"""Results of continuous batching: the states of a request's sequences, and their router."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Router(OutputRouter):
             self._cancel(output.request_id)
 
     def take(self, request_id: str | None = None, timeout: float = 0.0) -> GenerationOutput | None:
-        """Remove and return the oldest output of a request, or of any; waits at most ``timeout`` seconds."""
+        """Remove and return the oldest output of a request, or of any; waits up to ``timeout`` seconds."""
         with self._arrived:
             return self._arrived.wait_for(lambda: self._pop(request_id), timeout)
 
@@ -97,7 +97,7 @@ class Sequences:
         self.request_id, self.index = request_id, index
         self.prompt, self.arguments = prompt, arguments
         self.request: EngineRequest | None = None
-        names = [*(f"{request_id}__child#{i}" for i in range(n - 1)), request_id]
+        self.names = [*(f"{request_id}__child#{i}" for i in range(n - 1)), request_id]
         self.ids = ids_of(prompt)
         self.states = [
             RequestState(
@@ -108,12 +108,8 @@ class Sequences:
                 max_new_tokens=arguments.get("max_new_tokens"),
                 num_children=n - 1 if name == request_id else 0,
             )
-            for name in names
+            for name in self.names
         ]
-
-    @property
-    def names(self) -> list[str]:
-        return [state.request_id for state in self.states]
 
     @property
     def unfinished(self) -> list[RequestState]:

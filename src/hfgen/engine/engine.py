@@ -99,7 +99,7 @@ class Engine:
         self._server: threading.Thread | None = None
 
     def _probe(self) -> None:
-        """Measure the memory of a row with a forward of one token, so that requests are sized from the start."""
+        """Measure the memory of a row by forwarding one token, so that the first request can be sized."""
         request = EngineRequest("probe", self, self._arguments([1], {"max_new_tokens": 1}))
         # A model that needs more inputs is measured with its first request.
         with suppress(Exception), torch.no_grad():
@@ -140,7 +140,7 @@ class Engine:
         return request
 
     def _sized(self, request: EngineRequest) -> Item:
-        """The rows and bytes that the request needs; prepares it, unless that takes an encoder's forward pass."""
+        """The rows and bytes that the request needs; prepares it unless that runs an encoder."""
         memory, n_bytes_now = self.steps.memory, None
         if self._is_prepared_at_once(request.arguments):
             decoding = request.prepare(self.model)
@@ -307,7 +307,10 @@ class Engine:
         return Service(self, observe)
 
     def serve_in(self, thread: threading.Thread | None) -> None:
-        """Reserve ``add``, ``step`` and ``close`` for ``thread``, until ``None`` ends that; others get ``EngineError``."""
+        """Reserve ``add``, ``step`` and ``close`` for ``thread``; ``None`` releases them.
+
+        Other threads get ``EngineError``.
+        """
         if thread is not None and self._server is not None:
             raise EngineError(
                 "The engine already has a service: use this service, or close it first."

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 
 class EngineError(RuntimeError):
-    """What the engine refuses; the other requests go on."""
+    """The engine refuses a call; its other requests go on."""
 
     __str__ = BaseException.__str__  # without the quotes that KeyError puts around its message
 
 
 def as_exception(error: BaseException) -> Exception:
-    """An exception that ends one request: a panic of a library or an exit within it ends no thread."""
+    """Return ``error`` as an ``Exception``: a panic of a library or an exit in a request ends no thread."""
     if isinstance(error, Exception):
         return error
-    found = EngineError(f"{type(error).__name__}: {error}")
-    found.__cause__ = error
-    return found
+    wrapped = EngineError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 class QueueFullError(EngineError):
@@ -27,7 +27,7 @@ class EngineClosedError(EngineError):
 
 
 class ResultTakenError(EngineError):
-    """A result was asked for twice; it is handed over once."""
+    """A result was taken before: each is handed over once."""
 
 
 class UnknownRequestError(EngineError, KeyError):

@@ -39,7 +39,7 @@ class Moves(Cache):
 
 
 class JoinedRows:
-    """The decoding rows of several requests: at first those of ``decodings``, which are the rows of ``batch``.
+    """The decoding rows of several requests, at first of ``decodings``: the rows of ``batch``.
 
     Reads like a ``Run`` for ``running.next_token``. With ``fixed_shapes``, the model sees 1, 2, 4, 8, …
     rows: spare rows, whose outputs are dropped, repeat another row, or are what a request has left behind.
@@ -95,7 +95,6 @@ class JoinedRows:
 
     def absorb(self, other: JoinedRows) -> None:
         """Add all rows of another batch. Raises ``ValueError``, before anything is changed, as ``join``."""
-        self._check_encoders(other.batch)
         other._drop_spares(len(other.owners))
         self._append(other.batch)
         for decoding, moves in other.moves.items():
@@ -105,7 +104,7 @@ class JoinedRows:
         other.owners, other.moves = [], {}
 
     def _append(self, batch: Batch) -> None:
-        """Append the rows of ``batch``, in the place of spare rows. Raises ``ValueError`` if it cannot join."""
+        """Append the rows of ``batch`` in place of spare rows. Raises ``ValueError`` if it cannot join."""
         self._check_encoders(batch)
         if None in self.owners:
             self.batch.joined_arguments(batch)
@@ -139,6 +138,7 @@ class JoinedRows:
         decoding.places = []
         if not self.moves:
             self.owners = []
+            del self.batch  # free its memory: the traceback of an error may hold these rows
 
     def extract(self, decoding: Decoding) -> Batch:
         """Remove the rows of a request; returns them, without padding, as a batch to ``join`` with."""
@@ -160,7 +160,7 @@ class JoinedRows:
                 owner.places[owner.places.index(last)] = place
 
     def rows_of(self, decoding: Decoding) -> list[int]:
-        """The rows of the cache that a request's rows continue, in their order: beams may have changed places."""
+        """The row of the cache that each row of a request continues: beams may have changed places."""
         index = self.moves[decoding].index
         return decoding.places if index is None else [decoding.places[i] for i in index.tolist()]
 
@@ -225,7 +225,7 @@ class JoinedRows:
         return outputs
 
     def choose(self, outputs: ModelOutput) -> tuple[Tensor, dict[Decoding, int | Exception]]:
-        """The next tokens of plain rows ``(rows,)``, and the token of each request, or the exception that ends it."""
+        """The next tokens of plain rows ``(rows,)``, and each request's token, or exception that ends it."""
         plain = sorted((d for d in self.moves if d.plain is not None), key=lambda d: d.places[0])
         logits: Tensor = outputs["logits"][:, -1]
         if len(plain) < len(logits):
@@ -244,12 +244,10 @@ class JoinedRows:
             logits = outputs.logits[first : first + 1]
             return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         index = self._index(decoding.places)
-        fields = {
-            name: cache
-            if isinstance(value, Cache)
-            else take_rows(value, index, len(self.owners), name)
-            for name, value in outputs.items()
-        }
+        fields = {}
+        for name, value in outputs.items():
+            is_cache = isinstance(value, Cache)
+            fields[name] = cache if is_cache else take_rows(value, index, len(self.owners), name)
         return type(outputs)(**fields)
 
     def append_newest(self, tokens: Tensor | None = None, chose: Sequence[Decoding] = ()) -> None:

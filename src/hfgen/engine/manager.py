@@ -158,12 +158,12 @@ class Manager(ContinuousBatchingManager):
             logger.warning(f"{denial} A request is dropped.")
             return None
         kwargs |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        return self.enter(input_ids, request_id, kwargs, streaming, record_timestamps)
+        return self.enter(input_ids, request_id, kwargs, streaming, record_timestamps).request_id
 
     def enter(
         self, input_ids: Any, request_id: str | None, kwargs: dict[str, Any], *options: bool
-    ) -> str:
-        """Queue a request, which fails with a result if the thread has ended meanwhile; returns its id."""
+    ) -> Sequences:
+        """Queue a request, which fails with a result if the thread has ended meanwhile."""
         n = n_sequences(self.model, self.generation_config, kwargs)
         with self._request_lock:
             if request_id is None:
@@ -186,7 +186,7 @@ class Manager(ContinuousBatchingManager):
         if self.background_thread_status.local_status == BackgroundThreadStatus.STOPPED:
             # The thread ended after the request was queued, and failed only what it saw.
             self._fail_all(self.background_thread_status.fatal_error or STOPPED)
-        return request_id
+        return sequences
 
     def add_requests(
         self,

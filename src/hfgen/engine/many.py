@@ -62,9 +62,8 @@ def generate_many(
         ValueError: ``on_error`` is neither, or an option of the engine has a wrong value.
     """
     if isinstance(prompts, str | bytes | Mapping):
-        given = type(prompts).__name__
         raise TypeError(
-            f"`prompts` has to be a list of prompts, but is one {given}: write [prompt]."
+            f"`prompts` has to be a list of prompts, but is one {type(prompts).__name__}: write [prompt]."
         )
     if on_error not in ("return", "raise"):
         raise ValueError(f"`on_error` has to be 'return' or 'raise', but is {on_error!r}.")
@@ -86,9 +85,9 @@ def _generate(
 ) -> Iterator[RequestOutput]:
     on_tokens = None if progress is None else progress.add_tokens
     with progress or nullcontext():
-        found = outputs(engine, prompts, kwargs, in_order=in_order, on_tokens=on_tokens)
-        with closing(found):
-            for number, output in found:
+        numbered = outputs(engine, prompts, kwargs, in_order=in_order, on_tokens=on_tokens)
+        with closing(numbered):
+            for number, output in numbered:
                 if progress is not None:
                     progress.add_done()
                 if output.error is not None and on_error == "raise":
@@ -104,33 +103,33 @@ def outputs(
     in_order: bool,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Generator[tuple[int, RequestOutput], None, None]:
-    """The outputs of ``prompts``, each with its prompt's number, from 0; closes the ``engine`` at its end.
+    """Yield the number of each prompt, from 0, and its output; closes the ``engine`` at the end.
 
-    As many requests wait in the engine as it has rows. ``on_tokens`` is told how many tokens a step has
-    brought.
+    As many requests wait in the engine as it has rows. ``on_tokens`` is called with the number of tokens of
+    each step.
     """
-    rest = iter(prompts)
+    remaining_prompts = iter(prompts)
     max_rows = engine.scheduler.max_rows
     running: dict[int, EngineRequest] = {}
     finished: dict[int, RequestOutput] = {}
-    n_read = n_given = 0
+    n_read = n_yielded = 0
     is_over = False
     with engine:
         while running or not is_over:
             while not is_over and engine.n_waiting < max_rows:
-                if in_order and n_read - n_given >= HELD_PER_ROW * max_rows:
+                if in_order and n_read - n_yielded >= HELD_PER_ROW * max_rows:
                     break
                 try:
-                    prompt, own = _split(next(rest))
+                    prompt, arguments = _split(next(remaining_prompts))
                 except StopIteration:
                     is_over = True
                     break
                 number, n_read = n_read, n_read + 1
                 try:
-                    running[number] = engine.add(prompt, **{**kwargs, **own})
+                    running[number] = engine.add(prompt, **{**kwargs, **arguments})
                 except Exception as error:
                     finished[number] = failed(error, engine.tokenizer is not None)
-                    break  # so that prompts which are all wrong, without end, have outputs too
+                    break  # endless prompts that are all wrong have outputs, too
             if running:
                 n_tokens = sum(len(event.token_ids) for event in engine.step())
                 if on_tokens is not None and n_tokens:
@@ -138,10 +137,10 @@ def outputs(
                 for number in [n for n, request in running.items() if request.done]:
                     finished[number] = engine.result(running.pop(number))
             while finished:
-                number = n_given if in_order else next(iter(finished))
+                number = n_yielded if in_order else next(iter(finished))
                 if number not in finished:
                     break
-                n_given += 1
+                n_yielded += 1
                 yield number, finished.pop(number)
 
 
@@ -180,12 +179,12 @@ class JobProgress:
         return self.n_tokens / max(self.seconds, 1e-9)
 
     def add_tokens(self, n: int) -> None:
-        """So many more tokens have been generated."""
+        """Count ``n`` generated tokens."""
         self.n_tokens += n
         self._show()
 
     def add_done(self) -> None:
-        """One more is done, or has failed."""
+        """Count a request that has ended."""
         self.n_done += 1
         self._show()
 

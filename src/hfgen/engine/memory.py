@@ -16,10 +16,10 @@ LENGTHS = [0, *(2**power for power in range(25))]
 
 
 class Memory:
-    """The bytes that KV caches may take, and how many a row needs.
+    """The bytes that KV caches may take (``limit``), and how many a row needs.
 
-    ``limit``: in bytes; of a share of up to 1.0, that of what is free when the engine is made. Padding
-    and the spare room of buffers come on top of what rows need.
+    ``memory``: bytes, or up to 1.0 a share of the bytes that are free now. Padding and the spare room of
+    buffers are not counted.
     """
 
     def __init__(self, memory: float, device: torch.device) -> None:
@@ -33,23 +33,21 @@ class Memory:
         self.measured: list[int] = []
 
     def measure(self, cache: Any) -> None:
-        """Learn from a cache that holds tokens what rows of other lengths take."""
+        """Set the bytes of a row of each length, from a cache that holds tokens."""
         self.measured = [joining.bytes_of_row(cache, n) for n in LENGTHS]
 
     def needed(self, n_rows: int, n_tokens: int) -> float:
-        """Bytes of ``n_rows`` of ``n_tokens`` each; 0 as long as nothing is known."""
+        """Bytes of ``n_rows`` of ``n_tokens`` each; 0 before ``measure``."""
         if not self.measured:
             return 0.0
         place = min(max(bisect_left(LENGTHS, n_tokens), 1), len(LENGTHS) - 1)
-        (low, high), (less, more) = (
-            LENGTHS[place - 1 : place + 1],
-            self.measured[place - 1 : place + 1],
-        )
-        return n_rows * (less + (more - less) * (n_tokens - low) / (high - low))
+        low, high = LENGTHS[place - 1 : place + 1]
+        n_bytes, more = self.measured[place - 1 : place + 1]
+        return n_rows * (n_bytes + (more - n_bytes) * (n_tokens - low) / (high - low))
 
 
 def free_bytes(device: torch.device) -> float:
-    """Free memory of a GPU, or of the host; infinity where nobody tells."""
+    """Free memory of a GPU, or of the host; infinity where the system does not say."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     try:

@@ -49,7 +49,7 @@ def is_plain(decoding: Decoding) -> bool:
 
 
 def kind_of(processors: Sequence[Any]) -> tuple[Any, ...] | None:
-    """A key that is equal for lists of processors that do the same to scores; ``None`` if none can be given."""
+    """A key that is equal for lists of processors that do the same to scores; ``None``: equal to no other."""
     kind = []
     for processor in processors:
         values = vars(processor)
@@ -136,8 +136,9 @@ class Choices:
 
     def __init__(self) -> None:
         self.indices = Indices()
-        #: Rows of the last draw with their generated tokens after it, and the keys ``(rows,)`` of their next noise.
+        #: Rows of the last draw with their number of generated tokens after it.
         self._drawn: list[tuple[PlainRow, int]] = []
+        #: Keys ``(rows,)`` of their next noise.
         self._keys: Tensor | None = None
 
     def choose(self, rows: list[PlainRow], logits: Tensor) -> tuple[Tensor, list[int | Exception]]:

@@ -61,13 +61,14 @@ def model_inputs(prompt: Any, tokenizer: Any, device: torch.device) -> dict[str,
 
 
 def check_arguments(model: Any, tokenizer: Any, prefix_cache: Any) -> None:
-    """Raise ``TypeError`` for what an engine cannot have as one of these, ``ValueError`` for sharded parameters."""
+    """Raise ``TypeError`` for a wrong argument of ``Engine``, ``ValueError`` for sharded parameters."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` has to be a model of transformers, but is {model!r:.80}.")
     if families.is_sharded(model):
         raise ValueError(
             "An engine does not support sharded parameters (FSDP, ZeRO-3): each rank has other "
-            "requests, but all ranks need the same number of forward passes. Call generate(), or load the whole model on each rank."
+            "requests, but all ranks need the same number of forward passes. Call generate(), or load the "
+            "whole model on each rank."
         )
     if isinstance(tokenizer, str):
         raise TypeError(f"`tokenizer` has to be a tokenizer that is loaded, but is {tokenizer!r}.")
@@ -87,7 +88,7 @@ def keeps_states(model: Any) -> bool:
 
 
 def check_numbers(priority: Any, timeout: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for what a request cannot have as one of these."""
+    """Raise ``TypeError`` or ``ValueError`` for a wrong ``priority`` or ``timeout`` of ``Engine.add``."""
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise TypeError(f"`priority` has to be an integer, but is {priority!r:.80}.")
     if timeout is None:

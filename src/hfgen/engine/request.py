@@ -32,7 +32,7 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request in seconds; ``None`` for what did not come to pass."""
+    """Times of a request in seconds; ``None`` for what did not happen."""
 
     #: From ``add`` to the first forward of its prompt.
     queue_time: float | None = None
@@ -45,13 +45,13 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a request ends with. Of the first sequence: ``token_ids``, ``text``, ``finish_reason``."""
+    """The output of a request. ``token_ids``, ``text`` and others are those of the first sequence."""
 
     id: str
     prompt_token_ids: list[int]
     sequences: list[SequenceOutput]
     metrics: RequestMetrics
-    #: What ended the request, if it was an exception: ``finish_reason`` is ``"error"`` then.
+    #: The exception that ended the request; ``finish_reason`` is ``"error"`` then.
     error: BaseException | None = None
     prompt_logprobs: Any = field(default=None, repr=False)
     #: What ``generate`` returns; ``None`` if the request did not come to its end.
@@ -99,17 +99,17 @@ class EngineRequest:
 
     id: str
     engine: Engine
-    #: What ``generate`` would get.
+    #: The arguments of ``generate``.
     arguments: Request
     priority: int = 0
-    #: When it ends by itself, whatever it has until then.
+    #: When it ends with the tokens that it has by then.
     deadline: float | None = None
     n_sequences: int = 1
     added: float = 0.0
     state: State = "waiting"
     item: Item | None = None
     decoding: Decoding | None = None
-    #: What is to end it before the next step.
+    #: The reason that ends it before the next step.
     ends_as: FinishReason | None = None
     sequences: dict[int, SequenceOutput] = field(default_factory=dict)
     times: RequestMetrics = field(default_factory=RequestMetrics)
@@ -132,7 +132,7 @@ class EngineRequest:
         return self.engine.result(self)
 
     def gain(self, event: StreamEvent, now: float) -> None:
-        """Take what a sequence has gained."""
+        """Add an event to the output of its sequence."""
         sequence = self.sequences.setdefault(event.row, SequenceOutput())
         sequence.token_ids += event.token_ids
         if event.text:
@@ -153,7 +153,7 @@ class EngineRequest:
         return self.decoding
 
     def end(self, now: float, error: BaseException | None, generated: Any) -> list[int]:
-        """Be done. Sequences that had not ended do so for the reason ``ends_as``; returns which."""
+        """Build the output. Sequences that had not ended get the reason ``ends_as``; returns their rows."""
         times, ended_now = self.times, []
         for row in range(max(self.n_sequences, len(self.sequences), 1)):
             sequence = self.sequences.setdefault(row, SequenceOutput())
@@ -167,11 +167,11 @@ class EngineRequest:
         if longest > 1 and self.last_token is not None and times.time_to_first_token is not None:
             decoding = self.last_token - self.added - times.time_to_first_token
             times.time_per_output_token = decoding / (longest - 1)
-        ids: list[int] = [] if self.decoding is None else self.decoding.prompt_ids
+        prompt_ids: list[int] = [] if self.decoding is None else self.decoding.prompt_ids
         extras = {} if self.decoding is None else self.decoding.run.extras
         self.output = RequestOutput(
             self.id,
-            ids,
+            prompt_ids,
             [self.sequences[row] for row in sorted(self.sequences)],
             times,
             error,

@@ -12,8 +12,8 @@ from typing import Literal
 
 from .errors import DoesNotFitError, QueueFullError
 
-MAX_OVERTAKEN = 32  # so many items may pass one that does not fit; then nothing passes it
-LOOKAHEAD = 32  # so many items behind one that does not fit are looked at in a step
+MAX_OVERTAKEN = 32  # items that may pass one that does not fit; then none passes it
+LOOKAHEAD = 32  # items behind one that does not fit that a step looks at
 RESERVED_SHARE = 0.25  # optimistic admission: the share of an item's growth reserved at entry
 
 #: ``srpt``: tokens that a request is moved ahead by, per token prefilled since it arrived. It is taken
@@ -232,15 +232,12 @@ class Scheduler:
             item.state = "decoding"
 
     def leave(self, item: Item) -> None:
-        """It ended, was cancelled or failed, in any state: free its rows and bytes. Twice does nothing."""
+        """Free the rows and bytes of an item in any state, once."""
         self._remove(item)
         item.state = "done"
 
     def never_fit(self) -> list[Item]:
-        """Waiting items that need more than there is in all, now that ``max_bytes`` or theirs changed.
-
-        ``plan`` passes over them; ``leave`` is the caller's to call.
-        """
+        """Waiting items that need more than there is in all, after bytes have changed. ``plan`` skips them."""
         return [item for item in self.waiting if not self._could_fit(item)]
 
     def resize(self, item: Item, n_bytes: float, n_bytes_now: float | None = None) -> None:
@@ -262,18 +259,18 @@ class Scheduler:
         in_use = sorted(self.prefilling + self.decoding, key=_key, reverse=True)
         if needed is None:
             needed = sum(item.n_held for item in in_use) - self.max_bytes
-        found = []
+        victims: list[Item] = []
         for item in sorted(in_use, key=attrgetter("was_taken_out")):
             if needed <= 0:
                 break
             if item.stays:
                 continue
-            found.append(item)
+            victims.append(item)
             needed -= item.n_held
-        return found
+        return victims
 
     def readmit(self, item: Item) -> None:
-        """Let an item wait again that was taken out, with its place in the order and its ``n_done``.
+        """Put an item that was taken out back into the queue, at its place in the order, with its ``n_done``.
 
         When it is admitted it gets its next chunk, of 0 tokens if it decoded; then its states have to be
         put back. If they were dropped, set ``n_done`` back before.
@@ -327,6 +324,6 @@ class Scheduler:
         elif item.state in ("prefill", "decoding"):
             (self.prefilling if item.state == "prefill" else self.decoding).remove(item)
             self.n_rows -= item.n_rows
-            # Sums of fractions are inexact, but what nobody holds is zero.
+            # Sums of fractions are inexact: without rows, the bytes are exactly zero.
             self.n_bytes = self.n_bytes - item.n_reserved if self.n_rows else 0
             item.n_reserved = 0

@@ -269,7 +269,7 @@ class ServiceRequest(AsyncIterator["EngineEvent"]):
 
 @dataclass(slots=True, eq=False)
 class _Box:
-    """A request's arguments for the thread, and its events for the ``ServiceRequest``, which it does not know."""
+    """A request's arguments for the thread, and its events. Holds no ``ServiceRequest``, which may be dropped."""
 
     prompt: Any
     kwargs: dict[str, Any]

@@ -222,7 +222,7 @@ class Steps:
         self.place(decoding, Batch(decoding.run.ids, decoding.run.model_kwargs))
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
-        """Add the rows of a request, which are those of ``batch``, to a batch of their form or to a new one."""
+        """Add the rows of a request, those of ``batch``, to a batch of their form or to a new one."""
         may_join = [
             rows
             for rows in self.joined

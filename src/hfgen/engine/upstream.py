@@ -14,7 +14,6 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..prepare import rows, validate
 from ..prepare.config import resolve
 from ..state.call import Request
-from .arguments import n_sequences
 from .manager import Manager, logger
 
 #: Arguments of ``Engine.add`` that are not those of ``generate``.
@@ -121,24 +120,16 @@ def generate_batch(
     )
     results: dict[str, GenerationOutput] = {}
     with context as manager:
-        total = sum(n_sequences(self, manager.generation_config, arguments) for arguments in each)
-        ids = [
-            manager.enter(prompt, None, arguments, False, record_timestamps)
-            for prompt, arguments in zip(inputs, each, strict=True)
-        ]
+        names: list[str] = []
+        for prompt, arguments in zip(inputs, each, strict=True):
+            names += manager.enter(prompt, None, arguments, False, record_timestamps).names
         manager.stop(block=False)
-        outputs = tqdm(manager, total=total, unit="sequence") if progress_bar else manager
+        outputs = tqdm(manager, total=len(names), unit="sequence") if progress_bar else manager
         results |= {output.request_id: output for output in outputs}
     if failed := [output for output in results.values() if output.error is not None]:
         first = failed[0]
-        logger.error(f"{len(failed)} of {total} failed; {first.request_id}: {first.error}")
-    places = {request_id: place for place, request_id in enumerate(ids)}
-
-    def place(name: str) -> tuple[int, float]:
-        request_id, _, child = name.partition("__child#")
-        return places[request_id], float(child or "inf")
-
-    return {name: results[name] for name in sorted(results, key=place)}
+        logger.error(f"{len(failed)} of {len(names)} failed; {first.request_id}: {first.error}")
+    return {name: results[name] for name in names}
 
 
 def _arguments(model: Any, n: int, config: Any, kwargs: dict[str, Any]) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         try:
             raise StopAsyncIteration if error is None else error
         finally:
-            del error  # which holds this frame
+            del error  # its traceback holds this frame
 
     async def aclose(self) -> None:
         """End decoding, if it has not come to its end; returns when its memory is free."""
@@ -114,7 +114,7 @@ class _Worker:
         _running.add(self)
 
     def work(self, start: Callable[[], Stream]) -> None:
-        """What the thread does."""
+        """Decode in the thread, ``AHEAD`` events ahead at most."""
         end = _End()
         try:
             with self.autocast, start() as stream:
@@ -130,7 +130,7 @@ class _Worker:
     def send(self, item: StreamEvent | _End) -> None:
         try:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody will take it
+        except RuntimeError:  # the loop is closed
             self.is_stopped = True
 
     async def take(self) -> StreamEvent | _End:

@@ -18,10 +18,10 @@ from ..state.text import Detokenizer
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """What one row has gained.
+    """The new tokens of one row.
 
-    All events of a row together have the tokens of its sequence, from behind the prompt up to and
-    including the one that ended it, and its text; padding never comes.
+    The events of a row hold all generated tokens of its sequence, the one that ended it included, and its
+    text; padding is left out.
     """
 
     #: Index of the row in the sequences that ``generate`` returns.
@@ -38,10 +38,10 @@ class StreamEvent:
 class Rows:
     """The rows of a call, and where they end.
 
-    A strategy may tell that by ``row_ends(run)``, asked after ``stop`` and ``settled``: for each row of
-    the step's settled tokens the length at which it has ended, or ``None`` if it goes on. Of rows that
-    have ended before, any length from there on will do. Without it, or if it returns ``None`` in place
-    of the list, rows end where the stopping criteria tell by what was generated.
+    A strategy may have ``row_ends(run)``, which is called after ``stop`` and ``settled``. It returns, for
+    each row of the step's settled tokens, the length at which it has ended, or ``None`` if it goes on; for
+    rows that have ended before, any length from there on. Without it, or if it returns ``None`` in place of
+    the list, the stopping criteria determine the end by the generated tokens.
     """
 
     def __init__(self, run: Run, strategy: Strategy) -> None:
@@ -82,7 +82,7 @@ class Rows:
         return events
 
     def logprobs(self, settled: Tensor, start: int) -> Logprobs | None:
-        """Of tokens ``(rows, n)`` from generated position ``start`` on, if they are asked for."""
+        """Entries for tokens ``(rows, n)`` from generated position ``start`` on; ``None`` if not requested."""
         if self.recorder is None or settled.shape[1] == 0:
             return None
         if self.is_search:
@@ -91,7 +91,7 @@ class Rows:
         return self.recorder.collected(start)
 
     def finish(self, result: dict[str, Any]) -> list[StreamEvent]:
-        """The last events of rows that have had none: beams but the best, modes that do not stream."""
+        """The last events of rows that were not streamed to their end: beams, and modes that do not stream."""
         rows = result["sequences"][:, self.prompt_length :].tolist()
         parents = result.get("beam_indices")
         self.n_rows, self.is_search = len(rows), parents is not None
@@ -119,12 +119,12 @@ class Rows:
         return self.rows[index]
 
     def causes(self, row: Row) -> list[Any]:
-        """What may have ended a row, up to the newest step."""
+        """The criteria that may have ended a row, up to the newest step."""
         causes = Causes.of_run(self.run, self.prompt_length)
         return causes.of(row.index, self.n_rows, self.is_search)
 
     def end(self, row: Row, tokens: list[int]) -> int | None:
-        """After how many tokens a row ends by the criteria, with ``tokens`` behind those it has."""
+        """The length at which the criteria end a row with ``tokens`` appended; ``None`` if it goes on."""
         n, reason, _ = first(self.causes(row), row.ids + tokens)
         return n if reason is not UNKNOWN or self.run.finished else None
 
@@ -140,7 +140,7 @@ class Rows:
     def event(
         self, row: Row, tokens: list[int], end: int | None, logprobs: list[TokenLogprob] | None
     ) -> list[StreamEvent]:
-        """``gain`` of a row whose ids have got the ``tokens``."""
+        """``gain`` for a row whose ids include ``tokens`` already."""
         row.has_ended = end is not None and len(row.ids) >= end
         if not tokens and not row.has_ended:
             return []
@@ -164,14 +164,14 @@ class Row:
     ids: list[int] = field(default_factory=list)
     has_ended: bool = False
     detokenizer: Detokenizer | None = None
-    #: What may yet take a piece of text back.
+    #: Criteria that may still remove the end of the text.
     stops: list[TextCriteria] = field(default_factory=list)
     #: Tokens whose text is known to stay, and characters that have been streamed.
     n_certain: int = 0
     n_streamed: int = 0
 
     def new_text(self) -> str:
-        """The text that ``ids`` have made certain since the last time."""
+        """The text that has become certain since the last call."""
         if self.detokenizer is None:
             return ""
         n_open = max((stop.n_open(self.ids) for stop in self.stops), default=0)

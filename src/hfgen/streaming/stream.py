@@ -38,7 +38,7 @@ class Stream(Iterator[StreamEvent]):
             self._advance()
         return self._ready.popleft()
 
-    @torch.no_grad()  # while decoding, and not while the consumer has its turn
+    @torch.no_grad()  # while decoding, not in the code of the consumer
     def _advance(self) -> None:
         try:
             events = next(self._steps)
@@ -68,9 +68,9 @@ class Stream(Iterator[StreamEvent]):
 def _decode(
     model: Any, request: Request
 ) -> Generator[list[StreamEvent], None, tuple[list[StreamEvent], GenerateOutput | torch.Tensor]]:
-    """Prepare the call, and yield nothing; then yield the events of each step.
+    """Prepare the call and yield an empty list, then yield the events of each step but the last.
 
-    Those of the last step are returned, with what ``generate`` returns: nothing is left to be done then.
+    Returns the events of the last step, and what ``generate`` returns.
     """
     call = prepare(model, request)
     try:
