@@ -79,7 +79,18 @@ class NoRepeatNGramLogitsProcessor(upstream.NoRepeatNGramLogitsProcessor):
             ids = self.distinct.counted.tokens(input_ids, 0, input_ids.shape[1], scores.shape[-1])
             return super().__call__(ids, scores)
         self.ngrams.follow(input_ids)
-        return without(scores, [state.repeating() for state in self.ngrams.states])
+        vocab = scores.shape[-1]
+        banned = [
+            (row, token)
+            for row, state in enumerate(self.ngrams.states)
+            for token in state.repeating()
+            if token < vocab
+        ]
+        scores = scores.clone()  # transformers' copy too: a later edit in place spares the logits
+        if banned:
+            banned_rows, banned_tokens = zip(*banned, strict=True)
+            scores[list(banned_rows), list(banned_tokens)] = -math.inf
+        return scores
 
     def reorder(self, index: torch.Tensor) -> None:
         """Reorder rows: row ``i`` becomes old row ``index[i]``."""
@@ -122,17 +133,6 @@ class EncoderNoRepeatNGramLogitsProcessor(upstream.EncoderNoRepeatNGramLogitsPro
             )
         last = torch.where(has_begun, last, vocab).clamp(max=vocab)
         return pad(scores, (0, 1)).scatter_(1, last, -math.inf)[:, :-1]
-
-
-def without(scores: torch.Tensor, banned: list[Iterable[int]]) -> torch.Tensor:
-    """A copy of ``scores (rows, vocab)`` with -inf at each row's ``banned`` tokens."""
-    vocab = scores.shape[-1]
-    scores = scores.clone()  # upstream's copy too: a later edit in place spares the logits
-    pairs = [(row, token) for row, tokens in enumerate(banned) for token in tokens if token < vocab]
-    if pairs:
-        rows, tokens = zip(*pairs, strict=True)
-        scores[list(rows), list(tokens)] = -math.inf
-    return scores
 
 
 def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor:
