@@ -100,16 +100,12 @@ class Tree:
             is_last = step == len(rows) - 1
             for node in nodes:
                 if is_last:
-                    parent = self.row_of(prompt, step - 1, node.beam.parent)
                     is_it = node.row is None and node.beam.token_id == ids[step]
-                    is_it = is_it and (step == 0 or parent == rows[step] - first)
+                    if is_it and step > 0:
+                        parent = node.beam.parent
+                        row = None if parent is None else steps[step - 1][parent].row
+                        is_it = row == rows[step] - first
                 else:
                     is_it = node.row == rows[step + 1] - first
                 if is_it:
                     node.beam = replace(node.beam, fate="returned")
-
-    def row_of(self, prompt: int, step: int, number: int | None) -> int | None:
-        """The row in which the node ``number`` of a step goes on."""
-        if number is None or step < 0:
-            return None
-        return self.steps[prompt][step][number].row

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .records import Candidate, Token
-from .stages import share_and_left
+
+#: A token is ruled out below this score; grammars give it to beams that have ended.
+LOWEST = -1e29
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Position:
         entropies = torch.special.entr(both).sum(dim=-1) / math.log(2)
         top = min(top, logits.shape[-1])
         ids = torch.cat([logits.topk(top).indices, final.topk(top).indices], dim=1)
-        kept = [share_and_left(stage.float(), both[0]) for stage in stages]
+        is_left = [stage.float() > LOWEST for stage in stages]
         of_chosen = logits[rows]
         ranks = (of_chosen > of_chosen.gather(1, tokens[:, None])).sum(dim=1) + 1
         pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
@@ -58,8 +60,8 @@ class Position:
             torch.stack([stage.float().gather(1, ids) for stage in stages]).cpu(),
             torch.stack([p.gather(1, ids) for p in both]).cpu(),
             entropies.cpu(),
-            torch.stack([left for left, _ in kept]).cpu(),
-            torch.stack([mass for _, mass in kept]).cpu(),
+            torch.stack([mask.sum(dim=1) for mask in is_left]).cpu(),
+            torch.stack([both[0].masked_fill(~mask, 0.0).sum(dim=1) for mask in is_left]).cpu(),
             {pair: number for number, pair in enumerate(pairs)},
             ranks.cpu(),
             torch.stack([stage.float()[rows, tokens] for stage in stages]).cpu(),

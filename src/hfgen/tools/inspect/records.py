@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .page import page
+HERE = Path(__file__).parent
+
+#: Scripts of the page, in the order in which they run.
+SCRIPTS = ("format.js", "tokens.js", "details.js", "charts.js", "main.js")
 
 #: Digits that numbers keep in JSON.
 DIGITS = 6
@@ -164,7 +167,16 @@ class Trace:
 
     def to_html(self) -> str:
         """One page that needs nothing else: no network, no other file."""
-        return page(self.to_json(), self.title)
+
+        def asset(name: str) -> str:
+            return (HERE / "assets" / name).read_text(encoding="utf-8")
+
+        page = asset("page.html").replace("{{style}}", asset("page.css"))
+        page = page.replace("{{script}}", "\n".join(map(asset, SCRIPTS)))
+        before, _, after = page.partition("{{data}}")
+        before = before.replace("{{title}}", html.escape(self.title))
+        # What ends a script, or begins a comment in one, has a "<", which JSON spells in another way too.
+        return before + self.to_json().replace("<", "\\u003c") + after
 
     def save(self, path: str | Path) -> None:
         """Write the page to ``path``, or JSON if it ends in ``.json``. Raises ``OSError``."""

@@ -40,9 +40,6 @@ TECHNICAL = re.compile(
 #: Prompts whose settings are shown, where they differ.
 SHOWN = 8
 
-#: A token is ruled out below this score; grammars give it to beams that have ended.
-LOWEST = -1e29
-
 
 class Watched(LogitsProcessorList):
     """The processors of a call. What they return is as before; ``notes`` has the scores in between.
@@ -92,8 +89,13 @@ def stage_of(processor: Any, configs: Sequence[Any]) -> Stage:
         name = "presence penalty" if processor.of_presence else "frequency penalty"
     name = NAMES.get(name, name)
     settings = fields_of(name, configs) if is_librarys(type(processor)) else {}
-    is_grammar = isinstance(processor, GrammarProcessor)
-    return Stage(name, settings or numbers_of(processor), is_grammar)
+    settings = settings or {
+        name: value
+        for name, value in getattr(processor, "__dict__", {}).items()
+        if isinstance(value, int | float) and not name.startswith("_")
+        if not TECHNICAL.fullmatch(name)
+    }
+    return Stage(name, settings, isinstance(processor, GrammarProcessor))
 
 
 def spelled(name: str) -> str:
@@ -111,19 +113,3 @@ def fields_of(name: str, configs: Sequence[Any]) -> dict[str, Any]:
             if isinstance(value, int | float | list):
                 found[field] = value
     return found
-
-
-def numbers_of(processor: Any) -> dict[str, Any]:
-    """The numbers among the attributes of a processor."""
-    return {
-        name: value
-        for name, value in getattr(processor, "__dict__", {}).items()
-        if isinstance(value, int | float) and not name.startswith("_")
-        if not TECHNICAL.fullmatch(name)
-    }
-
-
-def share_and_left(scores: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens ``scores (rows, vocab)`` leave, and their share of ``probabilities``: ``(rows,)``."""
-    is_left = scores > LOWEST
-    return is_left.sum(dim=1), probabilities.masked_fill(~is_left, 0.0).sum(dim=1)

@@ -25,8 +25,8 @@ from ...settings.fields import FIELDS
 from ...state.call import Call
 from ...state.call import Request as GenerateRequest
 from ...state.run import Run
-from .records import Prompt, Sequence, Trace
-from .spelling import Speller, all_ids
+from ...state.text import Pieces, decode
+from .records import Beam, Prompt, Sequence, Step, Trace
 from .stages import Watched
 from .tracer import Tracer
 
@@ -88,7 +88,9 @@ def trace(
 def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Trace:
     call = prepare(model, request)
     try:
-        check_shown(call)
+        kind = call.strategy
+        if not (isinstance(kind, type) and issubclass(kind, SHOWN)) or issubclass(kind, NOT_SHOWN):
+            raise ValueError(f"trace() shows {MODES}, but the arguments ask for {call.who}.")
         call.processors = watched = Watched(call.processors)
         run, strategy = call.start(model)
         recording = loop.begin(run)
@@ -124,13 +126,6 @@ def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Tr
         )
     finally:
         call.release()
-
-
-def check_shown(call: Call) -> None:
-    """Raise ``ValueError`` for a mode of which no trace can be made."""
-    kind = call.strategy
-    if not (isinstance(kind, type) and issubclass(kind, SHOWN)) or issubclass(kind, NOT_SHOWN):
-        raise ValueError(f"trace() shows {MODES}, but the arguments ask for {call.who}.")
 
 
 def model_inputs(prompt: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
@@ -226,3 +221,43 @@ def settings_of(call: Call, model: Any) -> dict[str, Any]:
         value = values[0] if all(v == values[0] for v in values) else values
         settings[name] = value if isinstance(value, int | float | str | list) else repr(value)
     return settings
+
+
+class Speller:
+    """Writes ids by a tokenizer; without one, texts are ``None``."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
+
+    def text(self, ids: list[int]) -> str | None:
+        """The text of ``ids``, special tokens included."""
+        return None if self.tokenizer is None else decode(self.tokenizer, ids)
+
+    def spelling(self, ids: set[int]) -> dict[int, str]:
+        """Each id's text; bytes that are no characters by themselves as ``<0xE2>``."""
+        if self.tokenizer is None:
+            return {}
+        pieces = Pieces(self.tokenizer)
+        return {token: spelled(pieces[token]) for token in sorted(ids)}
+
+
+def spelled(piece: bytes) -> str:
+    """``piece`` as text, or its bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "".join(f"<0x{byte:02X}>" for byte in piece)
+
+
+def all_ids(
+    prompts: Iterable[list[int]],
+    sequences: Iterable[Sequence],
+    beams: Iterable[Iterable[Iterable[Beam]]],
+    steps: Iterable[Step],
+) -> set[int]:
+    """The ids that occur in a trace."""
+    ids = {token for prompt in prompts for token in prompt}
+    for token in (token for sequence in sequences for token in sequence.tokens):
+        ids |= {token.token_id, *(candidate.token_id for candidate in token.candidates)}
+    ids |= {beam.token_id for each in beams for nodes in each for beam in nodes}
+    return ids | {token for step in steps for draft in step.drafts for token in draft.token_ids}
