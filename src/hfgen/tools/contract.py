@@ -52,16 +52,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
 }
 
 
-def breaches(folder: Path) -> list[str]:
-    """What of this the transformers whose package lies in ``folder`` does not keep, a line each."""
-    return [*moved_names(folder), *moved_hooks(folder)]
-
-
-def moved_names(folder: Path) -> list[str]:
-    """The part of ``breaches`` that can be found where hfgen cannot be imported: imports, and attributes."""
-    return [*_moved_imports(folder), *_moved_attributes(folder)]
-
-
 def hooks() -> dict[str, list[str]]:
     """The methods that take the place of transformers', and the names of their parameters."""
     from .. import mixin  # imports much of transformers, which may have moved
@@ -89,16 +79,27 @@ def imports() -> dict[tuple[str, str], str]:
     return found
 
 
-def _moved_imports(folder: Path) -> list[str]:
+def moved_names(folder: Path) -> list[str]:
+    """The imports and attributes that the transformers in ``folder`` does not have, a line each.
+
+    It can be called where hfgen cannot be imported.
+    """
     lines = []
     for (module, name), place in imports().items():
         base = folder.joinpath(*module.split(".")[1:])
         files = [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.exists()]
-        text = files[0].read_text(encoding="utf-8") if files else ""
         is_module = (base / f"{name}.py").exists() or (base / name).is_dir()
-        if not is_module and re.search(rf"\b{name}\b", text) is None:
+        if not is_module and not (files and _has_name(files[0], name)):
             lines.append(f"{module}.{name}: is not there; hfgen/{place} imports it")
+    for name, (path, purpose) in PRIVATE.items():
+        if not _has_name(folder / path, name):
+            lines.append(f"{name}: is not in {path}; hfgen reads it for {purpose}")
     return lines
+
+
+def _has_name(file: Path, name: str) -> bool:
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return re.search(rf"\b{name}\b", text) is not None
 
 
 def moved_hooks(folder: Path) -> list[str]:
@@ -124,13 +125,3 @@ def _parameters(function: ast.FunctionDef) -> list[str]:
     own = function.args
     positional, keywords = [*own.posonlyargs, *own.args, own.vararg], [*own.kwonlyargs, own.kwarg]
     return [argument.arg for argument in (*positional, *keywords) if argument is not None]
-
-
-def _moved_attributes(folder: Path) -> list[str]:
-    lines = []
-    for name, (path, purpose) in PRIVATE.items():
-        file = folder / path
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-        if re.search(rf"\b{name}\b", text) is None:
-            lines.append(f"{name}: is not in {path}; hfgen reads it for {purpose}")
-    return lines

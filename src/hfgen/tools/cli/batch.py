@@ -143,6 +143,8 @@ class Job:
 
     def prompts(self) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """The prompts of the lines that are not done, and their arguments; wrong lines are written."""
+        from ..openai_api.requests import default_length
+
         number = 0
         for line in self.lines:
             if line.key in self.output.done:
@@ -158,7 +160,17 @@ class Job:
             for place, prompt in enumerate(prompts):
                 self.requests[number] = request, place
                 number += 1
-                yield prompt, kwargs if "max_new_tokens" in kwargs else self.limited(prompt, kwargs)
+                if not ({"max_new_tokens", "max_length"} & (self.defaults | kwargs).keys()):
+                    length = default_length(self.loaded.model, len(prompt))
+                    yield prompt, kwargs | {"max_new_tokens": length}
+                else:
+                    yield prompt, kwargs
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Fields of the command line, and of the model's own config."""
+        own = vars(self.loaded.model.generation_config)
+        return {name: value for name, value in own.items() if value is not None} | self.fields
 
     def read(self, line: Line) -> tuple[list[list[int]], dict[str, Any]]:
         """The prompts of a line, and the arguments of ``generate``. Raises ``ValueError``."""
@@ -177,22 +189,11 @@ class Job:
                 "`stream` has to be false: the answers of a batch are written as a whole."
             )
         is_chat = is_chat_url(line.request.get("url"))
-        own = vars(self.loaded.model.generation_config)
-        defaults = {name: value for name, value in own.items() if value is not None} | self.fields
-        kwargs = generate_kwargs(body, is_chat=is_chat, defaults=defaults)
+        kwargs = generate_kwargs(body, is_chat=is_chat, defaults=self.defaults)
         kwargs = self.fields | kwargs
         if not kwargs["do_sample"]:
             kwargs = {n: v for n, v in kwargs.items() if FIELDS[n].needs != "do_sample"}
         return prompts_of(body, self.loaded.tokenizer, is_chat=is_chat), kwargs
-
-    def limited(self, prompt: list[int], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """``kwargs`` with a length, where neither they nor the model have one."""
-        own = self.loaded.model.generation_config
-        if "max_length" in kwargs or own.max_new_tokens is not None or own.max_length is not None:
-            return kwargs
-        config = self.loaded.model.config.get_text_config()
-        room = getattr(config, "max_position_embeddings", None) or len(prompt) + NEW_TOKENS
-        return {**kwargs, "max_new_tokens": max(1, min(NEW_TOKENS, room - len(prompt)))}
 
     def finish(self, request: Request) -> None:
         """Write the response of a request, or the error of one of its prompts."""

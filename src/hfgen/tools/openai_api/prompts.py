@@ -23,51 +23,60 @@ def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> lis
     """
     if not is_chat:
         return _completion_prompts(body, tokenizer)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"`messages` has to be a list of messages, but is {messages!r}.")
+    messages: Any = body.get("messages")
+    check_messages(messages, "messages")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("The tokenizer has no chat template: give one, or complete a prompt.")
     if body.get("tool_choice") not in (None, "auto", "none"):
         raise ValueError(
             "`tool_choice` has to be 'auto' or 'none': only `hfgen serve` requires calls."
         )
-    opens = body.get("add_generation_prompt")
-    variables = template_variables(body)
+    options = template_options(body)
+    tools = body.get("tools") if body.get("tool_choice") != "none" else None
     try:
         encoded = tokenizer.apply_chat_template(
-            [_message(message) for message in messages],
-            tools=body.get("tools") if body.get("tool_choice") != "none" else None,
-            documents=body.get("documents"),
-            add_generation_prompt=not body.get("continue_final_message")
-            if opens is None
-            else opens,
-            continue_final_message=bool(body.get("continue_final_message")),
-            return_dict=True,
-            **variables,
+            [_of_text(message) for message in messages], tools=tools, return_dict=True, **options
         )
     except Exception as error:  # the template's own: no system message, roles out of turn
         raise ValueError(f"The chat template raised an error: {error}") from error
     return [list(encoded["input_ids"])]
 
 
-def template_variables(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``chat_template_kwargs`` of ``body``. Raises ``ValueError`` for what is no variable of a template.
+def check_messages(messages: Any, name: str) -> None:
+    """Raise ``ValueError`` for messages, those of the field ``name``, of another shape."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"`{name}` has to be a list of messages, but is {messages!r:.80}.")
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else message
+        is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        if not is_message or not isinstance(content, str | list | None):
+            raise ValueError(f"`{name}` have a `role` and `content`, but one is {message!r:.80}.")
 
-    A template of the request's own could run for ever.
+
+def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``apply_chat_template`` that ``body`` sets, those of ``chat_template_kwargs`` too.
+
+    Raises ``ValueError`` for what is no variable of a template: a request's own could run for ever.
     """
     variables = body.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         raise ValueError(f"`chat_template_kwargs` has to be an object, but is {variables!r:.80}.")
     if reserved := sorted(variables.keys() & RESERVED):
         raise ValueError(f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable.")
-    return variables
+    is_continued, opens = (
+        bool(body.get("continue_final_message")),
+        body.get("add_generation_prompt"),
+    )
+    return {
+        **({"documents": body["documents"]} if body.get("documents") else {}),
+        "add_generation_prompt": not is_continued if opens is None else bool(opens),
+        "continue_final_message": is_continued,
+        **variables,
+    }
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _of_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message whose content is text: parts of text are joined."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"`messages` have a `role` and `content`, but one is {message!r}.")
     parts = message.get("content")
     if not isinstance(parts, list):
         return dict(message)

@@ -6,12 +6,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...families import max_positions
 from ...settings import grammar
 from ...settings.fields import FIELDS, PER_ROW, with_suggestions
 from ...settings.vllm import PARAMS
 
 #: Tokens of a completion whose body gives no limit; a chat goes on to its end (OpenAI's defaults).
 COMPLETION_TOKENS = 16
+
+#: New tokens of a chat that neither the request nor the model limits, as upstream has it.
+CHAT_TOKENS = 1024
 
 #: Fields of a body that say what the prompt is: whoever makes the prompt reads them.
 OF_THE_PROMPT = frozenset(
@@ -121,6 +125,13 @@ def _logit_bias(value: Any) -> dict[str, Any]:
         raise ValueError(
             f"`logit_bias` has to map token ids to numbers, but is {value!r}."
         ) from None
+
+
+def default_length(model: Any, prompt_length: int) -> int:
+    """New tokens where nobody limits them: as many as the model has positions for, up to a limit."""
+    positions = max_positions(model)
+    room = CHAT_TOKENS if positions is None else positions - prompt_length
+    return max(1, min(CHAT_TOKENS, room))
 
 
 def generate_kwargs(

@@ -19,7 +19,7 @@ PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")
 def check_requirements(installed: str | None = None) -> None:
     """Raise ``ImportError`` if a package is missing, or transformers is of an untested version.
 
-    To be called before ``hfgen.tools.serve.adapter`` is imported, which subclasses what is in
+    To be called before ``hfgen.tools.serve.server`` is imported, which subclasses what is in
     ``transformers.cli.serving``: that is no public interface, and changes between versions.
     """
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality
 
-from ..openai_api.prompts import template_variables
+from ..openai_api.prompts import template_options
 from . import media
 from .limits import Limits
 
@@ -33,10 +33,7 @@ def inputs_of(
     """
     modality = ModelManager.get_model_modality(model, processor=processor)
     check_kinds(messages, modality, name)
-    variables = template_variables(body)
-    is_continued = bool(body.get("continue_final_message"))
-    opens = body.get("add_generation_prompt")
-    options = {"documents": body["documents"]} if body.get("documents") else {}
+    options = template_options(body)
     given = [{n: v for n, v in message.items() if v is not None} for message in messages]
     try:
         given = BaseHandler.get_processor_inputs_from_messages(given, modality)
@@ -46,32 +43,16 @@ def inputs_of(
         inputs = processor.apply_chat_template(
             given,
             tools=body.get("tools") or None,
-            add_generation_prompt=not is_continued if opens is None else bool(opens),
-            continue_final_message=is_continued,
             tokenize=True,
             return_dict=True,
             return_tensors="pt",
             load_audio_from_video=modality is Modality.MULTIMODAL and has_video,
             **({"num_frames": 32} if has_video else {}),  # as upstream: all frames are too many
             **options,
-            **variables,
         )
     except Exception as error:  # the template's own, of a wrong call, of an image that is none
         raise ValueError(f"`{name}` cannot be read: {error}") from error
     return inputs.to(model.device)
-
-
-def check_messages(messages: Any, name: str) -> None:
-    """Raise ``ValueError`` for messages of another shape."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"`{name}` has to be a list of messages, but is {messages!r:.80}.")
-    for message in messages:
-        content = message.get("content") if isinstance(message, dict) else message
-        is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
-        if not is_message or not isinstance(content, str | list | None):
-            raise ValueError(
-                f"`{name}` has to have objects with `role` and `content`, but one is {message!r:.80}."
-            )
 
 
 def check_kinds(messages: Any, modality: Modality, name: str) -> None:

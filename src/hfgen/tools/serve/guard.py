@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..openai_api import error_body
 from .limits import Limits
 
 Scope = MutableMapping[str, Any]
@@ -137,8 +138,7 @@ async def refuse(
     send: Send, status: int, message: str, headers: list[tuple[bytes, bytes]] | None = None
 ) -> None:
     """Answer with an error, in the shape of OpenAI's."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    body = json.dumps({"error": error}).encode()
+    body = json.dumps(error_body(message, status)).encode()
     start = [(b"content-type", b"application/json"), *(headers or [])]
     await send({"type": "http.response.start", "status": status, "headers": start})
     await send({"type": "http.response.body", "body": body})

@@ -29,14 +29,13 @@ from ..openai_api import (
     prompts_of,
     usage,
 )
+from ..openai_api.prompts import check_messages
+from ..openai_api.requests import default_length
 from ..openai_api.responses import echoed
 from .answers import ChatChoices, Message, TextChoices, check_open, chunks
-from .chats import TEXTS, check_messages, inputs_of
+from .chats import TEXTS, inputs_of
 from .served import Served
 from .tools import USUAL, Tools, reader_of
-
-#: New tokens of an answer that neither the request nor the model limits, as upstream has it.
-NEW_TOKENS = 1024
 
 #: Fields of a generation config that a client sends along, and the model decides.
 OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cache")
@@ -240,13 +239,6 @@ def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
             raise ValueError(
                 f"`{name}` is not supported: a completion with `echo` and `logprobs` has the prompt's."
             )
-
-
-def default_length(model: Any, prompt_length: int) -> int:
-    """New tokens where nobody limits them: as many as the model has positions for, up to a limit."""
-    positions = max_positions(model)
-    room = NEW_TOKENS if positions is None else positions - prompt_length
-    return max(1, min(NEW_TOKENS, room))
 
 
 class ChatHandler(EngineHandler):
