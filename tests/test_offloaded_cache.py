@@ -501,6 +501,21 @@ def test_a_folder_that_must_not_be_written(tmp_path: Path, monkeypatch: pytest.M
     refused("files can be made in, but: Permission denied", **options)
 
 
+def test_too_little_space_for_the_whole_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 2 rows, 7 + 3 - 1 tokens, 2 layers of keys and values, 2 heads of 8, float32
+    needed = 2 * 9 * 2 * 2 * 2 * 8 * 4
+    options = {"cache_implementation": "offloaded", "cache_config": {"path": tmp_path}}
+    monkeypatch.setattr(Folder, "free_bytes", needed)
+    hfgen.mix_into(tiny.llama()).generate(tiny.prompt(), max_new_tokens=3, **options)
+    monkeypatch.setattr(Folder, "free_bytes", needed - 1)
+    refused(
+        f"{needed - 1:,} bytes free, but .* 2 sequences of up to 9 tokens take {needed:,}",
+        **options,
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [("dinamic", "dynamic"), ("ofloaded", "offloaded"), ("offload_static", "offloaded_static")],

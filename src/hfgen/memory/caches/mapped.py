@@ -42,6 +42,10 @@ class Folder:
                 f"in, but: {error.strerror}."
             ) from error
 
+    @property
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor in a new file, whose space is reserved. Raises ``OSError`` if there is none."""
         n_bytes = math.prod(shape) * dtype.itemsize
@@ -52,11 +56,10 @@ class Folder:
                 _reserve(file.fileno(), n_bytes)
                 return _mapped(file.fileno(), n_bytes, shape, dtype)
         except OSError as error:
-            n_free = shutil.disk_usage(self.path).free
             raise OSError(
                 error.errno,
                 f"The folder {self.path!r} of the offloaded cache has no place for a file of "
-                f"{n_bytes:,} bytes: {error.strerror}. {n_free:,} bytes are free",
+                f"{n_bytes:,} bytes: {error.strerror}. {self.free_bytes:,} bytes are free",
             ) from error
 
     def holding(self, values: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from ...settings.cache_settings import path_of
 from . import mapped
@@ -135,10 +135,19 @@ OffloadedCache.__name__ = GrowingCache.__name__
 
 
 def make_offloaded(request: CacheRequest) -> Cache:
-    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files."""
+    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files.
+
+    Raises ``ValueError`` if the folder has less space than the whole call takes, as far as is known.
+    """
     config, path = request.decoder_config, path_of(request.config.cache_config)
     if path is None and is_on_cuda(request.model):
         return DynamicCache(config=config, offloading=True)
+    if path is not None and (needed := _needed_bytes(request)) > (free := Folder(path).free_bytes):
+        raise ValueError(
+            f"`path`={os.path.abspath(path)!r} in `cache_config` has {free:,} bytes free, but keys and values "
+            f"of {request.rows} sequences of up to {request.max_length:,} tokens take {needed:,}. "
+            "Generate fewer tokens, or name a folder with more space."
+        )
     return OffloadedCache(config, path, max_length=request.max_length)
 
 
@@ -166,3 +175,17 @@ def is_on_cuda(model: Any) -> bool:
     return torch.cuda.is_available() and any(
         isinstance(device, int) or str(device).startswith("cuda") for device in devices
     )
+
+
+def _needed_bytes(request: CacheRequest) -> int:
+    """Bytes of the layers that grow; 0 for those whose heads the config does not tell for sure."""
+    config, numbers = request.decoder_config, 0
+    kinds, _ = get_layer_types_and_kwargs(config)
+    for kind, layer in zip(kinds, config.per_layer_config, strict=False):
+        heads = getattr(layer, "num_key_value_heads", None)
+        is_latent = getattr(layer, "qk_head_dim", None) is not None
+        if kind != "full_attention" or not isinstance(heads, int) or is_latent:
+            continue
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        numbers += 2 * heads * size
+    return int(numbers * request.rows * request.max_length * request.model.dtype.itemsize)
