@@ -1,4 +1,8 @@
-"""Continuous batching: many requests at once, each with the tokens of its own ``generate``."""
+"""Continuous batching: many requests at once, each with the tokens of its own ``generate``.
+
+May import ``mixin`` and what is below it. Read ``engine.py`` first, then ``steps.py`` and ``joined.py``.
+``serving.py`` is an engine for coroutines; ``upstream.py`` and ``manager.py`` have transformers' methods.
+"""
 
 from .engine import Engine
 from .request import (

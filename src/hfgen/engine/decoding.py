@@ -14,7 +14,6 @@ from ..memory.caches import joining
 from ..prepare.stages import prepare
 from ..running import chunks, graphs, prefix
 from ..running.prefix import eligibility
-from ..settings.kinds import is_zero
 from ..state import seeds
 from ..state.call import Call
 from ..streaming import StreamEvent
@@ -69,11 +68,6 @@ class Decoding:
         """Tokens of a row so far."""
         n_unwritten = 0 if self.plain is None else len(self.plain.unwritten)
         return self.run.ids.shape[1] + n_unwritten
-
-    @property
-    def is_over(self) -> bool:
-        """Whether ``max_new_tokens`` is 0."""
-        return bool(is_zero(self.run.config.max_new_tokens))
 
     @property
     def longest(self) -> int:

@@ -76,7 +76,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineEvent:
-    """What one sequence of a request has gained; the last event of a sequence has its ``finish_reason``."""
+    """New tokens of one sequence of a request; the last event of a sequence has its ``finish_reason``."""
 
     request: EngineRequest
     row: int
@@ -85,12 +85,6 @@ class EngineEvent:
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
-
-    @classmethod
-    def of(cls, request: EngineRequest, event: StreamEvent) -> EngineEvent:
-        return cls(
-            request, event.row, event.token_ids, event.text, event.logprobs, event.finish_reason
-        )
 
 
 @dataclass(eq=False, repr=False)

@@ -14,6 +14,7 @@ from .. import families
 from ..logits.stopping import FinishReason
 from ..memory.batch import Batch
 from ..running import hides_padding
+from ..settings.kinds import is_zero
 from ..streaming import StreamEvent
 from . import host
 from .classes import Classes
@@ -118,7 +119,7 @@ class Steps:
             request = self.requests[chunk.item]
             with self.failures_of(request):
                 decoding = self._begun(request, chunk.item)
-                if decoding.is_over:
+                if is_zero(decoding.run.config.max_new_tokens):
                     self.end(request)
                     continue
                 decodings[chunk] = decoding
@@ -282,7 +283,8 @@ class Steps:
         for event in events:
             request.gain(event, now)
             self.stats.decoded_tokens += len(event.token_ids)
-            self.events.append(EngineEvent.of(request, event))
+            values = event.token_ids, event.text, event.logprobs, event.finish_reason
+            self.events.append(EngineEvent(request, event.row, *values))
 
     def end(self, request: EngineRequest, error: BaseException | None = None) -> None:
         """End a request, in any state: with its result, with what it has, or with an error."""

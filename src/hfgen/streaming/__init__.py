@@ -1,4 +1,7 @@
-"""``stream()`` and ``astream()``: a call as an iterator of events."""
+"""``stream()`` and ``astream()``: a call as an iterator of events.
+
+May import ``prepare`` and what is below it. Read ``stream.py`` first.
+"""
 
 from .async_stream import AsyncStream
 from .events import StreamEvent
