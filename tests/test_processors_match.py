@@ -27,7 +27,6 @@ seeds = st.integers(0, 2**16)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 eos_ids = st.lists(st.sampled_from([-1, 0, 3, VOCAB - 1, VOCAB, 99]), min_size=1, max_size=3)
 token = st.integers(0, VOCAB - 1)
-bias = st.sampled_from([0.5, -2.0, math.inf, -math.inf])
 
 
 def draw_scores(count: int, seed: int, dtype: torch.dtype, vocab: int = VOCAB) -> torch.Tensor:
@@ -74,32 +73,6 @@ def test_minimum_lengths(
 
 
 @repeatable
-@given(
-    rows,
-    lengths_of_ids,
-    seeds,
-    dtypes,
-    st.lists(token, min_size=1, max_size=3, unique=True),
-    st.integers(0, 4),
-    st.sampled_from([0.5, 1.01, 1.7]),
-)
-def test_exponential_decay(
-    count: int,
-    length: int,
-    seed: int,
-    dtype: torch.dtype,
-    eos: list[int],
-    start: int,
-    factor: float,
-) -> None:
-    ours, theirs = (
-        module.ExponentialDecayLengthPenalty((start, factor), eos, 1)
-        for module in (lengths, transformers)
-    )
-    assert_same(ours, theirs, draw_ids(count, length, seed), draw_scores(count, seed, dtype))
-
-
-@repeatable
 @given(rows, lengths_of_ids, seeds, dtypes, st.lists(st.integers(-1, VOCAB + 2), max_size=4))
 def test_suppressed_tokens(
     count: int, length: int, seed: int, dtype: torch.dtype, tokens: list[int]
@@ -113,50 +86,6 @@ def test_suppressed_tokens(
             getattr(module, name)(tokens, *start) for module in (vocabulary, transformers)
         )
         assert_same(ours, theirs, ids, scores)
-
-
-@repeatable
-@given(
-    rows,
-    lengths_of_ids,
-    seeds,
-    dtypes,
-    st.dictionaries(
-        st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), bias, min_size=1
-    ),
-)
-def test_sequence_bias(
-    count: int, length: int, seed: int, dtype: torch.dtype, biases: dict[tuple[int, ...], float]
-) -> None:
-    ids, scores = draw_ids(count, length, seed), draw_scores(count, seed, dtype)
-    ours, theirs = (
-        module.SequenceBiasLogitsProcessor(biases) for module in (vocabulary, transformers)
-    )
-    for _ in range(2):  # the second call uses what the first has prepared
-        assert_same(ours, theirs, ids, scores)
-
-
-@repeatable
-@given(
-    rows,
-    lengths_of_ids,
-    seeds,
-    dtypes,
-    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=5),
-    st.none() | st.lists(st.integers(0, 4), min_size=1, max_size=2),
-)
-def test_bad_words(
-    count: int,
-    length: int,
-    seed: int,
-    dtype: torch.dtype,
-    words: list[list[int]],
-    eos: list[int] | None,
-) -> None:
-    ours, theirs = (
-        module.NoBadWordsLogitsProcessor(words, eos) for module in (vocabulary, transformers)
-    )
-    assert_same(ours, theirs, draw_ids(count, length, seed), draw_scores(count, seed, dtype))
 
 
 @repeatable

@@ -18,6 +18,8 @@ from transformers import (
     ForcedBOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TopHLogitsWarper,
     TypicalLogitsWarper,
 )
@@ -86,7 +88,7 @@ XTC = ("xtc_threshold",)
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
     Row("guidance_scale", guidance, lambda v: v == 1.0, off=1.0),
-    Row("sequence_bias", lambda bias, c: vocabulary.SequenceBiasLogitsProcessor(bias)),
+    Row("sequence_bias", lambda bias, c: SequenceBiasLogitsProcessor(bias)),
     Row("diversity_penalty", repetition.diversity_penalty, lambda penalty: not penalty),
     Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, lambda v: v == 1.0),
     Row(
@@ -103,7 +105,7 @@ PROCESSORS: list[Builder] = [
     Row("encoder_no_repeat_ngram_size", ngrams.encoder_no_repeat_ngram, lambda n: n <= 0),
     Row(
         "bad_words_ids",
-        lambda words, c: vocabulary.NoBadWordsLogitsProcessor(words, c.eos),
+        lambda words, c: NoBadWordsLogitsProcessor(words, c.eos),
         reads=EOS,
     ),
     Row("bad_words", vocabulary.bad_words, reads=EOS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import ForcedEOSTokenLogitsProcessor
+from transformers import ExponentialDecayLengthPenalty, ForcedEOSTokenLogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from ...settings.requirements import require_eos
@@ -45,21 +45,6 @@ class MinNewTokensLengthLogitsProcessor(_NoEarlyEnd, upstream.MinNewTokensLength
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         n_new = input_ids.shape[-1] - self.prompt_length_to_skip
         return self.without_end(expand(self.min_new_tokens, len(scores)) > n_new, scores)
-
-
-class ExponentialDecayLengthPenalty(upstream.ExponentialDecayLengthPenalty):
-    """EOS grows likelier by a factor per token, from a given number of new tokens on."""
-
-    eos_token_id: torch.Tensor
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        late = input_ids.shape[-1] - self.regulation_start
-        if late <= 0:
-            return scores
-        self.eos_token_id = self.eos_token_id.to(scores.device)
-        eos = scores[:, self.eos_token_id]
-        gain = eos.abs() * (pow(self.regulation_factor, late) - 1)
-        return scores.index_copy(1, self.eos_token_id, eos + gain.masked_fill(~eos.isfinite(), 0.0))
 
 
 def min_length(length: Any, context: Context) -> MinLengthLogitsProcessor | None:

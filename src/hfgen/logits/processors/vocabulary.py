@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 from transformers.generation import logits_process as upstream
 
 from .context import Context
@@ -30,52 +33,6 @@ class Banning:
             self._inside = ids[(ids >= 0) & (ids < scores.shape[-1])]
             self._place = place
         return scores.index_fill(-1, self._inside, -math.inf)
-
-
-class _OneCopyBias:
-    """Base of sequence biases, which are summed in one tensor, sequences of a length at once."""
-
-    sequence_bias: dict[tuple[int, ...], float]
-    length_1_bias: torch.Tensor
-    prepared_bias_variables: bool
-
-    def _prepare_bias_variables(self, scores: torch.Tensor) -> None:
-        super()._prepare_bias_variables(scores)  # type: ignore[misc]
-        self.length_1_bias = self.length_1_bias.to(scores.dtype)
-        by_length: dict[int, dict[tuple[int, ...], float]] = defaultdict(dict)
-        for sequence, bias in self.sequence_bias.items():
-            if len(sequence) > 1:
-                by_length[len(sequence)][sequence] = bias
-        #: For each length above 1: prefixes (n, length - 1), last tokens (n,), biases (n,).
-        self.longer = [
-            (
-                torch.tensor([sequence[:-1] for sequence in group], device=scores.device),
-                torch.tensor([sequence[-1] for sequence in group], device=scores.device),
-                torch.tensor(list(group.values()), dtype=torch.float, device=scores.device),
-            )
-            for group in by_length.values()
-        ]
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.prepared_bias_variables:
-            self._prepare_bias_variables(scores)
-        if not self.longer:
-            return scores + self.length_1_bias
-        bias = self.length_1_bias.expand_as(scores).clone()
-        for prefixes, last_tokens, biases in self.longer:
-            size = prefixes.shape[1]
-            if size <= input_ids.shape[1]:
-                matches = (input_ids[:, None, -size:] == prefixes).all(dim=-1)
-                bias.index_add_(1, last_tokens, torch.where(matches, biases, 0.0).to(bias.dtype))
-        return bias.add_(scores)
-
-
-class SequenceBiasLogitsProcessor(_OneCopyBias, upstream.SequenceBiasLogitsProcessor):
-    """Adds a bias to tokens that would complete a given sequence."""
-
-
-class NoBadWordsLogitsProcessor(_OneCopyBias, upstream.NoBadWordsLogitsProcessor):
-    """Rules out tokens that would complete a bad word; EOS alone is never one."""
 
 
 class SuppressTokensLogitsProcessor(Banning, upstream.SuppressTokensLogitsProcessor):
