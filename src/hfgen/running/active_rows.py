@@ -34,11 +34,11 @@ class ActiveRows:
         self.index: Tensor | None = None
 
     def ids(self, run: Run) -> Tensor:
-        """Those of ``run.ids`` that are forwarded."""
+        """The rows of ``run.ids`` that are forwarded."""
         return run.ids if self.index is None else run.ids[self.index]
 
     def widen(self, run: Run, model_outputs: ModelOutput) -> None:
-        """Give a forward's outputs all rows, in place; those that have left are zero."""
+        """Give a forward's outputs all rows, in place: zeros for those that have left."""
         if self.index is None:
             return
         index, n_rows = self.index, self.n_rows
@@ -52,7 +52,7 @@ class ActiveRows:
         map_outputs(model_outputs, widen, families.rows_of_states(run.model))
 
     def keep(self, run: Run, is_open: Tensor, n_open: int) -> None:
-        """Let all rows leave but those of ``is_open (rows,)``, which are ``n_open``."""
+        """Take all rows but the ``n_open`` ones of ``is_open (rows,)`` out of the batch."""
         if not self.may_leave or n_open == 0 or n_open > self.n_active * (1 - WORTHWHILE):
             return
         cache = families.given_cache(run.model_kwargs)
@@ -72,8 +72,8 @@ class ActiveRows:
         model, model_kwargs = run.model, run.model_kwargs
         plain = (Tensor, ModelOutput, bool, int, float, str, type(None))
         others = {*model_kwargs} - {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
-        given = [model_kwargs[name] for name in others]
-        if not all(value is cache or isinstance(value, plain) for value in given):
+        values = [model_kwargs[name] for name in others]
+        if not all(value is cache or isinstance(value, plain) for value in values):
             return False
         if hasattr(model, "_reorder_cache") or has_list_of_rows(model_kwargs, self.n_rows):
             return False
@@ -81,14 +81,14 @@ class ActiveRows:
             return False
         if not isinstance(cache, Cache):
             return cache is None
-        # The word of a kind that somebody registered is taken for its layers.
+        # A registered kind of cache has declared what its layers support.
         is_registered = not is_upstreams(run.config.cache_implementation)
         return layers.count(cache) in (None, self.n_rows) and (
             is_registered or not (layers.is_static(cache) or layers.is_foreign(cache))
         )
 
     def local(self, rows: Tensor) -> Tensor:
-        """``rows (rows,)``, a row of all for each, as numbers of active rows for the active ones."""
+        """Map ``rows (rows,)``, numbers among all rows, to numbers among the active ones."""
         if self.index is None:
             return rows
         return torch.searchsorted(self.index, rows[self.index].to(self.index.dtype))

@@ -31,27 +31,29 @@ ALWAYS = False
 
 
 class Ahead:
-    """What a run that checks late has asked of the device: stop flags, and who gets their values."""
+    """The stop flags of a run that checks late, on their way to the host."""
 
     def __init__(self) -> None:
-        #: Flags on their way, who gets them, and the event behind the copy of them.
+        #: The flags, the function that gets their values, and the event behind the copy of them.
         self.asked: tuple[Tensor, Callable[[list[int]], None], Any] | None = None
         #: Whether a forward may be undone; known when the first step has taken the prefill's cache.
         self.can_undo: bool | None = None
 
     def ask(self, flags: Tensor, settle: Callable[[list[int]], None]) -> None:
-        """Begin to copy ``flags (n,)`` to the host; ``settle`` gets their values behind the forward."""
+        """Begin to copy ``flags (n,)`` to the host; ``read`` calls ``settle`` with their values."""
         values, copied = flags, None
         if flags.device.type in ASYNCHRONOUS:
             values = torch.empty_like(flags, device="cpu", pin_memory=flags.is_cuda)
             values.copy_(flags, non_blocking=True)
             copied = torch.Event(flags.device, enable_timing=False)
+            module = torch.get_device_module(flags.device)
             # Without a stream, torch takes that of the current device, which may be another one.
-            copied.record(_stream(flags.device))
+            has_streams = hasattr(module, "current_stream")  # MPS has one alone
+            copied.record(module.current_stream(flags.device) if has_streams else None)
         self.asked = values, settle, copied
 
     def read(self) -> None:
-        """Wait for the values, and hand them on."""
+        """Wait for the values, and pass them to the function that ``ask`` got."""
         assert self.asked is not None
         (values, settle, copied), self.asked = self.asked, None
         if copied is not None:
@@ -61,7 +63,7 @@ class Ahead:
 
 @contextmanager
 def decided(run: Run, strategy: Any) -> Iterator[None]:
-    """Around the prefill: give ``run`` an ``Ahead`` if it is to check late, and may."""
+    """Enclose the prefill: set ``run.ahead`` behind it if checking late pays and changes nothing."""
     if not (_is_wanted(run, strategy) and _may_be(run, strategy)):
         yield
         return
@@ -73,9 +75,9 @@ def decided(run: Run, strategy: Any) -> Iterator[None]:
 
 @contextmanager
 def forward_ahead(run: Run, strategy: Any) -> Iterator[ModelOutput | None]:
-    """Forward the newest tokens, then read the flags; ``None`` if the call is over.
+    """Forward the newest tokens, then read the flags; yield ``None`` if the call is over.
 
-    Left by an exception, as when the consumer of the steps closes them, the forward is undone as well.
+    The forward is undone then, and also on an exception, as when the consumer of the steps closes them.
     """
     ahead, limit = run.ahead, getattr(run.criteria, "max_length", None)
     assert ahead is not None
@@ -97,7 +99,7 @@ def forward_ahead(run: Run, strategy: Any) -> Iterator[ModelOutput | None]:
 
 
 def _is_wanted(run: Run, strategy: Any) -> bool:
-    """Whether it pays: where the host is ahead of the device, and nobody waits for each token.
+    """Whether checking late pays: the host is ahead of the device, and no stream waits for each token.
 
     A forward of which each kernel is launched by the host keeps the host busy for as long as the
     device, and one more of them is what an EOS then costs. On MPS transformers checks late, too.
@@ -112,7 +114,7 @@ def _is_wanted(run: Run, strategy: Any) -> bool:
 
 
 def _may_be(run: Run, strategy: Any) -> bool:
-    """Whether nobody notices the forward that is undone, besides the cache."""
+    """Whether the forward that is undone changes nothing but the cache."""
     return (
         bool(getattr(type(strategy), "checks_late", False))
         and not run.synced_gpus  # all devices forward as often
@@ -125,7 +127,7 @@ def _may_be(run: Run, strategy: Any) -> bool:
 
 
 def _cache_is_seen(run: Run) -> bool:
-    """Whether somebody gets the cache, or reads it, when the call is over."""
+    """Whether the cache is returned, stored, or the caller's."""
     cache = families.given_cache(run.model_kwargs)
     is_stored = run.call is not None and run.call.prefix_session is not None
     is_returned = bool(run.config.return_dict_in_generate)
@@ -139,17 +141,13 @@ def _loses_one(run: Run) -> bool:
         return run.model_kwargs.get("use_cache") is False
     if isinstance(cache, EncoderDecoderCache) and not run.is_encoder_decoder:
         return False  # BLT's other part grows as well
-    own = layers.layers_of(cache)
-    return layers.keeps_all_tokens(cache) or all(type(each) is SlicedStaticLayer for each in own)
-
-
-def _stream(device: torch.device) -> Any:
-    """The current stream of a device; ``None`` where it has one alone (MPS)."""
-    module = torch.get_device_module(device)
-    return module.current_stream(device) if hasattr(module, "current_stream") else None
+    return layers.keeps_all_tokens(cache) or all(
+        type(layer) is SlicedStaticLayer for layer in layers.layers_of(cache)
+    )
 
 
 def _undo(run: Run) -> None:
+    """Take the newest token out of a cache that is seen."""
     cache = families.given_cache(run.model_kwargs)
     if cache is None or not _cache_is_seen(run):
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,7 +52,11 @@ class Compiled:
                     _mark_sizes(tensor)
         ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), None)
         n_graphs = counters["stats"]["unique_graphs"]
-        with nullcontext() if ids is None or len(ids) == 1 else _one_is_not_special():
+        several_rows: Any = nullcontext()
+        # A graph for several rows takes a single one, too. An older torch compiles again.
+        if ids is not None and len(ids) > 1 and hasattr(fx_config, "backed_size_oblivious"):
+            several_rows = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        with several_rows:
             outputs = self.forward(**inputs)
         if counters["stats"]["unique_graphs"] != n_graphs:
             gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them
@@ -66,12 +70,3 @@ def _mark_sizes(tensor: Tensor) -> None:
     for dim in {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}.get(tensor.ndim, ()):
         if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
-def _one_is_not_special() -> AbstractContextManager[Any]:
-    """Let a graph that was compiled for several rows take a single one."""
-    if not hasattr(
-        fx_config, "backed_size_oblivious"
-    ):  # an older torch: a single row compiles again
-        return nullcontext()
-    return fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]

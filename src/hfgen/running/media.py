@@ -52,7 +52,7 @@ def expand_multimodal_outputs(
 def media_by_chunk(
     self: Any, prompt: torch.Tensor, chunks: tuple[torch.Tensor, ...], encoded: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """The encoded images and videos of each chunk; feature row ``i`` fills the batch's ``i``-th place."""
+    """The encoded images and videos of each chunk: feature row ``i`` fills the ``i``-th placeholder."""
     media: dict[int, dict[str, Any]] = {}
     for modality, outputs in encoded.items():
         if outputs is None:
@@ -68,7 +68,7 @@ def media_by_chunk(
 
 
 def _take_features(outputs: ModelOutput, rows: torch.Tensor) -> ModelOutput:
-    """The given rows of encoded features, in the container that the model reads them from."""
+    """Rows of encoded features, in the container that the model reads them from."""
 
     def take(features: Any) -> Any:
         flat = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])[rows]

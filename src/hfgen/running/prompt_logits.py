@@ -29,17 +29,17 @@ from .views import replaced
 #: Positions of a row that go through the head together, at most, and bytes of their logits in float32.
 POSITIONS, BYTES = 1024, 2**27
 
-#: Arguments of a forward that are about the loop, or about more than the logits.
+#: Arguments of a forward that concern the loop, or more than the logits.
 LEFT_OUT = ("past_key_values", "cache_params", "output_attentions", "output_hidden_states")
 
 
 class PromptLogits:
     """Logits ``(prompts, n, vocab)`` of some positions of the prompts after another, in the model's dtype.
 
-    Of the states that the call's own prefill has given, if it was watched; else a forward follows,
-    without the call's cache: in chunks, if the call asks for ``prefill_chunk_size``. The head's part
-    takes ``BYTES`` at most. Where a model has no such part, and of encoder-decoders, whose decoders'
-    prompts are short, all logits are made at once.
+    They are made of the states of the call's own prefill, if it was watched; else of another forward
+    without the call's cache, in chunks if the call sets ``prefill_chunk_size``. A piece takes ``BYTES`` at
+    most. A model whose head cannot be told from its body, and an encoder-decoder, whose decoder's prompt is
+    short, makes all logits at once.
     """
 
     def __init__(self, run: Run) -> None:
@@ -72,27 +72,22 @@ class PromptLogits:
         return torch.ones_like(self.ids, dtype=torch.bool)
 
     def of(self, watched: Body | None = None) -> Iterator[Tensor]:
-        """The logits; ``watched``, the body of the call's own forward_prompt, if there was one."""
-        for body in (watched, None if self.is_encoder_decoder else Body.of_model(self.model)):
-            if body is None:
-                continue
-            if body is not watched:
-                self.forward(body)
-            if body.covers(self.ids):
-                return body.logits(self.ids)
-        return self.at_once()
-
-    def forward(self, body: Body) -> None:
-        """Forward the prompts for what their ``body`` gives."""
+        """The logits; ``watched``: the body of the call's own prefill, if it was watched."""
+        if watched is not None and watched.covers(self.ids):
+            return watched.logits(self.ids)
+        body = None if self.is_encoder_decoder else Body.of_model(self.model)
+        if body is None:
+            return self.at_once()
         kwargs = self.kwargs
         if self.config.prefill_chunk_size is not None:
             decoder = self.model.config.get_text_config(decoder=True)
             kwargs = kwargs | {"past_key_values": GrowingCache(config=decoder), "use_cache": True}
         with restored(self.model):
             forward_prompt(body.view(), self.ids, self.config, kwargs)
+        return body.logits(self.ids) if body.covers(self.ids) else self.at_once()
 
     def at_once(self) -> Iterator[Tensor]:
-        """Pieces of all logits."""
+        """All logits of one forward, in pieces."""
         model: Any = self.model
         with restored(model):
             model_inputs = model.prepare_inputs_for_generation(
@@ -103,13 +98,13 @@ class PromptLogits:
 
 
 class Body:
-    """All of a model but its head, and what it has returned."""
+    """All of a model but its head, and the outputs that it has returned."""
 
     def __init__(self, model: Any, paths: list[str]) -> None:
         self.model = model
-        #: Of each module that may be the body, the outermost first: its path, and what it returned.
-        self.found: dict[str, list[Any]] = {path: [] for path in paths}
-        #: How many of them are running.
+        #: Outputs by path of each module that may be the body, the outermost first.
+        self.outputs: dict[str, list[Any]] = {path: [] for path in paths}
+        #: How many of these modules are running.
         self.depth = 0
 
     @classmethod
@@ -119,37 +114,39 @@ class Body:
 
     @classmethod
     def of_prefill(cls, run: Run) -> Body | None:
-        """To watch the prefill of ``run``; ``None`` where it could not be as it is without that.
+        """The body to watch in the prefill of ``run``; ``None`` if watching would change the prefill.
 
-        That is so if all logits are made anyway, if it is in chunks or compiled, if a stored
-        prefix takes the place of a part of it, and for encoder-decoders.
+        It would if the prefill is in chunks or compiled, if a stored prefix replaces a part of it, and for
+        encoder-decoders. A model that makes all logits anyway is not watched.
         """
-        is_stored = run.call is not None and run.call.prefix_session is not None
-        is_whole = not is_stored and run.config.prefill_chunk_size is None
-        is_plain = getattr(run.model, "_compiled_call_impl", None) is None
-        is_plain = is_plain and not run.is_encoder_decoder and run.model._supports_logits_to_keep()
-        if not (is_whole and is_plain):
+        if (
+            (run.call is not None and run.call.prefix_session is not None)
+            or run.config.prefill_chunk_size is not None
+            or getattr(run.model, "_compiled_call_impl", None) is not None
+            or run.is_encoder_decoder
+            or not run.model._supports_logits_to_keep()
+        ):
             return None
         paths = _bodies(run.model)[:1]
         return cls(run.model, paths) if paths else None
 
     @contextmanager
     def watching(self, run: Run) -> Iterator[None]:
-        """Within, the run's model is a view that keeps what its body returns."""
+        """Replace the run's model, within, by a view that keeps what its body returns."""
         view = self.view()
-        before, kept = dict(vars(view)), run.model_kwargs.get("logits_to_keep")
+        before, logits_to_keep = dict(vars(view)), run.model_kwargs.get("logits_to_keep")
         run.model, run.model_kwargs["logits_to_keep"] = view, 0
         try:
             yield
         finally:
-            run.model, run.model_kwargs["logits_to_keep"] = self.model, kept
-            left = {name: v for name, v in vars(view).items() if before.get(name) is not v}
-            vars(self.model).update(left)
+            run.model, run.model_kwargs["logits_to_keep"] = self.model, logits_to_keep
+            written = {name: v for name, v in vars(view).items() if before.get(name) is not v}
+            vars(self.model).update(written)
 
     def view(self) -> Any:
         """A view of the model that keeps what its body returns, and makes logits of the last position."""
         view = self.model
-        for path in reversed(self.found):  # the innermost first
+        for path in reversed(self.outputs):  # the innermost first
             view = self._keeping(view, path)
         return view
 
@@ -161,7 +158,7 @@ class Body:
             outputs = module(*args, **kwargs)
             self.depth -= 1
             states = _states(outputs)
-            self.found[path].append(None if states is None else _bare(outputs, states))
+            self.outputs[path].append(None if states is None else _bare(outputs, states))
             if self.depth or states is None:
                 return outputs
             return _with_states(outputs, states[:, -1:])
@@ -169,16 +166,26 @@ class Body:
         return replaced(view, path, called)
 
     def covers(self, ids: Tensor) -> bool:
-        """Whether one of the modules has given states of ``ids (prompts, length)``; others are forgotten."""
-        self.found = {path: found for path, found in self.found.items() if _cover(found, ids.shape)}
-        while len(self.found) > 1:
-            self.found.popitem()
-        return bool(self.found)
+        """Whether a module has returned the states of ``ids (prompts, length)``, or of rows of theirs.
+
+        Drops what other modules have returned.
+        """
+        for path, outputs in self.outputs.items():
+            if not outputs or any(each is None for each in outputs):
+                continue
+            states = [_states(each) for each in outputs]
+            length = sum(each.shape[1] for each in states)
+            if len(states[0]) % len(ids) == 0 and length == ids.shape[1]:
+                self.outputs = {path: outputs}
+                return True
+        self.outputs = {}
+        return False
 
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
         """Logits ``(prompts, n, vocab)`` of some positions after another."""
         start = 0
-        for outputs in self.outputs:
+        (outputs_of_chunks,) = self.outputs.values()
+        for outputs in outputs_of_chunks:
             states = _states(outputs)
             states = states[:: len(states) // len(ids)]
             yield from self._logits(outputs, states, ids[:, start : start + states.shape[1]])
@@ -186,26 +193,20 @@ class Body:
 
     def logits_at(self, ids: Tensor, rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
         """Logits ``(n, vocab)`` of the positions ``rows (m,)``, ``columns (m,)``, some after another."""
-        (outputs,) = self.outputs
+        ((outputs,),) = self.outputs.values()
         states = _states(outputs)[rows, columns][None]
         for logits in self._logits(outputs, states, ids[rows, columns][None]):
             yield logits[0]
 
-    @property
-    def outputs(self) -> list[Any]:
-        """What the body has returned, without what is not needed for logits."""
-        (found,) = self.found.values()
-        return found
-
     def _logits(self, outputs: Any, states: Tensor, ids: Tensor) -> Iterator[Tensor]:
         """Logits ``(rows, n, vocab)`` of ``states (rows, length, size)``, some positions after another."""
-        (path,), given = self.found, [None]
-        view = replaced(self.model, path, lambda *args, **kwargs: given[0], is_copied=True)
+        (path,), body_outputs = self.outputs, [None]
+        view = replaced(self.model, path, lambda *args, **kwargs: body_outputs[0], is_copied=True)
         view._forward_hooks, view._forward_pre_hooks = {}, {}
         keep = {"logits_to_keep": 0} if self.model._supports_logits_to_keep() else {}
         n = max(1, min(POSITIONS, BYTES // (4 * len(states) * n_scores(self.model))))
         for part, tokens in zip(states.split(n, dim=1), ids.split(n, dim=1), strict=True):
-            given[:] = [_with_states(outputs, part)]
+            body_outputs[:] = [_with_states(outputs, part)]
             yield view(input_ids=tokens, use_cache=False, return_dict=True, **keep).logits
 
 
@@ -241,12 +242,3 @@ def _bare(outputs: Any, states: Tensor) -> Any:
     if isinstance(outputs, ModelOutput):
         return type(outputs)(**{next(iter(outputs)): states})
     return (states, *(None for _ in outputs[1:]))
-
-
-def _cover(found: list[Any], shape: torch.Size) -> bool:
-    """Whether outputs of a body are of all positions of ids ``(prompts, length)``, or of rows of theirs."""
-    if not found or any(outputs is None for outputs in found):
-        return False
-    states = [_states(outputs) for outputs in found]
-    n_rows, length = len(states[0]), sum(each.shape[1] for each in states)
-    return n_rows % shape[0] == 0 and length == shape[1]

@@ -99,8 +99,8 @@ def _hooks(model: Any) -> Iterator[Any]:
 
 
 def _is_row_wise(hook: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
-    if (said := getattr(hook, "is_row_wise", None)) is not None:
-        return bool(said)
+    if (declared := getattr(hook, "is_row_wise", None)) is not None:
+        return bool(declared)
     return is_of(hook, libraries)
 
 
@@ -149,7 +149,7 @@ def have_changed(model: Any, before: ModuleTensors) -> bool:
 
 @contextmanager
 def restored(model: Any) -> Iterator[None]:
-    """After it, modules have the attributes that they had before, whatever forwards have left there."""
+    """Restore the modules' attributes at the end, whatever forwards have left there."""
     before = [(module, dict(vars(module))) for module in families.modules_of(model)]
     try:
         yield

@@ -33,21 +33,25 @@ from .row_states import (
 _NOT_SHARED: WeakSet[type] = WeakSet()
 
 
-def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
+def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     """Forward the prompt of each row, once where rows have the same one.
 
     A forward that draws, or leaves states of its rows outside of the cache, is undone; then all rows are
     forwarded.
     """
-    call, shared = run.call, None
-    if call is not None:  # its tensors are not needed after this
-        shared, call.shared_prompt = call.shared_prompt, None
+    assert run.call is not None
+    # Its tensors are not needed after this.
+    shared, run.call.shared_prompt = run.call.shared_prompt, None
     cache, device = run.model_kwargs.get("past_key_values"), run.ids.device
     before: list[torch.Tensor] = []
     if _can_fan_out(shared, run.model, run.ids, cache):
         states, spare = module_tensors(run.model), copy.deepcopy(cache)
         before = generator_states(device)
-        outputs = _prefill_prompts(run, shared, is_first_iteration)
+        added = {n: v for n, v in run.model_kwargs.items() if n not in shared.model_kwargs}
+        kwargs = with_own_states(shared.model_kwargs | added | {"past_key_values": cache})
+        outputs = run.model._prefill(
+            shared.ids, run.config, kwargs, is_first_iteration=is_first_iteration
+        )
         after = generator_states(device)
         is_quiet = all(map(torch.equal, before, after))
         if is_quiet and not (have_changed(run.model, states) or has_other_caches(outputs)):
@@ -66,14 +70,6 @@ def prefill(run: Run, is_first_iteration: bool = True) -> ModelOutput:
     if before and all(map(torch.equal, before, generator_states(device))):
         set_generator_states(device, after)  # drawn once: BigBird's first forward makes layers
     return outputs
-
-
-def _prefill_prompts(run: Run, shared: SharedPrompt, is_first_iteration: bool) -> ModelOutput:
-    given = shared.model_kwargs
-    added = {name: value for name, value in run.model_kwargs.items() if name not in given}
-    kwargs = given | added | {"past_key_values": run.model_kwargs["past_key_values"]}
-    kwargs = with_own_states(kwargs)
-    return run.model._prefill(shared.ids, run.config, kwargs, is_first_iteration=is_first_iteration)
 
 
 def with_own_states(kwargs: ModelKwargs) -> ModelKwargs:

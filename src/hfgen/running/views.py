@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-#: What is bound to the module that it was made for, and made anew when it is missing.
+#: Attributes that are bound to their module, and made anew where they are missing.
 COMPILED = ("_compiled_call", "_last_compile_config", "_compiled_call_impl")
 
 
@@ -31,7 +31,7 @@ def view_of(module: Any) -> Any:
 
 
 class Instead(nn.Module):
-    """Stands in the place of a module: has its attributes and parameters, and is called otherwise."""
+    """Calls ``called`` in place of ``module``, and has the module's attributes and parameters."""
 
     def __init__(self, module: nn.Module, called: Callable[..., Any]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Instead(nn.Module):
 def replaced(model: Any, path: str, called: Callable[..., Any], is_copied: bool = False) -> Any:
     """A view of ``model`` in which ``called`` is called in place of the module at ``path``.
 
-    What the model writes to that module's attributes is there afterwards, unless ``is_copied``.
+    Attributes that the model sets on that module stay there afterwards, unless ``is_copied``.
     """
     *parents, name = path.split(".")
     view = part = view_of(model)
