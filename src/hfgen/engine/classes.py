@@ -7,7 +7,6 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
-from ..memory.batch import Batch
 from .decoding import Decoding
 from .joined import JoinedRows
 from .memory import Memory
@@ -41,14 +40,6 @@ class Classes:
         waits = LAUNCHES if model.device.type != "cpu" else 0.0
         #: Of a forward whatever its rows are, in bytes of cells.
         self.fixed_cost = max(weights, waits) / READS
-
-    def join(self, decoding: Decoding, batch: Batch, batches: list[JoinedRows]) -> bool:
-        """Add a request to the batch that it adds the least padding to; returns whether one took it."""
-        return _put([decoding], batches, lambda rows: rows.join(decoding, batch))
-
-    def absorb(self, newcomers: JoinedRows, batches: list[JoinedRows]) -> bool:
-        """``join`` for all requests of a batch."""
-        return _put(newcomers.members, batches, lambda rows: rows.absorb(newcomers))
 
     def arrange(self, batches: list[JoinedRows]) -> None:
         """Split each batch that has too much padding, and merge two that have become similar."""
@@ -99,16 +90,19 @@ class Classes:
         return self.memory.needed(n_rows, max(decoding.length for decoding in members))
 
 
-def _put(
+def join_nearest(
     members: list[Decoding], batches: list[JoinedRows], join: Callable[[JoinedRows], None]
 ) -> bool:
-    """Try ``join`` on each batch, that of the least added padding first; returns whether one took ``members``."""
+    """Call ``join`` with the batch that ``members`` add the least padding to, or the next one if it refuses.
 
-    def added(rows: JoinedRows) -> int:
+    Returns whether a batch took them; ``ValueError`` refuses, for all batches of that kind.
+    """
+
+    def added_padding(rows: JoinedRows) -> int:
         return padding([*rows.members, *members]) - padding(rows.members)
 
     refused: set[object] = set()
-    for rows in sorted(batches, key=added):
+    for rows in sorted(batches, key=added_padding):
         if rows.kind not in refused:
             with suppress(ValueError):
                 join(rows)

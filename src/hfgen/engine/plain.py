@@ -151,10 +151,9 @@ class Choices:
         tokens, is_invalid = self._chosen(rows, scores)
         chosen: list[int | Exception] = []
         for i, (token, invalid) in enumerate(torch.stack([tokens, is_invalid.long()]).T.tolist()):
-            failure = failures.get(i)
-            if failure is None and invalid:
-                failure = InvalidScoresError([0], rows[i].n_generated)
-            chosen.append(token if failure is None else failure)
+            if invalid and i not in failures:
+                failures[i] = InvalidScoresError([0], rows[i].n_generated)
+            chosen.append(failures.get(i, token))
         return tokens, chosen
 
     def _processed(

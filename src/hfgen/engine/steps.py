@@ -17,7 +17,7 @@ from ..running import hides_padding
 from ..settings.kinds import is_zero
 from ..streaming import StreamEvent
 from . import host
-from .classes import Classes
+from .classes import Classes, join_nearest
 from .decoding import Decoding
 from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
@@ -153,8 +153,8 @@ class Steps:
             for decoding in rows.members:
                 decoding.plain = PlainRow.of(decoding)
             rows.append_newest()
-            open_ones = [other for other in self.joined if not (other is rows or other.is_closed)]
-            if self.classes.absorb(rows, open_ones):
+            others = [other for other in self.joined if not (other is rows or other.is_closed)]
+            if join_nearest(rows.members, others, lambda other: other.absorb(rows)):
                 self.joined.remove(rows)
 
     def _forward_chunk(self, chunk: Chunk, decoding: Decoding) -> None:
@@ -230,7 +230,7 @@ class Steps:
             if not (rows.is_closed or decoding.is_apart)
             and (rows.length == decoding.length or self._is_padding_hidden(batch))
         ]
-        if not self.classes.join(decoding, batch, may_join):
+        if not join_nearest([decoding], may_join, lambda rows: rows.join(decoding, batch)):
             batch = Batch(batch.ids.clone(), dict(batch.model_kwargs))
             rows = JoinedRows(self.model, [decoding], batch, fixed_shapes=self.fixed_shapes)
             rows.is_closed = decoding.is_apart
