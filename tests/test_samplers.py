@@ -14,8 +14,14 @@ import hfgen
 from hfgen import GenerationConfig
 from hfgen.logits.processors.context import Context
 from hfgen.logits.processors.feedback import AdaptiveP, Mirostat
-from hfgen.logits.processors.temperature import DynamicTemperature, QuadraticSmoothing
-from hfgen.logits.processors.truncation import ExcludeTopChoices, PLess, TopA, TopNSigma
+from hfgen.logits.processors.samplers import (
+    DynamicTemperature,
+    ExcludeTopChoices,
+    PLess,
+    QuadraticSmoothing,
+    TopA,
+    TopNSigma,
+)
 from hfgen.settings.sampler_order import PRESETS, SAMPLERS
 from tests import tiny
 from tests.llama_cpp import Sampler, with_llama_cpp

@@ -33,8 +33,7 @@ from . import (
     ngrams,
     per_row,
     repetition,
-    temperature,
-    truncation,
+    samplers,
     vocabulary,
 )
 from .context import Builder, Context, OfAll, Row, built, field_of
@@ -132,20 +131,20 @@ PROCESSORS: list[Builder] = [
 
 #: Run after the caller's own processors, when sampling.
 WARPERS: list[Row] = [
-    Row("dynatemp_range", temperature.dynamic_temperature, not_, reads=DYNATEMP),
-    Row("temperature", temperature.temperature, lambda v: v == 1.0, off=1.0, reads=SPAN),
-    Row("smoothing_factor", lambda v, c: temperature.QuadraticSmoothing(v), not_),
-    _keeping("top_n_sigma", truncation.TopNSigma, not_),
+    Row("dynatemp_range", samplers.dynamic_temperature, not_, reads=DYNATEMP),
+    Row("temperature", per_row.temperature, lambda v: v == 1.0, off=1.0, reads=SPAN),
+    Row("smoothing_factor", lambda v, c: samplers.QuadraticSmoothing(v), not_),
+    _keeping("top_n_sigma", samplers.TopNSigma, not_),
     Row("top_h", lambda v, c: TopHLogitsWarper(v)),
     Row("top_k", per_row.top_k, not_, off=0, keeps_tokens=True),
     Row("top_p", per_row.top_p, lambda mass: mass >= 1.0, off=1.0, keeps_tokens=True),
     Row("min_p", per_row.min_p, off=0.0, keeps_tokens=True),
-    _keeping("top_a", truncation.TopA, not_),
+    _keeping("top_a", samplers.TopA, not_),
     _keeping("typical_p", TypicalLogitsWarper, lambda mass: mass >= 1.0),
     _keeping("epsilon_cutoff", EpsilonLogitsWarper, _is_no_cutoff),
-    Row("eta_cutoff", truncation.eta_cutoff, _is_no_cutoff, keeps_tokens=True),
-    _keeping("p_less", truncation.PLess, not_),
-    Row("xtc_probability", truncation.exclude_top_choices, not_, reads=XTC, keeps_tokens=True),
+    Row("eta_cutoff", samplers.eta_cutoff, _is_no_cutoff, keeps_tokens=True),
+    _keeping("p_less", samplers.PLess, not_),
+    Row("xtc_probability", samplers.exclude_top_choices, not_, reads=XTC, keeps_tokens=True),
     Row("mirostat", feedback.mirostat, not_, reads=("mirostat_tau", "mirostat_eta")),
     Row("adaptive_target", feedback.adaptive_p, reads=("adaptive_decay",)),
 ]

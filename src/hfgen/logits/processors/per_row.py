@@ -41,7 +41,7 @@ class MinPPerRow(upstream.MinPLogitsWarper):
 
 
 class TopKPerRow(upstream.TopKLogitsWarper):
-    """Keeps each row's ``counts (prompts, 1)`` best tokens, and their ties; all of them for a count of 0."""
+    """Keeps each row's ``counts (prompts, 1)`` best tokens and ties of the last; all for a count of 0."""
 
     def __init__(self, counts: torch.Tensor, min_tokens_to_keep: int = 1) -> None:
         super().__init__(int(counts.max()), min_tokens_to_keep=min_tokens_to_keep)
@@ -65,7 +65,7 @@ class TopPPerRow(upstream.TopPLogitsWarper):
         self.column = torch.tensor(rest, device=device)[:, None]
 
     def rest(self, n_rows: int) -> torch.Tensor:
-        """How much may be dropped of each row, ``(n_rows, 1)``."""
+        """The mass that may be dropped of each row, ``(n_rows, 1)``."""
         return expand(self.column, n_rows)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -73,11 +73,21 @@ class TopPPerRow(upstream.TopPLogitsWarper):
 
 
 def cut_to_mass(scores: torch.Tensor, rest: torch.Tensor, keep: int) -> torch.Tensor:
-    """``scores (rows, vocab)`` without the least likely, which sum to at most ``rest (rows, 1)``, as upstream sums."""
+    """Drop the least likely tokens whose probabilities sum to at most ``rest (rows, 1)``.
+
+    Sums are rounded as in transformers. Of each row's ``scores (rows, vocab)``, ``keep`` tokens are kept.
+    """
     values, tokens = scores.sort(dim=-1)
     drop = values.softmax(dim=-1).cumsum(dim=-1) <= rest
     drop[:, -keep:] = False
     return scores.masked_fill(drop.scatter(1, tokens, drop), -math.inf)
+
+
+def temperature(value: Any, context: Context) -> upstream.TemperatureLogitsWarper | None:
+    if getattr(context.config, "dynatemp_range", None):  # its processor has the temperature
+        return None
+    is_column = isinstance(value, torch.Tensor)
+    return TemperaturePerRow(value) if is_column else upstream.TemperatureLogitsWarper(value)
 
 
 def top_k(count: Any, context: Context) -> upstream.TopKLogitsWarper:
