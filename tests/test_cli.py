@@ -978,7 +978,7 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.out.endswith("Every token is the same.\n")
     assert " to " not in result.out.partition("tokens\n")[2].partition("Samples")[0]  # of one run
     assert [line for line in result.out.splitlines() if cell_len(line) > 80] == []
-    monkeypatch.setattr(demo, "upstream", other_weights)
+    monkeypatch.setitem(measure.LIBRARIES, "transformers", other_weights)
     differing = run("demo")
     assert differing.code == 1
     assert "tokens differ" in differing.out

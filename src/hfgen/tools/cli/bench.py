@@ -147,7 +147,7 @@ def run_case(loaded: Loaded, shape: Shape, repeat: int) -> Case:
     ids = torch.randint(vocab, size, generator=generator).to(loaded.model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     case = Case(shape, {name: Runs() for name in LIBRARIES})
-    for turn, library in measure.in_turns(repeat + 2, loaded):
+    for turn, library in measure.in_turns(range(repeat + 2), loaded):
         runs = case.runs[library]
         if turn == repeat + 1:
             runs.peak_bytes = peak_bytes(loaded, inputs, shape.new_tokens)

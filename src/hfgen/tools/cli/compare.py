@@ -120,7 +120,7 @@ def compare_call(
 ) -> Comparison:
     """One warm-up and ``repeat`` timed calls of each library, in turn; ``CliError`` if one fails."""
     runs: dict[str, list[measure.Generated]] = {library: [] for library in LIBRARIES}
-    for _, library in measure.in_turns(repeat + 1, loaded):
+    for _, library in measure.in_turns(range(repeat + 1), loaded):
         runs[library].append(run(library, loaded, inputs, config, seed))
     pairs = zip(runs["transformers"], runs["hfgen"], strict=True)
     differing = next((pair for pair in pairs if pair[0].padded != pair[1].padded), None)

@@ -7,7 +7,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Column
 
 from . import measure
-from .loading import Loaded, load, quiet, upstream
+from .loading import Loaded, load, quiet
 from .options import DebugOption
 from .report import Answers, duration, out, table
 
@@ -63,7 +63,7 @@ SCHEMA: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """The same work, done by two functions that return the tokens, or these and the seconds taken."""
+    """The same work for both libraries: functions that return tokens, or these and the seconds taken."""
 
     name: str
     transformers: Callable[[], Any]
@@ -91,7 +91,7 @@ def demo(debug: DebugOption = False) -> None:
         show_stream(loaded)
         is_equal = show_rows(loaded)
         show_json(loaded)
-        is_equal &= show_races(races(loaded, hfgen))
+        is_equal &= show_races(loaded, races(loaded, hfgen))
     if not is_equal:
         out.print("[bold red]Some tokens differ.[/]")
         raise typer.Exit(1)
@@ -190,15 +190,9 @@ def races(loaded: Loaded, hfgen: Any) -> list[Race]:
         torch.manual_seed(0)
         return model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs).tolist()
 
-    def theirs(way: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        def run() -> Any:
-            with upstream(loaded):
-                return way(*args, **kwargs)
-
-        return run
-
     def both(name: str, *args: Any, **kwargs: Any) -> Race:
-        return Race(name, theirs(call, *args, **kwargs), partial(call, *args, **kwargs))
+        work = partial(call, *args, **kwargs)
+        return Race(name, work, work)
 
     second_turn = torch.cat([long, torch.tensor([source[LONG : LONG + 16]])], dim=1)
 
@@ -231,14 +225,14 @@ def races(loaded: Loaded, hfgen: Any) -> list[Race]:
     return [
         both("8 samples", long, max_new_tokens=16, do_sample=True, num_return_sequences=8),
         both("4 beams", long, max_new_tokens=16, num_beams=4),
-        Race("second turn", theirs(call, second_turn, max_new_tokens=1), with_prefixes),
-        Race(f"{REQUESTS} requests, in batches", theirs(padded), engine),
-        Race(f"{REQUESTS} requests, one by one", theirs(one_by_one), engine),
+        Race("second turn", partial(call, second_turn, max_new_tokens=1), with_prefixes),
+        Race(f"{REQUESTS} requests, in batches", padded, engine),
+        Race(f"{REQUESTS} requests, one by one", one_by_one, engine),
         both("a short greedy call", short, max_new_tokens=NEW_TOKENS),
     ]
 
 
-def show_races(found: list[Race]) -> bool:
+def show_races(loaded: Loaded, found: list[Race]) -> bool:
     """Run all races and print their times; return whether all tokens are the same."""
     heading(
         "Beside transformers: same weights, same work, in turns",
@@ -249,7 +243,7 @@ def show_races(found: list[Race]) -> bool:
     are_equal = []
     for each in found:
         with out.status(each.name):
-            theirs, ours, is_equal = run(each)
+            theirs, ours, is_equal = run(each, loaded)
         are_equal.append(is_equal)
         medians = (duration(statistics.median(seconds)) for seconds in (theirs, ours))
         times.add_row(each.name, *medians, speedup(theirs, ours), same(is_equal))
@@ -274,22 +268,27 @@ def speedup(theirs: list[float], ours: list[float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
-def run(race: Race) -> tuple[list[float], list[float], bool]:
+def run(race: Race, loaded: Loaded) -> tuple[list[float], list[float], bool]:
     """Seconds of transformers' and hfgen's timed runs, and whether the tokens are the same."""
-    ways = (race.transformers, race.hfgen)
-    seconds: tuple[list[float], list[float]] = ([], [])
-    is_equal, begun = True, time.perf_counter()
-    for turn in range(ROUNDS[1] + 1):
-        if turn > ROUNDS[0] and time.perf_counter() - begun > SECONDS:
-            break
-        tokens: list[Any] = [None, None]
-        for i in (0, 1) if turn % 2 else (1, 0):  # neither always runs first
-            started = time.perf_counter()
-            tokens[i] = ways[i]()
-            taken = time.perf_counter() - started
-            if isinstance(tokens[i], tuple):
-                tokens[i], taken = tokens[i]
-            if turn:  # the first is the warm-up
-                seconds[i].append(taken)
-        is_equal &= tokens[0] == tokens[1]
-    return *seconds, is_equal
+
+    def turns() -> Iterator[int]:
+        begun = time.perf_counter()
+        for turn in range(ROUNDS[1] + 1):
+            if turn <= ROUNDS[0] or time.perf_counter() - begun <= SECONDS:
+                yield turn
+
+    seconds: dict[str, list[float]] = {library: [] for library in measure.LIBRARIES}
+    tokens: list[Any] = []
+    for turn, library in measure.in_turns(turns(), loaded):
+        started = time.perf_counter()
+        result = getattr(race, library)()
+        taken = time.perf_counter() - started
+        if isinstance(result, tuple):
+            result, taken = result
+        tokens.append(result)
+        if turn:  # the first is the warm-up
+            seconds[library].append(taken)
+    are_equal = all(
+        first == second for first, second in zip(tokens[::2], tokens[1::2], strict=True)
+    )
+    return seconds["transformers"], seconds["hfgen"], are_equal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -114,12 +114,12 @@ def generate(
     return Generated(padded, rows, seconds, clock.first, output, why)
 
 
-def in_turns(n_turns: int, loaded: Loaded) -> Iterator[tuple[int, str]]:
+def in_turns(turns: Iterable[int], loaded: Loaded) -> Iterator[tuple[int, str]]:
     """Yield turn and library; inside, the model generates with that one.
 
     The order alternates, so that neither library always runs on warm caches.
     """
-    for turn in range(n_turns):
+    for turn in turns:
         for library in list(LIBRARIES)[:: 1 if turn % 2 == 0 else -1]:
             with LIBRARIES[library](loaded):
                 yield turn, library

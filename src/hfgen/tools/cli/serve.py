@@ -15,7 +15,7 @@ import typer
 from ..serve.limits import Limits
 from . import options
 from .generate import optimize_model
-from .loading import BUILTIN, Loaded, load, quiet
+from .loading import BUILTIN, Loaded, first_line, load, quiet
 from .report import CliError, say
 
 POLICIES = ("fcfs", "srpt", "priority")
@@ -175,6 +175,5 @@ def load_served(
         source = name if "@" in name else f"{name}@main"
         model, processor = manager._load_model(source), manager._load_processor(source)
     except Exception as error:
-        reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(" .:")
-        raise CliError(f"cannot load {name!r}: {reason}") from error
+        raise CliError(f"cannot load {name!r}: {first_line(error)}") from error
     return hfgen.mix_into(model).eval(), processor
