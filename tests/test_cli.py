@@ -47,7 +47,6 @@ from hfgen.tools.cli import (
     main,
     measure,
     options,
-    probabilities,
     report,
     topics,
 )
@@ -620,15 +619,15 @@ def test_a_table_of_log_probabilities(folder: str, loaded: loading.Loaded) -> No
     for number, (line, token) in enumerate(zip(lines, output.logprobs[0], strict=True), 1):
         cells = line.split()
         assert (int(cells[0]), int(cells[3])) == (number, token.rank)
-        assert cells[2] == probabilities.value(token.logprob, is_logit=False)
+        assert cells[2] == generate.probability(token.logprob, is_logit=False)
         assert f"{cells[1]}\u00a0{cells[2]}" in line  # greedy: it is the likeliest, too
 
 
 def test_what_a_table_says_of_rare_tokens_and_of_logits() -> None:
-    said = [probabilities.value(math.log(p), False) for p in (1.0, 0.12345, 0.0006, 0.0004)]
+    said = [generate.probability(math.log(p), False) for p in (1.0, 0.12345, 0.0006, 0.0004)]
     assert said == ["100.0%", "12.3%", "0.1%", "<0.1%"]
-    assert probabilities.value(-math.inf, False) == "0.0%"
-    assert probabilities.value(-2.5, True) == "-2.500"
+    assert generate.probability(-math.inf, False) == "0.0%"
+    assert generate.probability(-2.5, True) == "-2.500"
 
 
 def test_the_rest_of_a_line_is_said_in_words(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

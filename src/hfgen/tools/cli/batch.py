@@ -203,15 +203,15 @@ class Job:
         errors = [output.error for output in outputs if output.error is not None]
         if errors:
             return self.fail(request.line, errors[0])
-        asked = request.line.request["body"]
+        fields = request.line.request["body"]
         names = {
-            "model": asked.get("model") or self.loaded.name,
+            "model": fields.get("model") or self.loaded.name,
             "tokenizer": self.loaded.tokenizer,
         }
         if is_chat_url(request.line.request["url"]):
             body = chat_response(outputs[0], **names)
         else:
-            body = completion_response(outputs, echo=bool(asked.get("echo")), **names)
+            body = completion_response(outputs, echo=bool(fields.get("echo")), **names)
         self.n_done += 1
         return self.write(request.line, 200, body, None)
 

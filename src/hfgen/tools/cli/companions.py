@@ -110,8 +110,8 @@ def check_lengths(fields: dict[str, Any]) -> None:
 
 def check_no_results(command: str, fields: dict[str, Any]) -> None:
     """Raise ``CliError`` for fields whose results ``command`` does not show."""
-    if (given := next(shown(fields, *RESULTS), None)) is not None:
-        raise CliError(f"{command} does not show what {given} returns: leave it out")
+    if (option := next(shown(fields, *RESULTS), None)) is not None:
+        raise CliError(f"{command} does not show what {option} returns: leave it out")
 
 
 def check_answers(fields: dict[str, Any]) -> None:

@@ -71,9 +71,13 @@ def generate(
     if output is not None:
         files.check_output(output)
     with quiet(debug):
-        from ..evaluate import completions
+        from ..evaluate import completions, metrics
 
-        chosen = metrics_of(metric)
+        names = metrics.installed() if metric is None else dict.fromkeys(metric)
+        try:
+            chosen = [each for name in names for each in metrics.metrics_of(name)]
+        except (ImportError, ValueError) as error:
+            raise CliError(str(error)) from error
         lines, failures = completions.read(file)
         if not lines:
             why = f": line {failures[0].number}: {failures[0].error}" if failures else ""
@@ -125,20 +129,9 @@ def generate(
         say(f"[yellow]note:[/] line {failure.number}: {one_line(failure.error)}")
     if len(failures) > SHOWN:
         say(f"[yellow]note:[/] {len(failures) - SHOWN} more lines failed")
-    for name, error in wrong.items():
-        say(f"[red]{one_line(name)}[/] failed: {one_line(error)}")
+    for name, reason in wrong.items():
+        say(f"[red]{one_line(name)}[/] failed: {one_line(reason)}")
     raise typer.Exit(1 if failures or wrong else 0)
-
-
-def metrics_of(names: list[str] | None) -> list[Metric]:
-    """The metrics of ``names``, each once; of all that are installed without names."""
-    from ..evaluate import metrics
-
-    given = metrics.installed() if names is None else dict.fromkeys(names)
-    try:
-        return [metric for name in given for metric in metrics.metrics_of(name)]
-    except (ImportError, ValueError) as error:
-        raise CliError(str(error)) from error
 
 
 def scores_of(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.table import Column, Table
+from rich.text import Text
 
 from . import files, measure, options
 from .companions import note_idle, note_length
 from .loading import Loaded, load, quiet
-from .probabilities import Spelling, logprobs_table
 from .report import (
     Answers,
     CliError,
@@ -21,11 +24,15 @@ from .report import (
     out,
     print_json,
     say,
+    table,
     why,
 )
 from .topics import TOPICS
 
 NEW_TOKENS = 64
+
+#: Alternatives that one line of the table of log-probabilities has room for.
+SHOWN = 10
 
 #: What keeps the built-in model from repeating itself, measured in its card (``builtin/README.md``).
 BUILTIN_FIELDS: dict[str, Any] = {
@@ -73,7 +80,7 @@ def generate(
         raise CliError("--stream and --json exclude each other: leave one out")
     if compile and not optimize:
         raise CliError("--compile is a part of --optimize: give both")
-    given = files.read_prompt(prompt)
+    text = files.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         if optimize:
@@ -81,7 +88,7 @@ def generate(
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         config.return_dict_in_generate = True
         note_idle(fields, config, loaded)
-        inputs = measure.encode(loaded, [given])
+        inputs = measure.encode(loaded, [text])
         note_length(loaded.model, config, inputs["input_ids"].shape[1])
         if stream:
             own = loaded.model.generation_config
@@ -91,7 +98,7 @@ def generate(
             result = measure.generate(loaded, inputs, config)
         texts = texts_of(loaded, result)
         if as_json:
-            report = {"model": loaded.name, "prompt": given, "options": options.plain(fields)}
+            report = {"model": loaded.name, "prompt": text, "options": options.plain(fields)}
             if optimize:
                 report["optimization"] = str(loaded.model.optimization).splitlines()
             report["prompt_tokens"] = inputs["input_ids"][0].tolist()
@@ -190,3 +197,43 @@ def summary(result: measure.Generated) -> str:
         f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
         f"peak {mebibytes(measure.peak_memory())}"
     )
+
+
+class Spelling:
+    """Tokens as one line of text: white space and control codes are escaped."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        from ...state.text import Pieces
+
+        self.pieces = Pieces(tokenizer)
+
+    def __getitem__(self, token_id: int) -> str:
+        text = repr(self.pieces[token_id].decode("utf-8", "replace"))[1:-1]
+        return text.replace(" ", "␣")
+
+
+def probability(logprob: float, is_logit: bool) -> str:
+    """A probability in per cent, of its logarithm; a logit as it is."""
+    if is_logit:
+        return f"{logprob:.3f}"
+    percent = 100 * math.exp(logprob)
+    return f"{percent:.1f}%" if percent >= 0.05 or percent == 0 else "<0.1%"
+
+
+def logprobs_table(tokens: Sequence[Any], spelling: Spelling, is_logit: bool = False) -> Table:
+    """A row for each ``TokenLogprob``: the token, its probability and rank, and what else was likely."""
+    places = Column("", justify="right", style="dim")
+    columns = ("logit" if is_logit else "probability", "rank")
+    rows = table(places, Column("token", no_wrap=True), numbers=columns)
+    has_others = any(token.top or token.asked for token in tokens if token is not None)
+    if has_others:
+        rows.add_column("likeliest, and asked for", style="dim")
+    for number, token in enumerate(tokens, start=1):
+        if token is None:
+            continue
+        others = list(dict.fromkeys(token.top[:SHOWN] + token.asked))
+        said = (f"{spelling[i]}\u00a0{probability(logprob, is_logit)}" for i, logprob in others)
+        cells = [spelling[token.token_id], probability(token.logprob, is_logit), f"{token.rank:,}"]
+        row = [str(number), *cells, *(["  ".join(said)] if has_others else [])]
+        rows.add_row(*(Text(cell) for cell in row))
+    return rows

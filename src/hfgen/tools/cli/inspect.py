@@ -52,7 +52,7 @@ def inspect(
     fields: dict[str, Any] = context.obj
     files.check_output(output, SUFFIXES)
     check_no_results("hfgen inspect", fields)
-    given = [files.read_prompt(prompt) for prompt in prompts or (None,)]
+    texts = [files.read_prompt(prompt) for prompt in prompts or (None,)]
     with quiet(debug):
         import hfgen
 
@@ -61,7 +61,7 @@ def inspect(
         note_idle(fields, config, loaded)
         kwargs = {**loaded.mode_kwargs(), "generation_config": config}
         with named_errors():
-            trace = hfgen.trace(loaded.model, given, top=top, **kwargs)
+            trace = hfgen.trace(loaded.model, texts, top=top, **kwargs)
     try:
         trace.save(output)
     except OSError as error:

@@ -174,10 +174,12 @@ class Output:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a line, in one piece where the system does so. Raises ``CliError`` on a full disk."""
-        left = memoryview(json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n")
+        unwritten = memoryview(
+            json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n"
+        )
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
             if time.monotonic() - self._synced >= SYNC_SECONDS:
                 self.sync()
         except OSError as error:
@@ -201,7 +203,7 @@ class Output:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Lock an open file for this process; the system lets go of it however the process ends."""
+    """Lock an open file for this process; the system unlocks it however the process ends."""
     try:
         if os.name == "nt":
             import msvcrt

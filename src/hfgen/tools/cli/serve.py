@@ -26,13 +26,13 @@ def with_limits(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with an option for each field of ``Limits``, in place of its argument ``limits``."""
 
     @functools.wraps(command)
-    def whole(**given: Any) -> None:
-        own = {each.name: given.pop(each.name) for each in fields(Limits)}
+    def whole(**arguments: Any) -> None:
+        values = {each.name: arguments.pop(each.name) for each in fields(Limits)}
         try:
-            limits = Limits(**own)
+            limits = Limits(**values)
         except ValueError as error:
             raise CliError(str(error)) from error
-        command(**given, limits=limits)
+        command(**arguments, limits=limits)
 
     parameters = dict(inspect.signature(command, eval_str=True).parameters)
     del parameters["limits"]

@@ -71,14 +71,16 @@ SHORT_FORMS: dict[str, ShortForm] = {
 }
 
 
-def fields_of(given: dict[str, list[str]], fields: Collection[str]) -> dict[str, Any]:
-    """The fields of short forms and their values, beside ``fields`` that other options have set.
+def fields_of(texts_of: dict[str, list[str]], fields: Collection[str]) -> dict[str, Any]:
+    """The fields that short forms set; ``texts_of`` has what was written behind each.
+
+    ``fields`` are those that other options have set.
 
     Raises ``CliError`` for two options of one field, and for what cannot be read.
     """
     options = {field: option_name(field) for field in fields}
     values = {}
-    for option, texts in given.items():
+    for option, texts in texts_of.items():
         form = SHORT_FORMS[option]
         if form.field in options:
             raise CliError(f"{options[form.field]} and {option} exclude each other: leave one out")

@@ -148,11 +148,11 @@ def generate_kwargs(
     Raises ``ValueError`` for an unknown field, an unsupported field, and a wrong value.
     """
     defaults = {} if defaults is None else defaults
-    given = {name: value for name, value in body.items() if value is not None}
+    set_fields = {name: value for name, value in body.items() if value is not None}
     fields: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in set_fields.items():
         try:
-            update = _fields_of(name, value, given, is_chat)
+            update = _fields_of(name, value, set_fields, is_chat)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, ValueError) and f"`{name}`" in str(error):
                 raise
@@ -167,7 +167,7 @@ def generate_kwargs(
     if not fields["do_sample"]:
         if fields.get("num_return_sequences", 1) > n_beams == 1:
             raise ValueError(
-                f"`n` (={given['n']}) needs a `temperature` above 0: greedy answers are equal."
+                f"`n` (={set_fields['n']}) needs a `temperature` above 0: greedy answers are equal."
             )
         fields = {n: value for n, value in fields.items() if FIELDS[n].needs != "do_sample"}
     elif "top_k" not in fields and defaults.get("top_k") is None:
@@ -178,8 +178,8 @@ def generate_kwargs(
     return fields
 
 
-def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """What a field of the body ``given`` becomes."""
+def _fields_of(name: str, value: Any, set_fields: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    """What a field of a body, whose fields that are not null are ``set_fields``, becomes."""
     if name in OF_THE_PROMPT or name in OF_THE_SERVER:
         return {}
     if name in REFUSED:
@@ -188,7 +188,7 @@ def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> d
             raise ValueError(f"`{name}` (={value!r}) is not supported: {reason}.")
         return {}
     if name == "echo":
-        return _echo(value, given, is_chat)
+        return _echo(value, set_fields, is_chat)
     if name == "response_format":
         return _response_format(value)
     if name == "logit_bias":
@@ -196,8 +196,8 @@ def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> d
     if name in GUIDED:
         return PARAMS["structured_outputs"].becomes({GUIDED[name]: value})
     if name in ("logprobs", "top_logprobs") and is_chat:
-        return _logprobs_of_chat(name, value, given)
-    if name == "max_tokens" and "max_completion_tokens" in given:
+        return _logprobs_of_chat(name, value, set_fields)
+    if name == "max_tokens" and "max_completion_tokens" in set_fields:
         return {}  # its successor holds
     if name == "max_completion_tokens":
         return {"max_new_tokens": _checked(name, value)}
@@ -213,22 +213,22 @@ def _fields_of(name: str, value: Any, given: dict[str, Any], is_chat: bool) -> d
     raise ValueError(f"The body of the request has an unknown field: {unknown}.")
 
 
-def _echo(value: Any, given: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+def _echo(value: Any, set_fields: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     if not isinstance(value, bool):
         raise ValueError(f"`echo` has to be true or false, but is {value!r}.")
     if value and is_chat:
         raise ValueError("`echo` is for completions: a chat's answer never includes the prompt.")
-    has_scores = value and given.get("logprobs") is not None
-    return {"prompt_logprobs": _checked("logprobs", given["logprobs"])} if has_scores else {}
+    has_scores = value and set_fields.get("logprobs") is not None
+    return {"prompt_logprobs": _checked("logprobs", set_fields["logprobs"])} if has_scores else {}
 
 
-def _logprobs_of_chat(name: str, value: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _logprobs_of_chat(name: str, value: Any, set_fields: dict[str, Any]) -> dict[str, Any]:
     if name == "top_logprobs":
-        if given.get("logprobs"):
+        if set_fields.get("logprobs"):
             return {"logprobs": _checked(name, value)}
         if value != 0:
             raise ValueError("`top_logprobs` needs `logprobs`: true.")
         return {}
     if not isinstance(value, bool):
         raise ValueError(f"`logprobs` of a chat has to be true or false, but is {value!r}.")
-    return {"logprobs": 0} if value and "top_logprobs" not in given else {}
+    return {"logprobs": 0} if value and "top_logprobs" not in set_fields else {}

@@ -34,14 +34,14 @@ def inputs_of(
     modality = ModelManager.get_model_modality(model, processor=processor)
     check_kinds(messages, modality, name)
     options = template_options(body)
-    given = [{n: v for n, v in message.items() if v is not None} for message in messages]
+    chat = [{n: v for n, v in message.items() if v is not None} for message in messages]
     try:
-        given = BaseHandler.get_processor_inputs_from_messages(given, modality)
-        media.inlined(given, limits, name)
-        parts = (part for each in given for part in each["content"] if isinstance(part, dict))
+        chat = BaseHandler.get_processor_inputs_from_messages(chat, modality)
+        media.inlined(chat, limits, name)
+        parts = (part for each in chat for part in each["content"] if isinstance(part, dict))
         has_video = any(part["type"] == "video" for part in parts)
         inputs = processor.apply_chat_template(
-            given,
+            chat,
             tools=body.get("tools") or None,
             tokenize=True,
             return_dict=True,

@@ -55,7 +55,7 @@ RETRY_AFTER = 1
 
 @contextmanager
 def refusals(body: dict[str, Any]) -> Iterator[None]:
-    """Turns what is raised before the request of ``body`` is in the engine into a status."""
+    """Turn errors before the request of ``body`` is in the engine into ``HTTPException``."""
     try:
         yield
     except HTTPException:
@@ -105,11 +105,11 @@ class EngineHandler:
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answer, or raise ``HTTPException``: 400, 429, 500 or 503."""
-        own = copy.copy(self)
+        handler = copy.copy(self)
         with refusals(body):
             self.served.check_name(body)
-            await self.served.prepared(own.read, body)
-            return await own.answer(own.body, request_id)
+            await self.served.prepared(handler.read, body)
+            return await handler.answer(handler.body, request_id)
 
     def read(self, body: dict[str, Any]) -> None:
         """Set ``body`` and ``fields`` of this request. Raises ``ValueError``."""
@@ -118,9 +118,9 @@ class EngineHandler:
         self.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
         check(self.fields, body)
         most = self.served.service.engine.scheduler.max_rows
-        for name, own in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
-            if (asked := self.fields.get(own) or 1) > most:
-                raise ValueError(f"`{name}` is at most {most} (--max-rows), but is {asked}.")
+        for name, field in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
+            if (n_rows := self.fields.get(field) or 1) > most:
+                raise ValueError(f"`{name}` is at most {most} (--max-rows), but is {n_rows}.")
         self.compile()
 
     def compile(self) -> None:
@@ -137,7 +137,7 @@ class EngineHandler:
         raise NotImplementedError
 
     async def begin(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any, ServiceRequest]:
-        """Of a chat: its inputs, what upstream's parsers read its answer with, and the request.
+        """Add a chat to the engine; return its inputs, what upstream's parsers read its answer with, and the request.
 
         An answer that the model's own template reads has special tokens.
         """
@@ -158,21 +158,21 @@ class EngineHandler:
         if get_response_template(reader, model) not in (None, USUAL):
             self.fields["skip_special_tokens"] = False
         shown = body if tools.functions else body | {"tools": None}
-        given = messages, shown, self.messages, self.served.limits
-        return inputs_of(model, processor, *given), reader
+        limits = self.served.limits
+        return inputs_of(model, processor, messages, shown, self.messages, limits), reader
 
     async def add(self, inputs: Any, **kwargs: Any) -> ServiceRequest:
         """Put a prompt, its ids or the model's inputs, into the engine."""
         served, fields, is_ids = self.served, self.fields, not isinstance(inputs, dict)
-        own = fields | served.defaults
+        settings = fields | served.defaults
         length = len(inputs) if is_ids else inputs["input_ids"].shape[-1]
         self.check_length(length)
-        if "max_new_tokens" not in own and "max_length" not in own:
+        if "max_new_tokens" not in settings and "max_length" not in settings:
             kwargs["max_new_tokens"] = default_length(served.model, length)
         if hasattr(served.model, "has_talker"):  # it would speak, too
             kwargs["generation_mode"] = "text"
         is_text = is_ids or inputs.keys() <= {"input_ids", "attention_mask"}
-        if is_text and (fields.get("num_beams") or own.get("num_beams") or 1) == 1:
+        if is_text and (fields.get("num_beams") or settings.get("num_beams") or 1) == 1:
             kwargs |= served.drafts
         priority = self.body.get("priority", 0)
         return await served.service.add(inputs, priority=priority, **fields | kwargs)
@@ -203,12 +203,12 @@ class EngineHandler:
 
     @property
     def pieces(self) -> Any:
-        """The texts of single tokens, if log-probabilities are asked for."""
+        """The texts of single tokens for log-probabilities; ``None`` without these."""
         return Pieces(self.served.tokenizer) if "logprobs" in self.fields else None
 
     @property
     def count(self) -> Any:
-        """What counts the tokens of an output, if a stream is to end with that."""
+        """The function that counts an output's tokens for the end of a stream; ``None`` without ``include_usage``."""
         has_usage = (self.body.get("stream_options") or {}).get("include_usage")
         return (lambda output: usage([output])) if has_usage else None
 
@@ -267,9 +267,9 @@ class ChatHandler(EngineHandler):
         common = {"model": served.name, "tokenizer": served.tokenizer, "id": request_id}
         response = chat_response(output, **common)
         for choice in response["choices"]:
-            own = choice["message"]
-            own |= message().whole(own["content"], request_id, choice["index"])
-            if "tool_calls" in own and choice["finish_reason"] == "stop":
+            parts = choice["message"]
+            parts |= message().whole(parts["content"], request_id, choice["index"])
+            if "tool_calls" in parts and choice["finish_reason"] == "stop":
                 choice["finish_reason"] = "tool_calls"
         return JSONResponse(response)
 

@@ -43,11 +43,19 @@ class ResponsesHandler(EngineHandler, ResponseHandler):
         """Upstream's; no stream is the default, as OpenAI has it."""
         body = body | {"tools": self._normalize_tools(body.get("tools"))}
         inputs, reader, request = await self.begin(self._normalize_input(body), body)
-        given: Any = request_id, self.served.model, reader, self.served.name, body, inputs, None
-        more: Any = {"gen_manager": OneRequest(request), "tools": body["tools"]}
+        positional: Any = (
+            request_id,
+            self.served.model,
+            reader,
+            self.served.name,
+            body,
+            inputs,
+            None,
+        )
+        named: Any = {"gen_manager": OneRequest(request), "tools": body["tools"]}
         if body.get("stream"):
-            return self._streaming(*given, **more)
-        return await self._non_streaming(*given, **more)
+            return self._streaming(*positional, **named)
+        return await self._non_streaming(*positional, **named)
 
 
 class OneRequest(BaseGenerateManager):
