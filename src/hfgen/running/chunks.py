@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..state.call import ModelKwargs
@@ -20,16 +19,19 @@ def can_be_cut(run: Run) -> bool:
     call = run.call
     if call is None or call.prompt is None:
         return False
-    given = {n: v for n, v in run.model_kwargs.items() if not isinstance(v, Cache)}
+    arguments = {n: v for n, v in run.model_kwargs.items() if not isinstance(v, Cache)}
     return (
-        eligibility.of_arguments(run.model, call, given) is None
+        eligibility.of_arguments(run.model, call, arguments) is None
         and eligibility.of_prompt(run.model, call, call.prompt) is None
     )
 
 
 def forward_part(run: Run, n_tokens: int) -> None:
     """Forward the next ``n_tokens`` of a prompt, which are not its last, into the run's cache."""
-    ids, kwargs = _prompts(run)
+    ids, kwargs = run.ids, run.model_kwargs
+    shared = None if run.call is None else run.call.shared_prompt
+    if shared is not None and shared_prompt.is_possible(run):  # each prompt once for its rows
+        ids, kwargs = shared.ids, kwargs | shared.model_kwargs
     cache: Any = run.model_kwargs["past_key_values"]
     end = int(cache.get_seq_length()) + n_tokens
     part: ModelKwargs = {"past_key_values": cache, "use_cache": True}
@@ -41,11 +43,3 @@ def forward_part(run: Run, n_tokens: int) -> None:
     config = copy.copy(run.config)
     config._mask_length = end
     prefill(run.model, ids[:, :end], config, part)
-
-
-def _prompts(run: Run) -> tuple[Tensor, ModelKwargs]:
-    """Ids and arguments that the prefill will forward: of each prompt once, if its rows share it."""
-    shared = None if run.call is None else run.call.shared_prompt
-    if shared is not None and shared_prompt.is_possible(run):
-        return shared.ids, run.model_kwargs | shared.model_kwargs
-    return run.ids, run.model_kwargs

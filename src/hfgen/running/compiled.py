@@ -1,4 +1,4 @@
-"""When the forward pass is compiled, and which kernels decoding uses."""
+"""A forward that is compiled once for all batches and lengths, and the kernels of experts in decoding."""
 
 from __future__ import annotations
 

@@ -50,22 +50,24 @@ class Prefixes:
 
     @property
     def bytes_per_token(self) -> int:
-        held = windows.attention_layers(self.cache)
-        return bytes_per_token(states for layer in held for states in (layer.keys, layer.values))
+        attention_layers = windows.attention_layers(self.cache)
+        return bytes_per_token(
+            states for layer in attention_layers for states in (layer.keys, layer.values)
+        )
 
     def expand(self, model: Any, rows: Sequence[int], lengths: Sequence[int], n: int) -> Prefixes:
         """A copy of the first ``lengths`` columns of ``rows``, to be continued by up to ``n`` tokens.
 
         All rows end in the same column: shorter ones are padded on the left.
         """
-        kept, width = torch.tensor(lengths), max(lengths)
+        new_lengths, width = torch.tensor(lengths), max(lengths)
         cache, index = windows.recording_cache(model, width + n), torch.tensor(rows)[:, None]
-        columns = (torch.arange(width) - (width - kept)[:, None]).clamp(min=0)
+        columns = (torch.arange(width) - (width - new_lengths)[:, None]).clamp(min=0)
         both = windows.attention_layers(cache), windows.attention_layers(self.cache)
-        for own, layer in zip(*both, strict=True):
+        for copy, layer in zip(*both, strict=True):
             at = index.to(layer.keys.device), columns.to(layer.keys.device)
-            own.update(*(s[at[0], :, at[1]].transpose(1, 2) for s in (layer.keys, layer.values)))
-        return Prefixes(cache, kept)
+            copy.update(*(s[at[0], :, at[1]].transpose(1, 2) for s in (layer.keys, layer.values)))
+        return Prefixes(cache, new_lengths)
 
     def inputs(self, sizes: Tensor) -> dict[str, Tensor]:
         """Mask and positions for texts of ``sizes (rows,)`` tokens behind them; none without padding."""
@@ -80,10 +82,10 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What a forward of texts gives: ``ids (rows, length)`` are padded on the right."""
+    """The results of a forward of texts: ``ids (rows, length)`` are padded on the right."""
 
     ids: Tensor
-    #: What logits are made of; or all of them, ``(rows, length, vocab)``.
+    #: The states that logits are made of; or all logits, ``(rows, length, vocab)``.
     source: Body | Tensor
     prefixes: Prefixes | None
 
@@ -104,8 +106,8 @@ def forward(
 ) -> Forwarded:
     """Forward the ids of ``texts``, behind ``prefixes`` if there are some.
 
-    ``keeps``: whether their keys and values are kept, as prefixes of other texts. Then columns behind
-    the end of a shorter text hold no tokens.
+    ``keeps``: keep their keys and values, as prefixes of other texts. Columns behind the end of a shorter
+    text hold no tokens then.
     """
     sizes = torch.tensor([len(text) for text in texts])
     ids = pad_sequence([torch.tensor(text) for text in texts], True, 0).to(model.device)

@@ -55,11 +55,6 @@ class Report:
     graph: LayerGraph | None = None
     compiled_layers: tuple[str, ...] = ()
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether a layer is computed by another kernel, or compiled."""
-        return bool(self.compiled_layers) or set(self.kernels.values()) - {OWN} != set()
-
     def __str__(self) -> str:
         pairs = Counter((self.layers[name], kernel) for name, kernel in self.kernels.items())
         lines = [f"{n} x {layer}: {kernel}" for (layer, kernel), n in pairs.items()]

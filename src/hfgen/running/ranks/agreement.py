@@ -101,7 +101,7 @@ class Ranks:
         if self.is_synced and any(row[2] < longest for row in table):
             rank = next(index for index, row in enumerate(table) if row[2] < longest)
             raise RankError(
-                f"A rank may generate {longest} tokens, and the others keep it company, but rank {rank} "
+                f"A rank may generate {longest} tokens, and all forward as often, but rank {rank} "
                 f"has cache or positions for {table[rank][2]}. Pass the same `max_new_tokens` on all ranks, "
                 "and a dynamic cache."
             )
