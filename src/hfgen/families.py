@@ -208,9 +208,13 @@ def has_plain_head(model: Any) -> bool:
 
 
 def placeholder_tokens(model: Any) -> list[int]:
-    """Ids that stand for parts of an image, a video or sound in the prompt, never for text."""
+    """Ids that stand for parts of an image, a video or sound in the prompt, never for text.
+
+    Ovis's indicators of an image do so, too, where the image is forwarded.
+    """
     names = [f"{kind}_token_{e}" for kind in ("image", "video", "audio") for e in ("id", "index")]
-    ids = (getattr(model.config, name, None) for name in names)
+    ids = [getattr(model.config, name, None) for name in names]
+    ids += getattr(model.config, "visual_indicator_token_ids", None) or ()
     return [] if takes_only_text(model) else [i for i in ids if isinstance(i, int)]
 
 

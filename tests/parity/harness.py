@@ -557,13 +557,15 @@ def breaks_by_drafts(case: Case, theirs: Outcome) -> bool:
 
 
 def drafts_at_padding(case: Case, theirs: Outcome) -> str | None:
-    """Why upstream's drafts change its tokens at padding: documented differences."""
+    """Why upstream's drafts change its tokens at padding or images: documented differences."""
     ids, pad = sequences(theirs), case.options.get("pad_token_id")
     if case.mode != ASSISTED or ids is None:
         return None
     shifting = position_pad(ours(case.family))
     if shifting is not None and (ids == shifting).any():
         return "upstream's drafts behind a pad have other positions"
+    if getattr(ours(case.family).config, "visual_indicator_token_ids", None) is not None:
+        return "upstream drafts tokens that stand for a part of an image"
     if pad is not None and (ids[:, 0] == pad).all():  # of one token: prompts of several are text
         return "upstream chooses the first token by drafts of later ones"
     return None

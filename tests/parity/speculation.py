@@ -136,6 +136,8 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     "minimax_m3_vl_text": has_padding,
     # its layers that read the protein take the mask of all tokens for that of the queries
     "evolla": has_padding,
+    # its cache takes what is drafted with the prompt for a part of the prompt, which no window ends
+    "unlimited_ocr": lambda case: True,
     # another model runs for every token
     "moshi_speech": lambda case: True,
     # sound comes in with the tokens, through layers with a memory of their own

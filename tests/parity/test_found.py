@@ -77,6 +77,9 @@ SPECULATED = {
         Case("t5", SAMPLE, 2, options={"start_per_row": True, "num_return_sequences": 2}),
         "assistant",
     ),
+    "drafted tokens that stand for a part of the image": Speculated(
+        Case("ovis2", GREEDY, 2, True, 170, {"eos_token_id": list(range(5, 17))}), "assistant"
+    ),
     # LFM3 is new in 5.23
     **(
         {
