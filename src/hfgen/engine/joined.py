@@ -105,19 +105,15 @@ class JoinedRows:
 
     def _append(self, batch: Batch) -> None:
         """Append the rows of ``batch`` in place of spare rows. Raises ``ValueError`` if it cannot join."""
-        self._check_encoders(batch)
-        if None in self.owners:
-            self.batch.joined_arguments(batch)
-            self._drop_spares(len(batch))
-        self.batch.append(batch)
-
-    def _check_encoders(self, batch: Batch) -> None:
-        """Raise ``ValueError`` if states of an encoder differ in length and cannot be masked."""
         length, other = (_encoder_length(each) for each in (self.batch, batch))
         # The mask over frames of speech has another unit than the states of its encoder.
         is_speech = self.model.main_input_name != "input_ids"
         if length != other and is_speech:
             raise ValueError(f"Encoder's states of {other} cannot be padded to {length}.")
+        if None in self.owners:
+            self.batch.joined_arguments(batch)
+            self._drop_spares(len(batch))
+        self.batch.append(batch)
 
     def _own(self, decoding: Decoding) -> None:
         """Assign the newest rows of the batch to ``decoding``."""
@@ -138,7 +134,7 @@ class JoinedRows:
         decoding.places = []
         if not self.moves:
             self.owners = []
-            del self.batch  # free its memory: the traceback of an error may hold these rows
+            del self.batch  # free its memory now: the step refers to these rows until its end
 
     def extract(self, decoding: Decoding) -> Batch:
         """Remove the rows of a request; returns them, without padding, as a batch to ``join`` with."""
