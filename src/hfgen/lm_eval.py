@@ -68,7 +68,7 @@ class HfgenLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Of each continuation: the sum of its log-probabilities, and whether it is the greedy one.
+        """Return for each continuation the sum of its log-probabilities, and whether it is the greedy one.
 
         Raises ``ValueError`` for a context or a continuation without tokens, and for one that does not fit.
         """

@@ -65,7 +65,7 @@ def hooks() -> dict[str, list[str]]:
 
 
 def imports() -> dict[tuple[str, str], str]:
-    """What is imported from modules of transformers, ``(module, name)``, and the file that does it first.
+    """Return the imports from modules of transformers: ``(module, name)`` → the first file that imports it.
 
     Names of the package itself are left out: they are documented.
     """

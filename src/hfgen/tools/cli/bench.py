@@ -25,7 +25,7 @@ PLOTS = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one case generates: ``batch_size`` prompts of one length, and exactly so many tokens each."""
+    """The size of a case: ``batch_size`` prompts of one length, each with exactly ``new_tokens`` more."""
 
     prompt_tokens: int
     new_tokens: int
@@ -163,7 +163,7 @@ def run_case(loaded: Loaded, shape: Shape, repeat: int) -> Case:
 
 
 def seconds(loaded: Loaded, inputs: dict[str, Any], new_tokens: int) -> float:
-    """Of one call, which does not end before ``new_tokens``."""
+    """Time one call that generates exactly ``new_tokens`` per row."""
     lengths = {"max_new_tokens": new_tokens, "eos_token_id": None}
     start = time.perf_counter()
     with measure.named_errors():

@@ -77,7 +77,7 @@ def check_companions(fields: dict[str, Any], assistant: str | None = None) -> No
 
 
 def shown(fields: dict[str, Any], *names: str) -> Iterator[str]:
-    """Those of ``names`` that are set, as options with their values."""
+    """Yield the fields among ``names`` that are set, as options with their values."""
     for name in names:
         value = fields.get(name)
         if value is not None and value is not False:
@@ -207,7 +207,7 @@ def note_length(model: Any, config: Any, prompt_tokens: int) -> None:
 
 
 def note_own(fields: dict[str, Any]) -> None:
-    """Say which of the given fields transformers goes without."""
+    """Note the fields that transformers does not have, and ignores."""
     options = ["a grammar" if n == "grammar" else option_name(n) for n in fields if n in OWN_FIELDS]
     if options:
         say(f"[yellow]note:[/] transformers does not know {', '.join(options)}, and runs without")

@@ -45,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What both libraries gave for one call."""
+    """The runs of both libraries for one call, and where their tokens differ."""
 
     runs: dict[str, list[measure.Generated]]  # library -> its runs, the warm-up first
     differences: list[Difference]
@@ -61,7 +61,7 @@ class Comparison:
         return self.median("hfgen") / self.median("transformers")
 
     def ratios(self) -> list[float]:
-        """The same of each pair of runs that stood beside each other."""
+        """Time of hfgen divided by that of transformers, of each pair of neighbouring runs."""
         pairs = zip(self.runs["hfgen"][1:], self.runs["transformers"][1:], strict=True)
         return [ours.seconds / theirs.seconds for ours, theirs in pairs]
 

@@ -97,7 +97,7 @@ def versions() -> Iterator[Finding]:
 
 
 def parts() -> Iterator[Finding]:
-    """What is optional: installed, or the line that installs it."""
+    """Optional packages: installed, or the line that installs them."""
     for name, (modules, line) in OPTIONAL.items():
         missing = [module for module in modules if find_spec(module) is None]
         if missing:

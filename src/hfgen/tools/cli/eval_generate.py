@@ -154,7 +154,7 @@ def scores_of(
 def records(
     found: list[Completion], failures: list[Failure], scores: list[Score]
 ) -> list[dict[str, Any]]:
-    """What is written of each line, in the order of the file."""
+    """The JSON objects to write, one for each line, in the order of the file."""
     rows: list[dict[str, Any]] = [
         {
             "line": each.line.number,

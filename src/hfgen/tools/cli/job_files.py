@@ -35,7 +35,7 @@ class Line:
 
     @property
     def key(self) -> str | int:
-        """What its output is known by: the ``custom_id``; without one, the number."""
+        """The key of its output: the ``custom_id``; without one, the number."""
         return self.number if self.custom_id is None else self.custom_id
 
     @classmethod

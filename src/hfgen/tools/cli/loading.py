@@ -180,7 +180,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, up to its first line end; its class if it says nothing."""
+    """The first line of an exception's message; its class if it has none."""
     return (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(" .:")
 
 

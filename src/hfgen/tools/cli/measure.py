@@ -40,7 +40,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What one call of ``generate`` gave, and its times in seconds."""
+    """The tokens of one call of ``generate``, and its times in seconds."""
 
     padded: list[list[int]]  # new tokens per row, all of one length
     rows: list[list[int]]  # the same, up to and including the first end-of-sequence token
@@ -162,7 +162,7 @@ def stream(
 
 @contextmanager
 def named_errors() -> Iterator[None]:
-    """Within, errors become ``CliError``."""
+    """Turn errors inside the context into ``CliError``."""
     try:
         yield
     except BrokenPipeError:  # the reader of the streamed text has closed the pipe
@@ -172,7 +172,7 @@ def named_errors() -> Iterator[None]:
 
 
 def new_tokens(loaded: Loaded, inputs: dict[str, Any], output: Any) -> list[list[int]]:
-    """What each row has after the prompt, padding included."""
+    """The tokens of each row after the prompt, padding included."""
     sequences = getattr(output, "sequences", output)
     length = 1 if loaded.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     tokens: list[list[int]] = sequences[:, length:].tolist()

@@ -52,7 +52,7 @@ class TerminalText:
     held: str = ""  # the beginning of a control code
 
     def add(self, piece: str) -> str:
-        """What can be written after ``piece``."""
+        """Add ``piece``; return the text that can be written now."""
         if not sys.stdout.isatty():
             return piece
         text = self.held + piece
@@ -68,7 +68,7 @@ class Answers:
         self.n_rows = n_rows
         self.texts: list[str] = [""] * n_rows
         self.has_ended = [False] * n_rows
-        #: The row whose turn it is, and how much of it has been written; ``None`` before it begins.
+        #: The row that is being written, and its characters that have been; ``None`` before its heading.
         self.row, self.n_written = 0, None  # type: int, int | None
         self.terminal = TerminalText()
 
@@ -77,7 +77,7 @@ class Answers:
         self.add(event.row, event.text, event.finish_reason is not None)
 
     def add(self, row: int, text: str, has_ended: bool) -> None:
-        """Take more of the text of ``row``, and write what it is the turn of."""
+        """Take more text of ``row``; write the current row, and the next ones if it has ended."""
         self.texts[row] += text
         self.has_ended[row] = has_ended
         while self.row < self.n_rows and row <= self.row:
@@ -87,7 +87,7 @@ class Answers:
             self.end()
 
     def write(self, text: str) -> None:
-        """Write what is new of ``text``, that of the row whose turn it is."""
+        """Write the new part of ``text``, the whole text of the current row so far."""
         if self.n_written is None and self.n_rows > 1:
             sys.stdout.write(f"--- {self.row + 1} of {self.n_rows} ---\n")
         sys.stdout.write(self.terminal.add(text[self.n_written or 0 :]))
@@ -95,7 +95,7 @@ class Answers:
         self.n_written = len(text)
 
     def end(self) -> None:
-        """End the row that is being written with the end of a line; the next one's turn comes."""
+        """End the current row with a line feed, and go on to the next one."""
         if not self.texts[self.row].endswith("\n"):
             sys.stdout.write("\n")
         self.row, self.n_written, self.terminal = self.row + 1, None, TerminalText()

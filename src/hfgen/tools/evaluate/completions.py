@@ -31,7 +31,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the model wrote for a line."""
+    """The model's answer to a line."""
 
     line: Line
     text: str

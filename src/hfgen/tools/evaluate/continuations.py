@@ -106,7 +106,7 @@ class Likelihoods:
     def _of_groups(
         self, groups: list[Group], n_shared: int, shared: Prefixes | None
     ) -> dict[int, tuple[float, bool]]:
-        """Of the continuations of ``groups``, whose first ``n_shared`` tokens are the one row of ``shared``."""
+        """Score the continuations of ``groups``; their first ``n_shared`` tokens are the row of ``shared``."""
         found: dict[int, tuple[float, bool]] = defaultdict(lambda: (0.0, True))
         longer = [
             (row, len(group.prefix), text)
@@ -192,7 +192,7 @@ def _rows(longest: int, n_new: int, prefixes: Prefixes | None) -> int:
 
 
 def grouped(pairs: Sequence[Pair], max_length: int, may_share: bool = True) -> Iterator[Group]:
-    """What to forward for ``pairs``: each text once, those of a context together if that saves enough."""
+    """Yield the groups to forward for ``pairs``: each text once, texts of a context together if it saves enough."""
     texts: dict[tuple[int, ...], Text] = {}
     for number, (context, continuation) in enumerate(pairs):
         tokens = tuple((context + continuation)[-(max_length + 1) :][:-1])

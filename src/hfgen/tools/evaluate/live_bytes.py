@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within, ``now`` is the bytes of storages that operations made and that are still alive.
+    """Inside the context, ``now`` counts the bytes of live storages that operations made.
 
     ``peak`` is their maximum. What a kernel allocates and frees within itself is not seen.
     """

@@ -42,7 +42,7 @@ class TextScore:
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of one text or of several together; ``interval`` is that of ``perplexity``."""
+    """The perplexity of one text or of several together, and its ``interval``."""
 
     n_tokens: int
     n_bytes: int
@@ -56,7 +56,7 @@ class Perplexity:
     def of(
         cls, scores: Sequence[TextScore], *, by_document: bool = False, seed: int = 0
     ) -> Perplexity:
-        """Of all texts of ``scores``; the interval's units are windows, or texts if ``by_document``."""
+        """Sum ``scores`` up; the interval's units are windows, or texts if ``by_document``."""
         rows = [
             [(sum(s.nats), sum(s.counts))]
             if by_document

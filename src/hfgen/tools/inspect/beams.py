@@ -68,7 +68,7 @@ class Tree:
         return next((n for n, node in enumerate(nodes) if node.row == row), None)
 
     def open(self, run: Any, strategy: Search) -> list[bool]:
-        """Of each prompt, whether later steps may still change what is returned for it."""
+        """Return for each prompt whether later steps may still change its result."""
         closed: Tensor | None = getattr(strategy, "is_closed", None)
         is_open = strategy.is_open(run)[:, 0] if closed is None else ~closed
         return [was and now for was, now in zip(self.is_open, is_open.tolist(), strict=True)]

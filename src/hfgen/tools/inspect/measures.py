@@ -17,7 +17,7 @@ LOWEST = -1e29
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Of one generated position, on the host: ``rows`` that were scored, ``m`` tokens that were chosen.
+    """The numbers of one generated position, on the host: of scored ``rows`` and ``m`` chosen tokens.
 
     Rows are those of the loop; of beams, those that the step began with.
     """
@@ -44,7 +44,7 @@ class Position:
     def of(
         cls, step: int, stages: list[Tensor], rows: Tensor, tokens: Tensor, top: int
     ) -> Position:
-        """Of scores ``(rows, vocab)`` at each stage; ``tokens (m,)`` were chosen in ``rows (m,)``."""
+        """Measure scores ``(rows, vocab)`` of each stage; ``tokens (m,)`` were chosen in ``rows (m,)``."""
         logits, final = stages[0].float(), stages[-1].float()
         both = torch.stack([logits.softmax(dim=-1), final.softmax(dim=-1)])
         entropies = torch.special.entr(both).sum(dim=-1) / math.log(2)
@@ -69,7 +69,7 @@ class Position:
         )
 
     def token(self, row: int, token: int, is_drafted: bool = False) -> Token:
-        """What is known of a token that was chosen in ``row``.
+        """The record of a token that was chosen in ``row``.
 
         One that was never scored, written by a processor of the caller's, has NaN for its numbers.
         """

@@ -110,7 +110,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What was drafted for one sequence in a round, and how many of it the model accepted."""
+    """The tokens drafted for one sequence in a round, and how many of them the model accepted."""
 
     sequence: int
     #: The generated position of the first of ``token_ids``.

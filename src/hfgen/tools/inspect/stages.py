@@ -79,7 +79,7 @@ class Watched(LogitsProcessorList):
 
 
 def stage_of(processor: Any, configs: Sequence[Any]) -> Stage:
-    """How a processor is shown, of a call whose prompts ask for ``configs``."""
+    """The column for a processor; ``configs`` are those of the call's prompts."""
     if isinstance(processor, ProcessorsByRows):
         parts = [stage_of(function, configs) for function, _ in processor.parts]
         name = " / ".join(dict.fromkeys(part.name for part in parts))

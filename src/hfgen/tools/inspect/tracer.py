@@ -83,12 +83,12 @@ class Tracer:
         self.result: dict[str, Any] = {}
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let ``function`` stand for a method of one object, until ``finish``."""
+        """Replace a method of one object by ``function``, until ``finish``."""
         setattr(owner, name, function)
         self.replaced.append((owner, name))
 
     def before(self, strategy: Any) -> list[Stage]:
-        """What the strategy makes of the logits before the processors get them."""
+        """The stages by which the strategy changes logits before the processors."""
         if isinstance(strategy, Search):
             return [Stage("log-probability")]
         if isinstance(strategy, Dola):
@@ -141,7 +141,7 @@ class Tracer:
         self.replace(strategy, "make_draft", make_draft)
 
     def drafts(self, strategy: Assisted, start: int) -> Iterator[Draft]:
-        """What was drafted in a round that began behind ``start`` tokens, by row."""
+        """Yield the draft of each row, of a round that began behind ``start`` tokens."""
         rows = strategy.rows
         for row, guesses in enumerate(self.guesses):
             drafted = [(place, token) for place, token in enumerate(guesses, start) if token >= 0]

@@ -179,7 +179,7 @@ def generate_kwargs(
 
 
 def _fields_of(name: str, value: Any, set_fields: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """What a field of a body, whose fields that are not null are ``set_fields``, becomes."""
+    """Return the arguments for one field of a body; ``set_fields`` are all of its fields that are not null."""
     if name in OF_THE_PROMPT or name in OF_THE_SERVER:
         return {}
     if name in REFUSED:

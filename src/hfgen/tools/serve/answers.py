@@ -1,4 +1,4 @@
-"""What a client gets while a request decodes: the chunks of chats and completions."""
+"""The chunks of chats and completions that are streamed while a request decodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Message:
         self.opening = [] if parser is None else response_events_to_chunks(parser.initial_events)
 
     def items(self, text: str, is_end: bool) -> list[str | ToolCall]:
-        """What more ``text`` adds: text, ``ReasoningText``, and calls that are complete."""
+        """Parse more ``text``; return new text, ``ReasoningText``, and complete calls."""
         if self.parser is None:
             return [text] if text else []
         found, self.opening = self.opening, []

@@ -90,7 +90,7 @@ async def result_of(request: ServiceRequest) -> Any:
 
 
 class EngineHandler:
-    """What the handlers share: parameters of a request, and its way into the engine.
+    """The part that all handlers share: read a request, and add it to the engine.
 
     A copy of the handler serves each request, and knows its ``body`` and the ``fields`` of generation.
     """
@@ -197,7 +197,7 @@ class EngineHandler:
             self.fields["max_new_tokens"] = room
 
     def common(self, request_id: str, kind: str) -> dict[str, Any]:
-        """What the chunks of a stream have in common."""
+        """The fields that all chunks of a stream have."""
         created, name = int(time.time()), self.served.name
         return {"id": request_id, "object": kind, "created": created, "model": name}
 

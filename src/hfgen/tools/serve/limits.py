@@ -59,7 +59,7 @@ class Limits:
 
     @property
     def max_bytes(self) -> int:
-        """Of a body."""
+        """The largest size of a body."""
         return int(self.max_request_mb * MEBIBYTE)
 
     def read(self, body: bytes) -> dict[str, Any]:

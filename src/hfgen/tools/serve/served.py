@@ -48,7 +48,7 @@ class Served:
             raise HTTPException(400, f"`model` has to be {self.name!r}, but is {body['model']!r}.")
 
     async def prepared(self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False) -> Any:
-        """What ``prepare`` returns, run in a worker thread. Raises ``ValueError`` if it takes too long."""
+        """Run ``prepare`` in a worker thread and return its result; ``ValueError`` if it takes too long."""
         pool = self.media_pool if is_slow else self.pool
         running = asyncio.get_running_loop().run_in_executor(pool, prepare, *args)
         seconds = self.limits.prepare_seconds

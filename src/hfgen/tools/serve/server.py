@@ -37,7 +37,7 @@ from .served import Served
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
-#: Seconds for clients to read what they were told when the grace of the server has ended.
+#: Seconds for clients to read their last event after the grace period.
 PARTING = 2
 
 
@@ -117,7 +117,7 @@ def application(served: Served, metrics: Metrics) -> FastAPI:
 
     @app.post("/load_model")
     def load_model(body: dict[str, Any]) -> Response:
-        """It is loaded: `transformers chat` asks for that before it begins."""
+        """Answer `transformers chat`, which asks to load the model before it begins."""
         served.check_name(body)
         status = {"status": "ready", "model": served.name, "cached": True}
         return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
@@ -221,7 +221,7 @@ async def serve(
     drafts: Mapping[str, Any] = MappingProxyType({}),
     listener: socket.socket | None = None,
 ) -> None:
-    """Serve ``model`` under ``name`` until the process gets a signal, or the server is told to exit.
+    """Serve ``model`` under ``name`` until the process gets a signal, or the server's ``should_exit`` is set.
 
     ``processor``: a tokenizer, or a processor of other inputs as well. ``on_start`` gets the server
     when it listens. ``drafts``: arguments of each ``generate`` that can draft, as

@@ -46,7 +46,7 @@ class Tools:
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Tools:
-        """Those of ``tools``, ``tool_choice`` and ``parallel_tool_calls``. Raises ``ValueError``."""
+        """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a body. Raises ``ValueError``."""
         functions = _functions(body.get("tools") or [])
         mode, names = _choice(body.get("tool_choice") or "auto")
         if mode == "none":
@@ -111,7 +111,7 @@ class Format:
 
     @classmethod
     def of(cls, template: Any, tokenizer: Any) -> Format | None:
-        """That of a response template; ``None`` if it has another one or is none."""
+        """The format of a response template's calls; ``None`` if they are not JSON or there is no template."""
         field = {} if template is None else template["fields"].get("tool_calls", {})
         begin, end = (_literal(field, name) for name in ("open", "close"))
         called = {"name": "f", "arguments": {"x": 1}}
@@ -132,7 +132,7 @@ class Format:
 
 
 def reader_of(model: Any, processor: Any, tools: Tools) -> tuple[Any, Format | None]:
-    """What upstream's parsers read answers with, and the format of calls if it is JSON.
+    """Return the processor that upstream's parsers read answers with, and the format of calls if it is JSON.
 
     Raises ``ValueError`` if a call is required and there is none.
     """
