@@ -16,9 +16,8 @@ from torch import Tensor
 
 from .bootstrap import Interval, interval
 
-#: What the metrics of these names are computed by, and how it is called to install it.
-PACKAGES = {"bleu": ("sacrebleu", "sacrebleu"), "chrf": ("sacrebleu", "sacrebleu")}
-PACKAGES["rouge"] = ("rouge_score", "rouge-score")
+#: Metric → the module that computes it, which has the name of its package but for hyphens.
+PACKAGES = {"bleu": "sacrebleu", "chrf": "sacrebleu", "rouge": "rouge_score"}
 NAMES = ("exact_match", *PACKAGES)
 
 References = Sequence[Sequence[str]]
@@ -50,7 +49,7 @@ class Score:
 
 def installed() -> list[str]:
     """The names of the metrics whose packages are there."""
-    return [name for name in NAMES if name not in PACKAGES or find_spec(PACKAGES[name][0])]
+    return [name for name in NAMES if name not in PACKAGES or find_spec(PACKAGES[name])]
 
 
 def metrics_of(name: str) -> list[Metric]:
@@ -66,8 +65,8 @@ def metrics_of(name: str) -> list[Metric]:
     if name not in NAMES:
         known = ", ".join(NAMES)
         raise ValueError(f"A metric is one of {known} or module:function, but is {name!r}.")
-    if name in PACKAGES and find_spec(PACKAGES[name][0]) is None:
-        package = PACKAGES[name][1]
+    if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+        package = PACKAGES[name].replace("_", "-")
         raise MissingMetricError(
             f"The metric {name!r} needs {package}: pip install {package}, or pip install 'hfgen[eval]'."
         )

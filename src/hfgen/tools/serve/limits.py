@@ -103,7 +103,9 @@ class Limits:
             size = sum(map(len, texts))
             if name in prompts:
                 n_chars += size
-                n_items = len(value) if isinstance(value, list) and _has_items(value) else 1
+                # A list of numbers is the ids of one prompt.
+                is_list = isinstance(value, list) and value and not isinstance(value[0], int)
+                n_items = len(value) if is_list else 1
                 if n_chars > self.max_prompt_chars:
                     raise ValueError(
                         f"`{name}`: the prompt has more than {self.max_prompt_chars:,} characters."
@@ -155,8 +157,3 @@ def check_unicode(name: str, text: str) -> None:
 
 def printable(name: str) -> str:
     return name[:80].encode(errors="replace").decode()
-
-
-def _has_items(value: list[Any]) -> bool:
-    """Whether a list holds prompts or messages, not the ids of one prompt."""
-    return not isinstance(value[0], int) if value else False
