@@ -163,8 +163,12 @@ def tokens_before_prompt(model: Any) -> int:
 
 
 def keeps_other_state(model: Any) -> bool:
-    """Whether states are kept besides the cache: in RecurrentGemma's modules, in Voxtral's encoder."""
-    return model.config.model_type in ("recurrent_gemma", "voxtral_realtime")
+    """Return whether states are kept besides the cache, by the model type.
+
+    RecurrentGemma's modules and Voxtral's encoder keep states of rows, GLM-Image's model the positions of
+    the last prefill's rows.
+    """
+    return model.config.model_type in ("glm_image", "recurrent_gemma", "voxtral_realtime")
 
 
 def selects_keys(model: Any) -> bool:
