@@ -128,9 +128,11 @@ LIMITS: dict[str, Callable[[Case], bool]] = {
     # with a cache there is no causal mask
     "fsmt": lambda case: True,
     # masks of its own, cut by the length of the keys
-    "gpt_neo": lambda case: case.options.get("cache_implementation") == "static",
-    "nllb_moe": lambda case: case.options.get("cache_implementation") == "static",
-    "imagegpt": lambda case: case.options.get("cache_implementation") == "static",
+    "gpt_neo": lambda case: is_static(case),
+    "nllb_moe": lambda case: is_static(case),
+    "imagegpt": lambda case: is_static(case),
+    # it attends to all keys of a static cache, those of refused drafts included
+    "led": lambda case: is_static(case),
     # a query's blocks of keys are counted from its position without padding: one that holds padding
     # alone leaves it the mean over all keys, and keys of padding, which are such means, choose others
     "minimax_m3_vl_text": has_padding,
