@@ -27,19 +27,19 @@ class GrammarProcessor(LogitsProcessor):
 
     is_row_wise = True
 
-    def __init__(self, library: LLGuidance, follower: Follower, is_search: bool = False) -> None:
+    def __init__(self, llguidance: LLGuidance, follower: Follower, is_search: bool = False) -> None:
         """``is_search``: rows are beams, of which those that have ended must not win."""
-        self.library, self.follower, self.is_search = library, follower, is_search
+        self.llguidance, self.follower, self.is_search = llguidance, follower, is_search
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GrammarProcessor:
-        return GrammarProcessor(self.library, deepcopy(self.follower, memo), self.is_search)
+        return GrammarProcessor(self.llguidance, deepcopy(self.follower, memo), self.is_search)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         rows = self.follower.follow(input_ids)
         is_open = [self.follower.is_open(row) for row in rows]
-        bits = self.library.bits(len(rows))
+        bits = self.llguidance.bits(len(rows))
         open_rows = [(row, i) for i, row in enumerate(rows) if is_open[i]]
-        self.library.fill(bits, [(row.matcher, i) for row, i in open_rows if row.is_text])
+        self.llguidance.fill(bits, [(row.matcher, i) for row, i in open_rows if row.is_text])
         bits = widened(bits, (scores.shape[1] + 7) // 8, is_open)
         for row, row_bits, has_grammar in zip(rows, bits.numpy(), is_open, strict=True):  # a view
             if row is not None and (has_grammar or row.is_thinking):
