@@ -229,7 +229,7 @@ def _with_mirostat_alone(context: Context, named: tuple[str, ...]) -> Context:
 def _in_order(named: tuple[str, ...], context: Context, caller_processors: Any) -> Iterator[Any]:
     """The processors of the fields ``named``, in that order, and then the other warpers.
 
-    What the caller has ``given`` of the same class is used instead, where the caller's are.
+    A caller's processor of the same class takes the place of the default.
     """
     warpers = {row.field: row for row in WARPERS}
     builders = {field_of(builder): builder for builder in PROCESSORS}
