@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from .. import families
 from ..memory.batch import Batch
+from ..memory.caches.layers import layers_of
 from .executor import next_token
 from .row_states import have_changed, module_tensors, restored
 
@@ -32,6 +34,9 @@ def hides_padding(model: Any, batch: Batch) -> bool:
     """
     if families.selects_keys(model):  # not so until there are more keys than are selected
         return False
+    cache = families.given_cache(batch.model_kwargs)
+    if isinstance(cache, Cache) and not any(layer.is_initialized for layer in layers_of(cache)):
+        return False  # the model ignores its cache (OpenAI GPT), and reads the padding at each step
     row = copy.deepcopy(batch)
     if len(row) > 1:
         row.take(torch.tensor([0]))
