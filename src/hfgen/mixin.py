@@ -29,7 +29,7 @@ from .memory import caches
 from .memory.checks import explaining_misfit
 from .prepare import config, encode, healing, inputs, validate
 from .prepare.stages import prepare
-from .running import compiled, executor, media, step_inputs
+from .running import executor, step_inputs
 from .settings.versions import warn_if_untested
 from .state.call import Request
 from .streaming import AsyncStream, Stream
@@ -244,7 +244,7 @@ class GenerationMixin(transformers.GenerationMixin):
     _prepare_position_ids_for_generation = inputs.prepare_position_ids_for_generation
     _prepare_decoder_input_ids_for_generation = inputs.prepare_decoder_input_ids_for_generation
     _expand_inputs_for_generation = inputs.expand_inputs_for_generation
-    _expand_multimodal_outputs = media.expand_multimodal_outputs
+    _expand_multimodal_outputs = step_inputs.expand_multimodal_outputs
     heal_tokens = healing.heal_tokens
 
     # Stage 3: encoders
@@ -274,7 +274,7 @@ class GenerationMixin(transformers.GenerationMixin):
     prepare_inputs_for_generation = step_inputs.prepare_inputs_for_generation
     _update_model_kwargs_for_generation = step_inputs.update_model_kwargs_for_generation
     _prefill = executor.forward_prompt
-    _optimize_model_for_decode = compiled.optimize_model_for_decode
+    _optimize_model_for_decode = executor.optimize_model_for_decode
     _supports_logits_to_keep = executor.supports_logits_to_keep
     _valid_auto_compile_criteria = executor.valid_auto_compile_criteria
     _has_unfinished_sequences = loop.has_unfinished_sequences

@@ -12,7 +12,8 @@ from ..decoding import loop
 from ..memory.batch import Batch
 from ..memory.caches import joining
 from ..prepare.stages import prepare
-from ..running import chunks, graphs, prefix
+from ..running import graphs, prefix
+from ..running.prefill import forward_part
 from ..running.prefix import eligibility
 from ..state import seeds
 from ..state.call import Call
@@ -102,7 +103,7 @@ class Decoding:
     @property
     def can_be_cut(self) -> bool:
         """Whether its prompt may be forwarded in parts, which give what one forward gives."""
-        return self.joins and chunks.can_be_cut(self.run)
+        return self.joins and eligibility.can_be_cut(self.run)
 
     def begin(self) -> int:
         """Look for stored prefixes of the prompt; returns how many of its tokens are in the cache."""
@@ -117,7 +118,7 @@ class Decoding:
     def prefill(self, n_tokens: int, is_last: bool) -> list[StreamEvent]:
         """Forward the next ``n_tokens`` of the prompt; with the last ones, choose the first token."""
         if not is_last:
-            chunks.forward_part(self.run, n_tokens)
+            forward_part(self.run, n_tokens)
             return []
         return self.step(self.strategy.prefill(self.run))
 

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config as fx_config
 from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..families import parameters
 from ..memory.caches.layers import decoder_cache
+from ..memory.caches.static import visible_length
 from ..settings.logs import logger
 from ..state.call import ModelKwargs
 from ..state.run import Run
 from . import shared_prompt
-from .compiled import Compiled
 from .graphs import Recorded, recorded_forward
 from .prefill import prefill_in_chunks
 from .step_inputs import resized
+
+#: What forward may take tokens as.
+IDS = ("decoder_input_ids", "input_ids", "inputs_embeds")
+#: By number of dimensions of an input, those whose sizes differ between calls: rows, keys, and lengths.
+DYNAMIC_DIMS = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}
 
 #: Compiled layers look at their guards again where one cache is in another call.
 _numbers = itertools.count()
@@ -190,6 +197,39 @@ def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
     return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
 
 
+class Compiled:
+    """A compiled forward that is not compiled again for another batch or another filled length."""
+
+    def __init__(self, forward: Callable, cache: Any) -> None:
+        self.forward = forward
+        self.visible = visible_length(cache)
+        if self.visible is not None:
+            self.visible.is_coarse = True
+
+    def __call__(self, **inputs: Any) -> Any:
+        from torch._dynamo.utils import counters  # takes a second: not for those who do not compile
+
+        for value in inputs.values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    for dim in DYNAMIC_DIMS.get(tensor.ndim, ()):
+                        if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
+                            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), None)
+        n_graphs = counters["stats"]["unique_graphs"]
+        several_rows: Any = nullcontext()
+        # A graph for several rows takes a single one, too. An older torch compiles again.
+        if ids is not None and len(ids) > 1 and hasattr(fx_config, "backed_size_oblivious"):
+            several_rows = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        with several_rows:
+            outputs = self.forward(**inputs)
+        if counters["stats"]["unique_graphs"] != n_graphs:
+            gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them
+        if self.visible is not None:
+            self.visible.close()
+        return outputs
+
+
 def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:
     """The model's forward, compiled where cache and device allow it."""
     if model._valid_auto_compile_criteria(model_kwargs, config):
@@ -247,3 +287,19 @@ def valid_auto_compile_criteria(
 def supports_logits_to_keep(self: Any) -> bool:
     """Whether forward can leave out the logits of all but the last positions."""
     return "logits_to_keep" in parameters(self.forward)
+
+
+@contextmanager
+def optimize_model_for_decode(self: Any) -> Iterator[None]:
+    """Let experts on accelerators use ``batched_mm``, which is faster for few tokens."""
+    implementations = self.get_experts_implementation()
+    if self.device.type == "cpu" or "grouped_mm" not in implementations.values():
+        yield
+        return
+    logger.info_once("Decoding with the `batched_mm` experts instead of `grouped_mm`.")
+    faster = {"grouped_mm": "batched_mm"}
+    self.set_experts_implementation({k: faster.get(v, v) for k, v in implementations.items()})
+    try:
+        yield
+    finally:
+        self.set_experts_implementation(implementations)

@@ -1,7 +1,8 @@
-"""The forward pass of a prompt in chunks, for ``prefill_chunk_size``."""
+"""Prompts that are forwarded in parts: for ``prefill_chunk_size``, a stored prefix, and the engine."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from ..state.call import ModelKwargs
-from .media import media_by_chunk
+from ..state.run import Run
+from . import shared_prompt
 from .step_inputs import TOKEN_TYPES
 
 
@@ -41,7 +43,7 @@ def prefill_in_chunks(
             "its forward. Leave it out."
         )
     encoded = model_kwargs.get("mm_encoder_outputs") if is_first_iteration else None
-    media = media_by_chunk(self, prompt, chunks, encoded or {})
+    media = _media_by_chunk(self, prompt, chunks, encoded or {})
     past = cache.get_seq_length()
     for index, chunk in enumerate(chunks):
         end = past + chunk.shape[1]
@@ -63,3 +65,61 @@ def prefill_in_chunks(
     model_kwargs.setdefault("attention_mask", None)
     model_kwargs.setdefault("position_ids", None)
     return outputs
+
+
+def _media_by_chunk(
+    self: Any, prompt: torch.Tensor, chunks: tuple[torch.Tensor, ...], encoded: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """The encoded images and videos of each chunk: feature row ``i`` fills the ``i``-th placeholder."""
+    media: dict[int, dict[str, Any]] = {}
+    for modality, outputs in encoded.items():
+        if outputs is None:
+            continue
+        is_placeholder = prompt == getattr(self.config, f"{modality}_token_id")
+        feature_rows = is_placeholder.flatten().cumsum(0).view_as(is_placeholder) - 1
+        widths = [chunk.shape[1] for chunk in chunks]
+        parts = zip(is_placeholder.split(widths, 1), feature_rows.split(widths, 1), strict=True)
+        for index, (is_filled, rows) in enumerate(parts):
+            if is_filled.any():
+                media.setdefault(index, {})[modality] = _take_features(outputs, rows[is_filled])
+    return media
+
+
+def _take_features(outputs: ModelOutput, rows: torch.Tensor) -> ModelOutput:
+    """Rows of encoded features, in the container that the model reads them from."""
+
+    def take(features: Any) -> Any:
+        flat = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])[rows]
+        return flat.unsqueeze(0) if isinstance(features, torch.Tensor) else [flat]
+
+    taken = {"pooler_output": take(outputs["pooler_output"])}
+    if (layers := outputs.get("deepstack_features")) is not None:
+        is_per_layer = isinstance(layers[0][0], torch.Tensor)
+        taken["deepstack_features"] = [take(layer) for layer in layers] if is_per_layer else layers
+    return type(outputs)(**taken)
+
+
+def forward_part(run: Run, n_tokens: int) -> None:
+    """Forward the next ``n_tokens`` of a prompt, which are not its last, into the run's cache."""
+    ids, kwargs = run.ids, run.model_kwargs
+    shared = None if run.call is None else run.call.shared_prompt
+    if shared is not None and shared_prompt.is_possible(run):  # each prompt once for its rows
+        ids, kwargs = shared.ids, kwargs | shared.model_kwargs
+    cache: Any = run.model_kwargs["past_key_values"]
+    end = int(cache.get_seq_length()) + n_tokens
+    forward_up_to(end, run.model, ids, run.config, kwargs | {"past_key_values": cache})
+
+
+def forward_up_to(
+    end: int, model: Any, ids: torch.Tensor, config: GenerationConfig, model_kwargs: ModelKwargs
+) -> None:
+    """Forward the columns of ``ids (rows, length)`` before ``end`` that the cache does not hold."""
+    part: ModelKwargs = {"past_key_values": model_kwargs["past_key_values"], "use_cache": True}
+    if model._supports_logits_to_keep():
+        part["logits_to_keep"] = 1
+    for name in ("attention_mask", "position_ids"):
+        if (tensor := model_kwargs.get(name)) is not None:
+            part[name] = tensor[..., :end]
+    config = copy.copy(config)
+    config._mask_length = end
+    model._prefill(ids[:, :end], config, part, is_first_iteration=True)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StaticCache, cache_utils
+from transformers import Cache, StaticCache, cache_utils
 
 from ... import families
 from ...memory.caches import cache_kind
 from ...memory.caches.dynamic import GrowingCache, upstream_kind
 from ...state.call import Call, ModelKwargs, Prompt
+from ...state.run import Run
 
 #: Inputs whose influence on a token's keys and values is known.
 KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")
@@ -139,6 +140,16 @@ def of_prompt(model: Any, call: Call, prompt: Prompt) -> Reason | None:
     if width != prompt.ids.shape[1]:  # by which a prefill tells what the cache holds already
         return Reason(f"{type(model).__name__} takes no mask", is_choice=False)
     return None
+
+
+def can_be_cut(run: Run) -> bool:
+    """Whether a prompt may be forwarded in parts: as one whose first part is in a ``PrefixCache``."""
+    call = run.call
+    if call is None or call.prompt is None:
+        return False
+    arguments = {n: v for n, v in run.model_kwargs.items() if not isinstance(v, Cache)}
+    reason = of_arguments(run.model, call, arguments) or of_prompt(run.model, call, call.prompt)
+    return reason is None
 
 
 def is_length_dependent(model: Any, max_length: int) -> bool:

@@ -6,7 +6,6 @@ there. Rows with a shorter stored prefix are forwarded up to ``end`` first: they
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import running as execution
 from ...memory import fingerprint
 from ...state.call import ModelKwargs, Prompt, SharedPrompt
 from ...state.run import Run, Step
+from ..prefill import forward_up_to
 from . import windows
 from .cache import PrefixCache
 from .padding import Layout, best_end, lagging
@@ -132,16 +131,12 @@ class PrefixSession:
         cache = windows.recording_cache(self.model, end)
         if start:
             self._fill(cache, rows, matches, start)
-        model_kwargs: ModelKwargs = {"past_key_values": cache, "use_cache": True}
-        if self.model._supports_logits_to_keep():
-            model_kwargs["logits_to_keep"] = 1
+        model_kwargs: ModelKwargs = {"past_key_values": cache}
         for name in ("attention_mask", "position_ids"):
             if (tensor := self.model_kwargs.get(name)) is not None:
                 is_shared = tensor.shape[-2] == 1  # positions of prompts without padding
-                model_kwargs[name] = (tensor if is_shared else tensor[..., rows, :])[..., :end]
-        config = copy.copy(config)
-        config._mask_length = end
-        execution.prefill(self.model, self.ids[rows, :end], config, model_kwargs)
+                model_kwargs[name] = tensor if is_shared else tensor[..., rows, :]
+        forward_up_to(end, self.model, self.ids[rows], config, model_kwargs)
         return key_values(attention_layers(cache))
 
     def add(self, run: Run, strategy: Any, step: Step) -> None:

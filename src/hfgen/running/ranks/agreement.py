@@ -18,6 +18,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from ... import __version__, families
 from ...memory.caches import layers
+from ..row_states import generator_states
 from .in_step import RankError, error_of, error_of_connection, exchange, leave_note, text_of
 
 if TYPE_CHECKING:
@@ -226,10 +227,8 @@ def _is_plain(value: Any) -> bool:
 
 def _random_state(device: torch.device) -> str:
     """A checksum of torch's generators, of which tokens are drawn."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()[:16]
+    states = b"".join(state.numpy().tobytes() for state in generator_states(device))
+    return hashlib.sha256(states).hexdigest()[:16]
 
 
 def _digest(value: Any) -> int:
