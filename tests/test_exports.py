@@ -29,6 +29,7 @@ EXPORTS = [
     "StreamEvent",
     "TokenLogprob",
     "builtin_model",
+    "exact",
     "free_caches",
     "generate_many",
     "grammar",
@@ -42,6 +43,7 @@ EXPORTS = [
     "recipe",
     "restore",
     "token_f1",
+    "token_logprobs",
     "trace",
     "unpatch",
 ]

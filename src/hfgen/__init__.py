@@ -29,7 +29,8 @@ if TYPE_CHECKING:
         unpatch,
     )
     from .prepare.generation_config import GenerationConfig, SamplingParams
-    from .running.linears import optimize, optimized, restore
+    from .running.exact import exact, restore, token_logprobs
+    from .running.linears import optimize, optimized
     from .running.prefix import PrefixCache
     from .running.ranks import RankError
     from .settings import grammar
@@ -65,6 +66,7 @@ __all__ = [
     "StreamEvent",
     "TokenLogprob",
     "builtin_model",
+    "exact",
     "free_caches",
     "generate_many",
     "grammar",
@@ -78,6 +80,7 @@ __all__ = [
     "recipe",
     "restore",
     "token_f1",
+    "token_logprobs",
     "trace",
     "unpatch",
 ]
@@ -92,7 +95,8 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "engine": ["Engine"],
     "engine.many": ["generate_many"],
     "tools.inspect": ["trace"],
-    "running.linears": ["optimize", "optimized", "restore"],
+    "running.exact": ["exact", "restore", "token_logprobs"],
+    "running.linears": ["optimize", "optimized"],
     "logits.logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],
     "running.prefix": ["PrefixCache"],

@@ -21,11 +21,19 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import TransformersKwargs
 
+#: The name of exact attention in configs, and the keys of one of its blocks.
+EXACT_ATTENTION, EXACT_KEYS = "hfgen_exact", 512
+
 #: Cache layers that hold nothing, since they read another layer's keys: since transformers 5.23.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 _PARAMETERS: WeakKeyDictionary[Callable[..., Any], frozenset[str]] = WeakKeyDictionary()
+
+
+def attends_exactly(config: Any) -> bool:
+    """Whether a model with ``config`` has been through ``hfgen.exact``."""
+    return config is not None and config.get_text_config()._attn_implementation == EXACT_ATTENTION
 
 
 def parameters(function: Callable[..., Any]) -> frozenset[str]:

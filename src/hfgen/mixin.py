@@ -29,7 +29,7 @@ from .memory import caches
 from .memory.checks import explaining_misfit
 from .prepare import config, encode, healing, inputs, validate
 from .prepare.stages import prepare
-from .running import executor, step_inputs
+from .running import exact, executor, step_inputs
 from .settings.versions import warn_if_untested
 from .state.call import Request
 from .streaming import AsyncStream, Stream
@@ -128,6 +128,18 @@ class GenerationMixin(transformers.GenerationMixin):
         models = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
         if models and not any(issubclass(base, GenerationMixin) for base in models):
             cls.extra_repr = _saying_who_generates(cls.extra_repr)
+
+    def __enter__(self) -> Any:
+        """``with hfgen.exact(model):`` ends exact mode behind the block."""
+        if not exact.is_exact(self):
+            raise TypeError(
+                f"with takes hfgen.exact(model), but this {type(self).__name__} is not exact."
+            )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exact.is_exact(self):
+            exact.undo(self)
 
     @torch.no_grad()
     def generate(

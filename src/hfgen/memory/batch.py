@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from ..state.call import ModelKwargs
+from . import buffers
 from .caches import growing, joining, layers
 
 #: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.
@@ -156,7 +157,7 @@ class Batch:
             )
         for cache in self.caches.values():
             joining.leave(cache, row)
-        self.take_arguments(growing.moved(row, last, self.ids.device))
+        self.take_arguments(buffers.moved(row, last, self.ids.device))
 
     def extract(self, index: Tensor) -> Batch:
         """A batch of the rows ``index (wanted,)``, states copied; these rows stay.
@@ -177,7 +178,7 @@ class Batch:
         Raises ``ValueError``, before anything is changed, for caches whose layers do not declare how rows
         join and leave.
         """
-        changed = growing.changed(index)
+        changed = buffers.changed(index)
         if len(changed):
             for cache in self.caches.values():
                 joining.move(cache, index, changed)

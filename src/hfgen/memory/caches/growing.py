@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..buffers import may_write_to, moved
+
 #: Up to this many numbers are concatenated: quicker than writing and viewing (``benchmarks/caches.py``).
 CONCATENATED = 2**15
 
@@ -33,13 +35,15 @@ class GrowthPolicy:
     n_tensors: int = 24
     #: Tokens at the end of the call, if known. A longer cache belongs to another call.
     max_length: int | None = None
+    #: Zeros that exact attention may read behind the last token, at least.
+    n_zeros: int = 0
 
     def spare(self, length: int) -> int:
         """Spare tokens behind the ``length`` tokens of a sequence that grows until the call ends."""
         block = max(SMALLEST_BLOCK, length // self.n_tensors)
-        if self.max_length is None or length > self.max_length:
-            return block
-        return min(block, self.max_length - length)
+        if self.max_length is not None and length <= self.max_length:
+            block = min(block, self.max_length - length)
+        return block + self.n_zeros
 
     def behind_window(self, length: int) -> int:
         """Spare tokens behind a window of ``length`` tokens, which moves through its buffer."""
@@ -57,18 +61,20 @@ class GrowableTensor:
     """A tensor ``view (…, length, size)``, and the buffer that it is a part of, if there is one.
 
     ``buffer (…, capacity, size)`` belongs to this object alone. ``view`` ends at token ``end`` of it. Up to
-    ``written``, tokens that a crop removed are overwritten only if no other tensor shares the memory. The
-    first ``shared`` tokens of ``view`` are equal in all rows of a prompt. After rows have joined, the
-    buffer has room for more of them, and for tokens before ``view``.
+    ``written``, tokens that a crop removed are overwritten only if no other tensor shares the memory. The first ``shared`` tokens of ``view`` are equal in all rows of a prompt. After rows have joined,
+    the buffer has room for more of them, and for tokens before ``view``. With ``wants_zeros``, new buffers are zero.
     """
 
-    __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
+    __slots__ = (
+        *("buffer", "end", "has_zeros", "is_inference", "lead", "shared", "stride", "view"),
+        *("wants_zeros", "written"),
+    )
 
     def __init__(self, view: Tensor | None = None) -> None:
         self.view: Any = view
         self.buffer: Any = None
         self.end = self.written = self.shared = 0
-        self.is_inference = False
+        self.is_inference = self.has_zeros = self.wants_zeros = False
         self.lead: torch.Size | None = None
         self.stride: tuple[int, ...] = ()
 
@@ -86,7 +92,8 @@ class GrowableTensor:
             self._make_room(new, spare)
         buffer, length = self.buffer, self.view.shape[-2] + added
         buffer.as_strided(shape, self.stride, self.end * size).copy_(new)
-        self.end = self.written = self.end + added
+        self.end = self.end + added
+        self.written = max(self.written, self.end)
         # as_strided is a third of the cost of narrow(), which counts in a small model's step.
         start = (self.end - length) * size
         self.view = buffer.as_strided((*shape[:-2], length, size), self.stride, start)
@@ -100,6 +107,12 @@ class GrowableTensor:
         if self.buffer is not None:
             self.end = self.written = self.end - 1
         return self.view
+
+    @property
+    def n_zeros(self) -> int:
+        """How many zeros follow each row of ``view`` in memory."""
+        is_clean = self.buffer is not None and self.has_zeros and self.written == self.end
+        return self.buffer.shape[-2] - self.end if is_clean else 0
 
     def keep_last(self, length: int, spare: int) -> None:
         """Drop all but the last ``length`` tokens; free memory if less than half of it is needed."""
@@ -175,13 +188,15 @@ class GrowableTensor:
 
     def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A new buffer, of ``shape`` or with more room."""
-        return like.new_empty(shape)
+        self.has_zeros = self.wants_zeros
+        return like.new_zeros(shape) if self.wants_zeros else like.new_empty(shape)
 
     def _adopt(self, buffer: Tensor, start: int, length: int, n_rows: int | None = None) -> None:
         """Set ``view`` to ``length`` tokens of the first ``n_rows`` rows of ``buffer``, or of all rows."""
+        self.end = start + length
+        self.written = max(self.written, self.end) if buffer is self.buffer else self.end
         self.buffer, self.is_inference = buffer, buffer.is_inference()
-        self.stride, self.end = buffer.stride(), start + length
-        self.written = self.end
+        self.stride = buffer.stride()
         rows = buffer if n_rows in (None, len(buffer)) else buffer[:n_rows]
         self.view = rows.narrow(-2, start, length)
         self.lead = self.view.shape[:-2]
@@ -218,7 +233,9 @@ class GrowableTensor:
         if self.buffer is not None:
             n_rows, length = self.view.shape[0], self.view.shape[-2]
             rows = self.buffer if n_rows == len(self.buffer) else self.buffer[:n_rows]
+            written = self.written
             self._adopt(take(rows), self.end - length, length)
+            self.written = max(written, self.end)
         elif self.view is not None:
             self.view = take(self.view)
 
@@ -326,24 +343,7 @@ def is_nothing(view: Tensor | None) -> bool:
     return view is not None and view.dim() == 1 and view.numel() == 0
 
 
-def may_write_to(tensor: Tensor) -> bool:
-    """Whether a tensor may be written in place: one of inference mode only there."""
-    return not tensor.is_inference() or torch.is_inference_mode_enabled()
-
-
 def padded(states: Tensor, dim: int, length: int) -> Tensor:
     """``states`` with zeros before them along ``dim``, which is negative, up to ``length``."""
     n_more = length - states.shape[dim]
     return F.pad(states, [*([0, 0] * (-dim - 1)), n_more, 0]) if n_more > 0 else states
-
-
-def moved(row: int, last: int, device: torch.device) -> Tensor:
-    """The index ``(last,)`` by which row ``last`` takes the place of ``row``."""
-    index = torch.arange(last, device=device)
-    index[row : row + 1] = last
-    return index
-
-
-def changed(index: Tensor) -> Tensor:
-    """The rows that differ after row ``i`` became old row ``index[i]``."""
-    return (index != torch.arange(len(index), device=index.device)).nonzero().flatten()

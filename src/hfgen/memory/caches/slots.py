@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ... import families
+from ..buffers import moved
 from .dynamic import KINDS, GrowingLayer, upstream_kind
-from .growing import GrowableTensor, is_nothing, moved, padded
+from .growing import GrowableTensor, is_nothing, padded
 from .quantized import QuantizedLayer
 from .quantized_rows import QuantizedRows
 

@@ -1,0 +1,6 @@
+"""``hfgen.exact``: rows whose numbers do not depend on what is computed beside them. Read ``switch.py`` first."""
+
+from .logprobs import token_logprobs
+from .switch import Report, exact, is_exact, restore, undo
+
+__all__ = ["Report", "exact", "is_exact", "restore", "token_logprobs", "undo"]

@@ -1,0 +1,279 @@
+"""Layers whose rows do not depend on how many rows there are.
+
+Matrix products are computed in whole tiles. torch computes functions like ``exp`` in vectors, and the numbers that
+are left at the end of a tensor, or of a thread's part of it, one by one, which rounds otherwise: here, the tensor is
+padded to whole vectors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..linears.forward import PackedForward, own_forward
+from .attention import in_tiles
+
+#: Products of activations with a weight, by the functions that models call.
+LINEAR = (F.linear, torch._C._nn.linear)
+ADDMM = (torch.addmm, Tensor.addmm)
+MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+BMM = (torch.bmm, Tensor.bmm)
+#: torch gives smaller products of bfloat16, by their numbers of rows, inputs and outputs, to another kernel.
+SMALLEST = 16**3
+#: Functions of each number for which a vector and a single number are rounded differently.
+POINTWISE = (
+    *(F.silu, F.gelu, F.sigmoid, F.tanh, F.softplus, F.mish, F.elu, F.logsigmoid, F.selu, F.celu),
+    *(
+        torch.exp,
+        torch.sigmoid,
+        torch.tanh,
+        torch.erf,
+        torch.cos,
+        torch.sin,
+        torch.log,
+        torch.log1p,
+    ),
+    *(torch.expm1, torch.exp2, torch.pow, torch.special.expit, torch._C._nn.gelu),
+    *(torch._C._nn.silu, torch._C._nn.softplus),
+    *(getattr(Tensor, name) for name in "exp sigmoid tanh erf cos sin log log1p expm1 pow".split()),
+)
+#: Numbers that torch computes at once, at most, and fewest numbers for which it uses another thread.
+VECTOR, GRAIN = 64, 32768
+#: Products that are not computed in tiles: what calls them is refused.
+OTHERS = (
+    *(*BMM, torch.baddbmm, Tensor.baddbmm, torch.einsum, torch.addbmm),
+    *(torch.tensordot, torch.inner, torch.mv, torch.chain_matmul, Tensor.__rmatmul__),
+    *(F.scaled_dot_product_attention, F.multi_head_attention_forward, F.bilinear),
+    *(torch.logcumsumexp, torch.cumprod, Tensor.cumprod),
+)
+
+
+class TiledForward:
+    """Set as ``forward`` of a linear layer: computes its rows in whole tiles.
+
+    A layer that ``hfgen.optimize`` has given a kernel keeps it. Raises ``ValueError`` where gradients are
+    recorded and the kernel has rounded weights: the layer's own forward would give other numbers.
+    """
+
+    def __init__(self, module: nn.Module, packed: PackedForward | None = None) -> None:
+        self.module = module
+        self.packed = packed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, self.packed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TiledForward:
+        packed = None if self.packed is None else self.packed.__deepcopy__(memo)
+        return type(self)(memo.get(id(self.module), self.module), packed)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight: Any = self.module.weight
+        return tiled(self.product, input, weight)
+
+    def product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """The layer's output for whole tiles of rows ``(n, in)``."""
+        if self.packed is None:
+            return own_forward(self.module)(rows)
+        if torch.is_grad_enabled():
+            if self.packed.kernel.weights is not None:
+                raise ValueError(
+                    f"exact: the kernel {self.packed.kernel.name!r} of hfgen.optimize rounds weights, so it has "
+                    "no gradients. Train the model without it, or score under torch.no_grad()."
+                )
+            output: Tensor = _PackedProduct.apply(rows, weight, self.module.bias, self.packed)
+            return output
+        return _computed(self.packed, rows)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """A packed kernel's product of ``rows (n, in)``, with the gradients of a linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, packed: Any) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.has_bias = bias is not None
+        return _computed(packed, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        rows, weight = ctx.saved_tensors
+        of_rows, of_weight, of_bias, _ = ctx.needs_input_grad
+        return (
+            gradient @ weight if of_rows else None,
+            gradient.T @ rows if of_weight else None,
+            gradient.sum(dim=0) if ctx.has_bias and of_bias else None,
+            None,
+        )
+
+
+def _computed(packed: PackedForward, rows: Tensor) -> Tensor:
+    if (output := packed.compute(rows)) is None:
+        raise ValueError(
+            f"exact: the kernel {packed.kernel.name!r} of hfgen.optimize does not take {rows.dtype} activations, "
+            "or the weight as it is now. Call hfgen.restore(model), and prepare it again."
+        )
+    return output
+
+
+class ExactCalls(TorchFunctionMode):
+    """Within: products with a weight are computed in whole tiles, functions of each number in whole vectors."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in LINEAR:
+            return tiled(partial(function, **kwargs), *args)
+        if function in ADDMM and args[1].dim() == 2 and not kwargs:
+            return tiled(partial(function, args[0]), *args[1:])
+        if function in MATMUL and args[1].dim() == 2 and not kwargs:
+            return tiled(function, *args)
+        if function in BMM and isinstance(args[1], nn.Parameter) and not kwargs:
+            rows = args[0].shape[1]
+            least = SMALLEST // args[1][0].numel() + 1
+            return function(in_tiles(args[0], least), args[1])[:, :rows]
+        if function in POINTWISE:
+            return in_vectors(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def in_vectors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``function`` of each number of ``input``, which is padded until all threads have whole vectors."""
+    numbers = input.numel()
+    parts = min(torch.get_num_threads(), -(-numbers // GRAIN)) or 1
+    missing = -numbers % (VECTOR * parts)
+    if not missing and input.is_contiguous():
+        return function(input, *args, **kwargs)
+    output = function(F.pad(input.reshape(-1), (0, missing)), *args, **kwargs)
+    return output[:numbers].view(input.shape)
+
+
+def needs_padding(input: Tensor) -> bool:
+    """Whether the last vector of some number of rows of ``input (…, size)`` is no whole one."""
+    return input.shape[-1] % (VECTOR * math.lcm(*range(1, torch.get_num_threads() + 1))) != 0
+
+
+def tiled(product: Callable[..., Tensor], input: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """``product(rows, weight, *rest)`` of the rows of ``input (…, in)``, in whole tiles."""
+    rows = input.reshape(-1, input.shape[-1])
+    least = SMALLEST // weight.numel() + 1
+    output = product(in_tiles(rows, least), weight, *rest)[: len(rows)]
+    return output.view(*input.shape[:-1], output.shape[-1])
+
+
+class ForwardOfExactCalls:
+    """Set as ``forward`` of a module that calls matrix products by itself, as routers and experts do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.__signature__ = inspect.signature(own_forward(module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardOfExactCalls:
+        return type(self)(memo.get(id(self.module), self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExactCalls():
+            return own_forward(self.module)(*args, **kwargs)
+
+
+class Recorder(TorchFunctionMode):
+    """Within: notes which modules call matrix products by themselves.
+
+    ``callers``: modules with products that tiles serve. ``refused``: others, by class of module and function.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[nn.Module] = []
+        self.callers: dict[int, nn.Module] = {}
+        self.refused: dict[str, str] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.stack and not isinstance(self.stack[-1], nn.Linear):
+            self._note(function, args)
+        return function(*args, **(kwargs or {}))
+
+    def _note(self, function: Any, args: tuple[Any, ...]) -> None:
+        module = self.stack[-1]
+        if (
+            function in LINEAR
+            or function in ADDMM
+            or (function in BMM and isinstance(args[1], nn.Parameter))
+        ):
+            self.callers[id(module)] = module
+        elif function in MATMUL:
+            if args[1].dim() == 2 and len(args) == 2:
+                self.callers[id(module)] = module
+            elif args[0].shape[-1] > 1:  # the product of rotary positions has one summand
+                self.refused[type(module).__name__] = function.__name__
+        elif function in POINTWISE:
+            if needs_padding(args[0]):
+                self.callers[id(module)] = module
+        elif function in OTHERS:
+            self.refused[type(module).__name__] = function.__name__
+
+    @contextmanager
+    def following(self) -> Iterator[Recorder]:
+        """Record within, and know the module that is running."""
+        enter = nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: self.stack.append(module)
+        )
+
+        def pop(module: nn.Module, args: Any, output: Any) -> None:
+            self.stack.pop()
+
+        leave = nn.modules.module.register_module_forward_hook(pop, always_call=True)
+        try:
+            with self:
+                yield self
+        finally:
+            enter.remove()
+            leave.remove()
+
+
+#: Chunked scans, and the recurrences that give the same but for rounding, by their names in modelling code.
+RECURRENCES = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
+
+
+def scans(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` calls one of the chunked scans in ``RECURRENCES``."""
+    function = inspect.unwrap(type(module).forward)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return any(name in names for name in RECURRENCES)
+
+
+class RecurrentForward(ForwardOfExactCalls):
+    """Set as ``forward`` of a module with a chunked scan: it runs the recurrence for prompts, too.
+
+    A scan of a prompt and the steps of a recurrence differ by rounding. The recurrence takes longer.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = inspect.unwrap(type(self.module).forward)
+        names = function.__globals__
+        recurrent = {scan: names[step] for scan, step in RECURRENCES.items() if scan in names}
+        forward = FunctionType(
+            function.__code__,
+            {**names, **recurrent},
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        with ExactCalls():
+            return forward(self.module, *args, **kwargs)

@@ -1,0 +1,275 @@
+"""Tests on this machine whether rows are exact: each kind of operation by itself, then the whole model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import families
+from . import attention
+from .attention import KEYS, exact_mask
+
+#: Numbers of rows that every operation is computed with; the result of each is compared with that of ``ROWS`` rows.
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 31, 32, 33, 47, 63)
+ROWS = 64
+#: Keys of the rows of attention: a step, within a block, around its end, and in the second one.
+LENGTHS = (1, 7, KEYS - 1, KEYS, KEYS + 1, 2 * KEYS - 3)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A kind of operation: what it is, its shape and dtype, and where its rows differ, if they do."""
+
+    name: str
+    shape: str
+    dtype: str
+    differs: str | None = None
+
+
+def try_rows(compute: Callable[[Tensor], Tensor], values: Tensor) -> str | None:
+    """Where results of ``compute`` for some rows of ``values (ROWS, …)`` differ from those for all of them."""
+    whole = compute(values)
+    for count in COUNTS:
+        for start in sorted({0, 1, (ROWS - count) // 2, ROWS - count}):
+            part = compute(values[start : start + count])
+            if not torch.equal(part, whole[start : start + count]):
+                return f"{count} rows from row {start} on of {ROWS}"
+    return None
+
+
+#: Numbers of keys that the last block may be padded to, the fastest first.
+LAST_KEYS = (64, KEYS)
+
+
+@cache
+def try_attention(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, threads: int
+) -> str | None:
+    """Where a query's output depends on how many queries, keys or rows are computed with it.
+
+    Chooses how many keys the last block is padded to. ``threads``: of torch, which the answer holds for.
+    """
+    for n_keys in LAST_KEYS:
+        attention.LAST_KEYS[dtype, size] = n_keys
+        if (differs := _try_attention(heads, kv_heads, size, dtype)) is None:
+            break
+    return differs
+
+
+def _try_attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> str | None:
+    generator = torch.Generator().manual_seed(heads * size)
+    module = nn.Module()
+    for length in LENGTHS:
+        shapes = [(1, n, length, size) for n in (heads, kv_heads, kv_heads)]
+        q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        mask = exact_mask(batch_size=1, q_length=length, kv_length=length)
+        whole = attention.exact_attention(module, q, k, v, mask)[0]
+        for n in (1, 2, 3, 5, 8, 33):
+            first = max(length - n, 0)
+            n_queries = length - first
+            for padding in (0, 3, 200):
+                kept = torch.ones(2, padding + length, dtype=torch.long)
+                kept[0, :padding] = 0
+                padded = [F.pad(states, (0, 0, padding, 0)) for states in (k, v)]
+                other = [torch.randn(s.shape, generator=generator).to(dtype) for s in padded]
+                keys, values = (torch.cat(pair) for pair in zip(padded, other, strict=True))
+                mask = exact_mask(
+                    batch_size=2,
+                    q_length=n_queries,
+                    kv_length=padding + length,
+                    q_offset=padding + first,
+                    attention_mask=kept.bool(),
+                )
+                queries = q[:, :, first:].expand(2, -1, -1, -1)
+                out = attention.exact_attention(module, queries, keys, values, mask)[0]
+                if not torch.equal(out[0], whole[0, first:]):
+                    return f"{n_queries} queries of {length} keys behind {padding} of padding"
+    return None
+
+
+def operations(inputs: dict[str, tuple[nn.Module, Tensor]]) -> Iterator[Operation]:
+    """Try each kind of layer on random rows like its ``inputs``: of a layer of each kind, with an input that it got."""
+    tried: dict[tuple[str, str, str], str | None] = {}
+    for module, example in inputs.values():
+        size, dtype = example.shape[-1], example.dtype
+        kind = (kind_of(module), f"{size}", str(dtype).removeprefix("torch."))
+        if kind in tried:
+            continue
+        generator = torch.Generator().manual_seed(size)
+        values = torch.randn(ROWS, size, generator=generator).to(dtype)
+        tried[kind] = try_rows(module, values)
+        yield Operation(*kind, tried[kind])
+
+
+def kind_of(module: nn.Module) -> str:
+    """The class of a layer and the shapes of its weights."""
+    shapes = ", ".join(" x ".join(map(str, p.shape)) for p in module.parameters(recurse=False))
+    return f"{type(module).__name__}({shapes})"
+
+
+# ------------------------------------------------------------- the whole model
+
+#: Tokens of the rows of the trial, of which one is long enough that queries are more than a tile.
+TOKENS = (3, 14, 21)
+#: How many tokens at once the last ones are forwarded with a cache.
+STEPS = (1, 2, 1)
+
+
+def _rows(model: Any) -> list[Tensor]:
+    """Random ids ``(1, tokens)`` for the trial, without the first ids, which are often special tokens."""
+    vocab = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    low = min(8, vocab - 1)
+    return [torch.randint(low, vocab, (1, n), generator=generator) for n in TOKENS]
+
+
+def _padded(model: Any, rows: list[Tensor], side: str) -> dict[str, Tensor]:
+    """The rows as a batch, padded on ``side``, with their mask and positions."""
+    length = max(row.shape[1] for row in rows)
+    at = 0 if side == "left" else 1
+    missing = [((length - row.shape[1]), 0)[:: 1 - 2 * at] for row in rows]
+    value = families.position_pad(model)  # such a model counts positions by itself
+    ids = torch.cat(
+        [F.pad(row, pad, value=value or 0) for row, pad in zip(rows, missing, strict=True)]
+    )
+    ones = [F.pad(torch.ones_like(row), pad) for row, pad in zip(rows, missing, strict=True)]
+    inputs = {"input_ids": ids, "attention_mask": torch.cat(ones)}
+    if value is None:
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return inputs
+
+
+@torch.no_grad()
+def try_model(model: Any) -> str | None:
+    """Where the logits of a row in a padded batch, or in steps with a cache, differ from those of the row alone.
+
+    None if they are the same, bit by bit; else the way, and the first layer whose output differs.
+    """
+    rows = _rows(model)
+    if model.config.is_encoder_decoder:
+        ways = dict(_ways_of_encoder_decoder(model, rows))
+    else:
+        ways = dict(_ways_of_decoder(model, rows))
+    alone = [ways["alone"](i) for i in range(len(rows))]
+    for way in [way for way in ways if way != "alone"]:
+        for i, logits in enumerate(alone):
+            if not torch.equal(logits, ways[way](i)):
+                return f"{way}; {first_difference(model, ways['alone'], ways[way], i)}"
+    return None
+
+
+Way = Callable[[int], Tensor]
+
+
+def _ways_of_decoder(model: Any, rows: list[Tensor]) -> Iterator[tuple[str, Way]]:
+    """Ways to compute the logits ``(tokens, vocab)`` of a row of ``rows``: alone, padded, and in steps."""
+    longest = max(TOKENS)
+    yield "alone", lambda i: _logits(model, _padded(model, [rows[i]], "left"))[0]
+
+    def in_batch(i: int, side: str) -> Tensor:
+        logits = _logits(model, _padded(model, rows, side))[i]
+        return logits[-TOKENS[i] :] if side == "left" else logits[: TOKENS[i]]
+
+    yield "padded on the right", lambda i: in_batch(i, "right")
+    yield "padded on the left", lambda i: in_batch(i, "left")
+
+    def in_steps(i: int) -> Tensor:
+        inputs, logits = _padded(model, rows, "left"), []
+        past: dict[str, Any] = {}
+        bounds = [0, *(longest - sum(STEPS[n:]) for n in range(len(STEPS) + 1))]
+        for start, stop in itertools.pairwise(bounds):
+            part = {name: value[:, start:stop] for name, value in inputs.items()}
+            part["attention_mask"] = inputs["attention_mask"][:, :stop]
+            output = _forward(model, {**part, **past, "use_cache": True})
+            logits.append(output.logits)
+            name = families.cache_argument(model)
+            past = {name: getattr(output, name)}
+        return torch.cat(logits, dim=1)[i, -TOKENS[i] :]
+
+    yield "in steps with a cache", in_steps
+
+
+def _ways_of_encoder_decoder(model: Any, rows: list[Tensor]) -> Iterator[tuple[str, Way]]:
+    """The same where ``rows`` are inputs of an encoder; the decoder's tokens are those of the second row."""
+    decoded = rows[1][:, :6].expand(len(rows), -1)
+    yield (
+        "alone",
+        lambda i: _logits(model, {"input_ids": rows[i], "decoder_input_ids": decoded[:1]})[0],
+    )
+
+    def in_batch(i: int) -> Tensor:
+        return _logits(model, {**_padded(model, rows, "right"), "decoder_input_ids": decoded})[i]
+
+    yield "padded on the right", in_batch
+
+    def in_steps(i: int) -> Tensor:
+        inputs, logits = _padded(model, rows, "right"), []
+        past: dict[str, Any] = {}
+        for start, stop in ((0, 3), (3, 4), (4, 6)):
+            ids = decoded[:, start:stop]
+            output = _forward(
+                model, {**inputs, **past, "decoder_input_ids": ids, "use_cache": True}
+            )
+            logits.append(output.logits)
+            past = {
+                "past_key_values": output.past_key_values,
+                "encoder_outputs": (output.encoder_last_hidden_state,),
+            }
+        return torch.cat(logits, dim=1)[i]
+
+    yield "in steps with a cache", in_steps
+
+
+def _forward(model: Any, arguments: dict[str, Any]) -> Any:
+    known = families.parameters(model.forward)
+    device = families.device_of(model)
+    return model(**{k: families.moved(v, device) for k, v in arguments.items() if k in known})
+
+
+def _logits(model: Any, arguments: dict[str, Any]) -> Tensor:
+    logits: Tensor = _forward(model, {**arguments, "use_cache": False}).logits
+    return logits
+
+
+def first_difference(model: nn.Module, alone: Way, beside: Way, row: int) -> str:
+    """The first layer whose output for the tokens of ``row`` differs between two ways to compute it."""
+    outputs: list[list[tuple[str, Tensor]]] = [[], []]
+    names = {module: name for name, module in model.named_modules()}
+    for way, found in zip((alone, beside), outputs, strict=True):
+
+        def note(module: nn.Module, args: Any, output: Any, found: Any = found) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, Tensor):
+                found.append((f"{names[module]} ({type(module).__name__})", output))
+
+        handles = [module.register_forward_hook(note) for module in names]
+        try:
+            way(row)
+        finally:
+            for handle in handles:
+                handle.remove()
+    beside_it: dict[str, list[Tensor]] = {}
+    for name, output in outputs[1]:
+        beside_it.setdefault(name, []).append(output)
+    for name, output in outputs[0]:
+        if output.dim() == 3 and name in beside_it and not _is_in(output[0], beside_it[name], row):
+            return f"the first layer with another output is {name}"
+    return "no layer's output differs, but the logits do"
+
+
+def _is_in(own: Tensor, others: list[Tensor], row: int) -> bool:
+    """Whether the tokens of ``own (tokens, size)`` stand in what a layer gave for ``row`` in all its calls."""
+    both = [o[row] for o in others if o.dim() == 3 and row < len(o) and o.shape[2] == own.shape[1]]
+    if not both or sum(map(len, both)) < len(own):
+        return True  # rows and tokens in another order: the next layer tells
+    there = torch.cat(both)
+    return any(
+        torch.equal(own, there[start : start + len(own)]) for start in {0, len(there) - len(own)}
+    )

@@ -1,0 +1,274 @@
+"""``hfgen.exact``: prepares a model so that a row has the same bits, whatever is computed beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..linears import choice
+from ..linears.forward import PackedForward
+from ..row_states import foreign_code
+from . import probe
+from .attention import NAME, exact_attention
+from .layers import (
+    ForwardOfExactCalls,
+    Recorder,
+    RecurrentForward,
+    TiledForward,
+    scans,
+)
+from .probe import Operation
+
+T = TypeVar("T", bound=nn.Module)
+
+#: Dtypes whose kernels may pass.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: What ``exact`` sets as ``forward``.
+SET_HERE = (TiledForward, ForwardOfExactCalls)
+
+
+@dataclass(frozen=True)
+class Report:
+    """``model.exactness``: what was tried. ``str()`` is a line for each kind of operation.
+
+    ``attention`` and ``experts``: the implementations of the model and its parts before, for ``undo``.
+    """
+
+    operations: tuple[Operation, ...]
+    attention: tuple[tuple[Any, str | None], ...] = field(repr=False)
+    experts: tuple[tuple[Any, str | None], ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{o.name} {o.shape} {o.dtype}: exact" for o in self.operations)
+
+
+def exact(model: T) -> T:
+    """Prepare ``model`` in place for exact rows, and return it.
+
+    From now on every number of a row, logits, log-probabilities and tokens, depends on the row's prompt,
+    parameters and seed, and on this machine's kernels: not on the other rows, padding, order, caches, drafts, or
+    how many tokens a forward has. ``hfgen.token_logprobs`` gives the same bits with gradients. Tokens may differ
+    from those before by rounding. ``hfgen.restore(model)`` undoes it, and so does the end of
+    ``with hfgen.exact(model):``, for models that generate with hfgen. ``model.exactness`` is a report.
+
+    Raises:
+        TypeError: ``model`` is no transformers model.
+        ValueError: The model cannot be exact: it is spread over devices, of another dtype, quantised, training
+            with dropout, has hooks or layers that are not known to be row-wise, computes attention by itself, or
+            an operation of it fails the probe on this machine. The message names it; the model stays as it was.
+    """
+    _check(model)
+    model_: Any = model
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    configs = {id(part.config): part.config for part in parts}.values()
+    attention = tuple((c, c._attn_implementation) for c in configs)
+    experts = tuple((c, getattr(c, "_experts_implementation", None)) for c in configs)
+    vars(model)["exactness"] = Report((), attention, experts)
+    try:
+        model_.set_attn_implementation(NAME)
+        if wrong := [c for c in configs if c._attn_implementation != NAME and _attends(c, parts)]:
+            raise ValueError(
+                f"exact: {type(model).__name__} ({wrong[0].model_type}) computes attention by itself, not by "
+                "transformers' AttentionInterface."
+            )
+        for config, implementation in experts:
+            if implementation is not None:
+                config._experts_implementation_internal = "eager"
+        shapes = _set_forwards(model)
+        vars(model)["exactness"] = Report(tuple(_probed(model, shapes)), attention, experts)
+    except BaseException:
+        undo(model)
+        raise
+    return model
+
+
+def is_exact(model: Any) -> bool:
+    """Whether ``model`` is prepared by ``exact``."""
+    return isinstance(getattr(model, "exactness", None), Report)
+
+
+def restore(model: T) -> T:
+    """Undo ``exact`` and ``optimize``, and return the model, which is then as it was before.
+
+    Raises ``TypeError`` for what is no model, and ``ValueError`` if there is nothing to undo.
+    """
+    if not is_exact(model):
+        return choice.restore(model)
+    undo(model)
+    return choice.restore(model) if choice.is_optimized(model) else model
+
+
+def undo(model: nn.Module) -> None:
+    """Undo ``exact``: the model is as it was before, kernels of ``hfgen.optimize`` included."""
+    report: Report = vars(model).pop("exactness")
+    for config, implementation in report.attention:
+        config._attn_implementation_internal = implementation
+    for config, implementation in report.experts:
+        if implementation is not None:
+            config._experts_implementation_internal = implementation
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, SET_HERE):
+            del vars(module)["forward"]
+            if isinstance(forward, TiledForward) and forward.packed is not None:
+                vars(module)["forward"] = forward.packed
+
+
+def _attends(config: Any, parts: list[PreTrainedModel]) -> bool:
+    """Whether a part with ``config`` has heads of attention."""
+    return any(
+        part.config is config
+        and any("attention" in type(m).__name__.lower() for m in part.modules())
+        for part in parts
+    )
+
+
+def _check(model: Any) -> None:
+    """Raise for a model that cannot be exact, before anything is changed."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"exact() takes a transformers model, but got {type(model).__name__}.")
+    if is_exact(model):
+        raise ValueError("exact: this model is exact already; hfgen.restore(model) undoes it.")
+    devices: dict[str, str] = {}
+    dtypes: dict[torch.dtype, str] = {}
+    for name, weight in model.named_parameters():
+        devices.setdefault(str(weight.device), name)
+        dtypes.setdefault(weight.dtype, name)
+        if type(weight) is not nn.Parameter:
+            raise ValueError(
+                f"exact: {name!r} is quantised or sharded ({type(weight).__name__}). Load plain weights; for "
+                "fewer bits, use hfgen.optimize(model, weights='int8')."
+            )
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"exact: the model is on several devices ({places}). Load it on one.")
+    if wrong := [d for d in devices if torch.device(d).type != "cpu"]:
+        raise ValueError(
+            f"exact: kernels are probed on CPUs so far, but the model is on {wrong[0]}."
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError("exact: the model is quantised. Load it with plain weights.")
+    for dtype, name in dtypes.items():
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"exact: {name!r} is {dtype}; allowed are {', '.join(map(str, DTYPES))}."
+            )
+    if torch.is_autocast_enabled("cpu"):
+        raise ValueError("exact: autocast changes dtypes between kernels. Leave torch.autocast.")
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(f"exact: {name!r} drops values at random. Call model.eval().")
+        set_forward = next((vars(module)[p] for p in choice.PLACES if p in vars(module)), None)
+        if set_forward is not None and not isinstance(set_forward, PackedForward):
+            raise ValueError(
+                f"exact: {name!r} has a forward that was set on it ({type(set_forward).__name__}), as compile and "
+                "device maps do. Prepare the model without."
+            )
+    if (code := foreign_code(model)) is not None:
+        raise ValueError(
+            f"exact: {code} is not known to compute each row by itself. If it does, give it an attribute "
+            "`is_row_wise = True`."
+        )
+
+
+def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
+    """Let linear layers, what calls products by itself, and chunked scans compute in tiles and steps.
+
+    Returns the shapes of attention: numbers of heads, of heads of keys, and a head's size.
+    """
+    for module in filter(scans, model.modules()):
+        vars(module)["forward"] = RecurrentForward(module)
+    recorder = Recorder()
+    with _attention_unseen() as shapes, recorder.following():
+        probe.try_model(model)
+    if recorder.refused:
+        name, function = next(iter(recorder.refused.items()))
+        raise ValueError(
+            f"exact: {name} calls torch's {function} on activations, which is not known to be exact. Models are "
+            "exact whose attention is transformers' AttentionInterface."
+        )
+    for module in model.modules():
+        if isinstance(packed := vars(module).get("forward"), PackedForward):
+            vars(module)["forward"] = TiledForward(module, packed)
+        elif type(module).forward is nn.Linear.forward:
+            vars(module)["forward"] = TiledForward(module)
+        elif id(module) in recorder.callers and "forward" not in vars(module):
+            vars(module)["forward"] = ForwardOfExactCalls(module)
+    return shapes
+
+
+@contextmanager
+def _attention_unseen() -> Iterator[set[tuple[int, ...]]]:
+    """Within, a recorder of torch's functions does not see into ``exact_attention``.
+
+    Yields the numbers of heads, of heads of keys, and the size of a head, of all calls.
+    """
+    shapes: set[tuple[int, ...]] = set()
+
+    def hidden(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.add((query.shape[1], key.shape[1], query.shape[3]))
+        with torch._C.DisableTorchFunction():
+            return exact_attention(module, query, key, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, hidden)
+    try:
+        yield shapes
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, exact_attention)
+
+
+def _probed(model: Any, shapes: set[tuple[int, ...]]) -> Iterator[Operation]:
+    """Probe each kind of operation, then the model; raise ``ValueError`` for what is not exact."""
+    examples = _inputs_of_layers(model)
+    found = [*probe.operations(examples)]
+    for heads, n_kv, size in sorted(shapes):
+        differs = probe.try_attention(heads, n_kv, size, model.dtype, torch.get_num_threads())
+        shape = f"{heads} heads of queries, {n_kv} of keys, of {size}"
+        found.append(
+            Operation("attention", shape, str(model.dtype).removeprefix("torch."), differs)
+        )
+    for operation in found:
+        if operation.differs is not None:
+            raise ValueError(
+                f"exact: {operation.name} of {operation.shape} in {operation.dtype} is not exact on this machine "
+                f"({operation.differs}). Another dtype or number of threads may be."
+            )
+        yield operation
+    if (difference := probe.try_model(model)) is not None:
+        raise ValueError(f"exact: {type(model).__name__} is not exact {difference}.")
+
+
+def _inputs_of_layers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
+    """Layers without layers inside that take one tensor of activations, each with an input that it got."""
+    found: dict[str, tuple[nn.Module, Tensor]] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str) -> None:
+        is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+        if (
+            is_one
+            and isinstance(output, Tensor)
+            and args[0].dim() > 1
+            and args[0].is_floating_point()
+        ):
+            found[name] = (module, args[0])
+
+    handles = [
+        module.register_forward_hook(partial(note, name=name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if not any(module.children()) and not isinstance(module, _ConvNd)
+    ]
+    try:
+        probe.try_model(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
