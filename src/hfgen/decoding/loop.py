@@ -39,7 +39,7 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
                 step = strategy.step(run, outputs)
                 outputs = None
                 strategy.stop(run)
-                if run.ahead is None or run.ahead.asked is None:
+                if run.ahead is None or run.ahead.pending_flags is None:
                     yield step
                     continue
                 with ahead.forward_ahead(run, strategy) as outputs:

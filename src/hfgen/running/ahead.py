@@ -35,7 +35,7 @@ class Ahead:
 
     def __init__(self) -> None:
         #: The flags, the function that gets their values, and the event behind the copy of them.
-        self.asked: tuple[Tensor, Callable[[list[int]], None], Any] | None = None
+        self.pending_flags: tuple[Tensor, Callable[[list[int]], None], Any] | None = None
         #: Whether a forward may be undone; known when the first step has taken the prefill's cache.
         self.can_undo: bool | None = None
 
@@ -50,12 +50,12 @@ class Ahead:
             # Without a stream, torch takes that of the current device, which may be another one.
             has_streams = hasattr(module, "current_stream")  # MPS has one alone
             copied.record(module.current_stream(flags.device) if has_streams else None)
-        self.asked = values, settle, copied
+        self.pending_flags = values, settle, copied
 
     def read(self) -> None:
         """Wait for the values, and pass them to the function that ``ask`` got."""
-        assert self.asked is not None
-        (values, settle, copied), self.asked = self.asked, None
+        assert self.pending_flags is not None
+        (values, settle, copied), self.pending_flags = self.pending_flags, None
         if copied is not None:
             copied.synchronize()
         settle(values.tolist())

@@ -64,9 +64,9 @@ class Executor:
                 run.ids, run.config, run.model_kwargs, is_first_iteration=is_first_iteration
             )
 
-    def forward(self, run: Run, ids: torch.Tensor | None = None) -> ModelOutput:
+    def forward(self, run: Run, ids: torch.Tensor | None = None, n_new: int = 1) -> ModelOutput:
         """``next_token``, compiled where possible."""
-        return next_token(run, self.call, ids)
+        return next_token(run, self.call, ids, n_new)
 
     def verify(
         self, run: Run, ids: torch.Tensor, n_new: int, *, is_first: bool, **overrides: Any
@@ -89,23 +89,18 @@ class Executor:
         execute = run.model if is_first else self.call
         return execute(**model_inputs | overrides)
 
-    def continued(self, run: Run, n_new: int) -> ModelOutput:
-        """Forward the last ``n_new`` tokens of ``run.ids``, which are all that the cache lacks."""
-        model_inputs = run.model.prepare_inputs_for_generation(
-            run.ids, next_sequence_length=n_new, **run.model_kwargs
-        )
-        return self.call(**model_inputs, return_dict=True)
-
     def reorder(self, rows: torch.Tensor) -> bool:
         """Reorder the rows of a recorded cache by ``rows (rows,)``; return False if nothing is recorded."""
         return isinstance(self.call, Recorded) and self.call.reorder(rows)
 
 
-def next_token(run: Run, execute: Callable, ids: torch.Tensor | None = None) -> ModelOutput:
-    """Forward the newest token of ``ids (rows, length)`` or ``run.ids``, or all without a cache."""
+def next_token(
+    run: Run, execute: Callable, ids: torch.Tensor | None = None, n_new: int = 1
+) -> ModelOutput:
+    """Forward the ``n_new`` last tokens of ``ids (rows, length)`` or ``run.ids``; all without a cache."""
     model_inputs = run.model.prepare_inputs_for_generation(
         run.ids if ids is None else ids,
-        next_sequence_length=1 if run.model_kwargs["use_cache"] else None,
+        next_sequence_length=n_new if run.model_kwargs["use_cache"] else None,
         **run.model_kwargs,
     )
     return execute(**model_inputs, return_dict=True)

@@ -131,16 +131,18 @@ class Graph:
         names = [
             source.name if isinstance(source.name, str) else source.name() for source in sources
         ]
-        own = [i for i, name in enumerate(names) if name.startswith("L[") and OF_LAYER not in name]
-        tensors = [i for i in own if isinstance(values[i], Tensor)]
+        of_call = [
+            i for i, name in enumerate(names) if name.startswith("L[") and OF_LAYER not in name
+        ]
+        tensors = [i for i in of_call if isinstance(values[i], Tensor)]
         shapes = values[tensors[0]].fake_mode.shape_env
         guards = ["True"]
         if shapes is not None:
             guards += shapes.produce_guards(
                 [values[i] for i in tensors], [sources[i] for i in tensors], ignore_static=False
             )
-        self.places, self.each = own, [names.index(name) for name in OF_EACH]
-        read, holds = ", ".join(names[i] for i in own), " and ".join(f"({g})" for g in guards)
+        self.places, self.each = of_call, [names.index(name) for name in OF_EACH]
+        read, holds = ", ".join(names[i] for i in of_call), " and ".join(f"({g})" for g in guards)
         self.look = eval(f"lambda L: ([{read}], {holds})", dict(SYMPY_INTERP))
 
     def __call__(self, *inputs: Any) -> Any:

@@ -48,8 +48,7 @@ class PromptLogits:
         shared = None if run.call is None else run.call.shared_prompt
         ids, kwargs = run.ids, run.model_kwargs
         if shared is not None:  # the prompts before rows were repeated
-            added = {name: v for name, v in kwargs.items() if name not in shared.model_kwargs}
-            ids, kwargs = shared.ids, shared.model_kwargs | added
+            ids, kwargs = shared.ids, kwargs | shared.model_kwargs
         kwargs = {name: v for name, v in kwargs.items() if name not in LEFT_OUT}
         if run.call is not None and run.call.prompt is not None:
             index = torch.arange(0, len(ids), len(ids) // run.call.prompt.batch_size)

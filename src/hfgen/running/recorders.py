@@ -46,10 +46,10 @@ class CudaRecorder:
         Raises what ``function`` raises, and ``RuntimeError`` if it reads the device.
         """
         with _CAPTURING, torch.cuda.device(self.device):
-            current, (side, own) = torch.cuda.current_stream(), self.streams
-            side.wait_stream(current)
+            current, (warm_up, capture) = torch.cuda.current_stream(), self.streams
+            warm_up.wait_stream(current)
             # Also where a capture fails to end: torch does not go back to the stream before it then.
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(warm_up):
                 for _ in range(WARM_UPS - 1):
                     reset()
                     function()
@@ -58,12 +58,12 @@ class CudaRecorder:
                 with NoReads(self.device.type):
                     function()
                 reset()
-                own.wait_stream(side)
+                capture.wait_stream(warm_up)
                 # Other threads may go on allocating.
-                with torch.cuda.graph(self.graph, self.pool, own, "thread_local"):
+                with torch.cuda.graph(self.graph, self.pool, capture, "thread_local"):
                     result = function()
-            current.wait_stream(side)
-            current.wait_stream(own)
+            current.wait_stream(warm_up)
+            current.wait_stream(capture)
             return result
 
     def replay(self) -> None:

@@ -50,10 +50,7 @@ class Prefixes:
 
     @property
     def bytes_per_token(self) -> int:
-        attention_layers = windows.attention_layers(self.cache)
-        return bytes_per_token(
-            states for layer in attention_layers for states in (layer.keys, layer.values)
-        )
+        return bytes_per_token(windows.key_values(windows.attention_layers(self.cache)))
 
     def expand(self, model: Any, rows: Sequence[int], lengths: Sequence[int], n: int) -> Prefixes:
         """A copy of the first ``lengths`` columns of ``rows``, to be continued by up to ``n`` tokens.

@@ -47,8 +47,8 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     if _can_fan_out(shared, run.model, run.ids, cache):
         states, spare = module_tensors(run.model), copy.deepcopy(cache)
         before = generator_states(device)
-        added = {n: v for n, v in run.model_kwargs.items() if n not in shared.model_kwargs}
-        kwargs = with_own_states(shared.model_kwargs | added | {"past_key_values": cache})
+        kwargs = run.model_kwargs | shared.model_kwargs | {"past_key_values": cache}
+        kwargs = with_own_states(kwargs)
         outputs = run.model._prefill(
             shared.ids, run.config, kwargs, is_first_iteration=is_first_iteration
         )

@@ -129,7 +129,7 @@ class Assistant(Drafter):
             ranks.announce(self.company)
         if self.cached == 0:
             return execution.prefill(run.model, run.ids, run.config, run.model_kwargs, False)
-        return self.executor.continued(run, run.ids.shape[1] - self.cached)
+        return self.executor.forward(run, n_new=run.ids.shape[1] - self.cached)
 
     def forget(self, n_valid: int) -> None:
         """Keep the first ``n_valid`` positions of the cache: what follows was not accepted."""

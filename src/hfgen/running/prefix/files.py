@@ -69,9 +69,11 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
     indices: dict[Node | None, int] = {}
     for index, (node, parent, offset) in enumerate(nodes):
         indices[node], above = index, indices.get(parent, -1)
-        own = {"tokens": node.tokens} | {str(i): states for i, states in enumerate(node.states)}
-        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        entries.append(Entry(above, list(offset) if above == -1 else None, fingerprint.digest(own)))
+        of_node = {"tokens": node.tokens} | {str(i): states for i, states in enumerate(node.states)}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in of_node.items()}
+        entries.append(
+            Entry(above, list(offset) if above == -1 else None, fingerprint.digest(of_node))
+        )
     texts = {
         "format": FORMAT,
         "content": json.dumps(content),
@@ -148,8 +150,8 @@ def load(forest: Forest, path: str | os.PathLike[str], model: Any) -> None:
 
 def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[Entry]:
     if texts.get("format") != FORMAT:
-        given = f"its format is {texts.get('format')!r}"
-        raise NotAPrefixFile(path, f"{given}, not {FORMAT!r} of PrefixCache.save()")
+        reason = f"its format is {texts.get('format')!r}, not {FORMAT!r} of PrefixCache.save()"
+        raise NotAPrefixFile(path, reason)
     if texts.pop("checksum", None) != fingerprint.digest_of_text(sorted(texts.items())):
         raise NotAPrefixFile(path, "its metadata are not those that were saved")
     theirs, ours = dict(json.loads(texts["content"])), fingerprint.content(model)
@@ -176,10 +178,10 @@ def _read_nodes(forest: Forest, path: Any, file: Any, entries: list[Entry], mode
     nodes: dict[int, Node] = {}
     expected = None
     for index, entry in enumerate(entries):
-        own = {name: file.get_tensor(f"{index}.{name}") for name in names}
-        if fingerprint.digest(own) != entry.checksum:
+        of_node = {name: file.get_tensor(f"{index}.{name}") for name in names}
+        if fingerprint.digest(of_node) != entry.checksum:
             raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
-        tokens, *states = own.values()
+        tokens, *states = of_node.values()
         n = len(tokens) if tokens.ndim == 1 and tokens.dtype == torch.long else 0
         layout = [(s.dtype, s.shape[::2]) for s in states]
         expected = expected or layout

@@ -21,7 +21,7 @@ from . import windows
 from .cache import PrefixCache
 from .padding import Layout, best_end, lagging
 from .radix import KeyValues, Match, bytes_per_token, size
-from .windows import attention_layers
+from .windows import attention_layers, key_values
 
 TOO_LARGE = "the prompt is larger than `max_bytes`"
 
@@ -223,8 +223,3 @@ class PrefixSession:
         """Store ``tokens``, with which prompt ``row`` begins, from a row of the cache."""
         states = tuple(s[cache_row, :, self.layout.pads[row] :] for s in key_values(self.layers))
         self.prefixes._insert(self.keys[row], tokens, states)
-
-
-def key_values(layers: list[Any]) -> KeyValues:
-    """Keys and values of each layer in turn, ``(rows, heads, length, size)``."""
-    return tuple(states for layer in layers for states in (layer.keys, layer.values))

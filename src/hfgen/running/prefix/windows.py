@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ... import families
 from ...memory.caches.dynamic import GrowingCache, GrowingSlidingWindowLayer
+from .radix import KeyValues
 
 
 class RecordingWindow(GrowingSlidingWindowLayer):
@@ -21,6 +22,11 @@ class RecordingWindow(GrowingSlidingWindowLayer):
 def attention_layers(cache: Any) -> list[Any]:
     """The layers that hold keys and values; those that share others' hold none."""
     return [layer for layer in cache.layers if not isinstance(layer, families.EMPTY_LAYERS)]
+
+
+def key_values(layers: list[Any]) -> KeyValues:
+    """Keys and values of each layer in turn, ``(rows, heads, length, size)``."""
+    return tuple(states for layer in layers for states in (layer.keys, layer.values))
 
 
 def recording_cache(model: Any, max_length: int) -> GrowingCache:
