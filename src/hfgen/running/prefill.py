@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 from transformers.utils import ModelOutput
 
 from ..state.call import ModelKwargs
 from ..state.run import Run
 from . import shared_prompt
-from .step_inputs import TOKEN_TYPES
+from .step_inputs import MEDIA, TOKEN_TYPES
 
 
 def prefill_in_chunks(
@@ -35,8 +34,7 @@ def prefill_in_chunks(
         )
     prompt = (input_ids if embeds is None else embeds)[:, -(new_length or 0) :]
     chunks = torch.split(prompt, int(config.prefill_chunk_size), dim=1)
-    media_names = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL} - {"mm_encoder_outputs"}
-    raw_media = sorted(name for name in media_names if model_kwargs.get(name) is not None)
+    raw_media = sorted(name for name in MEDIA if model_kwargs.get(name) is not None)
     if is_first_iteration and len(chunks) > 1 and raw_media:
         raise ValueError(
             f"`prefill_chunk_size` cannot cut {raw_media}, which {type(self).__name__} encodes in "

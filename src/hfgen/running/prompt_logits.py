@@ -107,8 +107,9 @@ class Body:
         self.depth = 0
 
     @classmethod
-    def of_model(cls, model: Any) -> Body | None:
-        paths = _bodies(model)
+    def of_model(cls, model: Any, n_paths: int | None = None) -> Body | None:
+        """The body of ``model``, at the first ``n_paths`` paths where it may be; ``None`` if unknown."""
+        paths = _bodies(model)[:n_paths]
         return cls(model, paths) if paths else None
 
     @classmethod
@@ -126,8 +127,7 @@ class Body:
             or not run.model._supports_logits_to_keep()
         ):
             return None
-        paths = _bodies(run.model)[:1]
-        return cls(run.model, paths) if paths else None
+        return cls.of_model(run.model, n_paths=1)
 
     @contextmanager
     def watching(self, run: Run) -> Iterator[None]:

@@ -21,6 +21,9 @@ from ..state.run import Run
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
+#: Inputs of images, videos and sound that are not encoded yet.
+MEDIA = frozenset(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) - {"mm_encoder_outputs"}
+
 #: What forward never gets, and what it does not get behind the prefill.
 NEVER_PASSED = frozenset({"labels"})
 DROPPED = NEVER_PASSED | set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)

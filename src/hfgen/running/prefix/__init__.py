@@ -58,11 +58,9 @@ def check(
     prefix_request: PrefixRequest | None, model: Any, call: Call, model_kwargs: ModelKwargs
 ) -> PrefixRequest | None:
     """``prefix_request``, or ``None`` if the call's arguments rule it out. Raises as ``refuse``."""
-    if call.config.is_assistant or is_zero(call.config.max_new_tokens):
+    if prefix_request is None or call.config.is_assistant or is_zero(call.config.max_new_tokens):
         return None
-    if prefix_request is not None and (
-        reason := eligibility.of_arguments(model, call, model_kwargs)
-    ):
+    if (reason := eligibility.of_arguments(model, call, model_kwargs)) is not None:
         prefix_request.refuse(reason)
         return None
     return prefix_request

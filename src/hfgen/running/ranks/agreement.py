@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ... import __version__, families
 from ...memory.caches import layers
 from ..row_states import generator_states
+from ..step_inputs import MEDIA
 from .in_step import RankError, error_of, error_of_connection, exchange, leave_note, text_of
 
 if TYPE_CHECKING:
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 #: The hook that runs encoders.
 ENCODES = "_maybe_prepare_encoder_kwargs_for_generation"
-
-#: Inputs that parts of a model read which text does not pass through.
-MEDIA = {*MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL} - {"mm_encoder_outputs"}
 
 #: Fields whose values are compared where all has to be the same; others may be any object.
 PLAIN = (bool, int, float, str, type(None))
