@@ -9,8 +9,9 @@ it is so.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ FOLDED = 8
 
 #: The attribute of a mask with its ``Span``s.
 _SPANS = "hfgen_spans"
+#: The newest masks, of which models may have taken some queries.
+_masks: deque[Tensor] = deque(maxlen=8)
 
 
 @dataclass
@@ -128,7 +131,29 @@ def exact_mask(
     assert mask is not None
     mask = mask.contiguous()  # whoever makes it so gets this object, with its spans
     setattr(mask, _SPANS, list(_spans(mask, attention_mask, int(kv_offset))))
+    _masks.append(mask)
     return mask
+
+
+def spans_of(mask: Tensor) -> list[Span] | None:
+    """The spans of a mask of ``exact_mask``, or of some consecutive queries of one; None for any other."""
+    spans: list[Span] | None = getattr(mask, _SPANS, None)
+    if spans is not None or mask.dim() != 4:
+        return spans
+    address = mask.untyped_storage().data_ptr()
+    for whole in _masks:
+        if whole.untyped_storage().data_ptr() != address or mask.stride() != whole.stride():
+            continue
+        first, rest = divmod(int(mask.storage_offset()), mask.stride(2))
+        if rest or (len(mask), mask.shape[3]) != (len(whole), whole.shape[3]):
+            return None
+        some = slice(first, first + mask.shape[2])
+        spans = [
+            replace(s, visible=s.visible[:, :, some], _biases={}) for s in getattr(whole, _SPANS)
+        ]
+        setattr(mask, _SPANS, spans)
+        return spans
+    return None
 
 
 def _spans(mask: Tensor, attention_mask: Tensor | None, offset: int) -> Iterator[Span]:
@@ -213,8 +238,8 @@ def exact_attention(
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         spans = [_without_mask(query, key, bool(causal) and n_queries > 1)]
-    elif hasattr(attention_mask, _SPANS):
-        spans = getattr(attention_mask, _SPANS)
+    elif (found := spans_of(attention_mask)) is not None:
+        spans = found
     else:
         raise ValueError(
             f"exact: {type(module).__name__} makes its attention mask by itself, not by transformers' "

@@ -142,7 +142,7 @@ class ExactCalls(TorchFunctionMode):
         if function in BMM and isinstance(args[1], nn.Parameter) and not kwargs:
             rows = args[0].shape[1]
             least = SMALLEST // args[1][0].numel() + 1
-            return function(in_tiles(args[0], least), args[1])[:, :rows]
+            return function(in_tiles(args[0], least), args[1])[:, :rows].contiguous()
         if function in POINTWISE:
             return in_vectors(function, *args, **kwargs)
         return function(*args, **kwargs)
@@ -156,7 +156,7 @@ def in_vectors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwa
     if not missing and input.is_contiguous():
         return function(input, *args, **kwargs)
     output = function(F.pad(input.reshape(-1), (0, missing)), *args, **kwargs)
-    return output[:numbers].view(input.shape)
+    return output[:numbers].reshape(input.shape)
 
 
 def needs_padding(input: Tensor) -> bool:
@@ -169,7 +169,7 @@ def tiled(product: Callable[..., Tensor], input: Tensor, weight: Tensor, *rest: 
     rows = input.reshape(-1, input.shape[-1])
     least = SMALLEST // weight.numel() + 1
     output = product(in_tiles(rows, least), weight, *rest)[: len(rows)]
-    return output.view(*input.shape[:-1], output.shape[-1])
+    return output.reshape(*input.shape[:-1], output.shape[-1])
 
 
 class ForwardOfExactCalls:
@@ -205,9 +205,10 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if self.stack and not isinstance(self.stack[-1], nn.Linear):
-            self._note(function, args)
-        return function(*args, **(kwargs or {}))
+            self._note(function, (*args, *kwargs.values()))
+        return function(*args, **kwargs)
 
     def _note(self, function: Any, args: tuple[Any, ...]) -> None:
         module = self.stack[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -146,85 +147,94 @@ def _padded(model: Any, rows: list[Tensor], side: str) -> dict[str, Tensor]:
     return inputs
 
 
+#: Computes the logits ``(tokens, vocab)`` of each row of the trial.
+Way = Callable[[], list[Tensor]]
+
+
+@torch.no_grad()
+def run_model(model: Any) -> None:
+    """Forward the rows of the trial in all ways, for those who watch."""
+    for way in ways(model).values():
+        way()
+
+
 @torch.no_grad()
 def try_model(model: Any) -> str | None:
     """Where the logits of a row in a padded batch, or in steps with a cache, differ from those of the row alone.
 
     None if they are the same, bit by bit; else the way, and the first layer whose output differs.
     """
-    rows = _rows(model)
-    if model.config.is_encoder_decoder:
-        ways = dict(_ways_of_encoder_decoder(model, rows))
-    else:
-        ways = dict(_ways_of_decoder(model, rows))
-    alone = [ways["alone"](i) for i in range(len(rows))]
-    for way in [way for way in ways if way != "alone"]:
-        for i, logits in enumerate(alone):
-            if not torch.equal(logits, ways[way](i)):
-                return f"{way}; {first_difference(model, ways['alone'], ways[way], i)}"
+    all_ways = ways(model)
+    alone = all_ways["alone"]()
+    for name, way in all_ways.items():
+        for row, (logits, expected) in enumerate(zip(way(), alone, strict=True)):
+            if not torch.equal(logits, expected):
+                return f"{name}; {first_difference(model, all_ways['alone'], way, row)}"
     return None
 
 
-Way = Callable[[int], Tensor]
+def ways(model: Any) -> dict[str, Way]:
+    """Ways to compute the same logits, by name; the first is ``"alone"``."""
+    rows = _rows(model)
+    if model.config.is_encoder_decoder:
+        return _ways_of_encoder_decoder(model, rows)
+    alone = [_padded(model, [row], "left") for row in rows]
+    left, right = (_padded(model, rows, side) for side in ("left", "right"))
+    return {
+        "alone": lambda: [_logits(model, inputs)[0] for inputs in alone],
+        "padded on the right": lambda: [
+            logits[:n] for logits, n in zip(_logits(model, right), TOKENS, strict=True)
+        ],
+        "padded on the left": lambda: [
+            logits[-n:] for logits, n in zip(_logits(model, left), TOKENS, strict=True)
+        ],
+        "in steps with a cache": lambda: _in_steps(model, left),
+    }
 
 
-def _ways_of_decoder(model: Any, rows: list[Tensor]) -> Iterator[tuple[str, Way]]:
-    """Ways to compute the logits ``(tokens, vocab)`` of a row of ``rows``: alone, padded, and in steps."""
-    longest = max(TOKENS)
-    yield "alone", lambda i: _logits(model, _padded(model, [rows[i]], "left"))[0]
-
-    def in_batch(i: int, side: str) -> Tensor:
-        logits = _logits(model, _padded(model, rows, side))[i]
-        return logits[-TOKENS[i] :] if side == "left" else logits[: TOKENS[i]]
-
-    yield "padded on the right", lambda i: in_batch(i, "right")
-    yield "padded on the left", lambda i: in_batch(i, "left")
-
-    def in_steps(i: int) -> Tensor:
-        inputs, logits = _padded(model, rows, "left"), []
-        past: dict[str, Any] = {}
-        bounds = [0, *(longest - sum(STEPS[n:]) for n in range(len(STEPS) + 1))]
-        for start, stop in itertools.pairwise(bounds):
-            part = {name: value[:, start:stop] for name, value in inputs.items()}
-            part["attention_mask"] = inputs["attention_mask"][:, :stop]
-            output = _forward(model, {**part, **past, "use_cache": True})
-            logits.append(output.logits)
-            name = families.cache_argument(model)
-            past = {name: getattr(output, name)}
-        return torch.cat(logits, dim=1)[i, -TOKENS[i] :]
-
-    yield "in steps with a cache", in_steps
+def _in_steps(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    longest, logits = max(TOKENS), []
+    past: dict[str, Any] = {}
+    name = families.cache_argument(model)
+    bounds = [0, *(longest - sum(STEPS[n:]) for n in range(len(STEPS) + 1))]
+    for start, stop in itertools.pairwise(bounds):
+        part = {name: value[:, start:stop] for name, value in inputs.items()}
+        part["attention_mask"] = inputs["attention_mask"][:, :stop]
+        output = _forward(model, {**part, **past, "use_cache": True})
+        logits.append(output.logits)
+        past = {name: getattr(output, name)}
+    together = torch.cat(logits, dim=1)
+    return [row[-n:] for row, n in zip(together, TOKENS, strict=True)]
 
 
-def _ways_of_encoder_decoder(model: Any, rows: list[Tensor]) -> Iterator[tuple[str, Way]]:
+def _ways_of_encoder_decoder(model: Any, rows: list[Tensor]) -> dict[str, Way]:
     """The same where ``rows`` are inputs of an encoder; the decoder's tokens are those of the second row."""
-    decoded = rows[1][:, :6].expand(len(rows), -1)
-    yield (
-        "alone",
-        lambda i: _logits(model, {"input_ids": rows[i], "decoder_input_ids": decoded[:1]})[0],
-    )
+    decoded = rows[1][:, :6]
+    inputs = _padded(model, rows, "right")
 
-    def in_batch(i: int) -> Tensor:
-        return _logits(model, {**_padded(model, rows, "right"), "decoder_input_ids": decoded})[i]
+    def alone() -> list[Tensor]:
+        return [_logits(model, {"input_ids": row, "decoder_input_ids": decoded})[0] for row in rows]
 
-    yield "padded on the right", in_batch
+    def in_batch() -> list[Tensor]:
+        ids = decoded.expand(len(rows), -1)
+        return list(_logits(model, {**inputs, "decoder_input_ids": ids}))
 
-    def in_steps(i: int) -> Tensor:
-        inputs, logits = _padded(model, rows, "right"), []
-        past: dict[str, Any] = {}
+    def in_steps() -> list[Tensor]:
+        logits = []
+        states = model.get_encoder()(
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], return_dict=True
+        )
+        past: dict[str, Any] = {"encoder_outputs": states}
         for start, stop in ((0, 3), (3, 4), (4, 6)):
-            ids = decoded[:, start:stop]
+            ids = decoded[:, start:stop].expand(len(rows), -1)
             output = _forward(
                 model, {**inputs, **past, "decoder_input_ids": ids, "use_cache": True}
             )
             logits.append(output.logits)
-            past = {
-                "past_key_values": output.past_key_values,
-                "encoder_outputs": (output.encoder_last_hidden_state,),
-            }
-        return torch.cat(logits, dim=1)[i]
+            past = {"past_key_values": output.past_key_values, "encoder_outputs": states}
+        return list(torch.cat(logits, dim=1))
 
-    yield "in steps with a cache", in_steps
+    return {"alone": alone, "padded on the right": in_batch, "in steps with a cache": in_steps}
 
 
 def _forward(model: Any, arguments: dict[str, Any]) -> Any:
@@ -251,15 +261,19 @@ def first_difference(model: nn.Module, alone: Way, beside: Way, row: int) -> str
 
         handles = [module.register_forward_hook(note) for module in names]
         try:
-            way(row)
+            way()
         finally:
             for handle in handles:
                 handle.remove()
-    beside_it: dict[str, list[Tensor]] = {}
+    in_way: dict[str, list[Tensor]] = {}
     for name, output in outputs[1]:
-        beside_it.setdefault(name, []).append(output)
+        in_way.setdefault(name, []).append(output)
+    calls: Counter[str] = Counter()
     for name, output in outputs[0]:
-        if output.dim() == 3 and name in beside_it and not _is_in(output[0], beside_it[name], row):
+        is_own = calls[name] == row  # each layer is called once for each row that is alone
+        calls[name] += 1
+        is_compared = is_own and output.dim() == 3 and name in in_way
+        if is_compared and not _is_in(output[0], in_way[name], row):
             return f"the first layer with another output is {name}"
     return "no layer's output differs, but the logits do"
 

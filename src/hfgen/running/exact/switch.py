@@ -85,8 +85,15 @@ def exact(model: T) -> T:
                 config._experts_implementation_internal = "eager"
         shapes = _set_forwards(model)
         vars(model)["exactness"] = Report(tuple(_probed(model, shapes)), attention, experts)
-    except BaseException:
+    except BaseException as error:
         undo(model)
+        if isinstance(error, ValueError) and str(error).startswith("exact: "):
+            raise
+        if isinstance(error, Exception):  # of a forward that does not take what others do
+            raise ValueError(
+                f"exact: {type(model).__name__} could not be tried on rows of random tokens: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         raise
     return model
 
@@ -188,14 +195,11 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
     for module in filter(scans, model.modules()):
         vars(module)["forward"] = RecurrentForward(module)
     recorder = Recorder()
-    with _attention_unseen() as shapes, recorder.following():
-        probe.try_model(model)
-    if recorder.refused:
-        name, function = next(iter(recorder.refused.items()))
-        raise ValueError(
-            f"exact: {name} calls torch's {function} on activations, which is not known to be exact. Models are "
-            "exact whose attention is transformers' AttentionInterface."
-        )
+    try:
+        with _attention_unseen() as shapes, recorder.following():
+            probe.run_model(model)
+    finally:
+        _refuse(recorder)
     for module in model.modules():
         if isinstance(packed := vars(module).get("forward"), PackedForward):
             vars(module)["forward"] = TiledForward(module, packed)
@@ -204,6 +208,15 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
         elif id(module) in recorder.callers and "forward" not in vars(module):
             vars(module)["forward"] = ForwardOfExactCalls(module)
     return shapes
+
+
+def _refuse(recorder: Recorder) -> None:
+    """Raise ``ValueError`` if a module called a product that tiles do not serve."""
+    for name, function in recorder.refused.items():
+        raise ValueError(
+            f"exact: {name} calls torch's {function} on activations, which is not known to be exact. Models are "
+            "exact whose attention is transformers' AttentionInterface."
+        )
 
 
 @contextmanager
@@ -267,7 +280,7 @@ def _inputs_of_layers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
         if not any(module.children()) and not isinstance(module, _ConvNd)
     ]
     try:
-        probe.try_model(model)
+        probe.run_model(model)
     finally:
         for handle in handles:
             handle.remove()

@@ -1,0 +1,272 @@
+"""Compare the bits of rows in every way to decode them: ``python -m tests.parity.exact``.
+
+Every case is a family in one dtype, made exact. Four rows with seeds are sampled alone, and then in all other ways:
+tokens, logits and log-probabilities have to be the same bits, and so have the trainer's log-probabilities of the
+finished rows. A family that cannot be exact says so by name; ``--table`` writes all of them to ``docs/exact.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import hfgen
+from tests.parity.harness import FAMILIES, forget_models, ours
+
+LENGTHS = (3, 40, 17, 29)
+SEEDS = [11, 12, 13, 14]
+N_NEW = 12
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+SAMPLING: dict[str, Any] = {
+    "max_new_tokens": N_NEW,
+    "do_sample": True,
+    "temperature": 1.0,
+    "top_k": 0,
+    "pad_token_id": 0,
+    "ignore_eos": True,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+    "logprobs": 2,
+}
+
+
+@dataclass
+class Row:
+    """What a row got: ``tokens (n,)``, ``logits (n, vocab)`` if they were recorded, ``logprobs (n,)``."""
+
+    tokens: Tensor
+    logits: Tensor | None
+    logprobs: Tensor
+
+    def differs_from(self, alone: Row) -> str | None:
+        """What is not the same bits as in the row alone, of which this row may have the first tokens."""
+        n = len(self.tokens)
+        if not torch.equal(self.tokens, alone.tokens[:n]):
+            return f"tokens {self.tokens.tolist()} beside {alone.tokens[:n].tolist()}"
+        if not torch.equal(self.logprobs, alone.logprobs[:n]):
+            return f"log-probabilities by {(self.logprobs - alone.logprobs[:n]).abs().max():.2g}"
+        if self.logits is not None and alone.logits is not None:
+            if not torch.equal(self.logits, alone.logits[:n]):
+                return f"logits by {(self.logits - alone.logits[:n]).abs().max():.2g}"
+        return None
+
+
+def prompts(vocab: int) -> list[Tensor]:
+    """Rows of random ids with repetitions, so that lookup drafts are accepted now and then."""
+    generator = torch.Generator().manual_seed(0)
+    pattern = torch.randint(10, vocab, (6,), generator=generator)
+    return [
+        torch.cat([pattern.repeat(9)[: n - 2], torch.randint(10, vocab, (2,), generator=generator)])
+        for n in LENGTHS
+    ]
+
+
+def padded(rows: Sequence[Tensor], is_right: bool = False) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` of the rows as one batch."""
+    side = "right" if is_right else "left"
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(list(rows), batch_first=True, padding_side=side),
+        "attention_mask": pad(
+            [torch.ones_like(r) for r in rows], batch_first=True, padding_side=side
+        ),
+    }
+
+
+class Trial:
+    """One exact model and its rows; a method for each way to decode them, as a list of ``Row``."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.is_seq2seq = bool(model.config.is_encoder_decoder)
+        self.rows = prompts(model.config.get_text_config().vocab_size)
+        self.alone = [self.decode([i])[0] for i in range(len(self.rows))]
+
+    def decode(self, order: Sequence[int] | None = None, **options: Any) -> list[Row]:
+        """The rows ``order`` in one batch, in that order."""
+        order = range(len(self.rows)) if order is None else order
+        rows = [self.rows[i] for i in order]
+        seeds = [SEEDS[i] for i in order]
+        inputs = padded(rows, is_right=self.is_seq2seq)
+        output = self.model.generate(**inputs, seed=seeds, **{**SAMPLING, **options})
+        start = 1 if self.is_seq2seq else inputs["input_ids"].shape[1]
+        n = len(output.sequences) // len(rows)
+        return [self.row(output, i * n, start) for i in range(len(rows))]
+
+    def row(self, output: Any, row: int, start: int) -> Row:
+        tokens, logits = output.sequences[row, start:], None
+        if output.logits is not None:
+            logits = torch.stack([step[row] for step in output.logits])
+        return Row(tokens, logits, output.logprobs.token_logprobs[row])
+
+    def shuffled(self) -> list[Row]:
+        order = [2, 0, 3, 1]
+        rows = self.decode(order)
+        return [rows[order.index(i)] for i in range(len(order))]
+
+    def drop_finished(self) -> list[Row]:
+        lengths = [4, N_NEW, 7, N_NEW]
+        rows = self.decode(drop_finished=True, max_new_tokens=lengths, output_logits=False)
+        return [
+            Row(row.tokens[:n], None, row.logprobs[:n])
+            for row, n in zip(rows, lengths, strict=True)
+        ]
+
+    def prefix_cache(self) -> list[Row]:
+        prefixes = hfgen.PrefixCache()
+        for _ in range(2):
+            rows = [self.decode([i], prefix_cache=prefixes)[0] for i in range(len(self.rows))]
+        return rows
+
+    def engine(self) -> list[Row]:
+        """Requests that join one by one; prompts are forwarded nine tokens at a time."""
+        with hfgen.Engine(self.model, max_rows=3, prefill_tokens=9) as engine:
+            requests = []
+            for ids, seed in zip(self.rows, SEEDS, strict=True):
+                config = hfgen.GenerationConfig(**SAMPLING, seed=seed)
+                requests.append(engine.add(ids[None], generation_config=config))
+                engine.step()
+                engine.step()
+            while engine.has_work:
+                engine.step()
+            results = [request.result() for request in requests]
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        outputs = [result.generate_output for result in results]
+        starts = [1 if self.is_seq2seq else len(ids) for ids in self.rows]
+        return [self.row(o, 0, start) for o, start in zip(outputs, starts, strict=True)]
+
+    def copies(self) -> list[Row]:
+        """The second of two sequences of each row; what is compared is one call per row."""
+        together = self.second_copies(range(len(self.rows)))
+        apart = [self.second_copies([i])[0] for i in range(len(self.rows))]
+        if any((wrong := own) for own in map(Row.differs_from, together, apart)):
+            raise AssertionError(wrong)
+        return []
+
+    def second_copies(self, order: Sequence[int]) -> list[Row]:
+        inputs = padded([self.rows[i] for i in order], is_right=self.is_seq2seq)
+        seeds = [SEEDS[i] for i in order]
+        output = self.model.generate(**inputs, seed=seeds, num_return_sequences=2, **SAMPLING)
+        start = 1 if self.is_seq2seq else inputs["input_ids"].shape[1]
+        return [self.row(output, 2 * i + 1, start) for i in range(len(order))]
+
+    def beams(self) -> list[Row]:
+        """Three beams: sequences and scores of the batch, beside one call per row."""
+        options = {**SAMPLING, "do_sample": False, "num_beams": 3, "output_scores": True}
+        options |= {"output_logits": False, "logprobs": None}
+
+        def search(order: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+            inputs = padded([self.rows[i] for i in order], is_right=self.is_seq2seq)
+            output = self.model.generate(**inputs, **options)
+            start = 1 if self.is_seq2seq else inputs["input_ids"].shape[1]
+            return list(zip(output.sequences[:, start:], output.sequences_scores, strict=True))
+
+        for i, (tokens, score) in enumerate(search(range(len(self.rows)))):
+            ((own_tokens, own_score),) = search([i])
+            assert torch.equal(tokens, own_tokens), f"beams {tokens.tolist()} beside {own_tokens}"
+            assert torch.equal(score, own_score), f"beam scores {score} beside {own_score}"
+        return []
+
+    def trainer(self) -> list[Row]:
+        """Log-probabilities by one forward of the finished rows, padded, with gradients."""
+        finished = [
+            torch.cat([ids, row.tokens]) for ids, row in zip(self.rows, self.alone, strict=True)
+        ]
+        rows = []
+        for is_right in (False, True):
+            logprobs = hfgen.token_logprobs(self.model, **padded(finished, is_right))
+            assert logprobs.requires_grad
+            ends = [len(f) - 1 if is_right else logprobs.shape[1] for f in finished]
+            rows = [
+                Row(alone.tokens, None, own[end - N_NEW : end].detach())
+                for alone, own, end in zip(self.alone, logprobs, ends, strict=True)
+            ]
+            for row, alone in zip(rows, self.alone, strict=True):
+                assert (wrong := row.differs_from(alone)) is None, f"padded {is_right=}: {wrong}"
+        return rows
+
+    def ways(self) -> dict[str, Callable[[], list[Row]]]:
+        """All ways to decode the rows, by name."""
+        static = {"cache_implementation": "static", "disable_compile": True}
+        found: dict[str, Callable[[], list[Row]]] = {
+            "batch": self.decode,
+            "shuffled": self.shuffled,
+            "drop_finished": self.drop_finished,
+            "static cache": lambda: self.decode(**static),
+            "no cache": lambda: self.decode(use_cache=False),
+            "lookup drafts": lambda: self.decode(prompt_lookup_num_tokens=3),
+            "an assistant's drafts": lambda: self.decode(assistant_model=self.model),
+            "early-exit drafts": lambda: self.decode(assistant_early_exit=1),
+            "engine": self.engine,
+            "copies": self.copies,
+            "beams": self.beams,
+        }
+        if (
+            self.is_seq2seq
+        ):  # transformers cuts the encoder's mask, too, and has forced tokens at the end
+            return {name: way for name, way in found.items() if name != "drop_finished"}
+        found["chunked prefill"] = lambda: self.decode(prefill_chunk_size=7)
+        found["prefix cache"] = self.prefix_cache
+        found["trainer"] = self.trainer
+        return found
+
+
+def differences(model: Any) -> list[str]:
+    """Which ways give other bits; ways that a model refuses without exact mode as well do not count."""
+    trial, found = Trial(model), []
+    for name, way in trial.ways().items():
+        try:
+            pairs = zip(way(), trial.alone, strict=False)
+            wrong = [text for row, alone in pairs if (text := row.differs_from(alone)) is not None]
+        except (ValueError, NotImplementedError) as error:
+            wrong = [str(error)] if str(error).startswith("exact: ") else []
+        except AssertionError as error:
+            wrong = [str(error)]
+        found += [f"{name}: {text}" for text in wrong[:1]]
+    return found
+
+
+def prepared(family: str, dtype: torch.dtype) -> Any:
+    """The exact model of a family; ``ValueError`` says why it cannot be."""
+    model = ours(family)
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError("exact: it is no torch module")
+    return hfgen.exact(model.to(dtype).eval().requires_grad_(True))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", help="names; by default all families of text")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="by default all")
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    of_text = [f.name for f in FAMILIES.values() if f.kind in ("decoder", "encoder-decoder")]
+    n_wrong = n_exact = 0
+    for family in options.families or of_text:
+        for dtype in options.dtype or DTYPES:
+            try:
+                found = differences(prepared(family, DTYPES[dtype]))
+            except ValueError as error:
+                print(f"{family}, {dtype}: refused, {str(error).removeprefix('exact: ')}")
+                continue
+            finally:
+                forget_models()
+            n_exact += not found
+            n_wrong += bool(found)
+            print(f"{family}, {dtype}: {'; '.join(found) or 'exact in all ways'}", flush=True)
+    print(f"{n_exact} exact, {n_wrong} with differences")
+    return int(n_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
