@@ -53,10 +53,13 @@ class Row:
             return f"tokens {self.tokens.tolist()} beside {alone.tokens[:n].tolist()}"
         if not torch.equal(self.logprobs, alone.logprobs[:n]):
             return f"log-probabilities by {(self.logprobs - alone.logprobs[:n]).abs().max():.2g}"
-        if self.logits is not None and alone.logits is not None:
-            if not torch.equal(self.logits, alone.logits[:n]):
-                return f"logits by {(self.logits - alone.logits[:n]).abs().max():.2g}"
-        return None
+        if (
+            self.logits is None
+            or alone.logits is None
+            or torch.equal(self.logits, alone.logits[:n])
+        ):
+            return None
+        return f"logits by {(self.logits - alone.logits[:n]).abs().max():.2g}"
 
 
 def prompts(vocab: int) -> list[Tensor]:
