@@ -33,7 +33,8 @@ _PARAMETERS: WeakKeyDictionary[Callable[..., Any], frozenset[str]] = WeakKeyDict
 
 def attends_exactly(config: Any) -> bool:
     """Whether a model with ``config`` has been through ``hfgen.exact``."""
-    return config is not None and config.get_text_config()._attn_implementation == EXACT_ATTENTION
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text_config, "_attn_implementation", None) == EXACT_ATTENTION
 
 
 def parameters(function: Callable[..., Any]) -> frozenset[str]:

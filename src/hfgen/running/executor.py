@@ -246,6 +246,13 @@ def valid_auto_compile_criteria(
     compile_config = generation_config.compile_config
     if generation_config.disable_compile:
         return False
+    if "exactness" in vars(self):
+        if compile_config is None:
+            return False
+        raise ValueError(
+            "exact: a compiled graph fuses operations that were probed one by one. Leave `compile_config`, or "
+            "call hfgen.restore(model)."
+        )
     cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
     quantizer = getattr(self, "hf_quantizer", None)
     places = set(getattr(self, "hf_device_map", {}).values())

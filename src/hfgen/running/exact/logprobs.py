@@ -19,7 +19,7 @@ def token_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor | None 
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: Shapes differ, or there are fewer than two tokens.
+        ValueError: Shapes differ, there are fewer than two tokens, or the model has an encoder.
     """
     for name, value in {"input_ids": input_ids, "attention_mask": attention_mask}.items():
         if not (isinstance(value, Tensor) or (name == "attention_mask" and value is None)):
@@ -33,6 +33,8 @@ def token_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor | None 
             f"token_logprobs(): attention_mask has to be {tuple(input_ids.shape)} as input_ids is, "
             f"got {tuple(attention_mask.shape)}."
         )
+    if model.config.is_encoder_decoder:
+        raise ValueError("token_logprobs() takes decoder-only models, but this one has an encoder.")
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
     if attention_mask is not None:
         arguments["attention_mask"] = attention_mask

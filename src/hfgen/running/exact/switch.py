@@ -83,8 +83,10 @@ def exact(model: T) -> T:
         for config, implementation in experts:
             if implementation is not None:
                 config._experts_implementation_internal = "eager"
-        shapes = _set_forwards(model)
-        vars(model)["exactness"] = Report(tuple(_probed(model, shapes)), attention, experts)
+        with torch.no_grad():
+            shapes = _set_forwards(model)
+            operations = tuple(_probed(model, shapes))
+        vars(model)["exactness"] = Report(operations, attention, experts)
     except BaseException as error:
         undo(model)
         if isinstance(error, ValueError) and str(error).startswith("exact: "):

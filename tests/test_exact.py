@@ -1,0 +1,250 @@
+"""``hfgen.exact``: what it changes and undoes, what it refuses, and that its tests can fail."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM, CompileConfig, MambaConfig, MambaForCausalLM
+
+import hfgen
+from hfgen.running.exact import attention, is_exact, probe
+from tests import tiny
+from tests.parity import exact as trials
+
+
+def tiny_llama(**sizes: int) -> Any:
+    return hfgen.mix_into(tiny.llama(**sizes)).eval()
+
+
+def state(model: Any) -> tuple[Any, ...]:
+    """What ``exact`` may change: implementations, and what modules have of their own."""
+    own = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    return model.config._attn_implementation, model.config._experts_implementation, own
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_llama().eval()
+
+
+INPUTS = {"input_ids": torch.arange(10, 22).view(2, 6)}
+
+
+def test_restore_leaves_no_trace(model: Any) -> None:
+    before, logits = state(model), model(**INPUTS).logits
+    assert hfgen.exact(model) is model
+    assert is_exact(model)
+    assert hfgen.restore(model) is model
+    assert state(model) == before
+    assert torch.equal(model(**INPUTS).logits, logits)
+
+
+def test_the_end_of_a_block_restores(model: Any) -> None:
+    before = state(model)
+    with hfgen.exact(model) as prepared:
+        assert prepared is model
+        assert is_exact(model)
+    assert state(model) == before
+    with pytest.raises(TypeError, match=r"hfgen\.exact"), model:
+        pass
+
+
+def test_a_report_has_a_line_for_each_kind_of_operation(model: Any) -> None:
+    lines = str(hfgen.exact(model).exactness).splitlines()
+    assert any(line.startswith("Linear(") for line in lines)
+    assert any(line.startswith("attention") for line in lines)
+    assert all(line.endswith(": exact") for line in lines)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_are_exact_with_layers_of_their_own(model: Any, how: Any) -> None:
+    copied = how(hfgen.exact(model))
+    for one, other in zip(model.modules(), copied.modules(), strict=True):
+        if (forward := vars(other).get("forward")) is not None:
+            assert forward.module is other
+            assert vars(one)["forward"].module is one
+    assert torch.equal(copied(**INPUTS).logits, model(**INPUTS).logits)
+
+
+def test_without_exact_mode_rows_differ(model: Any) -> None:
+    assert trials.differences(model.requires_grad_(True))  # the comparison is able to fail
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_optimised_models_are_exact_or_refused_by_name(
+    weights: str | None, dtype: torch.dtype
+) -> None:
+    model = tiny_llama(hidden_size=64, intermediate_size=128).to(dtype).eval()
+    before = state(hfgen.optimize(model, weights=weights))
+    kernels = model.optimization.kernels
+    if "fp16" in kernels.values():  # fbgemm's kernel depends on the number of rows
+        with pytest.raises(ValueError, match="is not exact on this machine"):
+            hfgen.exact(model)
+        assert state(model) == before
+        return
+    hfgen.exact(model)
+    trial = trials.Trial(model)
+    for way in (trial.decode, trial.shuffled, trial.engine):
+        assert [row.differs_from(own) for row, own in zip(way(), trial.alone, strict=True)] == [
+            None
+        ] * 4
+    inputs = trials.padded(trial.rows)
+    if weights is None or not any(name.startswith("int") for name in kernels.values()):
+        assert hfgen.token_logprobs(model, **inputs).requires_grad
+    else:
+        with pytest.raises(ValueError, match="no gradients"):
+            hfgen.token_logprobs(model, **inputs)
+        with torch.no_grad():
+            assert hfgen.token_logprobs(model, **inputs).isfinite().all()
+    hfgen.restore(model)
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_gradients_of_a_packed_kernel_are_those_of_the_layer() -> None:
+    model = tiny_llama(hidden_size=64, intermediate_size=128).eval()
+    rows = trials.padded(trials.prompts(model.config.vocab_size))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        hfgen.token_logprobs(model, **rows)[:, -2:].sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    hfgen.exact(hfgen.optimize(model, kernels="onednn"))
+    for own, other in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
+
+
+# ------------------------------------------------------------------- refusals
+
+
+class Doubled(nn.Linear):
+    """A layer that mixes the rows of its input."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input.mean() * 0
+
+
+def in_float64(model: Any) -> None:
+    model.double()
+
+
+def with_dropout(model: Any) -> None:
+    model.model.layers[0].mlp.add_module("dropout", nn.Dropout(0.1))
+    model.train()
+
+
+def with_a_hook(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, output: output)
+
+
+def with_a_class_of_ones_own(model: Any) -> None:
+    model.lm_head.__class__ = Doubled
+
+
+def on_another_device(model: Any) -> None:
+    model.lm_head.to("meta")
+
+
+def compiled_by_layer(model: Any) -> None:
+    hfgen.optimize(model, compile=True)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (in_float64, "torch.float64; allowed are torch.float32"),
+        (with_dropout, r"'model.layers.0.mlp.dropout' drops values at random"),
+        (with_a_hook, "with_a_hook.<locals>.<lambda> is not known to compute each row by itself"),
+        (with_a_class_of_ones_own, "Doubled is not known to compute each row by itself"),
+        (on_another_device, "on several devices"),
+        (compiled_by_layer, "has a forward that was set on it"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_and_stays_as_it_was(
+    prepare: Any, message: str, model: Any
+) -> None:
+    prepare(model)
+    before = state(model)
+    with pytest.raises(ValueError, match=f"^exact: .*{message}"):
+        hfgen.exact(model)
+    assert state(model) == before
+
+
+def test_families_are_refused_by_the_operation_that_is_not_exact() -> None:
+    sizes = {"hidden_size": 32, "vocab_size": 90}
+    bloom = BloomForCausalLM(BloomConfig(n_head=2, n_layer=1, **sizes)).eval()
+    with pytest.raises(ValueError, match=r"Bloom.* computes attention by itself"):
+        hfgen.exact(bloom)
+    mamba = MambaForCausalLM(MambaConfig(num_hidden_layers=1, **sizes)).eval()
+    before = state(mamba)
+    with pytest.raises(ValueError, match="MambaMixer"):
+        hfgen.exact(mamba)
+    assert state(mamba) == before
+
+
+def test_an_operation_that_fails_the_probe_is_named(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "TILE", 1)
+    with pytest.raises(ValueError, match=r"Linear\(.* in float32 is not exact on this machine"):
+        hfgen.exact(model)
+    assert not is_exact(model)
+
+
+def test_the_probe_says_which_rows_differ() -> None:
+    values = torch.randn(probe.ROWS, 8)
+    assert probe.try_rows(lambda x: x * 2, values) is None
+    assert probe.try_rows(lambda x: x + len(x), values) == "1 rows from row 0 on of 64"
+    by_place = probe.try_rows(lambda x: x + torch.arange(len(x))[:, None], values)
+    assert by_place == "1 rows from row 1 on of 64"
+
+
+def test_calls_that_would_not_be_exact_raise(model: Any) -> None:
+    hfgen.exact(model)
+    with pytest.raises(ValueError, match="autocast"), torch.autocast("cpu", torch.bfloat16):
+        model(**INPUTS)
+    with pytest.raises(ValueError, match="already"):
+        hfgen.exact(model)
+    static = {"cache_implementation": "static", "compile_config": CompileConfig()}
+    with pytest.raises(ValueError, match="compiled graph"):
+        model.generate(**INPUTS, max_new_tokens=2, **static)
+    with pytest.raises(ValueError, match="makes its attention mask by itself"):
+        model(**INPUTS, attention_mask=torch.zeros(2, 1, 6, 6))
+    with pytest.raises(TypeError, match="takes a transformers model, but got Linear"):
+        hfgen.exact(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids has to be a tensor"),
+        ({"input_ids": torch.ones(3)}, ValueError, r"\(rows, 2 or more tokens\), got \(3,\)"),
+        ({"input_ids": torch.ones(2, 1)}, ValueError, r"got \(2, 1\)"),
+        (
+            {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(3, 2)},
+            ValueError,
+            r"attention_mask has to be \(2, 3\)",
+        ),
+    ],
+)
+def test_bad_input_of_token_logprobs(arguments: Any, error: type, message: str, model: Any) -> None:
+    with pytest.raises(error, match=message):
+        hfgen.token_logprobs(model, **arguments)
+
+
+def test_a_row_with_nan_leaves_the_others_as_they_are(model: Any) -> None:
+    hfgen.exact(model)
+    rows = trials.prompts(model.config.vocab_size)[:2]
+    rows = [row[-3:] for row in rows]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = float("nan")
+        own = model(rows[0][None]).logits[0]
+        beside = model(torch.stack([rows[0], torch.full((3,), 5)])).logits[0]
+    assert torch.equal(own, beside)
