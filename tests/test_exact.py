@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, CompileConfig, MambaConfig, MambaForCausalLM
 
 import hfgen
-from hfgen.running.exact import attention, is_exact, probe
+from hfgen.running.exact import is_exact, probe, spans
 from tests import tiny
 from tests.parity import exact as trials
 
@@ -192,7 +192,7 @@ def test_families_are_refused_by_the_operation_that_is_not_exact() -> None:
 def test_an_operation_that_fails_the_probe_is_named(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "TILE", 1)
+    monkeypatch.setattr(spans, "TILE", 1)
     with pytest.raises(ValueError, match=r"Linear\(.* in float32 is not exact on this machine"):
         hfgen.exact(model)
     assert not is_exact(model)

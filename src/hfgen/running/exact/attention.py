@@ -9,205 +9,17 @@ it is so.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
-from ... import families
+from .spans import KEYS, NAME, Span, in_tiles, spans_of
 
-#: The name of this attention in ``config._attn_implementation``.
-NAME = families.EXACT_ATTENTION
-
-#: Keys of a block, and queries that are computed together.
-KEYS = families.EXACT_KEYS
-#: Queries of a tile, and rows of a tile of linear layers.
-TILE = 4
-#: Keys that the last block is padded to, by dtype and size of a head, where fewer than ``KEYS`` have passed.
-LAST_KEYS: dict[tuple[torch.dtype, int], int] = {}
 #: Up to this many queries, heads that share keys are computed as queries of one head.
 FOLDED = 8
-
-#: The attribute of a mask with its ``Span``s.
-_SPANS = "hfgen_spans"
-#: The newest masks, of which models may have taken some queries.
-_masks: deque[Tensor] = deque(maxlen=8)
-
-
-@dataclass
-class Span:
-    """Rows of a batch whose keys lie in the same columns.
-
-    ``start``: the column of their first key. ``n_dropped``: keys of its block that the cache no longer has, behind a
-    window. ``columns``: of all keys, if columns of padding lie between them; else None.
-    ``visible (rows, 1, queries, keys)``: True where a query sees a key, from ``start`` to the last key that is seen.
-    """
-
-    rows: slice
-    start: int
-    n_dropped: int
-    columns: Tensor | None
-    visible: Tensor
-    _biases: dict[tuple[int, int, torch.dtype, int], Tensor] = field(
-        default_factory=dict, repr=False
-    )
-
-    def take(self, states: Tensor, n_keys: int) -> Tensor:
-        """The first keys or values ``(rows, heads, n_keys, size)`` of these rows, and zeros where they have none."""
-        n_zeros, length = getattr(states, "n_zeros", 0), states.shape[2]
-        states = states[self.rows]
-        if self.columns is not None:
-            states = states[:, :, self.columns[: n_keys - self.n_dropped]]
-        elif not self.n_dropped and length < self.start + n_keys <= length + n_zeros:
-            at = states.storage_offset() + self.start * states.stride(2)
-            return states.as_strided(
-                (*states.shape[:2], n_keys, states.shape[3]), states.stride(), at
-            )
-        else:
-            states = states[:, :, self.start : self.start + n_keys - self.n_dropped]
-        n_behind = n_keys - self.n_dropped - states.shape[2]
-        if n_behind or self.n_dropped:
-            states = F.pad(states, (0, 0, self.n_dropped, n_behind))
-        return states
-
-    def bias(self, start: int, stop: int, like: Tensor, group: int) -> Tensor:
-        """What is added to scores ``(rows, 1, group * queries in tiles, keys)``: 0, or minus infinity where hidden.
-
-        For the queries from ``start`` to ``stop``; ``like (…, size)`` has their dtype. Its keys are whole blocks.
-        """
-        key = (start, stop, like.dtype, group)
-        if key not in self._biases:
-            visible = self.visible[:, :, start:stop]
-            is_seen = visible.flatten(0, 2).any(dim=0).nonzero()
-            n_seen = self.n_dropped + (int(is_seen[-1]) + 1 if len(is_seen) else 0)
-            last = LAST_KEYS.get((like.dtype, like.shape[-1]), KEYS)
-            n_keys = max(-(-n_seen // last), 1) * last
-            n_tokens = min(n_keys - self.n_dropped, visible.shape[3])
-            zeros = torch.zeros((*visible.shape[:3], n_keys), dtype=like.dtype, device=like.device)
-            hidden = F.pad(
-                ~visible[..., :n_tokens],
-                (self.n_dropped, n_keys - self.n_dropped - n_tokens),
-                value=True,
-            )
-            bias = zeros.masked_fill_(hidden, -torch.inf)
-            self._biases[key] = in_tiles(bias.repeat(1, 1, group, 1))
-        return self._biases[key]
-
-
-def in_tiles(rows: Tensor, least: int = 1) -> Tensor:
-    """``(…, rows, size)`` with zeros behind, so that the rows are whole tiles, and at least ``least``."""
-    missing = max(least - rows.shape[-2], 0)
-    missing += -(rows.shape[-2] + missing) % TILE
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-
-# --------------------------------------------------------------------- masks
-
-
-def exact_mask(
-    *,
-    kv_length: int,
-    kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **arguments: Any,
-) -> Tensor:
-    """The mask ``(rows, 1, queries, keys)`` of transformers' interface, which carries the rows' spans."""
-    mask: Tensor | None = sdpa_mask(
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        **arguments,
-    )
-    assert mask is not None
-    mask = mask.contiguous()  # whoever makes it so gets this object, with its spans
-    setattr(mask, _SPANS, list(_spans(mask, attention_mask, int(kv_offset))))
-    _masks.append(mask)
-    return mask
-
-
-def spans_of(mask: Tensor) -> list[Span] | None:
-    """The spans of a mask of ``exact_mask``, or of some consecutive queries of one; None for any other."""
-    spans: list[Span] | None = getattr(mask, _SPANS, None)
-    if spans is not None or mask.dim() != 4:
-        return spans
-    address = mask.untyped_storage().data_ptr()
-    for whole in _masks:
-        if whole.untyped_storage().data_ptr() != address or mask.stride() != whole.stride():
-            continue
-        first, rest = divmod(int(mask.storage_offset()), mask.stride(2))
-        if rest or (len(mask), mask.shape[3]) != (len(whole), whole.shape[3]):
-            return None
-        some = slice(first, first + mask.shape[2])
-        spans = [
-            replace(s, visible=s.visible[:, :, some], _biases={}) for s in getattr(whole, _SPANS)
-        ]
-        setattr(mask, _SPANS, spans)
-        return spans
-    return None
-
-
-def _spans(mask: Tensor, attention_mask: Tensor | None, offset: int) -> Iterator[Span]:
-    """Split the rows of ``mask`` into runs of rows that begin in the same column.
-
-    ``attention_mask (rows, columns)`` is 0 at padding. The cache has dropped ``offset`` columns.
-    """
-    ends = _ends(mask)
-    n_rows = len(mask)
-    if attention_mask is None:
-        yield _span(mask, slice(0, n_rows), 0, offset, max(ends))
-        return
-    is_token = attention_mask.bool()
-    firsts = is_token.int().argmax(dim=1).tolist()  # 0 where a row has no token
-    counts = is_token.sum(dim=1).tolist()
-    lasts = (is_token.shape[1] - 1 - is_token.flip(1).int().argmax(dim=1)).tolist()
-    row = 0
-    while row < n_rows:
-        if counts[row] and lasts[row] - firsts[row] + 1 != counts[row]:
-            yield _scattered(mask, row, is_token[row], offset, ends[row])
-            row += 1
-            continue
-        stop = row + 1
-        while (
-            stop < n_rows
-            and firsts[stop] == firsts[row]
-            and (not counts[stop] or lasts[stop] - firsts[stop] + 1 == counts[stop])
-        ):
-            stop += 1
-        yield _span(mask, slice(row, stop), firsts[row], offset, max(ends[row:stop]))
-        row = stop
-
-
-def _ends(mask: Tensor) -> list[int]:
-    """For each row, the number of columns up to the last one that a query sees."""
-    is_seen = mask.any(dim=2).any(dim=1)  # (rows, keys)
-    columns = torch.arange(1, is_seen.shape[1] + 1, device=mask.device)
-    ends: list[int] = (is_seen * columns).amax(dim=1).tolist()
-    return ends
-
-
-def _span(mask: Tensor, rows: slice, first: int, offset: int, end: int) -> Span:
-    start = max(first - offset, 0)
-    return Span(rows, start, max(offset - first, 0) % KEYS, None, mask[rows, :, :, start:end])
-
-
-def _scattered(mask: Tensor, row: int, is_token: Tensor, offset: int, end: int) -> Span:
-    columns = is_token[offset : offset + end].nonzero()[:, 0]
-    rows = slice(row, row + 1)
-    n_dropped = int(is_token[:offset].sum()) % KEYS
-    return Span(rows, 0, n_dropped, columns, mask[rows][..., columns])
-
-
-# ----------------------------------------------------------------- attention
 
 
 def exact_attention(
@@ -351,4 +163,3 @@ def in_parts(
 
 
 AttentionInterface.register(NAME, exact_attention)
-AttentionMaskInterface.register(NAME, exact_mask)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..linears.forward import PackedForward, own_forward
-from .attention import in_tiles
+from .spans import in_tiles
 
 #: Products of activations with a weight, by the functions that models call.
 LINEAR = (F.linear, torch._C._nn.linear)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import families
-from . import attention
-from .attention import KEYS, exact_mask
+from .attention import exact_attention
+from .spans import KEYS, exact_mask
 
 #: Numbers of rows that every operation is computed with; the result of each is compared with that of ``ROWS`` rows.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 31, 32, 33, 47, 63)
@@ -58,7 +58,7 @@ def try_attention(
     Chooses how many keys the last block is padded to. ``threads``: of torch, which the answer holds for.
     """
     for n_keys in LAST_KEYS:
-        attention.LAST_KEYS[dtype, size] = n_keys
+        spans.LAST_KEYS[dtype, size] = n_keys
         if (differs := _try_attention(heads, kv_heads, size, dtype)) is None:
             break
     return differs
@@ -71,7 +71,7 @@ def _try_attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> 
         shapes = [(1, n, length, size) for n in (heads, kv_heads, kv_heads)]
         q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         mask = exact_mask(batch_size=1, q_length=length, kv_length=length)
-        whole = attention.exact_attention(module, q, k, v, mask)[0]
+        whole = exact_attention(module, q, k, v, mask)[0]
         for n in (1, 2, 3, 5, 8, 33):
             first = max(length - n, 0)
             n_queries = length - first
@@ -89,7 +89,7 @@ def _try_attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> 
                     attention_mask=kept.bool(),
                 )
                 queries = q[:, :, first:].expand(2, -1, -1, -1)
-                out = attention.exact_attention(module, queries, keys, values, mask)[0]
+                out = exact_attention(module, queries, keys, values, mask)[0]
                 if not torch.equal(out[0], whole[0, first:]):
                     return f"{n_queries} queries of {length} keys behind {padding} of padding"
     return None

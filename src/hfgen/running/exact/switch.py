@@ -18,7 +18,7 @@ from ..linears import choice
 from ..linears.forward import PackedForward
 from ..row_states import foreign_code
 from . import probe
-from .attention import NAME, exact_attention
+from .attention import exact_attention
 from .layers import (
     ForwardOfExactCalls,
     Recorder,
@@ -27,6 +27,7 @@ from .layers import (
     scans,
 )
 from .probe import Operation
+from .spans import NAME
 
 T = TypeVar("T", bound=nn.Module)
 
