@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import families
+from . import spans
 from .attention import exact_attention
 from .spans import KEYS, exact_mask
 
