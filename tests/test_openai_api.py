@@ -22,7 +22,7 @@ from hfgen.tools.openai_api import (
     generate_kwargs,
     prompts_of,
 )
-from hfgen.tools.openai_api.requests import CHECKED_AS, FORMATS, OWN, REFUSED
+from hfgen.tools.openai_api.requests import CHECKED_AS, OWN, REFUSED
 from tests.tiny import byte_tokenizer
 
 TEMPLATE = (
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_named(body: dict[str, Any], message: str):
 
 def test_the_tables_name_fields_that_there_are():
     assert set(FIELDS) >= OWN | set(CHECKED_AS.values())
-    assert (set(REFUSED) | set(FORMATS)) & set(PARAMS) == {"best_of"}  # vLLM's default is no number
+    assert set(REFUSED) & set(PARAMS) == {"best_of"}  # vLLM's default is no number
     assert all(name in PARAMS or name.startswith(("max_c", "top_l")) for name in CHECKED_AS)
 
 

@@ -227,6 +227,7 @@ IN_WORDS = [
     ({"guided_regex": "("}, "^`guided_regex` regex"),
     ({"best_of": 2}, r"^`best_of` \(=2\) is not supported: use `n`, and choose by `logprobs`"),
     ({"echo": 1}, "^`echo` has to be true or false"),
+    ({"stream": True, "stream_options": "x"}, "^`stream_options` has to be an object"),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...families import max_positions
@@ -78,31 +78,20 @@ def in_words_of(body: Mapping[str, Any], message: str) -> str:
 SPACE = " ?"
 
 
-def _json_schema(value: Any) -> grammar.Grammar:
-    schema = value.get("json_schema")
-    if not isinstance(schema, Mapping) or "schema" not in schema:
-        raise ValueError(
-            "`response_format` has to have `json_schema`: {name, schema}, but has not."
-        )
-    return grammar.json(schema["schema"], whitespace=SPACE)
-
-
-#: What the types of ``response_format`` become.
-FORMATS: dict[str, Callable[[Any], Any]] = {
-    "text": lambda value: None,
-    "json_object": lambda value: grammar.json_object(whitespace=SPACE),
-    "json_schema": _json_schema,
-}
-
-
 def _response_format(value: Any) -> dict[str, Any]:
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind not in FORMATS:
-        raise ValueError(
-            f"`response_format` has to have a `type` of {sorted(FORMATS)}, but is {value!r}."
-        )
-    found = FORMATS[kind](value)
-    return {} if found is None else {"grammar": found}
+    match value:
+        case {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"grammar": grammar.json_object(whitespace=SPACE)}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"grammar": grammar.json(schema, whitespace=SPACE)}
+        case {"type": "json_schema"}:
+            raise ValueError(
+                "`response_format` has to have `json_schema`: {name, schema}, but has not."
+            )
+    kinds = ["json_object", "json_schema", "text"]
+    raise ValueError(f"`response_format` has to have a `type` of {kinds}, but is {value!r}.")
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -180,6 +169,10 @@ def generate_kwargs(
 
 def _fields_of(name: str, value: Any, set_fields: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     """Return the arguments for one field of a body; ``set_fields`` are all of its fields that are not null."""
+    if name == "stream_options" and set_fields.get("stream"):
+        if value and not isinstance(value, Mapping):
+            raise ValueError(f"`stream_options` has to be an object, but is {value!r:.80}.")
+        return {}
     if name in OF_THE_PROMPT or name in OF_THE_SERVER:
         return {}
     if name in REFUSED:

@@ -13,7 +13,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, response_eve
 from ...engine.errors import EngineClosedError
 from ...logits.logprobs.openai import content, legacy
 from ...settings.logs import logger
-from ..openai_api import error_body, finish_reason
+from ..openai_api import error_body, finish_reason, usage
 from ..openai_api.responses import stop_reason
 
 if TYPE_CHECKING:
@@ -152,11 +152,11 @@ async def chunks(
     request: ServiceRequest,
     choices_of: Callable[[int], ChatChoices | TextChoices],
     common: dict[str, Any],
-    count: Callable[[Any], dict[str, int]] | None,
+    has_usage: bool,
 ) -> AsyncIterator[str]:
     """The server-sent events of a stream; what they have in ``common`` comes first in each.
 
-    ``count``: the usage of the output, if it is to be told at the end. Leaving cancels the request.
+    ``has_usage``: the last event counts the tokens. Leaving cancels the request.
     """
     rows: dict[int, ChatChoices | TextChoices] = {}
     async with request:
@@ -176,8 +176,8 @@ async def chunks(
             logger.error("A request has failed.", exc_info=error)
             yield sse(error_body(error, 500))
             return
-        if count is not None:
-            yield sse({**common, "choices": [], "usage": count(request.output)})
+        if has_usage:
+            yield sse({**common, "choices": [], "usage": usage([request.output])})
         yield "data: [DONE]\n\n"
 
 

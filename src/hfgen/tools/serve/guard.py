@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from ..openai_api import error_body
 from .limits import Limits
@@ -36,37 +38,41 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        try:
+            body = await self.admitted(scope, receive)
+        except HTTPException as error:
+            content, status = error_body(error.detail, error.status_code), error.status_code
+            await JSONResponse(content, status, error.headers)(scope, receive, send)
+        else:
+            await answer(self.app, scope, body, receive, send)
+
+    async def admitted(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a request that may enter. Raises ``HTTPException``."""
+        limits, headers = self.limits, dict(scope["headers"])
         if self.hosts and hostname(headers.get(b"host", b"")) not in self.hosts:
             names = ", ".join(self.hosts)
-            await refuse(send, 421, f"`Host` has to be one of {names} (--allowed-hosts)")
-            return
+            raise HTTPException(421, f"`Host` has to be one of {names} (--allowed-hosts)")
         if not self.may_enter(scope["path"], headers.get(b"authorization", b"")):
-            challenge = [(b"www-authenticate", b"Bearer")]
-            await refuse(send, 401, "the API key is missing or wrong", challenge)
-            return
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise HTTPException(401, "the API key is missing or wrong", challenge)
         length = headers.get(b"content-length", b"")
-        too_long = length.isdigit() and int(length) > self.limits.max_bytes
         body = None
         try:
-            if not too_long:
-                body = await asyncio.wait_for(self.read(receive), self.limits.receive_seconds)
+            if not (length.isdigit() and int(length) > limits.max_bytes):
+                body = await asyncio.wait_for(self.read(receive), limits.receive_seconds)
         except asyncio.TimeoutError:
-            seconds = f"{self.limits.receive_seconds:g} seconds (--receive-seconds)"
-            await refuse(send, 408, f"the request took more than {seconds}")
-            return
+            seconds = f"{limits.receive_seconds:g} seconds (--receive-seconds)"
+            raise HTTPException(408, f"the request took more than {seconds}") from None
         if body is None:
-            size = f"{self.limits.max_bytes:,} bytes (--max-request-mb)"
-            await refuse(send, 413, f"the request is larger than {size}")
-            return
+            size = f"{limits.max_bytes:,} bytes (--max-request-mb)"
+            raise HTTPException(413, f"the request is larger than {size}")
         is_form = headers.get(b"content-type", b"").startswith(b"multipart/")
         if scope["method"] == "POST" and scope["path"].startswith("/v1/") and not is_form:
             try:
-                await asyncio.to_thread(self.limits.read, body)
+                await asyncio.to_thread(limits.read, body)
             except ValueError as error:
-                await refuse(send, 400, str(error))
-                return
-        await answer(self.app, scope, body, receive, send)
+                raise HTTPException(400, str(error)) from None
+        return body
 
     def may_enter(self, path: str, authorization: bytes) -> bool:
         """Whether a request has the key, or needs none."""
@@ -132,13 +138,3 @@ async def answer(app: Any, scope: Scope, body: bytes, receive: Receive, send: Se
     finally:
         answering.cancel()  # when the server itself is stopped
         watching.cancel()
-
-
-async def refuse(
-    send: Send, status: int, message: str, headers: list[tuple[bytes, bytes]] | None = None
-) -> None:
-    """Answer with an error, in the shape of OpenAI's."""
-    body = json.dumps(error_body(message, status)).encode()
-    start = [(b"content-type", b"application/json"), *(headers or [])]
-    await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": body})

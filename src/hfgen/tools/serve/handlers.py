@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from ..openai_api import (
     generate_kwargs,
     in_words_of,
     prompts_of,
-    usage,
 )
 from ..openai_api.prompts import check_messages
 from ..openai_api.requests import default_length
@@ -99,6 +98,7 @@ class EngineHandler:
     fields: dict[str, Any]
     #: The field of a body that has its messages.
     messages = "messages"
+    is_chat = True
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -134,7 +134,7 @@ class EngineHandler:
 
     def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
         """The fields of generation that a body asks for. Raises ``ValueError``."""
-        raise NotImplementedError
+        return generate_kwargs(body, is_chat=self.is_chat, defaults=self.served.defaults)
 
     async def begin(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any, ServiceRequest]:
         """Add a chat to the engine; return its inputs, what upstream's parsers read its answer with, and the request.
@@ -196,21 +196,24 @@ class EngineHandler:
                 )
             self.fields["max_new_tokens"] = room
 
-    def common(self, request_id: str, kind: str) -> dict[str, Any]:
-        """The fields that all chunks of a stream have."""
+    def streamed(
+        self,
+        request: ServiceRequest,
+        request_id: str,
+        kind: str,
+        choices_of: Callable[[int], ChatChoices | TextChoices],
+    ) -> StreamingResponse:
+        """Stream the answer in chunks of a ``kind``, with its usage at the end for ``include_usage``."""
         created, name = int(time.time()), self.served.name
-        return {"id": request_id, "object": kind, "created": created, "model": name}
+        common = {"id": request_id, "object": kind, "created": created, "model": name}
+        has_usage = bool((self.body.get("stream_options") or {}).get("include_usage"))
+        lines = chunks(request, choices_of, common, has_usage)
+        return StreamingResponse(lines, media_type="text/event-stream")
 
     @property
     def pieces(self) -> Any:
         """The texts of single tokens for log-probabilities; ``None`` without these."""
         return Pieces(self.served.tokenizer) if "logprobs" in self.fields else None
-
-    @property
-    def count(self) -> Any:
-        """The function that counts an output's tokens for the end of a stream; ``None`` without ``include_usage``."""
-        has_usage = (self.body.get("stream_options") or {}).get("include_usage")
-        return (lambda output: usage([output])) if has_usage else None
 
 
 def unfolded(body: dict[str, Any]) -> dict[str, Any]:
@@ -244,9 +247,6 @@ def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
 class ChatHandler(EngineHandler):
     """``/v1/chat/completions``."""
 
-    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
-        return generate_kwargs(body, is_chat=True, defaults=self.served.defaults)
-
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         served, pieces = self.served, self.pieces
         inputs, reader, request = await self.begin(body.get("messages"), body)
@@ -256,13 +256,12 @@ class ChatHandler(EngineHandler):
             return Message(build_response_parser(reader, served.model, ids, tools=tools))
 
         if body.get("stream"):
-            lines = chunks(
+            return self.streamed(
                 request,
+                request_id,
+                "chat.completion.chunk",
                 lambda row: ChatChoices(row, message(), pieces, request_id),
-                self.common(request_id, "chat.completion.chunk"),
-                self.count,
             )
-            return StreamingResponse(lines, media_type="text/event-stream")
         output = await result_of(request)
         common = {"model": served.name, "tokenizer": served.tokenizer, "id": request_id}
         response = chat_response(output, **common)
@@ -277,8 +276,7 @@ class ChatHandler(EngineHandler):
 class TextHandler(EngineHandler):
     """``/v1/completions``: of text or token ids, and of several prompts where it is no stream."""
 
-    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
-        return generate_kwargs(body, is_chat=False, defaults=self.served.defaults)
+    is_chat = False
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         served = self.served
@@ -291,13 +289,12 @@ class TextHandler(EngineHandler):
             if echo and pieces is not None:
                 raise ValueError("With `echo` and `logprobs`, `stream` has to be false.")
             opening = echoed(prompts[0], served.tokenizer) if echo else ""
-            lines = chunks(
+            return self.streamed(
                 await self.add(prompts[0]),
+                request_id,
+                "text_completion",
                 lambda row: TextChoices(row, pieces, opening),
-                self.common(request_id, "text_completion"),
-                self.count,
             )
-            return StreamingResponse(lines, media_type="text/event-stream")
         async with AsyncExitStack() as stack:
             requests = [
                 await stack.enter_async_context(await self.add(prompt, has_events=False))

@@ -6,14 +6,9 @@ import asyncio
 from typing import Any
 
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import (
-    BaseGenerateManager,
-    BaseHandler,
-    _StreamError,
-)
+from transformers.cli.serving.utils import BaseGenerateManager, BaseHandler, _StreamError
 
 from ...engine.serving import ServiceRequest
-from ..openai_api import generate_kwargs
 from .answers import Message, check_open
 from .handlers import EngineHandler, result_of
 
@@ -37,21 +32,14 @@ class ResponsesHandler(EngineHandler, ResponseHandler):
         if not isinstance(form, dict):
             raise ValueError(f"`text` has to have an object `format`, but is {body['text']!r:.80}.")
         chat["response_format"] = form | {"json_schema": form}  # which are one level here
-        return generate_kwargs(chat, is_chat=True, defaults=self.served.defaults)
+        return super().parameters(chat)
 
     async def answer(self, body: dict[str, Any], request_id: str) -> Any:
         """Upstream's; no stream is the default, as OpenAI has it."""
         body = body | {"tools": self._normalize_tools(body.get("tools"))}
         inputs, reader, request = await self.begin(self._normalize_input(body), body)
-        positional: Any = (
-            request_id,
-            self.served.model,
-            reader,
-            self.served.name,
-            body,
-            inputs,
-            None,
-        )
+        model, name = self.served.model, self.served.name
+        positional: Any = (request_id, model, reader, name, body, inputs, None)
         named: Any = {"gen_manager": OneRequest(request), "tools": body["tools"]}
         if body.get("stream"):
             return self._streaming(*positional, **named)
@@ -94,5 +82,4 @@ class OneRequest(BaseGenerateManager):
     def cancel(self) -> None:
         self.request.cancel()
 
-    def stop(self) -> None:
-        self.cancel()
+    stop = cancel
