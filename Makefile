@@ -7,7 +7,7 @@ SEED ?= 0
 COUNT ?= 2000
 OLDEST := 5.21.0
 
-.PHONY: help demo test oldest versions clients check format parity bench gpu tables docs release-check clean
+.PHONY: help demo test oldest versions clients check format parity exact bench gpu tables docs release-check clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list.
@@ -72,6 +72,9 @@ parity: $(VENV)/installed ## Compare with upstream, caches, modes and the engine
 	@$(BIN)/python -m tests.parity.rows --seed $(SEED) --count $(COUNT)
 	@$(BIN)/python -m tests.parity.grammars --seed $(SEED)
 	@$(BIN)/python -m tests.parity.engine --seed $(SEED) --count $(COUNT)
+
+exact: $(VENV)/installed ## Compare the bits of rows in all ways to decode them, on ten families.
+	@$(BIN)/python -m tests.parity.exact
 
 bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchmarks/results.
 	@$(BIN)/python -m benchmarks.overhead
