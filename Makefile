@@ -92,6 +92,7 @@ bench: $(VENV)/installed ## Measure beside upstream; tables and plots in benchma
 	@$(BIN)/python -m benchmarks.peers
 	@$(BIN)/python -m benchmarks.first_call
 	@$(BIN)/python -m benchmarks.sampling
+	@$(BIN)/python -m benchmarks.exact
 	@$(BIN)/python scripts/update_readme_tables.py
 
 tables: $(VENV)/installed ## Write the tables of README and docs/ from benchmarks/results.

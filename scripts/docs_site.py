@@ -26,6 +26,7 @@ SECTIONS = {
         "caches.md",
         "speculation.md",
         "optimize.md",
+        "exact.md",
         "inspect.md",
     ],
     "Serve, run, evaluate": ["engine.md", "serving.md", "batch-jobs.md", "scale.md", "evaluate.md"],
