@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, CompileConfig, MambaConfig, MambaForCausalLM
+from typer.testing import CliRunner
 
 import hfgen
 from hfgen.running.exact import is_exact, probe, spans
+from hfgen.tools.cli import app
 from tests import tiny
 from tests.parity import exact as trials
 
@@ -248,3 +251,61 @@ def test_a_row_with_nan_leaves_the_others_as_they_are(model: Any) -> None:
         own = model(rows[0][None]).logits[0]
         beside = model(torch.stack([rows[0], torch.full((3,), 5)])).logits[0]
     assert torch.equal(own, beside)
+
+
+# --------------------------------------------------------------- command line
+
+
+def command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    "name", "generate chat compare bench batch inspect serve perplexity eval_generate".split()
+)
+def test_every_command_that_loads_a_model_has_the_option(name: str) -> None:
+    names = {"eval_generate": ["eval", "generate"], "perplexity": ["eval", "perplexity"]}
+    assert "--exact" in command(*names.get(name, [name]), "--help").stdout
+
+
+def test_generate_with_exact_gives_what_an_exact_model_gives() -> None:
+    options = [
+        "--max-new-tokens",
+        "6",
+        "--temperature",
+        "0.8",
+        "--do-sample",
+        "--seed",
+        "3",
+        "--json",
+    ]
+    answer = json.loads(command("generate", "def f(x):", "--exact", *options).stdout)
+    model, tokenizer = hfgen.builtin_model()
+    inputs = tokenizer("def f(x):", return_tensors="pt")
+    sampling = {"max_new_tokens": 6, "temperature": 0.8, "do_sample": True, "seed": 3}
+    with hfgen.exact(model):
+        expected = model.generate(**inputs, **sampling)[0, inputs["input_ids"].shape[1] :]
+    assert answer["tokens"] == expected.tolist()
+
+
+def test_doctor_lists_operations(tmp_path: Any) -> None:
+    result = command("doctor", "--exact", "builtin", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["exact"] is True
+    assert {"name", "shape", "dtype", "differs"} == set(found["operations"][0])
+    assert "The model is exact here." in command("doctor", "--exact", "builtin").stdout
+
+
+def test_doctor_and_generate_say_why_a_model_cannot_be_exact(tmp_path: Any) -> None:
+    sizes = {"hidden_size": 32, "vocab_size": 2048}
+    BloomForCausalLM(BloomConfig(n_head=2, n_layer=1, **sizes)).save_pretrained(tmp_path)
+    hfgen.builtin_model()[1].save_pretrained(tmp_path)
+    result = command("doctor", "--exact", str(tmp_path))
+    assert result.exit_code == 1
+    assert "Refused: BloomForCausalLM (bloom) computes attention by itself" in result.stdout
+    result = command("generate", "x", "--exact", "--model", str(tmp_path))
+    assert result.exit_code == 2
+    assert "--exact: BloomForCausalLM (bloom) computes attention by itself" in result.stderr
+    result = command("generate", "x", "--exact", "--optimize", "--compile")
+    assert "leave one out" in result.stderr

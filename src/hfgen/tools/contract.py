@@ -21,7 +21,11 @@ OWN = frozenset(
 PRIVATE: dict[str, tuple[str, str]] = {
     "_active_collector": ("utils/output_capturing.py", "compiled decoder layers"),
     "_attn_implementation": ("configuration_utils.py", "fingerprints of stored prefixes"),
-    "_attn_implementation_internal": ("configuration_utils.py", "generate_batch with paged|eager"),
+    "_attn_implementation_internal": (
+        "configuration_utils.py",
+        "generate_batch with paged|eager; hfgen.exact",
+    ),
+    "_experts_implementation_internal": ("configuration_utils.py", "hfgen.exact"),
     "_bos_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
     "_cached_continuous_batching_manager": (
         "generation/continuous_batching/continuous_api.py",

@@ -101,7 +101,7 @@ def operations(inputs: dict[str, tuple[nn.Module, Tensor]]) -> Iterator[Operatio
     tried: dict[tuple[str, str, str], str | None] = {}
     for module, example in inputs.values():
         size, dtype = example.shape[-1], example.dtype
-        kind = (kind_of(module), f"{size}", str(dtype).removeprefix("torch."))
+        kind = (kind_of(module), f"rows of {size}", str(dtype).removeprefix("torch."))
         if kind in tried:
             continue
         generator = torch.Generator().manual_seed(size)

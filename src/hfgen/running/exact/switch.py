@@ -37,6 +37,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SET_HERE = (TiledForward, ForwardOfExactCalls)
 
 
+class InexactError(ValueError):
+    """An operation of a model is not exact on this machine; ``operations`` are all that were tried."""
+
+    def __init__(self, message: str, operations: tuple[Operation, ...]) -> None:
+        super().__init__(message)
+        self.operations = operations
+
+
 @dataclass(frozen=True)
 class Report:
     """``model.exactness``: what was tried. ``str()`` is a line for each kind of operation.
@@ -86,7 +94,7 @@ def exact(model: T) -> T:
                 config._experts_implementation_internal = "eager"
         with torch.no_grad():
             shapes = _set_forwards(model)
-            operations = tuple(_probed(model, shapes))
+            operations = _probed(model, shapes)
         vars(model)["exactness"] = Report(operations, attention, experts)
     except BaseException as error:
         undo(model)
@@ -242,8 +250,8 @@ def _attention_unseen() -> Iterator[set[tuple[int, ...]]]:
         ALL_ATTENTION_FUNCTIONS.register(NAME, exact_attention)
 
 
-def _probed(model: Any, shapes: set[tuple[int, ...]]) -> Iterator[Operation]:
-    """Probe each kind of operation, then the model; raise ``ValueError`` for what is not exact."""
+def _probed(model: Any, shapes: set[tuple[int, ...]]) -> tuple[Operation, ...]:
+    """Probe each kind of operation, then the model; raise ``InexactError`` for what is not exact."""
     examples = _inputs_of_layers(model)
     found = [*probe.operations(examples)]
     for heads, n_kv, size in sorted(shapes):
@@ -254,13 +262,16 @@ def _probed(model: Any, shapes: set[tuple[int, ...]]) -> Iterator[Operation]:
         )
     for operation in found:
         if operation.differs is not None:
-            raise ValueError(
+            raise InexactError(
                 f"exact: {operation.name} of {operation.shape} in {operation.dtype} is not exact on this machine "
-                f"({operation.differs}). Another dtype or number of threads may be."
+                f"({operation.differs}). Another dtype or number of threads may be.",
+                tuple(found),
             )
-        yield operation
     if (difference := probe.try_model(model)) is not None:
-        raise ValueError(f"exact: {type(model).__name__} is not exact {difference}.")
+        raise InexactError(
+            f"exact: {type(model).__name__} is not exact {difference}.", tuple(found)
+        )
+    return tuple(found)
 
 
 def _inputs_of_layers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:

@@ -49,6 +49,7 @@ def batch(
     ] = "fcfs",
     prefix_cache: options.PrefixOption = False,
     chat_template: options.TemplateOption = None,
+    exact: options.ExactOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -77,7 +78,7 @@ def batch(
             from ... import Engine, PrefixCache
             from ...engine.many import JobProgress
 
-            loaded = load(model, None, dtype, device, trust_remote_code)
+            loaded = load(model, None, dtype, device, trust_remote_code, exact)
             if chat_template is not None:
                 loaded.tokenizer.chat_template = chat_template
             options.generation_config(context.obj, loaded.model, NEW_TOKENS)  # checks the fields

@@ -79,6 +79,7 @@ def bench(
         Path | None,
         typer.Option("--plot", metavar="OUT.png", help="Write a plot; needs matplotlib."),
     ] = None,
+    exact: options.ExactOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -98,7 +99,7 @@ def bench(
         files.check_output(plot, PLOTS, "--plot")
     shapes = [Shape(*sizes) for sizes in itertools.product(*lengths)]
     with quiet(debug):
-        loaded = load(model, None, dtype, device, trust_remote_code)
+        loaded = load(model, None, dtype, device, trust_remote_code, exact)
         check(loaded, shapes)
         cases = []
         for shape in shapes:

@@ -58,6 +58,7 @@ def chat(
     ] = None,
     assistant: options.AssistantOption = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    exact: options.ExactOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -78,7 +79,7 @@ def chat(
     with quiet(debug):
         import hfgen
 
-        loaded = load(model, assistant, dtype, device, trust_remote_code)
+        loaded = load(model, assistant, dtype, device, trust_remote_code, exact)
         config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
         note_idle(context.obj, config, loaded)
         loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it

@@ -79,6 +79,7 @@ def compare(
     repeat: options.RepeatOption = 3,
     seed: Annotated[int, options.seed_option("--seed", "Seed of each call.")] = 0,
     as_json: options.JsonOption = False,
+    exact: options.ExactOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -93,7 +94,7 @@ def compare(
     check_no_results("hfgen compare", fields)
     texts = [files.read_prompt(each) for each in prompts or []] or [files.read_prompt(None)]
     with quiet(debug):
-        loaded = load(model, assistant, dtype, device, trust_remote_code)
+        loaded = load(model, assistant, dtype, device, trust_remote_code, exact)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
         note_own(fields)

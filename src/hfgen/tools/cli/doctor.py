@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -19,7 +19,7 @@ from ...settings.versions import TESTED
 from . import measure
 from .compare import compare_call
 from .loading import load, quiet
-from .options import DebugOption, JsonOption, generation_config
+from .options import DebugOption, DtypeOption, JsonOption, generation_config
 from .report import duration, out, print_json
 
 #: Part → the modules that it needs, and how to get them.
@@ -58,13 +58,21 @@ class Finding:
 
 
 def doctor(
+    exact: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Say instead whether its rows can be exact here."),
+    ] = None,
+    dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Check this installation: versions, devices, optional packages, and the same tokens as transformers.
 
-    Exit code 0: nothing is broken; 1: something is.
+    Exit code 0: nothing is broken; 1: something is. With --exact MODEL: each kind of operation of a model, its
+    shape and type, and whether its rows are exact on this machine (hfgen.exact).
     """
+    if exact is not None:
+        raise typer.Exit(print_exactness(exact, dtype, as_json, debug))
     findings = [*versions(), *parts(), *devices(), *contract(debug)]
     if not any(finding.state == "broken" for finding in findings):
         findings += self_check(debug)
@@ -76,6 +84,35 @@ def doctor(
         works = "[bold green]hfgen works here.[/]"
         out.print(f"[bold red]{n_broken} broken.[/]" if n_broken else works)
     raise typer.Exit(1 if n_broken else 0)
+
+
+def print_exactness(name: str, dtype: str, as_json: bool, debug: bool) -> int:
+    """Print what ``hfgen.exact`` says of a model; the exit code."""
+    from ...running.exact import InexactError, exact
+
+    refusal = None
+    with quiet(debug):
+        model = load(name, None, dtype, "cpu").model
+        try:
+            operations = exact(model).exactness.operations
+        except ValueError as error:
+            refusal = str(error).removeprefix("exact: ")
+            operations = error.operations if isinstance(error, InexactError) else ()
+    if as_json:
+        rows = [asdict(operation) for operation in operations]
+        print_json({"exact": refusal is None, "refusal": refusal, "operations": rows})
+        return int(refusal is not None)
+    table = Table("operation", "shape", "type", "rows", box=None)
+    for operation in operations:
+        result = f"[bold red]{operation.differs}[/]" if operation.differs else "[green]exact[/]"
+        table.add_row(escape(operation.name), operation.shape, operation.dtype, result)
+    out.print(table)
+    out.print(
+        "[bold green]The model is exact here.[/]"
+        if refusal is None
+        else f"[bold red]Refused:[/] {escape(refusal)}"
+    )
+    return int(refusal is not None)
 
 
 def versions() -> Iterator[Finding]:

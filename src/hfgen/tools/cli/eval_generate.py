@@ -48,6 +48,7 @@ def generate(
     max_rows: options.RowsOption = 32,
     seed: SeedOption = 0,
     as_json: options.JsonOption = False,
+    exact: options.ExactOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -82,7 +83,7 @@ def generate(
         if not lines:
             why = f": line {failures[0].number}: {failures[0].error}" if failures else ""
             raise CliError(f"{str(file)!r} has no line that can be used{why}")
-        loaded = load(model, None, dtype, device, trust_remote_code)
+        loaded = load(model, None, dtype, device, trust_remote_code, exact)
         config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
         note_idle(context.obj, config, loaded)
         outcomes = completions.complete(

@@ -41,6 +41,7 @@ def perplexity(
     ] = "windows",
     seed: SeedOption = 0,
     as_json: options.JsonOption = False,
+    exact: options.ExactOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -65,7 +66,7 @@ def perplexity(
         from ...engine.many import JobProgress
         from ..evaluate.perplexity import Perplexity, score, sizes
 
-        loaded = load(model, None, dtype, device, trust_remote_code)
+        loaded = load(model, None, dtype, device, trust_remote_code, exact)
         try:
             window, stride = sizes(loaded.model, window, stride)
         except ValueError as error:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from . import files, measure, options
 from .companions import note_idle, note_length
-from .loading import Loaded, load, quiet
+from .loading import Loaded, load, make_exact, quiet
 from .report import (
     Answers,
     CliError,
@@ -60,6 +60,7 @@ def generate(
     compile: Annotated[
         bool, typer.Option("--compile", help="With --optimize: also compile decoder layers.")
     ] = False,
+    exact: options.ExactOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -80,11 +81,17 @@ def generate(
         raise CliError("--stream and --json exclude each other: leave one out")
     if compile and not optimize:
         raise CliError("--compile is a part of --optimize: give both")
+    if compile and exact:
+        raise CliError(
+            "--exact probes operations one by one, and --compile fuses them: leave one out"
+        )
     text = files.read_prompt(prompt)
     with quiet(debug):
         loaded = load(model, assistant, dtype, device, trust_remote_code)
         if optimize:
             optimize_model(loaded, compile)
+        if exact:
+            make_exact(loaded)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         config.return_dict_in_generate = True
         note_idle(fields, config, loaded)

@@ -38,6 +38,7 @@ def inspect(
     top: Annotated[
         int, typer.Option("--top", min=1, help="Number of likely tokens to keep at each position.")
     ] = 10,
+    exact: options.ExactOption = False,
     dtype: options.DtypeOption = "auto",
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustOption = False,
@@ -56,7 +57,7 @@ def inspect(
     with quiet(debug):
         import hfgen
 
-        loaded = load(model, assistant, dtype, device, trust_remote_code)
+        loaded = load(model, assistant, dtype, device, trust_remote_code, exact)
         config = options.generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
         kwargs = {**loaded.mode_kwargs(), "generation_config": config}

@@ -50,10 +50,11 @@ def load(
     dtype: str,
     device: str | None,
     trust_remote_code: bool = False,
+    exact: bool = False,
 ) -> Loaded:
     """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``); raises ``CliError``.
 
-    ``device`` is a torch device, ``auto`` for all of them, or None for the GPU where there is one.
+    With ``exact``, the model goes through ``hfgen.exact``. ``device`` is a torch device, ``auto`` for all of them, or None for the GPU where there is one.
     """
     import torch
 
@@ -79,7 +80,10 @@ def load(
             model = model if device == "auto" else model.to(device)
         else:
             model, tokenizer = _load(name, dtype, device, trust_remote_code)
-        return Loaded(name, hfgen.mix_into(model).eval(), tokenizer, drafts)
+        loaded = Loaded(name, hfgen.mix_into(model).eval(), tokenizer, drafts)
+        if exact:
+            make_exact(loaded)
+        return loaded
     except CliError:
         raise
     except Exception as error:
@@ -89,6 +93,16 @@ def load(
                 "--trust-remote-code if you trust it"
             ) from error
         raise CliError(f"cannot load {name!r}: {cause(error, name)}") from error
+
+
+def make_exact(loaded: Loaded) -> None:
+    """``hfgen.exact`` of the model; raises ``CliError`` for one that cannot be exact."""
+    import hfgen
+
+    try:
+        hfgen.exact(loaded.model)
+    except ValueError as error:
+        raise CliError(f"--exact: {str(error).removeprefix('exact: ')}") from error
 
 
 def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:

@@ -160,6 +160,9 @@ TemplateOption = Annotated[
         callback=read_template,  # the command gets the text
     ),
 ]
+ExactOption = Annotated[
+    bool, Option("--exact", help="The same bits for a row, whatever is computed beside it.")
+]
 OptimizeOption = Annotated[bool, Option("--optimize", help="Use faster kernels for this CPU.")]
 
 

@@ -15,7 +15,7 @@ import typer
 from ..serve.limits import Limits
 from . import options
 from .generate import optimize_model
-from .loading import BUILTIN, Loaded, first_line, load, quiet
+from .loading import BUILTIN, Loaded, first_line, load, make_exact, quiet
 from .report import CliError, say
 
 POLICIES = ("fcfs", "srpt", "priority")
@@ -77,6 +77,7 @@ def serve(
     ] = "fcfs",
     assistant: options.AssistantOption = None,
     optimize: options.OptimizeOption = False,
+    exact: options.ExactOption = False,
     prefix_cache: options.PrefixOption = False,
     chat_template: options.TemplateOption = None,
     log_level: Annotated[
@@ -126,6 +127,8 @@ def serve(
         loaded = Loaded(model, served, tokenizer, drafts or None)
         if optimize:
             optimize_model(loaded, compile=False)
+        if exact:
+            make_exact(loaded)
         try:
             engine = hfgen.Engine(
                 served,
