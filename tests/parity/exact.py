@@ -251,7 +251,7 @@ def differences(model: Any, family: str = "") -> list[str]:
         try:
             pairs = zip(way(), trial.alone, strict=False)
             wrong = [text for row, alone in pairs if (text := row.differs_from(alone)) is not None]
-        except (ValueError, NotImplementedError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
             wrong = [str(error)] if str(error).startswith("exact: ") else []
         except AssertionError as error:
             wrong = [str(error)]
@@ -284,11 +284,15 @@ def reason_of(text: str) -> str:
         return "attention that is not transformers' `AttentionInterface`"
     if " makes its attention mask by itself" in text:
         return "an attention mask of its own"
-    if match := re.match(r"(\w+) calls torch's (\w+) on activations", text):
-        return f"`{match[2]}` in `{match[1]}`"
-    if match := re.search(r"is not exact (padded on the \w+|in steps with a cache)", text):
-        return f"rows differ when {match[1]}" if "padded" in text else "a step is not the forward"
-    return text.split(":")[0]
+    if match := re.match(r"\w+ calls torch's (\w+) on activations", text):
+        return f"`{match[1]}` of activations: scans, recurrences, indexers"
+    if match := re.search(r"is not exact padded on the (\w+)", text):
+        return f"padding on the {match[1]} counts as positions"
+    if "is not exact in steps with a cache" in text:
+        return "a step with a cache gives other bits than the forward"
+    if "could not be tried" in text:
+        return "a forward that does not take rows of random tokens"
+    return "no transformers model"
 
 
 def write_table(refused: dict[str, str], exact: list[str]) -> None:
