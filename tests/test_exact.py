@@ -242,6 +242,14 @@ def test_bad_input_of_token_logprobs(arguments: Any, error: type, message: str, 
         hfgen.token_logprobs(model, **arguments)
 
 
+def test_token_logprobs_do_not_drop_values(model: Any) -> None:
+    hfgen.exact(model)
+    model.model.layers[0].mlp.add_module("dropout", nn.Dropout(0.1))
+    model.train()
+    with pytest.raises(ValueError, match=r"^exact: 'model.layers.0.mlp.dropout' drops values"):
+        hfgen.token_logprobs(model, torch.ones(2, 4, dtype=torch.long))
+
+
 def test_a_row_with_nan_leaves_the_others_as_they_are(model: Any) -> None:
     hfgen.exact(model)
     rows = trials.prompts(model.config.vocab_size)[:2]

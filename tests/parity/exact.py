@@ -194,6 +194,20 @@ class Trial:
             assert torch.equal(score, own_score), f"beam scores {score} beside {own_score}"
         return []
 
+    def prompt_logprobs(self) -> list[Row]:
+        """Of the prompts' tokens, however many likely ones are asked for beside them: the trainer's."""
+        inputs = padded(self.rows)
+        with torch.no_grad():
+            expected = hfgen.token_logprobs(self.model, **inputs)
+        for n_top in (0, 5):
+            options = {**SAMPLING, "max_new_tokens": 1, "prompt_logprobs": n_top}
+            output = self.model.generate(**inputs, **options)
+            own = output.prompt_logprobs.token_logprobs
+            for row, length in enumerate(LENGTHS):
+                part = slice(1 - length, None)
+                assert torch.equal(own[row, part], expected[row, part]), f"row {row}, {n_top=}"
+        return []
+
     def trainer(self) -> list[Row]:
         """Log-probabilities by one forward of the finished rows, padded, with gradients."""
         finished = [
@@ -220,6 +234,7 @@ class Trial:
             "shuffled": self.shuffled,
             "drop_finished": self.drop_finished,
             "static cache": lambda: self.decode(**static),
+            "offloaded cache": lambda: self.decode(cache_implementation="offloaded"),
             "no cache": lambda: self.decode(use_cache=False),
             "lookup drafts": lambda: self.decode(prompt_lookup_num_tokens=3),
             "an assistant's drafts": lambda: self.decode(assistant_model=self.model),
@@ -234,6 +249,7 @@ class Trial:
             return {name: way for name, way in found.items() if name != "drop_finished"}
         found["chunked prefill"] = lambda: self.decode(prefill_chunk_size=7)
         found["prefix cache"] = self.prefix_cache
+        found["prompt log-probabilities"] = self.prompt_logprobs
         found["trainer"] = self.trainer
         return found
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from ..linears.forward import PackedForward, own_forward
@@ -278,3 +279,10 @@ class RecurrentForward(ForwardOfExactCalls):
         )
         with ExactCalls():
             return forward(self.module, *args, **kwargs)
+
+
+def check_dropout(model: nn.Module) -> None:
+    """Raise ``ValueError`` if a layer of ``model`` draws random numbers."""
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, _DropoutNd) and module.p > 0:
+            raise ValueError(f"exact: {name!r} drops values at random. Call model.eval().")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import families
+from .layers import check_dropout
 
 
 def token_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -19,7 +20,8 @@ def token_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor | None 
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: Shapes differ, there are fewer than two tokens, or the model has an encoder.
+        ValueError: Shapes differ, there are fewer than two tokens, the model has an encoder, or it is exact and
+            drops values at random.
     """
     for name, value in {"input_ids": input_ids, "attention_mask": attention_mask}.items():
         if not (isinstance(value, Tensor) or (name == "attention_mask" and value is None)):
@@ -35,6 +37,8 @@ def token_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor | None 
         )
     if model.config.is_encoder_decoder:
         raise ValueError("token_logprobs() takes decoder-only models, but this one has an encoder.")
+    if hasattr(model, "exactness"):
+        check_dropout(model)
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
     if attention_mask is not None:
         arguments["attention_mask"] = attention_mask

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,6 +25,7 @@ from .layers import (
     Recorder,
     RecurrentForward,
     TiledForward,
+    check_dropout,
     scans,
 )
 from .probe import Operation
@@ -161,10 +163,15 @@ def _check(model: Any) -> None:
     for name, weight in model.named_parameters():
         devices.setdefault(str(weight.device), name)
         dtypes.setdefault(weight.dtype, name)
+        if isinstance(weight, DTensor):
+            raise ValueError(
+                f"exact: {name!r} is a part of a weight. Make the model exact before fully_shard; tensor parallel "
+                "layers add the sums of processes in an order that is not fixed, so they cannot be exact."
+            )
         if type(weight) is not nn.Parameter:
             raise ValueError(
-                f"exact: {name!r} is quantised or sharded ({type(weight).__name__}). Load plain weights; for "
-                "fewer bits, use hfgen.optimize(model, weights='int8')."
+                f"exact: {name!r} is quantised ({type(weight).__name__}). Load plain weights; for fewer bits, use "
+                "hfgen.optimize(model, weights='int8')."
             )
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
@@ -182,9 +189,8 @@ def _check(model: Any) -> None:
             )
     if torch.is_autocast_enabled("cpu"):
         raise ValueError("exact: autocast changes dtypes between kernels. Leave torch.autocast.")
+    check_dropout(model)
     for name, module in model.named_modules():
-        if module.training and isinstance(module, nn.Dropout) and module.p > 0:
-            raise ValueError(f"exact: {name!r} drops values at random. Call model.eval().")
         set_forward = next((vars(module)[p] for p in choice.PLACES if p in vars(module)), None)
         if set_forward is not None and not isinstance(set_forward, PackedForward):
             raise ValueError(
