@@ -9,8 +9,10 @@ finished rows. A family that cannot be exact says so by name. ``--all`` takes al
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch import Tensor
 
 import hfgen
 from hfgen import families
+from hfgen.running.exact import probe
 from tests.parity.family import Limit
 from tests.parity.harness import FAMILIES, forget_models, ours
 from tests.parity.rows import LENGTH_OF_CACHE
@@ -33,6 +36,16 @@ NAMED = (
     *("t5", "bart_seq2seq"),
 )
 DOCS = Path(__file__).parents[2] / "docs" / "exact.md"
+
+#: What models refuse in some ways, exact or not.
+REFUSALS = (
+    "keeps a state that cannot be rolled back",
+    "needs a decoder with a list of its layers",
+    "has a `generate` of its own",
+    "It is not known how rows join and leave",
+    "without a cache of a known kind",
+    "keeps per-row state on its modules",
+)
 
 LENGTHS = (3, 40, 17, 29)
 SEEDS = [11, 12, 13, 14]
@@ -74,6 +87,13 @@ class Row:
         ):
             return None
         return f"logits by {(self.logits - alone.logits[:n]).abs().max():.2g}"
+
+
+class LastToken(hfgen.Drafter):
+    """Drafts the newest token of each row again, three times."""
+
+    def draft(self, context: hfgen.DraftContext) -> hfgen.Draft:
+        return hfgen.Draft(context.ids[:, -1:].repeat(1, 3))
 
 
 def prompts(vocab: int) -> list[Tensor]:
@@ -138,10 +158,29 @@ class Trial:
         ]
 
     def prefix_cache(self) -> list[Row]:
+        """Prompts that are stored, in memory and then from a file."""
         prefixes = hfgen.PrefixCache()
         for _ in range(2):
             rows = [self.decode([i], prefix_cache=prefixes)[0] for i in range(len(self.rows))]
-        return rows
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "prefixes.safetensors"
+            prefixes.save(path, self.model)
+            loaded = hfgen.PrefixCache.load(path, self.model)
+            return rows + self.decode(prefix_cache=loaded)
+
+    def stream(self) -> list[Row]:
+        """The events of a stream: tokens and log-probabilities."""
+        inputs = padded(self.rows, is_right=self.is_seq2seq)
+        options = {**SAMPLING, "output_logits": False}
+        tokens: list[list[int]] = [[] for _ in self.rows]
+        logprobs: list[list[float]] = [[] for _ in self.rows]
+        for event in self.model.stream(**inputs, seed=SEEDS, **options):
+            tokens[event.row] += event.token_ids
+            logprobs[event.row] += [entry.logprob for entry in event.logprobs or ()]
+        return [
+            Row(torch.tensor(t), None, torch.tensor(p))
+            for t, p in zip(tokens, logprobs, strict=True)
+        ]
 
     def engine(self) -> list[Row]:
         """Requests that join one by one; prompts are forwarded nine tokens at a time."""
@@ -240,6 +279,8 @@ class Trial:
             "an assistant's drafts": lambda: self.decode(assistant_model=self.model),
             "early-exit drafts": lambda: self.decode(assistant_early_exit=1),
             "engine": self.engine,
+            "a drafter of one's own": lambda: self.decode(assistant_model=LastToken()),
+            "stream": self.stream,
             "copies": self.copies,
             "beams": self.beams,
         }
@@ -265,14 +306,36 @@ def differences(model: Any, family: str = "") -> list[str]:
         del ways["no cache"]
     for name, way in ways.items():
         try:
-            pairs = zip(way(), trial.alone, strict=False)
+            pairs = zip(way(), itertools.cycle(trial.alone), strict=False)
             wrong = [text for row, alone in pairs if (text := row.differs_from(alone)) is not None]
         except (TypeError, ValueError, NotImplementedError) as error:
-            wrong = [str(error)] if str(error).startswith("exact: ") else []
+            is_known = any(refusal in str(error) for refusal in REFUSALS)
+            wrong = [] if is_known else [f"{type(error).__name__}: {error}"]
         except AssertionError as error:
             wrong = [str(error)]
         found += [f"{name}: {text}" for text in wrong[:1]]
-    return found
+    return [*found, f"in the trial, {first_operation(trial)}"] if found else []
+
+
+@torch.no_grad()
+def first_operation(trial: Trial) -> str:
+    """The first layer whose output for a prompt differs in a padded batch from that of the prompt alone."""
+    if trial.is_seq2seq:
+        return probe.try_model(trial.model) or "no layer differs"
+    model, inputs = trial.model, padded(trial.rows)
+    positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+
+    def alone() -> list[Tensor]:
+        return [model(input_ids=ids[None], use_cache=False).logits[0] for ids in trial.rows]
+
+    def together() -> list[Tensor]:
+        logits = model(**inputs, position_ids=positions, use_cache=False).logits
+        return [row[-n:] for row, n in zip(logits, LENGTHS, strict=True)]
+
+    for row, (own, beside) in enumerate(zip(alone(), together(), strict=True)):
+        if not torch.equal(own, beside):
+            return probe.first_difference(model, alone, together, row)
+    return probe.try_model(model) or "no layer differs"
 
 
 def prepared(family: str, dtype: torch.dtype) -> Any:

@@ -34,19 +34,12 @@ SMALLEST = 16**3
 #: Functions of each number for which a vector and a single number are rounded differently.
 POINTWISE = (
     *(F.silu, F.gelu, F.sigmoid, F.tanh, F.softplus, F.mish, F.elu, F.logsigmoid, F.selu, F.celu),
+    *(torch.special.expit, torch._C._nn.gelu, torch._C._nn.silu, torch._C._nn.softplus, torch.exp2),
     *(
-        torch.exp,
-        torch.sigmoid,
-        torch.tanh,
-        torch.erf,
-        torch.cos,
-        torch.sin,
-        torch.log,
-        torch.log1p,
+        getattr(owner, name)
+        for owner in (torch, Tensor)
+        for name in "exp expm1 log log1p sigmoid tanh erf cos sin pow".split()
     ),
-    *(torch.expm1, torch.exp2, torch.pow, torch.special.expit, torch._C._nn.gelu),
-    *(torch._C._nn.silu, torch._C._nn.softplus),
-    *(getattr(Tensor, name) for name in "exp sigmoid tanh erf cos sin log log1p expm1 pow".split()),
 )
 #: Numbers that torch computes at once, at most, and fewest numbers for which it uses another thread.
 VECTOR, GRAIN = 64, 32768
@@ -173,22 +166,24 @@ def tiled(product: Callable[..., Tensor], input: Tensor, weight: Tensor, *rest: 
     return output.reshape(*input.shape[:-1], output.shape[-1])
 
 
-class ForwardOfExactCalls:
-    """Set as ``forward`` of a module that calls matrix products by itself, as routers and experts do."""
+def with_exact_calls(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that calls matrix products by itself, as routers and experts do."""
+    with ExactCalls():
+        return own_forward(module)(*args, **kwargs)
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.__signature__ = inspect.signature(own_forward(module))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module,)
+def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Set ``function(module, …)`` as the forward of ``module``, with the signature of its own."""
+    forward: Any = partial(function, module)  # views of the module and copies bind it anew
+    forward.__signature__ = inspect.signature(own_forward(module))
+    vars(module)["forward"] = forward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardOfExactCalls:
-        return type(self)(memo.get(id(self.module), self.module))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with ExactCalls():
-            return own_forward(self.module)(*args, **kwargs)
+def is_set_here(forward: Any) -> bool:
+    """Whether exact mode has set ``forward`` on a module."""
+    if isinstance(forward, partial):
+        return forward.func in (with_exact_calls, with_recurrence)
+    return isinstance(forward, TiledForward)
 
 
 class Recorder(TorchFunctionMode):
@@ -260,25 +255,23 @@ def scans(module: nn.Module) -> bool:
     return any(name in names for name in RECURRENCES)
 
 
-class RecurrentForward(ForwardOfExactCalls):
-    """Set as ``forward`` of a module with a chunked scan: it runs the recurrence for prompts, too.
+def with_recurrence(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module with a chunked scan: it runs the recurrence for prompts, too.
 
     A scan of a prompt and the steps of a recurrence differ by rounding. The recurrence takes longer.
     """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = inspect.unwrap(type(self.module).forward)
-        names = function.__globals__
-        recurrent = {scan: names[step] for scan, step in RECURRENCES.items() if scan in names}
-        forward = FunctionType(
-            function.__code__,
-            {**names, **recurrent},
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        with ExactCalls():
-            return forward(self.module, *args, **kwargs)
+    function = inspect.unwrap(type(module).forward)
+    names = function.__globals__
+    recurrent = {scan: names[step] for scan, step in RECURRENCES.items() if scan in names}
+    forward = FunctionType(
+        function.__code__,
+        {**names, **recurrent},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    with ExactCalls():
+        return forward(module, *args, **kwargs)
 
 
 def check_dropout(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,16 @@ TILE = 4
 LAST_KEYS: dict[tuple[torch.dtype, int], int] = {}
 #: The attribute of a mask with its ``Span``s.
 _SPANS = "hfgen_spans"
-#: The newest masks, of which models may have taken some queries.
-_masks: deque[Tensor] = deque(maxlen=8)
+
+
+class _Newest(threading.local):
+    """The last masks of this thread, of full attention and of a window: models may take some of their queries."""
+
+    def __init__(self) -> None:
+        self.masks: deque[Tensor] = deque(maxlen=2)
+
+
+_newest = _Newest()
 
 
 @dataclass
@@ -121,7 +130,7 @@ def exact_mask(
     assert mask is not None
     mask = mask.contiguous()  # whoever makes it so gets this object, with its spans
     setattr(mask, _SPANS, list(_spans(mask, attention_mask, int(kv_offset))))
-    _masks.append(mask)
+    _newest.masks.append(mask)
     return mask
 
 
@@ -131,7 +140,7 @@ def spans_of(mask: Tensor) -> list[Span] | None:
     if spans is not None or mask.dim() != 4:
         return spans
     address = mask.untyped_storage().data_ptr()
-    for whole in _masks:
+    for whole in _newest.masks:
         if whole.untyped_storage().data_ptr() != address or mask.stride() != whole.stride():
             continue
         first, rest = divmod(int(mask.storage_offset()), mask.stride(2))

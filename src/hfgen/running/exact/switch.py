@@ -21,12 +21,14 @@ from ..row_states import foreign_code
 from . import probe
 from .attention import exact_attention
 from .layers import (
-    ForwardOfExactCalls,
     Recorder,
-    RecurrentForward,
     TiledForward,
     check_dropout,
+    is_set_here,
     scans,
+    set_forward,
+    with_exact_calls,
+    with_recurrence,
 )
 from .probe import Operation
 from .spans import NAME
@@ -35,8 +37,6 @@ T = TypeVar("T", bound=nn.Module)
 
 #: Dtypes whose kernels may pass.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: What ``exact`` sets as ``forward``.
-SET_HERE = (TiledForward, ForwardOfExactCalls)
 
 
 class InexactError(ValueError):
@@ -137,7 +137,7 @@ def undo(model: nn.Module) -> None:
             config._experts_implementation_internal = implementation
     for module in model.modules():
         forward = vars(module).get("forward")
-        if isinstance(forward, SET_HERE):
+        if is_set_here(forward):
             del vars(module)["forward"]
             if isinstance(forward, TiledForward) and forward.packed is not None:
                 vars(module)["forward"] = forward.packed
@@ -191,10 +191,10 @@ def _check(model: Any) -> None:
         raise ValueError("exact: autocast changes dtypes between kernels. Leave torch.autocast.")
     check_dropout(model)
     for name, module in model.named_modules():
-        set_forward = next((vars(module)[p] for p in choice.PLACES if p in vars(module)), None)
-        if set_forward is not None and not isinstance(set_forward, PackedForward):
+        forward = next((vars(module)[p] for p in choice.PLACES if p in vars(module)), None)
+        if forward is not None and not isinstance(forward, PackedForward):
             raise ValueError(
-                f"exact: {name!r} has a forward that was set on it ({type(set_forward).__name__}), as compile and "
+                f"exact: {name!r} has a forward that was set on it ({type(forward).__name__}), as compile and "
                 "device maps do. Prepare the model without."
             )
     if (code := foreign_code(model)) is not None:
@@ -210,7 +210,7 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
     Returns the shapes of attention: numbers of heads, of heads of keys, and a head's size.
     """
     for module in filter(scans, model.modules()):
-        vars(module)["forward"] = RecurrentForward(module)
+        set_forward(module, with_recurrence)
     recorder = Recorder()
     try:
         with _attention_unseen() as shapes, recorder.following():
@@ -223,7 +223,7 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
         elif type(module).forward is nn.Linear.forward:
             vars(module)["forward"] = TiledForward(module)
         elif id(module) in recorder.callers and "forward" not in vars(module):
-            vars(module)["forward"] = ForwardOfExactCalls(module)
+            set_forward(module, with_exact_calls)
     return shapes
 
 
