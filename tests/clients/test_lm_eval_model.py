@@ -313,3 +313,25 @@ def test_importing_registers_and_encoders_are_refused():
         HfgenLM(
             get_peft_model(tiny.llama(), virtual), tokenizer=tiny.byte_tokenizer(), device="cpu"
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exact_model_has_the_same_bits_at_every_batch_size(dtype: torch.dtype) -> None:
+    model, tokenizer = hfgen.builtin_model()
+    hfgen.exact(model.to(dtype))
+    likelihoods = [
+        Instance("loglikelihood", {}, (prompt, choice), i)
+        for i, (prompt, choices) in enumerate(3 * CHOICES)
+        for choice in choices
+    ]
+    until = {"until": ["\n"], "max_gen_toks": 12}
+    answers = [
+        Instance("generate_until", {}, (prompt, until), i) for i, (prompt, _) in enumerate(CHOICES)
+    ]
+    results = []
+    for batch_size in (1, 8, 64):
+        lm = HfgenLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=batch_size)
+        scores = lm.loglikelihood(likelihoods, disable_tqdm=True)
+        results.append((scores, lm.generate_until(answers, disable_tqdm=True)))
+    assert results[1] == results[0]
+    assert results[2] == results[0]
