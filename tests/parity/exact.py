@@ -45,6 +45,7 @@ REFUSALS = (
     "It is not known how rows join and leave",
     "without a cache of a known kind",
     "keeps per-row state on its modules",
+    "list assignment index out of range",  # Gemma 4: later layers read the keys of earlier ones
 )
 
 LENGTHS = (3, 40, 17, 29)
