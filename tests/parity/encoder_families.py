@@ -1048,7 +1048,8 @@ AUDIO: list[Family] = [
         "ffn_dim": 32, "input_size": 16, "num_codebooks": 3, "audio_vocab_size": CODES,
         "max_position_embeddings": 4}}, unsupported=BLIND |
         {"continuation": "ids, speech and what was heard have to be of one length",
-         "chunked": "it makes embeddings of its prompt, and upstream feeds all of them with each chunk"}),
+         "chunked": "it makes embeddings of its prompt, and upstream feeds all of them with each chunk",
+         "assisted": "its step makes the sound codes of one position, and drafts are several"}),
 ]
 # fmt: on
 

@@ -45,7 +45,9 @@ REFUSALS = (
     "It is not known how rows join and leave",
     "without a cache of a known kind",
     "keeps per-row state on its modules",
-    "list assignment index out of range",  # Gemma 4: later layers read the keys of earlier ones
+    # Early exits of Gemma 4, whose later layers read earlier keys, and of LFM, whose first ones have none.
+    "list assignment index out of range",
+    "`get_seq_length` can only be called on Attention layers",
 )
 
 LENGTHS = (3, 40, 17, 29)
@@ -94,7 +96,7 @@ class LastToken(hfgen.Drafter):
     """Drafts the newest token of each row again, three times."""
 
     def draft(self, context: hfgen.DraftContext) -> hfgen.Draft:
-        return hfgen.Draft(context.ids[:, -1:].repeat(1, 3))
+        return hfgen.Draft(context.ids[:, -1:].repeat(1, min(3, context.n_tokens)))
 
 
 def prompts(vocab: int) -> list[Tensor]:
