@@ -85,6 +85,26 @@ def test_without_exact_mode_rows_differ(model: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_end_anywhere_in_a_block_have_the_bits_of_one_forward(dtype: torch.dtype) -> None:
+    """Of 240 to 330 keys, for example, torch's kernel sums otherwise than of 512."""
+    model = hfgen.exact(tiny_llama(max_position_embeddings=2048).to(dtype).requires_grad_(True))
+    generator = torch.Generator().manual_seed(0)
+    lengths = (700, 245, 1, 120, 310, 505)
+    rows = [torch.randint(10, 90, (n,), generator=generator) for n in lengths]
+    options = {**trials.SAMPLING, "max_new_tokens": 20, "output_logits": False}
+    for order in ([0, 1, 2, 3, 4, 5], [1], [2, 5], [4, 3]):
+        inputs = trials.padded([rows[i] for i in order])
+        output = model.generate(**inputs, seed=[*order], **options)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 20), value=1)
+        scored = hfgen.token_logprobs(model, output.sequences, mask)[:, -20:]
+        assert torch.equal(scored.detach(), output.logprobs.token_logprobs)
+        for row, i in enumerate(order):
+            whole = torch.cat([rows[i], output.sequences[row, -20:]])
+            alone = hfgen.token_logprobs(model, whole[None])[0, -20:]
+            assert torch.equal(alone, scored[row])
+
+
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_optimised_models_are_exact_or_refused_by_name(

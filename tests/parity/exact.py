@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import hfgen
 from hfgen import families
@@ -374,14 +375,15 @@ def reason_of(text: str) -> str:
         return "a step with a cache gives other bits than the forward"
     if "could not be tried" in text:
         return "a forward that does not take rows of random tokens"
-    return "no transformers model"
+    return text
 
 
 def write_table(refused: dict[str, str], exact: list[str]) -> None:
     """Put the families that are exact, and why others are not, between the marks of ``DOCS``."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for family, text in refused.items():
-        reasons[reason_of(text)].append(family)
+        if isinstance(ours(family), PreTrainedModel):
+            reasons[reason_of(text)].append(family)
     lines = [
         f"Exact ({len(exact)}): {', '.join(sorted(exact))}.",
         "",

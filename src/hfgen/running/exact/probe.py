@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.masking_utils import bidirectional_mask_function
 
 from ... import families
 from . import spans
@@ -21,8 +22,6 @@ from .spans import KEYS, exact_mask
 #: Numbers of rows that every operation is computed with; the result of each is compared with that of ``ROWS`` rows.
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 31, 32, 33, 47, 63)
 ROWS = 64
-#: Keys of the rows of attention: a step, within a block, around its end, and in the second one.
-LENGTHS = (1, 7, KEYS - 1, KEYS, KEYS + 1, 2 * KEYS - 3)
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,10 @@ def try_rows(compute: Callable[[Tensor], Tensor], values: Tensor) -> str | None:
     return None
 
 
-#: Numbers of keys that the last block may be padded to, the fastest first.
-LAST_KEYS = (64, KEYS)
+#: Numbers of queries that are computed together, beside all of a row.
+QUERIES = (1, 3, 8, 33)
+#: Keys of the forward whose queries all others have to equal.
+LONGEST = 2 * KEYS - 3
 
 
 @cache
@@ -56,44 +57,81 @@ def try_attention(
 ) -> str | None:
     """Where a query's output depends on how many queries, keys or rows are computed with it.
 
-    Chooses how many keys the last block is padded to. ``threads``: of torch, which the answer holds for.
+    Chooses which parts of a block the last one may be. ``threads``: of torch, which the answer holds for.
     """
-    for n_keys in LAST_KEYS:
-        spans.LAST_KEYS[dtype, size] = n_keys
-        if (differs := _try_attention(heads, kv_heads, size, dtype)) is None:
-            break
-    return differs
-
-
-def _try_attention(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> str | None:
-    generator = torch.Generator().manual_seed(heads * size)
-    module = nn.Module()
-    for length in LENGTHS:
-        shapes = [(1, n, length, size) for n in (heads, kv_heads, kv_heads)]
-        q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-        mask = exact_mask(batch_size=1, q_length=length, kv_length=length)
-        whole = exact_attention(module, q, k, v, mask)[0]
-        for n in (1, 2, 3, 5, 8, 33):
-            first = max(length - n, 0)
-            n_queries = length - first
-            for padding in (0, 3, 200):
-                kept = torch.ones(2, padding + length, dtype=torch.long)
-                kept[0, :padding] = 0
-                padded = [F.pad(states, (0, 0, padding, 0)) for states in (k, v)]
-                other = [torch.randn(s.shape, generator=generator).to(dtype) for s in padded]
-                keys, values = (torch.cat(pair) for pair in zip(padded, other, strict=True))
-                mask = exact_mask(
-                    batch_size=2,
-                    q_length=n_queries,
-                    kv_length=padding + length,
-                    q_offset=padding + first,
-                    attention_mask=kept.bool(),
-                )
-                queries = q[:, :, first:].expand(2, -1, -1, -1)
-                out = exact_attention(module, queries, keys, values, mask)[0]
-                if not torch.equal(out[0], whole[0, first:]):
-                    return f"{n_queries} queries of {length} keys behind {padding} of padding"
+    passing = []
+    for n_keys in range(KEYS, 0, -64):  # whole blocks first
+        spans.LAST_KEYS[dtype, size] = (n_keys, KEYS)
+        differs = _try_last(n_keys, heads, kv_heads, size, dtype)
+        if differs is None:
+            passing.append(n_keys)
+        elif n_keys == KEYS:
+            return differs
+    spans.LAST_KEYS[dtype, size] = tuple(sorted(passing))
     return None
+
+
+def _try_last(n_keys: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> str | None:
+    """Where steps whose last block has ``n_keys`` differ from one forward of ``LONGEST`` tokens."""
+    generator = torch.Generator().manual_seed(heads * size)
+    shapes = [(1, n, LONGEST, size) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    mask = exact_mask(batch_size=1, q_length=LONGEST, kv_length=LONGEST)
+    whole = exact_attention(nn.Module(), q, k, v, mask)[0]
+    least = 1 if n_keys == KEYS else n_keys - 3
+    for length in sorted(
+        {least, n_keys - 3, n_keys, KEYS + least, min(KEYS + n_keys - 3, LONGEST)}
+    ):
+        for n_queries in sorted({min(n, length) for n in (*QUERIES, length)}):
+            for padding in (0, 3, 200):
+                out = _beside(q, k, v, length, n_queries, padding)
+                if not torch.equal(out, whole[0, length - n_queries : length]):
+                    return f"{n_queries} queries of {length} keys behind {padding} of padding"
+        # Beside a longer row that begins in the same column, blocks follow that this row does not see.
+        own, beside = (_both_ways(q, k, v, length, n_all) for n_all in (length, length + KEYS + 1))
+        if not torch.equal(own, beside):
+            return f"{length} keys beside a row of {length + KEYS + 1}"
+    return None
+
+
+def _beside(q: Tensor, k: Tensor, v: Tensor, length: int, n_queries: int, padding: int) -> Tensor:
+    """The last queries ``(n_queries, heads, size)`` of ``length`` tokens, behind padding, beside a longer row."""
+    first = length - n_queries
+    kept = torch.ones(2, padding + length, dtype=torch.bool)
+    kept[0, :padding] = False
+    keys, values = (
+        torch.cat([F.pad(x[:, :, :length], (0, 0, padding, 0)), x[:, :, : padding + length] * 2])
+        if padding + length <= LONGEST
+        else F.pad(x[:, :, :length], (0, 0, padding, 0)).expand(2, -1, -1, -1)
+        for x in (k, v)
+    )
+    mask = exact_mask(
+        batch_size=2,
+        q_length=n_queries,
+        kv_length=padding + length,
+        q_offset=padding + first,
+        attention_mask=kept,
+    )
+    queries = q[:, :, first:length].expand(2, -1, -1, -1)
+    return exact_attention(nn.Module(), queries, keys, values, mask)[0][0]
+
+
+def _both_ways(q: Tensor, k: Tensor, v: Tensor, length: int, n_all: int) -> Tensor:
+    """``length`` queries that see each other's keys, the first of two rows; the other one has ``n_all`` keys."""
+    kept = torch.arange(n_all) < torch.tensor([[length], [n_all]])
+    mask = exact_mask(
+        batch_size=2,
+        q_length=length,
+        kv_length=n_all,
+        attention_mask=kept,
+        mask_function=bidirectional_mask_function,
+    )
+    missing = max(n_all - LONGEST, 0)
+    keys, values = (
+        F.pad(x[:, :, :n_all], (0, 0, 0, missing)).expand(2, -1, -1, -1) for x in (k, v)
+    )
+    queries = q[:, :, :length].expand(2, -1, -1, -1)
+    return exact_attention(nn.Module(), queries, keys, values, mask)[0][0]
 
 
 def operations(inputs: dict[str, tuple[nn.Module, Tensor]]) -> Iterator[Operation]:

@@ -23,8 +23,8 @@ NAME = families.EXACT_ATTENTION
 KEYS = families.EXACT_KEYS
 #: Queries of a tile, and rows of a tile of linear layers.
 TILE = 4
-#: Keys that the last block is padded to, by dtype and size of a head, where fewer than ``KEYS`` have passed.
-LAST_KEYS: dict[tuple[torch.dtype, int], int] = {}
+#: Numbers of keys that the last block may have, in order, by dtype and size of a head: those that have passed.
+LAST_KEYS: dict[tuple[torch.dtype, int], tuple[int, ...]] = {}
 #: The attribute of a mask with its ``Span``s.
 _SPANS = "hfgen_spans"
 
@@ -85,8 +85,9 @@ class Span:
             visible = self.visible[:, :, start:stop]
             is_seen = visible.flatten(0, 2).any(dim=0).nonzero()
             n_seen = self.n_dropped + (int(is_seen[-1]) + 1 if len(is_seen) else 0)
-            last = LAST_KEYS.get((like.dtype, like.shape[-1]), KEYS)
-            n_keys = max(-(-n_seen // last), 1) * last
+            n_before = max(n_seen - 1, 0) // KEYS * KEYS  # of whole blocks
+            allowed = LAST_KEYS.get((like.dtype, like.shape[-1]), (KEYS,))
+            n_keys = n_before + next(n for n in allowed if n_before + n >= n_seen)
             n_tokens = min(n_keys - self.n_dropped, visible.shape[3])
             zeros = torch.zeros((*visible.shape[:3], n_keys), dtype=like.dtype, device=like.device)
             hidden = F.pad(
