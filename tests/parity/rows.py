@@ -90,7 +90,7 @@ ENTANGLED = {
 #: Families whose scores depend on how long a static cache is, also in transformers; a batch has one
 #: for its longest row.
 LENGTH_OF_CACHE = (
-    "deepseek_v32 dots3_note_text fsmt glm_moe_dsa gpt_neo hy_v4 imagegpt led nllb_moe".split()
+    "axk2 deepseek_v32 dots3_note_text fsmt glm_moe_dsa gpt_neo hy_v4 imagegpt led nllb_moe".split()
 )
 
 #: Families of text alone, whose inputs have a row per prompt.
