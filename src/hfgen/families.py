@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -147,15 +148,17 @@ def cache_argument(model: Any) -> str:
 
 def given_cache(model_kwargs: dict[str, Any]) -> Any:
     """The cache in ``model_kwargs`` under any name, or ``None``."""
-    caches = (model_kwargs.get(name) for name in ALL_CACHE_NAMES)
-    return next((cache for cache in caches if cache is not None), None)
+    for name in ALL_CACHE_NAMES:
+        if (cache := model_kwargs.get(name)) is not None:
+            return cache
+    return None
 
 
 def makes_its_own_cache(class_name: str) -> bool:
     """Whether the model builds a cache that is no ``Cache`` by itself."""
     # MiniMax's first release does; M2 and M3 are ordinary attention models.
     name = class_name.lower().replace("minimaxm2", "").replace("minimaxm3", "")
-    return any(family in name for family in ("reformer", "minimax", "xlnet", "rwkv", "xlstm"))
+    return re.search("reformer|minimax|xlnet|rwkv|xlstm", name) is not None
 
 
 def masks_filled_static_cache(model: Any) -> bool:

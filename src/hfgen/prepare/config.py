@@ -6,8 +6,10 @@ The only module, with ``rows``, that writes to a generation config, and only to 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,16 +17,23 @@ import transformers
 
 from .. import families
 from ..decoding.modes import MODES
+from ..memory import caches
 from ..settings import vllm
 from ..settings.fields import FIELDS, OWN_FIELDS
 from ..settings.kinds import is_zero
 from ..settings.logs import logger
 from ..state.call import Call, ModelKwargs, Prompt, Request
 from . import rows, validate
-from .generation_config import has_list, taking_own_values
+from .generation_config import taking_own_values
 
 #: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
 NOT_THE_MODELS = ("prefix_cache", "trust_remote_code", "cancel")
+
+#: Fields that count tokens of a sequence.
+COUNTS = [name for name, row in FIELDS.items() if row.within_sequence]
+
+#: Fields that an assistant's own config may set, where nobody else does: they get no default.
+WITHOUT_DEFAULTS = {name for name, row in FIELDS.items() if not row.has_default}
 
 
 def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
@@ -35,21 +44,24 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
     if "stop" in request.kwargs:
         request = rows.with_stop_strings(request)
     caller_config = request.generation_config
-    fields = (
-        vars(caller_config).values()
-        if isinstance(caller_config, transformers.GenerationConfig)
-        else ()
-    )
-    split = (
-        rows.split(request)
-        if has_list([caller_config, *request.kwargs.values(), *fields])
-        else None
-    )
+    values = [caller_config, *request.kwargs.values()]
+    if isinstance(caller_config, transformers.GenerationConfig):
+        values += vars(caller_config).values()
+    split = None
+    for value in values:
+        if isinstance(value, list | tuple):
+            split = rows.split(request)
+            break
     request = request if split is None else split[0][0]
-    kwargs = {name: v for name, v in request.kwargs.items() if name not in NOT_THE_MODELS}
-    companions = request.synced_gpus, request.assistant_model, request.streamer
+    kwargs = dict(request.kwargs)
+    for name in NOT_THE_MODELS:
+        kwargs.pop(name, None)
     mode_kwargs = model._extract_generation_mode_kwargs(
-        request.custom_generate, kwargs, *companions
+        request.custom_generate,
+        kwargs,
+        request.synced_gpus,
+        request.assistant_model,
+        request.streamer,
     )
     config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
     params = None if split is None else rows.resolve(model, *split)
@@ -67,23 +79,23 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
 def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
     """Set ``max_length`` and ``min_length`` of the call, now that the prompt's length is known."""
     call.prompt_length = length = prompt.ids.shape[1]
-
-    def fix(config: Any, has_default_max_length: bool, has_default_min_length: bool) -> Any:
-        return model._prepare_generated_length(
-            generation_config=config,
-            has_default_max_length=has_default_max_length,
-            has_default_min_length=has_default_min_length,
-            model_input_name=prompt.main_input_name,
-            inputs_tensor=prompt.main_input,
-            input_ids_length=length,
-        )
-
-    call.adopt(fix(call.config, call.has_default_max_length, call.has_default_min_length))
+    fix = functools.partial(
+        model._prepare_generated_length,
+        model_input_name=prompt.main_input_name,
+        inputs_tensor=prompt.main_input,
+        input_ids_length=length,
+    )
+    config = fix(
+        generation_config=call.config,
+        has_default_max_length=call.has_default_max_length,
+        has_default_min_length=call.has_default_min_length,
+    )
+    call.adopt(config)
     if call.rows is not None:
         rows.set_lengths(model, call, call.rows, fix)
-    for name, row in FIELDS.items():  # counts that no sequence can reach would cost time
-        if row.within_sequence and (count := getattr(call.config, name, None)) is not None:
-            setattr(call.config, name, min(count, call.config.max_length))
+    for name in COUNTS:  # those that no sequence can reach would cost time
+        if (count := getattr(config, name, None)) is not None:
+            setattr(config, name, min(count, config.max_length))
     if model._supports_logits_to_keep() and "logits_to_keep" not in prompt.model_kwargs:
         prompt.model_kwargs["logits_to_keep"] = 1  # the logits of a whole prompt are huge
     model._validate_generated_length(call.config, length, call.has_default_max_length)
@@ -105,7 +117,9 @@ def extract_generation_mode_kwargs(
         "streamer": streamer,
         "synced_gpus": families.is_sharded(self) if synced_gpus is None else synced_gpus,
     }
-    mode_kwargs = {name: value for name, value in mode_kwargs.items() if value is not None}
+    for name, value in list(mode_kwargs.items()):
+        if value is None:
+            del mode_kwargs[name]
     if callable(custom_generate):
         named = inspect.signature(custom_generate).parameters.keys()
         usual = inspect.signature(type(self)._sample).parameters.keys()
@@ -129,26 +143,38 @@ def prepare_generation_config(
                 "does not read: set them on model.generation_config, or pass them to generate()."
             )
         config = transformers.GenerationConfig()
-    known = {
-        k: v
-        for source in (model_defaults, config)
-        for k, v in vars(source).items()
-        if v is not None
-    }
-    validate.check_fields(known | kwargs)
-    unset = {name for name, row in FIELDS.items() if not row.has_default}
-    defaults = model_defaults._get_default_generation_params().items()
-    with taking_own_values(config):
+    known = dict(vars(model_defaults))
+    for name, value in vars(config).items():
+        if value is not None:
+            known[name] = value
+    set_values = known | kwargs
+    plain_values = validate.check_fields(set_values)
+    defaults = model_defaults._get_default_generation_params()
+    for name in WITHOUT_DEFAULTS & defaults.keys():
+        del defaults[name]
+    is_own = is_zero(set_values.get("max_new_tokens"))
+    is_own |= not caches.is_upstreams(set_values.get("cache_implementation"))
+    with taking_own_values(config) if is_own else nullcontext():
         config.update(**model_defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
-        config.update(**{k: v for k, v in defaults if k not in unset}, defaults_only=True)
-        for name, value in OWN_FIELDS.items():
-            setattr(config, name, known.get(name, value))
+        config.update(**defaults, defaults_only=True)
+        for name, default in OWN_FIELDS.items():
+            value = known.get(name)
+            setattr(config, name, default if value is None else value)
         model_kwargs = config.update(**kwargs)
-    _normalise(config)
+    for name, value in plain_values.items():
+        setattr(config, name, value)
+    if config.do_sample and is_zero(config.temperature):
+        config.do_sample, config.temperature = False, 1.0
+    if config.top_k == -1:
+        config.top_k = 0
+    if config.ignore_eos and (eos := config.eos_token_id) is not None:
+        config.eos_token_id = None
+        if config.pad_token_id is None:
+            config.pad_token_id = eos[0] if isinstance(eos, list) else eos
     if config.max_new_tokens == vllm.TO_LAST_POSITION:
         config.max_new_tokens, config.max_length = None, validate.require_positions(self)
-    if kwargs.get("cache_config") is None:
-        _drop_path_of_checkpoint(config, model_defaults)
+    if isinstance(model_defaults.cache_config, dict) and kwargs.get("cache_config") is None:
+        _drop_path_of_checkpoint(config, model_defaults.cache_config)
     if config.cache_implementation == "hybrid":  # of old checkpoints; the dynamic one does as well
         config.cache_implementation = None
     if generation_config is not None and (overridden := set(kwargs) - set(model_kwargs)):
@@ -162,33 +188,14 @@ def prepare_generation_config(
     return config, model_kwargs
 
 
-def _normalise(config: transformers.GenerationConfig) -> None:
-    """Make plain numbers of others; read the values by which other libraries switch a sampler off."""
-    for name, row in FIELDS.items():
-        if (value := getattr(config, name, None)) is not None:
-            setattr(config, name, row.kind.plain(value))
-    if config.do_sample and is_zero(config.temperature):
-        config.do_sample, config.temperature = False, 1.0
-    if config.top_k == -1:
-        config.top_k = 0
-    if getattr(config, "ignore_eos", False) and (eos := config.eos_token_id) is not None:
-        config.eos_token_id = None
-        if config.pad_token_id is None:
-            config.pad_token_id = eos[0] if isinstance(eos, list) else eos
-
-
 def _drop_path_of_checkpoint(
-    config: transformers.GenerationConfig, model_defaults: transformers.GenerationConfig
+    config: transformers.GenerationConfig, model_settings: dict[str, Any]
 ) -> None:
-    """Leave out the checkpoint's own ``cache_config["path"]``: only the caller says where files go."""
-    settings, default_settings = config.cache_config, model_defaults.cache_config
-    if (
-        not isinstance(settings, dict)
-        or not isinstance(default_settings, dict)
-        or "path" not in settings
-    ):
+    """Drop ``path`` of the checkpoint's own ``cache_config``: only the caller says where files go."""
+    settings = config.cache_config
+    if not isinstance(settings, dict) or "path" not in settings:
         return
-    if (path := settings["path"]) == default_settings.get("path"):
+    if (path := settings["path"]) == model_settings.get("path"):
         config.cache_config = {k: v for k, v in settings.items() if k != "path"}
         logger.warning_once(
             f"`path`={path!r} in the `cache_config` of the model's generation config is not used. To "
@@ -210,14 +217,15 @@ def prepare_special_tokens(
     EOS token. Raises ``ValueError`` if an encoder-decoder model has no start token.
     """
     config, target = generation_config, self.device if device is None else device
-
-    def as_tensor(token: Any) -> Any:
+    special_tokens = []
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        token = getattr(config, name)
         if isinstance(token, torch.Tensor):
-            return token.to(target)
-        return None if token is None else torch.tensor(token, device=target, dtype=torch.long)
-
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    bos, eos, pad, start = (as_tensor(getattr(config, name)) for name in names)
+            token = token.to(target)
+        elif token is not None:
+            token = torch.tensor(token, device=target, dtype=torch.long)
+        special_tokens.append(token)
+    bos, eos, pad, start = special_tokens
     if self.config.is_encoder_decoder and start is None and (start := bos) is None:
         raise ValueError(
             "An encoder-decoder model needs `decoder_start_token_id` or `bos_token_id` to start "
@@ -268,7 +276,8 @@ def prepare_generated_length(
     embeds_length = inputs_tensor.shape[1] if has_embeds else 0
     embeds_length = 0 if embeds_length == input_ids_length else embeds_length
     for side, has_default in (("max", has_default_max_length), ("min", has_default_min_length)):
-        n_new, set_length = (getattr(config, f"{side}_{unit}") for unit in ("new_tokens", "length"))
+        n_new = getattr(config, f"{side}_new_tokens")
+        set_length = getattr(config, f"{side}_length")
         length = set_length if n_new is None else int(n_new) + input_ids_length
         if n_new is not None:
             if set_length is not None and not has_default:

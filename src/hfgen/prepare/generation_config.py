@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,9 @@ class GenerationConfig(transformers.GenerationConfig):
         validate.check_cache_implementation(self.cache_implementation)
         for value in rows.each(self.max_new_tokens):
             FIELDS["max_new_tokens"].check("max_new_tokens", value)
-        with _hiding_own_values(self):
+        values = dict(vars(self))
+        hidden = _own_values(values) | dict.fromkeys(rows.lists_in(values))
+        with _replaced(self, hidden):
             super().validate(strict=strict, **kwargs)
 
     @classmethod
@@ -58,22 +60,21 @@ for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays 
     setattr(GenerationConfig, _name, _default)
 
 
-def has_list(values: Iterable[Any]) -> bool:
-    return any(isinstance(value, list | tuple) for value in values)
+def _own_values(values: dict[str, Any]) -> dict[str, Any]:
+    """What stands for hfgen's own values where upstream validates: no new tokens, registered caches."""
+    hidden: dict[str, Any] = {}
+    if is_zero(values.get("max_new_tokens")):
+        hidden["max_new_tokens"] = None
+    if not caches.is_upstreams(values.get("cache_implementation")):
+        hidden["cache_implementation"] = "dynamic"
+    return hidden
 
 
 @contextmanager
-def _hiding_own_values(config: transformers.GenerationConfig) -> Iterator[None]:
-    """Hide from upstream's validation what only hfgen takes: no new tokens, registered caches."""
-    hidden: dict[str, Any] = {}
-    if is_zero(config.max_new_tokens):
-        hidden["max_new_tokens"] = None
-    if not caches.is_upstreams(config.cache_implementation):
-        hidden["cache_implementation"] = "dynamic"
-    if has_list(vars(config).values()):
-        hidden |= dict.fromkeys(rows.lists_in(vars(config)))
-    values = {name: getattr(config, name) for name in hidden}
-    vars(config).update(hidden)
+def _replaced(config: Any, replacements: dict[str, Any]) -> Iterator[None]:
+    """Within, fields of ``config`` have other values."""
+    values = {name: getattr(config, name) for name in replacements}
+    vars(config).update(replacements)
     try:
         yield
     finally:
@@ -85,7 +86,7 @@ def taking_own_values(config: Any) -> Iterator[None]:
     """Within, ``config.update`` takes what only hfgen takes, whatever the class of ``config``."""
 
     def validate(**kwargs: Any) -> None:
-        with _hiding_own_values(config):
+        with _replaced(config, _own_values(dict(vars(config)))):
             type(config).validate(config, **kwargs)
 
     config.validate = validate

@@ -51,7 +51,8 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
         if name == "inputs_embeds":  # without a cache, the embeddings would be fed at every step
             call.config.use_cache = True
         _prepare_mask_and_positions(model, call, prompt, has_mask)
-    if any(model_kwargs.get(n) is None for n in ("encoder_outputs", "mm_encoder_outputs")):
+    is_encoded = model_kwargs.get("encoder_outputs") is not None
+    if not is_encoded or model_kwargs.get("mm_encoder_outputs") is None:
         with nullcontext() if call.ranks is None else call.ranks.encoding(model, call, prompt):
             prompt.model_kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
                 main_input, model_kwargs, name, call.config

@@ -61,6 +61,7 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
     ``None`` in a list leaves the field to the config and the defaults. Raises ``ValueError`` if lists of
     values have different lengths, or none.
     """
+    caller_config = request.generation_config
     for name, value in request.kwargs.items():
         row = PER_CALL.get(name)
         if isinstance(value, list) and row is not None and not row.kind.may_be_list:
@@ -68,7 +69,6 @@ def split(request: Request) -> tuple[list[Request], tuple[str, ...]] | None:
                 f"`{name}` has to be {row.kind.words}, but is {value}. It holds for all rows of a call: "
                 "split the prompts into one call for each value."
             )
-    caller_config = request.generation_config
     configs = list(caller_config) if isinstance(caller_config, list | tuple) else None
     lists = lists_in(request.kwargs)
     of_config = (
@@ -176,12 +176,19 @@ def prepare_special_tokens(model: Any, call: Call, rows: RowParams, prompt: Prom
 
 
 def set_lengths(model: Any, call: Call, rows: RowParams, fix: Callable[..., Any]) -> None:
-    """Set each prompt's lengths by ``fix(config, *has_defaults)``; the call takes the largest.
+    """Set each prompt's lengths by ``fix``, the model's hook; the call takes the largest.
 
     Raises ``ValueError`` for a prompt that has no room.
     """
     pairs = zip(rows.configs, rows.has_defaults, strict=True)
-    rows.configs = [fix(config, *has_defaults) for config, has_defaults in pairs]
+    rows.configs = [
+        fix(
+            generation_config=config,
+            has_default_max_length=has_default_max_length,
+            has_default_min_length=has_default_min_length,
+        )
+        for config, (has_default_max_length, has_default_min_length) in pairs
+    ]
     for config, (has_default, _) in zip(rows.configs, rows.has_defaults, strict=True):
         model._validate_generated_length(config, call.prompt_length, has_default)
     if call.config.num_beams > 1 and 0 in rows.values("max_new_tokens"):

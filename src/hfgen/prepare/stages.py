@@ -42,8 +42,10 @@ def prepare(
         modes.check_call(call)
         if ranks is not None:
             validate.check_ranks(model, call)
-        if any(getattr(c, "grammar", None) is not None for c in call.configs):
-            grammar.check(model, call)
+        for row_config in call.configs:
+            if getattr(row_config, "grammar", None) is not None:
+                grammar.check(model, call)
+                break
         if prefixes is not None:
             call.prefixes = prefix.check(prefixes, model, call, model_kwargs)
         call.prompt = prompt = inputs.prepare(model, call, model_kwargs)

@@ -31,6 +31,8 @@ class Kind(Range):
     option: str | None = "text or JSON"
     #: Whether a value may itself be a list; then a list has no value per row.
     may_be_list: bool = True
+    #: Types of Python whose values below 2**63 are of this kind and plain, so that nothing is called.
+    plain_types: tuple[type, ...] = ()
 
 
 def is_zero(value: Any) -> bool:
@@ -161,27 +163,34 @@ def is_positive_float(value: Any) -> bool:
     return (isinstance(value, float) and value > 0) or value == 1
 
 
-FLAG = Kind("True or False", _is_flag, option="true or false", may_be_list=False)
+FLAG = Kind(
+    "True or False", _is_flag, option="true or false", may_be_list=False, plain_types=(bool, int)
+)
 FLAG_OR_NEVER = Kind(
     "True, False or 'never'",
     lambda value: isinstance(value, int | float | str) and value in (True, False, "never"),
     option="true or false",
 )
-FLAG_OR_LAYERS = Kind("True or False, or a list of layers", _is_flag_or_layers, option=FLAG.option)
-INTEGER = Kind("an integer", is_integer, int, "an integer", False)
+FLAG_OR_LAYERS = Kind(
+    "True or False, or a list of layers",
+    _is_flag_or_layers,
+    option=FLAG.option,
+    plain_types=(bool, int),
+)
+INTEGER = Kind("an integer", is_integer, int, "an integer", False, (int,))
 SIZE = Kind(
     "an integer",
     lambda n: n is not True and "bool" not in str(getattr(n, "dtype", "")) and is_integer(n),
     int,
     "an integer",
     False,
+    (int,),
 )
-NUMBER = Kind("a number", is_number, _plain_number, "a number", False)
-FLOAT = Kind(
-    "a number", is_number, float, "a number", False
-)  # integers to a power grow without end
-TOKEN = Kind("a token id", _is_token, int, "an integer", False)
-TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens)
+NUMBER = Kind("a number", is_number, _plain_number, "a number", False, (int, float))
+# Integers to a power grow without end.
+FLOAT = Kind("a number", is_number, float, "a number", False, (float,))
+TOKEN = Kind("a token id", _is_token, int, "an integer", False, (int,))
+TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens, plain_types=(int,))
 TOKEN_LIST = Kind("a list of token ids", _is_token_list, _plain_tokens)
 TOKEN_TABLE = Kind(
     "a list of token ids, or a list of such lists, one for each position",

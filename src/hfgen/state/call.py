@@ -59,15 +59,17 @@ class Request:
 
     def has_default_lengths(self, model: Any) -> tuple[bool, bool]:
         """Return two bools: nobody set ``max_length``; nobody set ``min_length``."""
-        configs = (self.generation_config, model.generation_config)
-        sources = [self.kwargs, *(vars(config) for config in configs if config is not None)]
-        set_by = {
-            name: next((s[name] for s in sources if s.get(name) is not None), None)
-            for name in ("max_new_tokens", "max_length", "min_length")
-        }
-        is_to_last_position = set_by["max_new_tokens"] == TO_LAST_POSITION
-        has_no_max = set_by["max_length"] is None and not is_to_last_position
-        return has_no_max, set_by["min_length"] is None
+        set_values: dict[str, Any] = {}
+        sources = [self.kwargs, vars(model.generation_config)]
+        if self.generation_config is not None:
+            sources.insert(1, vars(self.generation_config))
+        for values in sources:
+            for name in ("max_new_tokens", "max_length", "min_length"):
+                if set_values.get(name) is None:
+                    set_values[name] = values.get(name)
+        ends_at_last_position = set_values["max_new_tokens"] == TO_LAST_POSITION
+        has_default_max_length = set_values["max_length"] is None and not ends_at_last_position
+        return has_default_max_length, set_values["min_length"] is None
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Request:
@@ -85,8 +87,8 @@ class Prompt:
     main_input_name: str | None
     batch_size: int
     model_kwargs: ModelKwargs
-    #: ``(rows, length)``: written by ``inputs.prepare_ids``, empty until then.
-    ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))
+    #: ``(rows, length)``: written by ``inputs.prepare_ids``.
+    ids: torch.Tensor = field(init=False)
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ class Call:
     strategy: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.adopt(self.config)
+        self.config._call = self
         self.is_own_method = self.method is self.mode.decode
         own_strategy = self.mode.strategy if self.is_own_method else None
         self.strategy = own_strategy or getattr(self.method, "strategy_class", None)
@@ -176,10 +178,12 @@ class Call:
     def has_foreign_cache(self) -> bool:
         """The cache is the caller's, or of a class that is not hfgen's: its updates may not fit."""
         cache = self.cache
-        layers = {type(layer).__module__ for layer in getattr(cache, "layers", ())}
-        is_known = all(name.startswith(("hfgen.", "transformers.")) for name in layers)
-        is_own = type(cache).__module__.startswith("hfgen.") and is_known
-        return not is_own or getattr(cache, "_is_user_defined", False)
+        if not type(cache).__module__.startswith("hfgen.") or hasattr(cache, "_is_user_defined"):
+            return True
+        for layer in getattr(cache, "layers", ()):
+            if not type(layer).__module__.startswith(("hfgen.", "transformers.")):
+                return True
+        return False
 
     def decode(self, model: Any) -> Any:
         """Run the decoding method; return its result."""

@@ -100,7 +100,9 @@ class Run:
         model_kwargs: ModelKwargs,
     ) -> Run:
         """The state that a decoding method starts with; ``model_kwargs`` without the mode's own."""
-        kwargs = {name: value for name, value in model_kwargs.items() if name not in OF_MODES}
+        kwargs = dict(model_kwargs)
+        for name in OF_MODES:
+            kwargs.pop(name, None)
         run = cls(model, ids, config, processors, criteria, kwargs, synced_gpus)
         run.tokenizer, run.streamer = model_kwargs.get("tokenizer"), model_kwargs.get("streamer")
         run.is_streamed = run.streamer is not None
@@ -122,7 +124,11 @@ class Run:
 
     def asks_for(self, *fields: str) -> bool:
         """Return whether any row sets one of ``fields``; an upstream config lacks hfgen's own."""
-        return any(getattr(c, name, None) is not None for c in self.configs for name in fields)
+        for config in self.configs:
+            for name in fields:
+                if getattr(config, name, None) is not None:
+                    return True
+        return False
 
     @property
     def is_encoder_decoder(self) -> bool:

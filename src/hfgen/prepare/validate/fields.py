@@ -19,7 +19,7 @@ from ...memory import caches
 from ...settings import sampler_order
 from ...settings.cancellation import Cancellation
 from ...settings.fields import FIELDS, is_on, with_suggestions
-from ...settings.kinds import LOGPROBS_MODES, is_zero
+from ...settings.kinds import ANY, LOGPROBS_MODES, OBJECT, is_zero
 from ...settings.logs import logger
 from ...settings.requirements import require_eos, require_tokenizer
 from ...state.call import Call, Request
@@ -114,6 +114,8 @@ def _kind(value: Any) -> str:
 
 def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
     """Raise ``ValueError`` for keyword arguments that the model does not take; typos end here."""
+    if not model_kwargs:
+        return
     known = accepted_names(self)
     passed = (name for name, value in model_kwargs.items() if value is not None)
     if unknown := [name for name in passed if name not in known]:
@@ -127,14 +129,9 @@ def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
 #: Own fields whose results are attributes of the output, which has to be one then. Upstream ignores
 #: its own such fields, with a warning; an error says what to do before time is spent.
 ON_OUTPUT = (
-    "output_speculation",
-    "output_metrics",
-    "logprobs",
-    "logprob_token_ids",
-    "prompt_logprobs",
-    "prompt_logprob_token_ids",
-    "logprobs_support",
-)
+    "output_speculation output_metrics logprobs logprob_token_ids prompt_logprobs "
+    "prompt_logprob_token_ids logprobs_support"
+).split()
 
 
 def check_cache_implementation(name: Any) -> None:
@@ -149,13 +146,22 @@ def check_cache_implementation(name: Any) -> None:
     raise ValueError(f"`cache_implementation` has to be one of {names}, but is {name!r}{meant}.")
 
 
-def check_fields(values: dict[str, Any]) -> None:
-    """Raise ``FieldError`` or ``ValueError`` for the first of the config's fields that cannot hold.
+#: Fields that do not take just anything.
+CHECKED_FIELDS = [(name, row) for name, row in FIELDS.items() if row.kind not in (ANY, OBJECT)]
 
-    Warn of a value out of range that upstream takes for "off".
+
+def check_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return plain values of the fields that are set otherwise: to ``8.0``, ``tensor(8)``, a JSON schema.
+
+    Raises ``FieldError`` or ``ValueError`` for the first field that cannot have its value. Warns of a value
+    out of range that upstream takes for "off".
     """
-    for name, row in FIELDS.items():
+    plain_values = {}
+    for name, row in CHECKED_FIELDS:
         if (value := values.get(name)) is None:
+            continue
+        is_plain = type(value) in row.kind.plain_types and -(2**63) <= value < 2**63
+        if is_plain and (row.range is None or row.range.accepts(value)):
             continue
         is_used = row.needs is None or is_on(row.needs, values.get(row.needs))
         if row.ignores is None or not row.kind.accepts(value) or not row.ignores(value):
@@ -164,12 +170,16 @@ def check_fields(values: dict[str, Any]) -> None:
             logger.warning_once(
                 f"`{name}` has to be {row.range.words}, but is {value}: it counts as off."
             )
-    check_cache_implementation(values.get("cache_implementation"))
+        if not is_plain and (plain := row.kind.plain(value)) is not value:
+            plain_values[name] = plain
+    if values.get("cache_implementation") is not None:
+        check_cache_implementation(values["cache_implementation"])
     if (order := values.get("sampler_order")) is not None:
         sampler_order.fields_of(order)
     if (mode := values.get("logprobs_mode")) is not None and mode not in LOGPROBS_MODES:
         meant = with_suggestions([str(mode)], LOGPROBS_MODES)
         raise ValueError(f"`logprobs_mode` has to be one of {[*LOGPROBS_MODES]}, but is {meant}.")
+    return plain_values
 
 
 def require_positions(model: Any) -> int:
@@ -185,7 +195,9 @@ def require_positions(model: Any) -> int:
 def check_config(call: Call) -> None:
     """Raise ``ValueError``, before an encoder runs, for a field that lacks what it works with."""
     tokenizer = call.mode_kwargs.get("tokenizer")
+    ignores_eos = False
     for config in call.configs:
+        ignores_eos |= bool(getattr(config, "ignore_eos", False))
         if (penalty := config.exponential_decay_length_penalty) is not None:
             require_eos(config.eos_token_id, penalty)
         for name in ON_OUTPUT:
@@ -205,23 +217,31 @@ def check_config(call: Call) -> None:
             _check_patterns([patterns] if isinstance(patterns, str) else patterns)
         if getattr(config, "thinking_token_budget", None) is not None:
             _check_thinking(config, tokenizer)
-        if getattr(config, "dry_multiplier", None):
-            _check_breakers(getattr(config, "dry_sequence_breakers", None), tokenizer)
+        if tokenizer is None and getattr(config, "dry_multiplier", None):
+            breakers = getattr(config, "dry_sequence_breakers", None)
+            if breakers is None or any(isinstance(item, str) for item in breakers):
+                strings = "are strings by default" if breakers is None else "has strings"
+                raise ValueError(
+                    f"`dry_sequence_breakers` {strings}: repetitions (`dry_multiplier`) end at them. Pass "
+                    "the model's tokenizer to `generate` as `tokenizer`, or a list of token ids, which may "
+                    "be empty."
+                )
         if config.do_sample and (config.num_beams or 1) > 1:
-            _check_steered(config)
-    if any(getattr(config, "ignore_eos", False) for config in call.configs):
+            steered = "mirostat" if getattr(config, "mirostat", None) else "adaptive_target"
+            if getattr(config, steered, None) is not None:
+                raise ValueError(
+                    f"`{steered}` is controlled by the token drawn at each step, but with `num_beams`="
+                    f"{config.num_beams} there are several tokens. Set `num_beams=1`, or leave `{steered}` "
+                    "out."
+                )
+    if ignores_eos:
         _check_ends(call)
 
 
 #: Fields that end a row.
 STOPS = (
-    "max_new_tokens",
-    "stop_strings",
-    "stop_regex",
-    "stop_token_ids",
-    "max_time",
-    "repetition_detection",
-)
+    "max_new_tokens stop_strings stop_regex stop_token_ids max_time repetition_detection"
+).split()
 
 
 def _check_patterns(patterns: Any) -> None:
@@ -271,32 +291,6 @@ def _check_ends(call: Call) -> None:
             )
 
 
-def _check_steered(config: Any) -> None:
-    """Raise ``ValueError`` for samplers that the token drawn at each step controls, beside beams."""
-    steered = {
-        "mirostat": bool(getattr(config, "mirostat", None)),
-        "adaptive_target": getattr(config, "adaptive_target", None) is not None,
-    }
-    for name, is_steered in steered.items():
-        if is_steered:
-            raise ValueError(
-                f"`{name}` is controlled by the token drawn at each step, but with `num_beams`="
-                f"{config.num_beams} there are several tokens. Set `num_beams=1`, or leave `{name}` out."
-            )
-
-
-def _check_breakers(breakers: Any, tokenizer: Any) -> None:
-    if tokenizer is not None:
-        return
-    if breakers is None or any(isinstance(item, str) for item in breakers):
-        which = "are strings by default" if breakers is None else "has strings"
-        raise ValueError(
-            f"`dry_sequence_breakers` {which}: repetitions (`dry_multiplier`) end at "
-            "them. Pass the model's tokenizer to `generate` as `tokenizer`, or a list of token ids, "
-            "which may be empty."
-        )
-
-
 def validate_generated_length(
     self: Any,
     generation_config: GenerationConfig,
@@ -320,14 +314,15 @@ def validate_generated_length(
             f"`{name}` has {input_ids_length} tokens and `max_length` is {longest}, so there is no "
             "room to generate. Raise `max_length`, or better, set `max_new_tokens`."
         )
-    counts = (("min_length", 0), *((n, input_ids_length) for n in ("min_new_tokens", "min_tokens")))
-    for field, before in counts:
-        value = getattr(config, field, None)
-        if value is not None and value + before > longest:
+    for field in ("min_length", "min_new_tokens", "min_tokens"):
+        if (value := getattr(config, field, None)) is None:
+            continue
+        length = value if field == "min_length" else value + input_ids_length
+        if length > longest:
             default = " (its default)" if has_default_max_length else ""
             _warn(
-                f"`{field}`={value} asks for {value + before} tokens in all, more than `max_length`="
-                f"{longest}{default}: generation stops at `max_length`."
+                f"`{field}`={value} asks for {length} tokens in all, more than `max_length`={longest}{default}: "
+                "generation stops at `max_length`."
             )
 
 

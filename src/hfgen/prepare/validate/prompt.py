@@ -20,6 +20,8 @@ from ...state.call import Call, Prompt
 #: Fields that ask for log-probabilities of the prompt; and all that ask for log-probabilities.
 OF_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids")
 LOGPROBS = ("logprobs", "logprob_token_ids", "logprobs_support", *OF_PROMPT)
+#: Fields with token ids that the vocabulary has to have.
+TOKEN_FIELDS = [(name, row) for name, row in FIELDS.items() if row.outside is not None]
 
 
 class PromptError(ValueError, IndexError, RuntimeError):
@@ -58,9 +60,10 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
         _check_position_ids(model, call, prompt)
     if model_kwargs.get(families.cache_argument(model)) is not None:
         check_cache(model, call, prompt)
-    logprob_fields = {f for f in LOGPROBS for c in call.configs if getattr(c, f, None) is not None}
-    if logprob_fields:
-        _check_logprobs(model, call, prompt, logprob_fields)
+    for config, field in itertools.product(call.configs, LOGPROBS):
+        if getattr(config, field, None) is not None:
+            _check_logprobs(model, call, prompt)
+            break
     if name != "input_ids" or main.ndim != 2 or not is_read:
         return
     is_continued = families.given_cache(model_kwargs) is not None
@@ -92,7 +95,7 @@ def _check_ids(name: str, ids: torch.Tensor, table: nn.Embedding | None) -> None
         )
     if ids.numel() == 0 or ids.device.type == "meta":
         return
-    lowest, highest = (int(bound) for bound in ids.aminmax())
+    lowest, highest = torch.stack(ids.aminmax()).tolist()
     if lowest < 0 or highest >= table.num_embeddings:
         row, column = ((ids < 0) | (ids >= table.num_embeddings)).nonzero()[0].tolist()
         raise IndexError(
@@ -168,8 +171,7 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
         idle.add("forced_bos_token_id")
     if not is_encoder_decoder:
         idle.add("decoder_start_token_id")
-    checked = [(name, row) for name, row in FIELDS.items() if row.outside is not None]
-    for config, (name, row) in itertools.product(call.configs, checked):
+    for config, (name, row) in itertools.product(call.configs, TOKEN_FIELDS):
         if (value := getattr(config, name, None)) is None or name in idle:
             continue
         # Upstream indexes with a forced BOS, and an index may count from the end.
@@ -202,8 +204,9 @@ def _check_fields_with_tokens(model: Any, call: Call, prompt: Prompt) -> None:
         )
 
 
-def _check_logprobs(model: Any, call: Call, prompt: Prompt, logprob_fields: set[str]) -> None:
+def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
     """Raise for log-probabilities that nobody would return, or of a prompt that is not forwarded."""
+    logprob_fields = {f for f in LOGPROBS for c in call.configs if getattr(c, f, None) is not None}
     if families.makes_its_own_output(model):
         raise ValueError(
             f"`{min(logprob_fields)}` is an attribute of hfgen's output, but {type(model).__name__}.generate() "
