@@ -256,7 +256,6 @@ class GenerationMixin(transformers.GenerationMixin):
     _prepare_position_ids_for_generation = inputs.prepare_position_ids_for_generation
     _prepare_decoder_input_ids_for_generation = inputs.prepare_decoder_input_ids_for_generation
     _expand_inputs_for_generation = inputs.expand_inputs_for_generation
-    _expand_multimodal_outputs = step_inputs.expand_multimodal_outputs
     heal_tokens = healing.heal_tokens
 
     # Stage 3: encoders
@@ -286,7 +285,6 @@ class GenerationMixin(transformers.GenerationMixin):
     prepare_inputs_for_generation = step_inputs.prepare_inputs_for_generation
     _update_model_kwargs_for_generation = step_inputs.update_model_kwargs_for_generation
     _prefill = executor.forward_prompt
-    _optimize_model_for_decode = executor.optimize_model_for_decode
     _supports_logits_to_keep = executor.supports_logits_to_keep
     _valid_auto_compile_criteria = executor.valid_auto_compile_criteria
     _has_unfinished_sequences = loop.has_unfinished_sequences

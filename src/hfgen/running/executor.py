@@ -1,35 +1,33 @@
-"""``Executor``: the interface through which a strategy runs the model."""
+"""``Executor``: the interface through which a strategy runs the model. All forwards are made here.
+
+A prompt is forwarded by the model's hook ``_prefill``. A step is launched in one of three ways: kernel by
+kernel, by a compiled forward (``compiled.py``), or as a recorded CUDA graph (``graphs.py``).
+"""
 
 from __future__ import annotations
 
-import gc
+import copy
 import itertools
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.fx.experimental import _config as fx_config
-from transformers import Cache, DynamicCache, GenerationConfig
+from transformers import Cache, GenerationConfig
+from transformers import GenerationMixin as UpstreamMixin
 from transformers.utils import ModelOutput
-from transformers.utils.generic import is_flash_attention_requested
 
 from ..families import parameters
-from ..memory.caches.layers import decoder_cache
-from ..memory.caches.static import visible_length
-from ..settings.logs import logger
 from ..state.call import ModelKwargs
 from ..state.run import Run
 from . import shared_prompt
+from .compiled import Compiled
 from .graphs import Recorded, recorded_forward
 from .prefill import prefill_in_chunks
 from .step_inputs import resized
 
-#: What forward may take tokens as.
-IDS = ("decoder_input_ids", "input_ids", "inputs_embeds")
-#: By number of dimensions of an input, those whose sizes differ between calls: rows, keys, and lengths.
-DYNAMIC_DIMS = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}
+#: Bound here, since ``hfgen.patch`` sets hfgen's in its place.
+_upstream_criteria = UpstreamMixin._valid_auto_compile_criteria
 
 #: Compiled layers look at their guards again where one cache is in another call.
 _numbers = itertools.count()
@@ -117,6 +115,11 @@ def prefill(
     return model._prefill(ids, config, model_kwargs, is_first_iteration=is_first_iteration)
 
 
+def call(model: Any, **inputs: Any) -> ModelOutput:
+    """Forward ``inputs`` as they are: guidance's second branch, which decodes beside the loop."""
+    return model(**inputs, return_dict=True)
+
+
 def forward_prompt(
     self: Any,
     input_ids: torch.Tensor,
@@ -182,67 +185,23 @@ def uncached_length(
     return n_new
 
 
-def call(model: Any, **inputs: Any) -> ModelOutput:
-    """Forward ``inputs`` as they are: guidance's second branch, which decodes beside the loop."""
-    return model(**inputs, return_dict=True)
-
-
 def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
     """The last position's logits ``(rows, vocab)``, float32: a copy, for a view keeps all alive."""
     return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
 
 
-class Compiled:
-    """A compiled forward that is not compiled again for another batch or another filled length."""
-
-    def __init__(self, forward: Callable, cache: Any) -> None:
-        self.forward = forward
-        self.visible = visible_length(cache)
-        if self.visible is not None:
-            self.visible.is_coarse = True
-
-    def __call__(self, **inputs: Any) -> Any:
-        from torch._dynamo.utils import counters  # takes a second: not for those who do not compile
-
-        for value in inputs.values():
-            for tensor in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(tensor, torch.Tensor):
-                    for dim in DYNAMIC_DIMS.get(tensor.ndim, ()):
-                        if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
-                            torch._dynamo.maybe_mark_dynamic(tensor, dim)
-        ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), None)
-        n_graphs = counters["stats"]["unique_graphs"]
-        several_rows: Any = nullcontext()
-        # A graph for several rows takes a single one, too. An older torch compiles again.
-        if ids is not None and len(ids) > 1 and hasattr(fx_config, "backed_size_oblivious"):
-            several_rows = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        with several_rows:
-            outputs = self.forward(**inputs)
-        if counters["stats"]["unique_graphs"] != n_graphs:
-            gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them
-        if self.visible is not None:
-            self.visible.close()
-        return outputs
-
-
 def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:
     """The model's forward, compiled where cache and device allow it."""
     if model._valid_auto_compile_criteria(model_kwargs, config):
-        cache = model_kwargs.get("past_key_values")
-        compiled = getattr(vars(model).get("_compiled_call"), "_torchdynamo_orig_callable", None)
-        if getattr(compiled, "__self__", model) is not model:
-            del model._compiled_call  # a copied model has that of the one that it is a copy of
-        return Compiled(model.get_compiled_call(config.compile_config), cache)
-    return model.__call__
+        return Compiled(model, config.compile_config, model_kwargs.get("past_key_values"))
+    forward: Callable = model.__call__
+    return forward
 
 
 def valid_auto_compile_criteria(
     self: Any, model_kwargs: ModelKwargs, generation_config: GenerationConfig
 ) -> bool:
-    """Whether to compile forward: the cache has a fixed shape, and nothing is offloaded.
-
-    Accelerators compile by default, a CPU if there is a ``compile_config``.
-    """
+    """Return whether to compile forward: as transformers does, and on a CPU with a ``compile_config``."""
     compile_config = generation_config.compile_config
     if generation_config.disable_compile:
         return False
@@ -253,55 +212,13 @@ def valid_auto_compile_criteria(
             "exact: a compiled graph fuses operations that were probed one by one. Leave `compile_config`, or "
             "call hfgen.restore(model)."
         )
-    cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
-    quantizer = getattr(self, "hf_quantizer", None)
-    places = set(getattr(self, "hf_device_map", {}).values())
-    is_for_device = self.device.type in ("cuda", "xpu", "neuron", "tpu") or (
-        compile_config is not None
-        and (self.device.type == "cpu" or compile_config._compile_all_devices)
-    )
-    can_compile = bool(
-        cache is not None
-        and cache.is_compileable
-        # A dynamic cache with linear attention alone has fixed shapes too, but was not asked for.
-        and type(decoder_cache(cache)) is not DynamicCache
-        and is_for_device
-        and (quantizer is None or quantizer.is_compileable)
-        and "disk" not in places
-        and (len(places) < 2 or "cpu" not in places)
-    )
-    if compile_config is not None and not can_compile:
-        logger.warning_once(
-            "`compile_config` is set, but the forward pass is not compiled: this needs a static cache, no "
-            "offloading, and an accelerator or a CPU."
-        )
-    if can_compile:
-        os.environ["TOKENIZERS_PARALLELISM"] = "0"  # its threads do not survive the forks
-        is_flash = is_flash_attention_requested(self.config)
-        if is_flash and compile_config is not None and compile_config.fullgraph:
-            logger.warning_once(
-                "`compile_config.fullgraph` is set to False: flash attention breaks the graph."
-            )
-            compile_config.fullgraph = False
-    return can_compile
+    if compile_config is not None and self.device.type == "cpu":
+        generation_config = copy.copy(generation_config)
+        generation_config.compile_config = copy.copy(compile_config)
+        generation_config.compile_config._compile_all_devices = True
+    return bool(_upstream_criteria(self, model_kwargs, generation_config))
 
 
 def supports_logits_to_keep(self: Any) -> bool:
     """Whether forward can leave out the logits of all but the last positions."""
     return "logits_to_keep" in parameters(self.forward)
-
-
-@contextmanager
-def optimize_model_for_decode(self: Any) -> Iterator[None]:
-    """Let experts on accelerators use ``batched_mm``, which is faster for few tokens."""
-    implementations = self.get_experts_implementation()
-    if self.device.type == "cpu" or "grouped_mm" not in implementations.values():
-        yield
-        return
-    logger.info_once("Decoding with the `batched_mm` experts instead of `grouped_mm`.")
-    faster = {"grouped_mm": "batched_mm"}
-    self.set_experts_implementation({k: faster.get(v, v) for k, v in implementations.items()})
-    try:
-        yield
-    finally:
-        self.set_experts_implementation(implementations)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -173,43 +172,3 @@ def update_model_kwargs_for_generation(
         else:
             model_kwargs[name] = buffers.grow(tensor, num_new_tokens, fill)
     return model_kwargs
-
-
-def expand_multimodal_outputs(
-    self: Any,
-    input_ids: torch.Tensor | None,
-    mm_encoder_output: dict[str, Any],
-    expand_size: int = 1,
-    inputs_embeds: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    """Repeat encoded images and videos like the rows that show them.
-
-    Those of a row, as its placeholder tokens tell, stay together: ``A B`` becomes ``A B A B``.
-    """
-    for modality in ("image", "video"):
-        outputs: Any = mm_encoder_output.get(modality)
-        features = getattr(outputs, "pooler_output", None)
-        if features is None:
-            continue
-        token_id = getattr(self.config, f"{modality}_token_id")
-        if (input_ids is None or input_ids.numel() == 0) and inputs_embeds is not None:
-            token = torch.tensor(token_id, dtype=torch.long, device=inputs_embeds.device)
-            placeholders = (inputs_embeds == self.get_input_embeddings()(token)).all(-1).sum(-1)
-        else:
-            placeholders = (input_ids == token_id).sum(-1)
-        row_ends = set(accumulate(placeholders.tolist()))
-        feature_ends = accumulate(len(feature) for feature in features)
-        # The features of a row end where as many placeholders have been filled.
-        ends = [index + 1 for index, end in enumerate(feature_ends) if end in row_ends]
-        groups = list(zip([0, *ends[:-1]], ends, strict=True))
-        repeated = [f for start, end in groups for f in list(features[start:end]) * expand_size]
-        is_tensor = isinstance(features, torch.Tensor)
-        outputs.pooler_output = torch.stack(repeated) if is_tensor else repeated
-        layers = getattr(outputs, "deepstack_features", None)
-        # Some models keep (layer index, features) pairs there instead, which are left alone.
-        if layers is not None and isinstance(layers[0][0], torch.Tensor):
-            outputs.deepstack_features = [
-                [f for start, end in groups for f in list(layer[start:end]) * expand_size]
-                for layer in layers
-            ]
-    return mm_encoder_output
