@@ -12,7 +12,6 @@ import torch
 from ..logits import logprobs
 from ..logits.logprobs.prompt import PromptRecorder
 from ..running import ahead, ranks
-from ..settings.kinds import is_zero
 from .outputs import GenerateOutput, Recording
 from .results import Results
 
@@ -51,7 +50,7 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
 
 def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
     """Yield the steps of ``steps``; each observer of the run gets a step before it is yielded."""
-    if is_zero(run.config.max_new_tokens):
+    if run.config.max_new_tokens == 0:
         return
     try:
         with closing(steps(run, strategy)) as iterator:
@@ -85,11 +84,11 @@ def begin(run: Run) -> Recording:
     run.observers = [recording]
     if run.config.return_dict_in_generate:
         run.observers.append(Results(run))
-    if run.asks_for("prompt_logprobs", "prompt_logprob_token_ids"):
-        run.observers.append(PromptRecorder(run))
-    has_support = getattr(run.config, "logprobs_support", None)
-    if has_support or run.asks_for("logprobs", "logprob_token_ids"):
-        run.observers.append(logprobs.Recorder(run))
+        if run.asks_for("prompt_logprobs", "prompt_logprob_token_ids"):
+            run.observers.append(PromptRecorder(run))
+        has_support = getattr(run.config, "logprobs_support", None)
+        if has_support or run.asks_for("logprobs", "logprob_token_ids"):
+            run.observers.append(logprobs.Recorder(run))
     if run.streamer is not None:
         run.observers.append(Streaming(run.streamer))
     if run.call is not None and run.call.prefix_session is not None:

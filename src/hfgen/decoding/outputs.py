@@ -32,16 +32,16 @@ OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
 }
 
 
-def _asked(run: Run) -> list[str]:
+def _recorded_fields(run: Run) -> list[str]:
     """The fields of a ``Step`` to record, as the config asks for them."""
     config = run.config
-    asked = {
+    flags = {
         "logits": config.output_logits,
         "attentions": config.output_attentions,
         "cross_attentions": config.output_attentions and run.is_encoder_decoder,
         "hidden_states": config.output_hidden_states,
     }
-    return [name for name, flag in asked.items() if flag and config.return_dict_in_generate]
+    return [name for name, flag in flags.items() if flag]
 
 
 def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
@@ -53,7 +53,9 @@ def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
     prefix = "decoder_" if run.is_encoder_decoder else ""
     names = {name: prefix + name for name in ("attentions", "hidden_states")}
     names["cross_attentions"] = "cross_attentions"
-    return {name: (getattr(outputs, names[name]),) for name in _asked(run) if name in names}
+    return {
+        name: (getattr(outputs, names[name]),) for name in _recorded_fields(run) if name in names
+    }
 
 
 def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> dict[str, Any]:
@@ -99,7 +101,9 @@ class Recording:
     """One entry per generated token for each thing that the config asks for."""
 
     def __init__(self, run: Run) -> None:
-        self.recorded: dict[str, list[Any]] = {name: [] for name in _asked(run)}
+        self.recorded: dict[str, list[Any]] = {}
+        for field in _recorded_fields(run) if run.config.return_dict_in_generate else ():
+            self.recorded[field] = []
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
         """Take what ``step`` holds; its scores are in ``run`` already, where criteria need them."""

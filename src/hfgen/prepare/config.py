@@ -90,7 +90,7 @@ def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
         has_default_max_length=call.has_default_max_length,
         has_default_min_length=call.has_default_min_length,
     )
-    call.adopt(config)
+    call.config, config._call = config, call  # the hook may have made another one
     if call.rows is not None:
         rows.set_lengths(model, call, call.rows, fix)
     for name in COUNTS:  # those that no sequence can reach would cost time
@@ -152,9 +152,12 @@ def prepare_generation_config(
     defaults = model_defaults._get_default_generation_params()
     for name in WITHOUT_DEFAULTS & defaults.keys():
         del defaults[name]
-    is_own = is_zero(set_values.get("max_new_tokens"))
-    is_own |= not caches.is_upstreams(set_values.get("cache_implementation"))
-    with taking_own_values(config) if is_own else nullcontext():
+    has_own_values = False  # which upstream's validation refuses
+    for values in (vars(model_defaults), vars(config), kwargs):
+        cache_name = values.get("cache_implementation")
+        has_own_values |= cache_name is not None and not caches.is_upstreams(cache_name)
+        has_own_values |= bool(values.get("max_new_tokens") == 0)
+    with taking_own_values(config) if has_own_values else nullcontext():
         config.update(**model_defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
         config.update(**defaults, defaults_only=True)
         for name, default in OWN_FIELDS.items():

@@ -47,7 +47,8 @@ def prepare(model: Any, call: Call, model_kwargs: ModelKwargs) -> Prompt:
                 "`token_healing` has nothing to heal: pass text as `decoder_input_ids`."
             )
     if not model.config.is_encoder_decoder:  # these infer their own masks and positions
-        _warn_of_right_padding(call, prompt)
+        if prompt.batch_size > 1:
+            _warn_of_right_padding(call, prompt)
         if name == "inputs_embeds":  # without a cache, the embeddings would be fed at every step
             call.config.use_cache = True
         _prepare_mask_and_positions(model, call, prompt, has_mask)
@@ -115,7 +116,7 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
 
 def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
     pad, ids = call.config._pad_token_tensor, prompt.main_input
-    if pad is None or prompt.batch_size == 1 or ids.ndim != 2:
+    if pad is None or ids.ndim != 2:
         return
     mask = prompt.model_kwargs.get("attention_mask")
     if mask is None or mask.shape != ids.shape:
@@ -129,13 +130,12 @@ def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
 
 def warn_of_foreign_device(model: Any, ids: torch.Tensor) -> None:
     """Warn of ids on another accelerator; ids on the CPU are moved for each forward."""
-    if ids.device.type not in (model.device.type, "cpu"):
-        warnings.warn(
-            f"`input_ids` is on {ids.device.type} and the model on {model.device.type}; every step "
-            f"copies between them. Call input_ids.to('{model.device.type}') first.",
-            UserWarning,
-            stacklevel=2,
-        )
+    warnings.warn(
+        f"`input_ids` is on {ids.device.type} and the model on {model.device.type}; every step copies "
+        f"between them. Call input_ids.to('{model.device.type}') first.",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def prepare_model_inputs(
@@ -245,7 +245,8 @@ def prepare_position_ids_for_generation(
     """Positions ``(batch, length)`` of attended tokens, 0 for pads; without a mask ``(1, length)``."""
     if (mask := model_kwargs.get("attention_mask")) is not None:
         return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-    inputs_tensor = _ids_if_any(inputs_tensor, model_kwargs)
+    ids = model_kwargs.get("input_ids")
+    inputs_tensor = ids if ids is not None and ids.shape[1] > 0 else inputs_tensor
     cache = model_kwargs.get("past_key_values")
     length = inputs_tensor.shape[1] + (0 if cache is None else cache.get_seq_length())
     return torch.arange(length, dtype=torch.long, device=inputs_tensor.device).unsqueeze(0)
@@ -258,19 +259,14 @@ def prepare_attention_mask_for_generation(
     model_kwargs: ModelKwargs,
 ) -> torch.Tensor:
     """A mask ``(batch, length)``: zeros at pad tokens, if these are in the ids and are not EOS."""
-    ids = _ids_if_any(inputs_tensor, model_kwargs)
+    ids = model_kwargs.get("input_ids")  # beside embeddings
+    ids = inputs_tensor if ids is None or ids.shape[1] == 0 else ids
     pad, eos = generation_config._pad_token_tensor, generation_config._eos_token_tensor
     is_ids = ids.ndim == 2 and ids.dtype in (torch.int, torch.long)
     is_eos = pad is not None and eos is not None and torch.isin(eos, pad).any()
     if pad is None or is_eos or not is_ids:
         return torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
     return ids.ne(pad).long()
-
-
-def _ids_if_any(inputs_tensor: torch.Tensor, model_kwargs: ModelKwargs) -> torch.Tensor:
-    """The ids, where something else is the main input and ids come beside it."""
-    ids = model_kwargs.get("input_ids")
-    return ids if ids is not None and ids.shape[1] > 0 else inputs_tensor
 
 
 def prepare_decoder_input_ids_for_generation(

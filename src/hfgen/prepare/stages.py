@@ -54,7 +54,8 @@ def prepare(
         config.set_lengths(model, call, prompt)
         fans_out = call.shared_prompt is not None and shared_prompt.is_ahead(model, call, prompt)
         caches.prepare(model, call, prompt, fans_out)
-        inputs.warn_of_foreign_device(model, prompt.ids)
+        if prompt.ids.device.type not in (model.device.type, "cpu"):
+            inputs.warn_of_foreign_device(model, prompt.ids)
         if call.config.do_sample:
             rows.set_keys(call, prompt)
         prepare_functions(model, call, prompt)

@@ -83,7 +83,8 @@ def prepare_inputs_for_generation(
     is_embedded = inputs_embeds is not None and is_first_iteration and not is_encoder_decoder
     tensor: Any = inputs_embeds if is_embedded else input_ids
     # Clones, so that strides are the same at every step whatever the ids are a view of.
-    tensor = _contiguous_clone(tensor[:, -(next_sequence_length or 0) :])
+    tensor = tensor[:, -(next_sequence_length or 0) :]
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
     inputs = {ids_name: None, "inputs_embeds": tensor} if is_embedded else {ids_name: tensor}
     batch_size, length = tensor.shape[:2]
 
@@ -92,7 +93,7 @@ def prepare_inputs_for_generation(
     for name in (positions_name, *TOKEN_TYPES):
         if (value := kwargs.pop(name, None)) is not None:
             if value.shape[-1] != length:
-                value = _contiguous_clone(value[..., -length:])
+                value = value[..., -length:].clone(memory_format=torch.contiguous_format)
             inputs[name] = value
 
     encoder_mask = attention_mask if is_encoder_decoder else None
@@ -143,10 +144,6 @@ def prepare_inputs_for_generation(
     if fed is not None and fed.device != (device := self.device) and device.type != "meta":
         inputs = families.moved(inputs, device)
     return inputs
-
-
-def _contiguous_clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def update_model_kwargs_for_generation(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
+from operator import le
 from typing import Any
 
 from .grammar import Grammar
@@ -255,7 +256,7 @@ MAX_ROWS = 2**24
 
 
 def at_least(least: int) -> Range:
-    return Range(f"at least {least}", lambda value: value >= least)
+    return Range(f"at least {least}", partial(le, least))
 
 
 FINITE = Range("finite", lambda value: math.isfinite(value))

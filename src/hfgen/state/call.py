@@ -145,11 +145,6 @@ class Call:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Nothing: a copy of this call's config is for another call, an assistant's."""
 
-    def adopt(self, config: GenerationConfig) -> None:
-        """Take ``config``, which a hook may have made of the previous one, as the call's."""
-        self.config = config
-        config._call = self
-
     @property
     def who(self) -> str:
         """Return the name of the mode, or of the strategy in its place, for messages."""

@@ -107,9 +107,8 @@ class InvalidScores:
     row is left: at once on the CPU, else when the call has ended.
     """
 
-    def __init__(self) -> None:
-        #: ``(rows,)``: the step, or -1; ``None`` as long as no scores were looked at on a device.
-        self.since: torch.Tensor | None = None
+    #: ``(rows,)``: the step, or -1; ``None`` as long as no scores were looked at on a device.
+    since: torch.Tensor | None = None
 
     def note(self, best: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
         """Of the rows ``among (rows,)``, or of all, those whose ``best (rows,)`` score is NaN."""

@@ -26,7 +26,8 @@ class Sample(NextToken):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         # The caller's own may count on ids that are contiguous, as upstream's are.
-        is_contiguous = not all(is_librarys(type(f)) for f in (*run.processors, *run.criteria))
+        kinds = set(map(type, (*run.processors, *run.criteria)))
+        is_contiguous = not all(map(is_librarys, kinds))
         self.buffer = TokenBuffer(run.ids, run.config.max_length, is_contiguous)
         # Processors of the caller's may write to the ids, as upstream's may: what follows has it.
         run.ids = self.buffer.ids

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from operator import not_
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from . import (
     samplers,
     vocabulary,
 )
-from .context import Builder, Context, OfAll, Row, built, field_of
+from .context import Builder, Context, OfAll, Row, built
 from .guidance import guidance
 from .lists import (
     LogitsProcessorList,
@@ -62,17 +61,29 @@ __all__ = [
 ]
 
 
-def _keeping(field: str, kind: Callable[..., Any], is_off: Callable[[Any], bool]) -> Row:
+def _keeping(field: str, kind: Callable[..., Any], **facts: Any) -> Row:
     """A row for a class that leaves as many tokens as beams need."""
 
     def build(value: Any, context: Context) -> Any:
         return kind(value, min_tokens_to_keep=context.min_tokens_to_keep)
 
-    return Row(field, build, is_off, keeps_tokens=True)
+    return Row(field, build, keeps_tokens=True, **facts)
+
+
+def _is_negative(count: int) -> bool:
+    return count < 0
+
+
+def _is_all(mass: float) -> bool:
+    return mass >= 1.0
 
 
 def _is_no_cutoff(value: float) -> bool:
     return not 0.0 < value < 1.0
+
+
+def _is_not_true(flag: Any) -> bool:
+    return flag is not True
 
 
 #: What builders read besides their own field.
@@ -83,44 +94,31 @@ DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_bre
 SPAN = ("dynatemp_range",)
 DYNATEMP = ("temperature", "dynatemp_exponent")
 XTC = ("xtc_threshold",)
+THINKING = ("thinking_start", "thinking_end", "thinking_message")
 
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
-    Row("guidance_scale", guidance, lambda v: v == 1.0, off=1.0),
+    Row("guidance_scale", guidance, 1.0, neutral=1.0),
     Row("sequence_bias", lambda bias, c: SequenceBiasLogitsProcessor(bias)),
-    Row("diversity_penalty", repetition.diversity_penalty, lambda penalty: not penalty),
-    Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, lambda v: v == 1.0),
-    Row(
-        "repetition_penalty",
-        repetition.repetition_penalty,
-        lambda v: v == 1.0,
-        off=1.0,
-        reads=COUNTED,
-    ),
-    Row("frequency_penalty", repetition.frequency_penalty, not_, off=0.0, reads=COUNTED),
-    Row("presence_penalty", repetition.presence_penalty, not_, off=0.0, reads=COUNTED),
-    Row("dry_multiplier", dry.dry, not_, reads=DRY),
-    Row("no_repeat_ngram_size", ngrams.no_repeat_ngram, lambda n: n <= 0),
-    Row("encoder_no_repeat_ngram_size", ngrams.encoder_no_repeat_ngram, lambda n: n <= 0),
-    Row(
-        "bad_words_ids",
-        lambda words, c: NoBadWordsLogitsProcessor(words, c.eos),
-        reads=EOS,
-    ),
+    Row("diversity_penalty", repetition.diversity_penalty, 0.0),
+    Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, 1.0),
+    Row("repetition_penalty", repetition.repetition_penalty, 1.0, neutral=1.0, reads=COUNTED),
+    Row("frequency_penalty", repetition.frequency_penalty, 0.0, neutral=0.0, reads=COUNTED),
+    Row("presence_penalty", repetition.presence_penalty, 0.0, neutral=0.0, reads=COUNTED),
+    Row("dry_multiplier", dry.dry, 0.0, reads=DRY),
+    Row("no_repeat_ngram_size", ngrams.no_repeat_ngram, 0, _is_negative),
+    Row("encoder_no_repeat_ngram_size", ngrams.encoder_no_repeat_ngram, 0, _is_negative),
+    Row("bad_words_ids", lambda words, c: NoBadWordsLogitsProcessor(words, c.eos), reads=EOS),
     Row("bad_words", vocabulary.bad_words, reads=EOS),
     Row("allowed_token_ids", lambda tokens, c: vocabulary.AllowedTokens(list(tokens), c.device)),
-    Row("min_length", lengths.min_length, lambda n: n <= 0, off=0, reads=ENDING),
-    Row("min_new_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
-    Row("min_tokens", lengths.min_new_tokens, lambda n: n <= 0, off=0, reads=ENDING),
-    lambda c: None if c.prefix_allowed_tokens_fn is None else vocabulary.prefix_constrained(c),
+    Row("min_length", lengths.min_length, 0, _is_negative, neutral=0, reads=ENDING),
+    Row("min_new_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
+    Row("min_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
+    vocabulary.prefix_constrained,
     OfAll("grammar", grammar.processor),
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
     Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),
-    Row(
-        "remove_invalid_values",
-        lambda flag, c: InfNanRemoveLogitsProcessor(),
-        lambda flag: flag is not True,
-    ),
+    Row("remove_invalid_values", lambda _, c: InfNanRemoveLogitsProcessor(), False, _is_not_true),
     Row("exponential_decay_length_penalty", lengths.exponential_decay, reads=EOS),
     Row(
         "suppress_tokens",
@@ -131,34 +129,30 @@ PROCESSORS: list[Builder] = [
 
 #: Run after the caller's own processors, when sampling.
 WARPERS: list[Row] = [
-    Row("dynatemp_range", samplers.dynamic_temperature, not_, reads=DYNATEMP),
-    Row("temperature", per_row.temperature, lambda v: v == 1.0, off=1.0, reads=SPAN),
-    Row("smoothing_factor", lambda v, c: samplers.QuadraticSmoothing(v), not_),
-    _keeping("top_n_sigma", samplers.TopNSigma, not_),
+    Row("dynatemp_range", samplers.dynamic_temperature, 0.0, reads=DYNATEMP),
+    Row("temperature", per_row.temperature, 1.0, neutral=1.0, reads=SPAN),
+    Row("smoothing_factor", lambda v, c: samplers.QuadraticSmoothing(v), 0.0),
+    _keeping("top_n_sigma", samplers.TopNSigma, idle=0.0),
     Row("top_h", lambda v, c: TopHLogitsWarper(v)),
-    Row("top_k", per_row.top_k, not_, off=0, keeps_tokens=True),
-    Row("top_p", per_row.top_p, lambda mass: mass >= 1.0, off=1.0, keeps_tokens=True),
-    Row("min_p", per_row.min_p, off=0.0, keeps_tokens=True),
-    _keeping("top_a", samplers.TopA, not_),
-    _keeping("typical_p", TypicalLogitsWarper, lambda mass: mass >= 1.0),
-    _keeping("epsilon_cutoff", EpsilonLogitsWarper, _is_no_cutoff),
-    Row("eta_cutoff", samplers.eta_cutoff, _is_no_cutoff, keeps_tokens=True),
-    _keeping("p_less", samplers.PLess, not_),
-    Row("xtc_probability", samplers.exclude_top_choices, not_, reads=XTC, keeps_tokens=True),
-    Row("mirostat", feedback.mirostat, not_, reads=("mirostat_tau", "mirostat_eta")),
+    Row("top_k", per_row.top_k, 0, neutral=0, keeps_tokens=True),
+    Row("top_p", per_row.top_p, 1.0, _is_all, neutral=1.0, keeps_tokens=True),
+    Row("min_p", per_row.min_p, neutral=0.0, keeps_tokens=True),
+    _keeping("top_a", samplers.TopA, idle=0.0),
+    _keeping("typical_p", TypicalLogitsWarper, idle=1.0, is_off=_is_all),
+    _keeping("epsilon_cutoff", EpsilonLogitsWarper, idle=0.0, is_off=_is_no_cutoff),
+    Row("eta_cutoff", samplers.eta_cutoff, 0.0, _is_no_cutoff, keeps_tokens=True),
+    _keeping("p_less", samplers.PLess, idle=False),
+    Row("xtc_probability", samplers.exclude_top_choices, 0.0, reads=XTC, keeps_tokens=True),
+    Row("mirostat", feedback.mirostat, 0, reads=("mirostat_tau", "mirostat_eta")),
     Row("adaptive_target", feedback.adaptive_p, reads=("adaptive_decay",)),
 ]
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
-    Row(
-        "thinking_token_budget",
-        thinking_budget,
-        reads=("thinking_start", "thinking_end", "thinking_message"),
-    ),
+    Row("thinking_token_budget", thinking_budget, reads=THINKING),
     OfAll("grammar", grammar.no_token_left),
     Row("watermarking_config", vocabulary.watermark),
-    Row("renormalize_logits", lambda flag, c: LogitNormalization(), lambda flag: flag is not True),
+    Row("renormalize_logits", lambda flag, c: LogitNormalization(), False, _is_not_true),
 ]
 
 
@@ -199,7 +193,9 @@ def get_logits_processor(
     if order == "llama.cpp":
         context = _with_mirostat_alone(context, named)
     caller_processors = logits_processor if logits_processor is not None else []
-    early = [b for b in PROCESSORS if field_of(b) not in named] if named else PROCESSORS
+    early = PROCESSORS
+    if named:
+        early = [b for b in PROCESSORS if getattr(b, "field", None) not in named]
     processors = LogitsProcessorList(built(early, context))
     processors = self._merge_criteria_processor_list(processors, caller_processors)
     if named:
@@ -232,7 +228,7 @@ def _in_order(named: tuple[str, ...], context: Context, caller_processors: Any) 
     A caller's processor of the same class takes the place of the default.
     """
     warpers = {row.field: row for row in WARPERS}
-    builders = {field_of(builder): builder for builder in PROCESSORS}
+    builders = {getattr(builder, "field", None): builder for builder in PROCESSORS}
     of_sampling = replace(context, of_sampling=True)
     kinds = {public_type(processor) for processor in caller_processors}
     for field in (*named, *(field for field in warpers if field not in named)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from transformers import GenerationConfig
@@ -117,22 +117,20 @@ class Context:
         )
 
 
+#: A row of a table of processors or criteria: of the context of a call it makes one, or ``None``.
 Builder: TypeAlias = Callable[[Any], Any]
 
 
 def built(table: Iterable[Builder], context: Any) -> Iterator[Any]:
-    """Yield what the builders of ``table`` make for a call, in order; a field that is not set is skipped."""
+    """Yield what the builders of ``table`` make for a call, in order; idle and unset fields are skipped."""
     for builder in table:
-        field = field_of(builder)
-        if field and context.rows is None and getattr(context.config, field, None) is None:
-            continue
+        field = getattr(builder, "field", None)
+        if context.rows is None and field is not None:
+            value = getattr(context.config, field, None)
+            if value is None or value == builder.idle:  # type: ignore[attr-defined]
+                continue
         if (function := builder(context)) is not None:
             yield function
-
-
-def field_of(builder: Builder) -> str | None:
-    """The field that a row of a table is for; ``None`` for what reads no field."""
-    return getattr(builder, "field", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,8 @@ class OfAll:
     """Builds one processor or criterion for all rows together, if a prompt sets ``field``."""
 
     field: str
-    build: Builder
+    build: Callable[[Any], Any]
+    idle: ClassVar[Any] = None
 
     def __call__(self, context: Any) -> Any:
         is_set = any(value is not None for value in context.values(self.field))
@@ -149,43 +148,47 @@ class OfAll:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Builds a processor or criterion from a config's ``field`` that is neither ``None`` nor off.
+    """Builds a processor or criterion from a config's ``field``.
 
-    ``off``: the value that leaves a row as it is. Given, and where prompts differ, ``build`` gets a
-    tensor ``(prompts, 1)`` in place of the value. Else one is built for each value, or for each
-    combination of the field and those that the builder ``reads`` besides.
+    Nothing is built for ``None``, for the value ``idle``, and for those that ``is_off`` tells. Where prompts
+    differ, ``build`` gets a tensor ``(prompts, 1)`` in place of the value if there is a ``neutral`` one,
+    which leaves a row as it is. Else one is built for each value, or for each combination of the field and
+    those that the builder ``reads`` besides.
     """
 
     field: str
     build: Callable[[Any, Any], Any]
-    is_off: Callable[[Any], bool] = lambda value: False
-    off: Any = None
+    idle: Any = None
+    is_off: Callable[[Any], bool] | None = None
+    neutral: Any = None
     reads: tuple[str, ...] = ()
     #: Leaves ``min_tokens_to_keep`` tokens, whose number depends on the EOS tokens where there are beams.
     keeps_tokens: bool = False
 
     def __call__(self, context: Any) -> Any:
+        values = []
+        for value in context.values(self.field):
+            is_idle = value is None or value == self.idle
+            is_idle = is_idle or (self.is_off is not None and self.is_off(value))
+            values.append(None if is_idle else value)
         if context.rows is None:
-            value = getattr(context.config, self.field, None)
-            is_set = value is not None and not self.is_off(value)
-            return self.build(value, context) if is_set else None
-        values = [None if v is None or self.is_off(v) else v for v in context.values(self.field)]
+            return None if values[0] is None else self.build(values[0], context)
         if all(value is None for value in values):
             return None
         others_differ = context.rows.differ_in(*self.all_reads(context))
         if all_equal(values) and not others_differ:
             return self.build(values[0], context)
-        if self.off is not None and not others_differ:
-            given = [self.off if value is None else value for value in values]
-            return self.build(as_column(given, context.device), context)
-        return self.each(values, context)
+        if self.neutral is not None and not others_differ:
+            column = [self.neutral if value is None else value for value in values]
+            return self.build(as_column(column, context.device), context)
+        return self.build_groups(values, context)
 
     def all_reads(self, context: Any) -> tuple[str, ...]:
         """The fields that the builder reads besides its own."""
         has_beams = self.keeps_tokens and (context.config.num_beams or 1) > 1
         return (*self.reads, "eos_token_id", "stop_token_ids") if has_beams else self.reads
 
-    def each(self, values: list[Any], context: Any) -> Any:
+    def build_groups(self, values: list[Any], context: Any) -> Any:
         """One for each group of prompts that ask for the same."""
         configs = context.rows.configs
         groups: list[tuple[tuple[Any, ...], list[int]]] = []
@@ -201,6 +204,6 @@ class Row:
                 groups.append((key, [index]))
             else:
                 group.append(index)
-        built = [(self.build(key[0], context.of_prompts(p)), p) for key, p in groups]
-        parts = [(function, prompts) for function, prompts in built if function is not None]
+        functions = [(self.build(key[0], context.of_prompts(p)), p) for key, p in groups]
+        parts = [(function, prompts) for function, prompts in functions if function is not None]
         return context.by_rows(parts) if parts else None

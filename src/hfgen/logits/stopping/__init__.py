@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...settings.requirements import require_tokenizer
 from ...state.rows import RowParams
 from ..grammar import setup as grammar
 from ..processors.by_rows import CriteriaByRows
-from ..processors.context import OfAll, Row, built
+from ..processors.context import Builder, OfAll, Row, built
 from ..processors.lists import is_librarys, name_of
 from .causes import Causes, Notes, is_noted
 from .reasons import FinishReason
@@ -77,7 +77,7 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
     @property
     def length_only(self) -> bool:
         """Whether the length alone decides, so that nothing has to be read off the device."""
-        return bool(self) and all(type(criterion) is MaxLengthCriteria for criterion in self)
+        return set(map(type, self)) == {MaxLengthCriteria}
 
 
 def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:
@@ -173,21 +173,25 @@ def assistant_confidence(threshold: float, context: Context) -> ConfidenceCriter
 HELD = ("min_tokens",)
 
 #: Rows in the order in which the criteria are asked; the caller's own follow.
-CRITERIA: list[Callable[[Any], StoppingCriteria | None]] = [
-    Row("max_length", max_length, off=0),
+CRITERIA: list[Builder] = [
+    Row("max_length", max_length, neutral=0),
     Row("max_time", lambda seconds, c: MaxTimeCriteria(max_time=seconds)),
     Row("stop_strings", stop_strings, reads=HELD),
     eos,
-    Row("stop_token_ids", stop_tokens, lambda tokens: tokens == []),
+    Row("stop_token_ids", stop_tokens, []),
     Row("stop_regex", stop_regex, reads=HELD),
     Row(
         "repetition_detection",
         lambda detection, c: RepetitionCriteria(detection, c.prompt_length, c.min_tokens),
-        lambda detection: detection.max_pattern_size == 0,
+        is_off=lambda detection: detection.max_pattern_size == 0,
         reads=HELD,
     ),
     OfAll("grammar", grammar.criterion),
-    Row("assistant_confidence_threshold", assistant_confidence, lambda threshold: threshold <= 0),
+    Row(
+        "assistant_confidence_threshold",
+        assistant_confidence,
+        is_off=lambda threshold: threshold <= 0,
+    ),
 ]
 
 

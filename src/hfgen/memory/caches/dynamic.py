@@ -234,7 +234,8 @@ def as_growing(layer: Any, growth: GrowthPolicy) -> Any:
     twin = kind.__new__(kind)
     twin._growth = growth
     for name, value in vars(layer).items():
-        setattr(twin, name, value)
+        if value is not None or not isinstance(getattr(kind, name, None), property):
+            setattr(twin, name, value)
     return twin
 
 
@@ -256,7 +257,7 @@ class GrowingCache(DynamicCache):
             return
         if self.layers:
             self._growth.n_tensors = 2 * len(self.layers)
-        self.layers = [as_growing(layer, self._growth) for layer in self.layers]
+        self.layers = list(map(partial(as_growing, growth=self._growth), self.layers))
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = partial(as_growing, DynamicLayer(), self._growth)
 

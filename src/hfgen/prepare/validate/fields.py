@@ -19,7 +19,7 @@ from ...memory import caches
 from ...settings import sampler_order
 from ...settings.cancellation import Cancellation
 from ...settings.fields import FIELDS, is_on, with_suggestions
-from ...settings.kinds import ANY, LOGPROBS_MODES, OBJECT, is_zero
+from ...settings.kinds import ANY, LOGPROBS_MODES, OBJECT
 from ...settings.logs import logger
 from ...settings.requirements import require_eos, require_tokenizer
 from ...state.call import Call, Request
@@ -299,7 +299,7 @@ def validate_generated_length(
 ) -> None:
     """Raise ``ValueError`` if the prompt fills ``max_length``; warn of lengths out of reach."""
     config, longest = generation_config, generation_config.max_length
-    if is_zero(config.max_new_tokens):
+    if config.max_new_tokens == 0:
         return
     if config.constraints is not None or config.force_words_ids is not None:
         constraints.check_room(config, longest - input_ids_length)

@@ -36,7 +36,8 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     """
     caches.check_config(model, call)
     model_kwargs, main, name = prompt.model_kwargs, prompt.main_input, prompt.main_input_name
-    _check_shape(prompt.batch_size > 0, str(name), main, "hold at least one row", ValueError)
+    if prompt.batch_size == 0:
+        raise _wrong_shape(str(name), main, "hold at least one row", ValueError)
     is_text, table = families.takes_only_text(model), families.token_embedding(model)
     is_read = model_kwargs.get("encoder_outputs") is None
     if name == "input_ids" and is_text and is_read:
@@ -44,7 +45,8 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     elif name == "inputs_embeds" and is_read:
         width = main.shape[-1] if table is None else table.embedding_dim
         fits = main.ndim == 3 and main.shape[2] == width
-        _check_shape(fits, "inputs_embeds", main, f"be (batch, length, {width})")
+        if not fits:
+            raise _wrong_shape("inputs_embeds", main, f"be (batch, length, {width})")
     if model_kwargs.get("attention_mask") is not None:
         _check_mask(model, call, prompt)
     if model.config.is_encoder_decoder and model_kwargs.get("decoder_input_ids") is not None:
@@ -73,22 +75,23 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
             f"Pass a prompt, or leave `input_ids` out to start from `bos_token_id` (which is "
             f"{call.config.bos_token_id})."
         )
-    if is_text:
-        _check_length(model, main.shape[1])
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if is_text and isinstance(positions, int) and main.shape[1] > positions:
+        _check_length(model, main.shape[1], positions)
 
 
-def _check_shape(
-    fits: bool, name: str, tensor: torch.Tensor, what: str, error: type[Exception] = PromptError
-) -> None:
-    if not fits:
-        raise error(f"`{name}` has to {what}, but has shape {tuple(tensor.shape)}.")
+def _wrong_shape(
+    name: str, tensor: torch.Tensor, what: str, error: type[Exception] = PromptError
+) -> Exception:
+    return error(f"`{name}` has to {what}, but has shape {tuple(tensor.shape)}.")
 
 
 def _check_ids(name: str, ids: torch.Tensor, table: nn.Embedding | None) -> None:
     """Ids ``(batch, length)`` of the ``table``'s vocabulary; without one, anything may be meant."""
     if table is None:
         return
-    _check_shape(ids.ndim == 2, name, ids, "be (batch, length)")
+    if ids.ndim != 2:
+        raise _wrong_shape(name, ids, "be (batch, length)")
     if ids.dtype not in (torch.long, torch.int):
         raise PromptError(
             f"`{name}` has to hold token ids, int64 or int32, but holds {ids.dtype}. Is it a mask?"
@@ -107,7 +110,8 @@ def _check_ids(name: str, ids: torch.Tensor, table: nn.Embedding | None) -> None
 def _check_mask_of(name: str, ids: torch.Tensor, mask_name: str, mask: torch.Tensor | None) -> None:
     if mask is not None:
         fits = mask.ndim == 2 and len(mask) == len(ids)
-        _check_shape(fits, mask_name, mask, f"have the shape of `{name}`, {tuple(ids.shape)}")
+        if not fits:
+            raise _wrong_shape(mask_name, mask, f"have the shape of `{name}`, {tuple(ids.shape)}")
 
 
 def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | None) -> None:
@@ -118,7 +122,10 @@ def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | Non
     _check_ids(name, ids, table)
     n_rows = prompt.batch_size * max(call.config.num_beams, call.config.num_return_sequences)
     fits = ids.numel() > 0 and n_rows % len(ids) == 0
-    _check_shape(fits, name, ids, f"hold one row, or one for each of {prompt.batch_size} prompts")
+    if not fits:
+        raise _wrong_shape(
+            name, ids, f"hold one row, or one for each of {prompt.batch_size} prompts"
+        )
     mask_name = "negative_prompt_attention_mask"
     _check_mask_of(name, ids, mask_name, call.request.negative_prompt_attention_mask)
 
@@ -131,7 +138,8 @@ def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
         return
     _check_ids(name, ids, table)
     fits = len(ids) == rows and ids.shape[1] > 0
-    _check_shape(fits, name, ids, f"hold {rows} rows of tokens, one per row of the input")
+    if not fits:
+        raise _wrong_shape(name, ids, f"hold {rows} rows of tokens, one per row of the input")
     _check_mask_of(name, ids, "decoder_attention_mask", mask)
 
 
@@ -147,7 +155,8 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
     fits = positions.ndim == 2 and positions.shape[0] in n_rows and positions.dtype != torch.bool
     fits = (fits or is_flat) and (is_continued or not is_short)
     shape = tuple(ids.shape[:2])
-    _check_shape(fits, "position_ids", positions, f"be (batch, length), {shape} here")
+    if not fits:
+        raise _wrong_shape("position_ids", positions, f"be (batch, length), {shape} here")
     if table is None or positions.device.type == "meta" or positions.numel() == 0:
         return
     last, (lowest, highest) = families.n_positions(table) - 1, positions.aminmax()
@@ -246,7 +255,8 @@ def _check_mask(model: Any, call: Call, prompt: Prompt) -> None:
     if getattr(prompt.model_kwargs.get("encoder_outputs"), "attention_mask", None) is not None:
         return  # an encoder with a mask of its own adds to the tokens: UDOP, the parts of an image
     is_table = mask.ndim == 2 or (mask.ndim > 2 and name == "inputs_embeds")
-    _check_shape(is_table, "attention_mask", mask, "be (batch, length)")
+    if not is_table:
+        raise _wrong_shape("attention_mask", mask, "be (batch, length)")
     if mask.ndim != 2 or main.ndim < 2:
         return
     expected, shape = tuple(main.shape[:2]), tuple(mask.shape)
@@ -258,7 +268,8 @@ def _check_mask(model: Any, call: Call, prompt: Prompt) -> None:
         return
     what = f"have the shape of `{name}`, {expected}"
     fits = fits or _is_idle(model, call.config, prompt, mask)
-    _check_shape(fits, "attention_mask", mask, what, ValueError)
+    if not fits:
+        raise _wrong_shape("attention_mask", mask, what, ValueError)
     if mask.numel() == 0:
         return
     lowest, highest = mask.aminmax()
@@ -282,11 +293,8 @@ def _is_idle(model: Any, config: Any, prompt: Prompt, mask: torch.Tensor) -> boo
     return (len(mask) == rows or is_one_row) and (mask.shape[1] == 1 or mask.shape[1] >= length)
 
 
-def _check_length(model: Any, length: int) -> None:
+def _check_length(model: Any, length: int, positions: int) -> None:
     """Raise for more tokens than there are learned positions; warn beyond those of rotary ones."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(positions, int) or length <= positions:
-        return
     message = (
         f"`input_ids` has {length} tokens per row, but {type(model).__name__} has {positions} "
         "positions (`config.max_position_embeddings`). Shorten the prompt"
