@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,17 +24,12 @@ from ..memory.caches.dynamic import GrowingLayer
 from ..memory.caches.static_layers import SlicedStaticLayer
 from ..settings.logs import logger
 from .layer_graphs import (
-    NEW,
-    ROWS,
-    SEEN,
     Checked,
     Graph,
     Step,
     checked,
     forward_layer,
-    has_stand_in,
-    room_like,
-    stand_in,
+    stand_ins,
 )
 
 #: What ``torch.compile`` compiles with.
@@ -68,7 +61,8 @@ class LayerGraph:
         self.n_layers = 0
         self.is_broken = False
         self._function: Any = None
-        self._positions: tuple[int, int, Tensor] | None = None
+        #: What the layers of a forward share: the columns of new tokens, a mask whose rows share no memory.
+        self._positions: tuple[Any, Any] = (None, None)
         self._mask: tuple[Any, Any] = (None, None)
         self._step: Step | None = None
 
@@ -78,15 +72,20 @@ class LayerGraph:
     def __call__(
         self, layer: CompiledLayer, hidden: Tensor, place: Any, kwargs: dict[str, Any], kind: Any
     ) -> Any:
-        n_new = hidden.shape[1]
+        n_new, device = hidden.shape[1], hidden.device
         keys, values, start = place.reserve(n_new)
         if (mask := kwargs.get("attention_mask")) is not None:
-            kwargs["attention_mask"] = self._own_memory(mask)
+            if self._mask[0] is not mask:
+                self._mask = mask, mask.contiguous()
+            kwargs["attention_mask"] = self._mask[1]
+        if self._positions[0] != (start, n_new, device):
+            numbers = torch.arange(start, start + n_new, device=device)
+            self._positions = (start, n_new, device), numbers
         arguments = {
             "hidden": hidden,
             "keys": keys,
             "values": values,
-            "positions": self._at(start, n_new, hidden.device),
+            "positions": self._positions[1],
             "kwargs": kwargs,
         }
         try:
@@ -107,36 +106,39 @@ class LayerGraph:
             self.fail(error)
             return result
 
-    def prepare(
-        self, layer: nn.Module, hidden: Tensor, keys: Tensor, values: Tensor, kwargs: dict[str, Any]
-    ) -> bool:
+    def prepare(self, layer: nn.Module, arguments: dict[str, Any]) -> bool:
         """Compile a graph for arguments like these, if no other layer has; return whether that works.
 
         Stand-ins are forwarded, whose sizes are the same in every process, so that the compiler's own
-        cache knows the graph. A single row, and a single token, have graphs of their own.
+        cache knows the graph. It is told which sizes and numbers differ between layers and calls, and
+        guesses none. Graphs do not check sizes a second time: guards have.
         """
-        if self._function is None:
-            self._function = _compiled()
-        rows, n_new = hidden.shape[:2]
-        new, of_rows = 1 if n_new == 1 else NEW, 1 if rows == 1 else ROWS
-        mask = kwargs.get("attention_mask")
-        n_seen = SEEN if mask is None else mask.shape[-1]
-        sizes = {0: (rows, of_rows), 1: (n_new, new), 2: (n_new, new), 3: (n_seen, SEEN)}
         try:
-            with _compiling(), torch.no_grad():
-                positions = torch.arange(new, device=hidden.device)
-                if new > 1:
-                    torch._dynamo.maybe_mark_dynamic(positions, 0)
+            if torch.__version__ < OLDEST_TORCH:
+                raise RuntimeError(
+                    f"torch {OLDEST_TORCH} or newer is needed, not {torch.__version__}"
+                )
+            from torch._inductor import config as inductor
+
+            if (
+                self._function is None
+            ):  # by a name of its own, models have counts of graphs of their own
+                name = f"layer_{next(_names)}"
+                code = forward_layer.__code__.replace(co_name=name)
+                function = types.FunctionType(code, forward_layer.__globals__, name)
+                backend = partial(Graph, torch._dynamo.lookup_backend(BACKEND))
+                self._function = torch.compile(function, fullgraph=True, backend=backend)
+            dynamo: Any = torch._dynamo.config
+            compiler: Any = torch.compiler.config
+            with (
+                compiler.patch(dynamic_sources=NUMBERS),
+                dynamo.patch(automatic_dynamic_shapes=False, recompile_limit=MOST_GRAPHS),
+                inductor.patch(size_asserts=False),
+                torch.no_grad(),
+            ):
                 view = view_without_hooks(layer)
                 states = [(vars(part), dict(vars(part))) for part in view.modules()]
-                self._function(
-                    view,
-                    hidden=stand_in(hidden, sizes),
-                    keys=room_like(keys, of_rows),
-                    values=room_like(values, of_rows),
-                    positions=positions,
-                    kwargs={name: stand_in(value, sizes) for name, value in kwargs.items()},
-                )
+                self._function(view, **stand_ins(**arguments))
             for now, before in states:  # later steps run the graph alone, which sets nothing
                 if any(before.get(name, before) is not value for name, value in now.items()):
                     raise RuntimeError("a part of the layer sets attributes of itself")
@@ -151,23 +153,6 @@ class LayerGraph:
         self.failure = f"{type(cause).__name__}: {first}"[:300]
         logger.warning(f"Decoder layers run uncompiled: {self.failure}")
         self.n_layers *= not self.is_broken
-
-    def _at(self, start: int, n: int, device: torch.device) -> Tensor:
-        """``n`` numbers from ``start`` on; one tensor for all layers of a forward."""
-        known = self._positions
-        if known is None or known[:2] != (start, n) or known[2].device != device:
-            numbers = torch.arange(start, start + n, device=device)
-            self._positions = known = start, n, numbers
-        return known[2]
-
-    def _own_memory(self, mask: Tensor) -> Tensor:
-        """A mask whose rows share no memory, as they do if none is padded; one copy for all layers."""
-        if mask.is_contiguous():
-            return mask
-        copied_mask, own_mask = self._mask
-        if copied_mask is not mask:
-            self._mask = mask, (own_mask := mask.contiguous())
-        return own_mask
 
 
 class CompiledLayer:
@@ -262,9 +247,8 @@ class CompiledLayer:
         if key in self._ready:
             return key
         others = {name: value for name, value in kwargs.items() if name != "past_key_values"}
-        if self.graph.failure is not None or not all(map(has_stand_in, others.values())):
-            return None
-        if not self.graph.prepare(self.module, hidden, place.keys, place.values, others):
+        arguments = {"hidden": hidden, "keys": place.keys, "values": place.values, "kwargs": others}
+        if self.graph.failure is not None or not self.graph.prepare(self.module, arguments):
             return None
         self.graph.n_layers += not self._ready
         self._ready.add(key)
@@ -300,32 +284,3 @@ def view_without_hooks(module: nn.Module) -> nn.Module:
         for name, part in module._modules.items()
     }
     return view
-
-
-def _compiled() -> Any:
-    """The function, compiled, with a count of graphs and a name of its own for each model."""
-    name = f"layer_{next(_names)}"
-    code = forward_layer.__code__.replace(co_name=name)
-    function = types.FunctionType(code, forward_layer.__globals__, name)
-    backend = torch._dynamo.lookup_backend(BACKEND)
-    return torch.compile(function, fullgraph=True, backend=partial(Graph, backend))
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Tell the compiler which sizes and numbers differ between layers and calls: it guesses none.
-
-    Graphs do not check sizes a second time: guards have.
-    """
-    if torch.__version__ < OLDEST_TORCH:
-        raise RuntimeError(f"torch {OLDEST_TORCH} or newer is needed, not {torch.__version__}")
-    from torch._inductor import config as inductor
-
-    dynamo: Any = torch._dynamo.config
-    compiler: Any = torch.compiler.config
-    with (
-        compiler.patch(dynamic_sources=NUMBERS),
-        dynamo.patch(automatic_dynamic_shapes=False, recompile_limit=MOST_GRAPHS),
-        inductor.patch(size_asserts=False),
-    ):
-        yield
