@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,19 +18,42 @@ from .kernels import DTYPES, Product, named
 N_PLACES, N_VALUES = 8, 16
 
 
-@dataclass(frozen=True, slots=True)
 class Packed:
     """A weight as it was when it was packed. ``product``: None if the kernel does not take it.
 
     The view keeps the memory: another tensor cannot get its address while this one is compared with it.
     """
 
-    weight: Tensor
-    address: int
-    version: int
-    view: Any  # numpy: some values of the weight, as bits
-    values: bytes
-    product: Product | None
+    __slots__ = ("address", "product", "values", "version", "view", "weight")
+
+    def __init__(self, weight: Tensor, product: Product | None) -> None:
+        self.weight, self.product = weight, product
+        self.address, self.version = weight.data_ptr(), _version(weight)
+        self.view = _samples(weight)
+        self.values: bytes = self.view.tobytes()
+
+    def is_of(self, weight: Tensor | None) -> bool:
+        """Whether ``weight`` is the one that was packed, and has not changed, as far as samples tell."""
+        return (
+            weight is self.weight
+            and weight.data_ptr() == self.address
+            and _version(weight) == self.version
+            and self.view.tobytes() == self.values
+        )
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+def _samples(weight: Tensor) -> Any:
+    """Some values of a weight, as bits: a view of its memory in numpy."""
+    bits = torch.int32 if weight.element_size() == 4 else torch.int16
+    flat = weight.detach().view(bits).flatten()
+    width = min(N_VALUES, len(flat))
+    last = len(flat) - width
+    step = max(last // (N_PLACES - 1), 1)
+    return flat.as_strided((1 + min(last, N_PLACES - 1), width), (step, 1)).numpy()
 
 
 class PackedForward:
@@ -94,19 +116,13 @@ class PackedForward:
     def packed(self) -> Packed | None:
         """The weight as it is now, packed; None if it is none that can be packed."""
         packed, weight = self._packed, self.module._parameters.get("weight")
-        if (
-            packed is not None
-            and weight is packed.weight
-            and weight.data_ptr() == packed.address
-            and _version(weight) == packed.version
-            and packed.view.tobytes() == packed.values
-        ):
+        if packed is not None and packed.is_of(weight):
             return packed
         self._packed = None
         if weight is not None and misfit(self.module) is None:
             with torch.no_grad():
                 fits = self.kernel.misfit(weight) is None
-                self._packed = _snapshot(weight, self.kernel.prepare(weight) if fits else None)
+                self._packed = Packed(weight, self.kernel.prepare(weight) if fits else None)
         return self._packed
 
     def move(self, values: Tensor) -> None:
@@ -114,7 +130,7 @@ class PackedForward:
         packed, weight = self.packed(), self.module.weight
         weight.data = values
         if packed is not None:
-            self._packed = _snapshot(weight, packed.product)
+            self._packed = Packed(weight, packed.product)
         self.is_offloaded = True
 
 
@@ -151,11 +167,6 @@ _OPERATORS.impl("linear", _linear, "CompositeExplicitAutograd")
 operators.register_fake("hfgen::linear", _linear_shape, lib=_OPERATORS)
 
 
-def _snapshot(weight: Tensor, product: Product | None) -> Packed:
-    view = _samples(weight)
-    return Packed(weight, weight.data_ptr(), _version(weight), view, view.tobytes(), product)
-
-
 def own_forward(module: nn.Module) -> Callable[..., Tensor]:
     """The forward that a module has by its class."""
     return type(module).forward.__get__(module)
@@ -175,16 +186,3 @@ def misfit(module: nn.Module) -> str | None:
     if not weight.is_contiguous() or weight.dim() != 2 or not weight.numel():
         return "weights that are not contiguous, or none"
     return None
-
-
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
-
-
-def _samples(weight: Tensor) -> Any:
-    bits = torch.int32 if weight.element_size() == 4 else torch.int16
-    flat = weight.detach().view(bits).flatten()
-    width = min(N_VALUES, len(flat))
-    last = len(flat) - width
-    step = max(last // (N_PLACES - 1), 1)
-    return flat.as_strided((1 + min(last, N_PLACES - 1), width), (step, 1)).numpy()

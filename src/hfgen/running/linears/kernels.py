@@ -36,8 +36,7 @@ class Kernel:
     """One way to compute a linear layer.
 
     ``weights``: the argument that asks for it; None: it keeps their values, so that results differ from the
-    layer's own by rounding only. ``bits``: of a packed weight;
-    None: as many as it has.
+    layer's own by rounding only. ``bits``: of a packed weight; None: as many as it has.
     """
 
     name: str
@@ -71,11 +70,6 @@ def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
     return [named(name) for name in names if works(name)]
 
 
-def named(name: str) -> Kernel:
-    """The kernel of that name; ``KeyError`` if there is none."""
-    return _BY_NAME[name]
-
-
 def _has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16. oneDNN converts it to float32 otherwise."""
     has = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
@@ -86,6 +80,11 @@ def _mkldnn_has(name: str) -> bool:
     """Whether oneDNN multiplies ``"bf16"`` or ``"fp16"`` on this processor."""
     has = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
     return has is not None and bool(has())
+
+
+def named(name: str) -> Kernel:
+    """The kernel of that name; ``KeyError`` if there is none."""
+    return _BY_NAME[name]
 
 
 @cache
@@ -161,43 +160,25 @@ def _odd_for_int4(weight: Tensor) -> str | None:
 # --- how they compute ---------------------------------------------------------------------------
 
 
+def _converting(linear: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Product:
+    """``linear`` of activations in ``dtype``; a bias is added in float32, or in the activations' type."""
+
+    def run(x: Tensor, bias: Tensor | None) -> Tensor:
+        result = linear(x if x.dtype == dtype else x.to(dtype))
+        if dtype != torch.float32:
+            result = result.to(x.dtype)
+        if bias is not None:
+            result.add_(bias)
+        return result.to(x.dtype)
+
+    return run
+
+
 def _onednn(weight: Tensor) -> Product:
     """oneDNN with the weight in an order of its own: ``torch.ops.mkldnn._linear_pointwise``."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     linear = torch.ops.mkldnn._linear_pointwise.default
     return lambda x, bias: linear(x, packed, bias, "none", [], "")
-
-
-def _fp16(weight: Tensor) -> Product:
-    """fbgemm: weights of fp16, activations and sums of float32 (``linear_dynamic_fp16``)."""
-    packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float(), None)
-    return _in_float32(_scripted(_Fp16(packed)))
-
-
-def _int8(weight: Tensor) -> Product:
-    """fbgemm: a scale for each row of the weight, and one for each row of activations."""
-    return _in_float32(_scripted(_Int8(_packed_int8(weight), halves=_saturates())))
-
-
-def _packed_int8(weight: Tensor) -> Any:
-    values = functional.pad(weight.detach().float(), (0, 2))  # see ``_Int8``
-    scales, zeros = _scales(values), torch.zeros(len(values), dtype=torch.long, device="cpu")
-    with warnings.catch_warnings():  # torch will drop such tensors; the kernel is then not there
-        warnings.simplefilter("ignore")
-        quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
-    return torch.ops.quantized.linear_prepack(quantised, None)
-
-
-def _scales(values: Tensor) -> Tensor:
-    """A scale for each row of a weight in int8."""
-    return (values.abs().amax(1) / 127).clamp(min=1e-12)
-
-
-@cache
-def _saturates() -> bool:
-    """Whether sums of two products of 8 bits overflow 16 bits, as on processors without VNNI."""
-    ones = torch.ones(8, 64, dtype=torch.float32, device="cpu")
-    return bool(_Int8(_packed_int8(ones), halves=False)(ones).min() < 60)
 
 
 class _Fp16(nn.Module):
@@ -207,6 +188,12 @@ class _Fp16(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+
+
+def _fp16(weight: Tensor) -> Product:
+    """fbgemm: weights of fp16, activations and sums of float32 (``linear_dynamic_fp16``)."""
+    packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float(), None)
+    return _converting(_scripted(_Fp16(packed)), torch.float32)
 
 
 class _Int8(_Fp16):
@@ -229,6 +216,32 @@ class _Int8(_Fp16):
         return torch.ops.quantized.linear_dynamic(values, self.packed, self.halves) * largest
 
 
+def _int8(weight: Tensor) -> Product:
+    """fbgemm: a scale for each row of the weight, and one for each row of activations."""
+    return _converting(_scripted(_Int8(_packed_int8(weight), _saturates())), torch.float32)
+
+
+def _packed_int8(weight: Tensor) -> Any:
+    values = functional.pad(weight.detach().float(), (0, 2))  # see ``_Int8``
+    scales, zeros = _scales(values), torch.zeros(len(values), dtype=torch.long, device="cpu")
+    with warnings.catch_warnings():  # torch will drop such tensors; the kernel is then not there
+        warnings.simplefilter("ignore")
+        quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
+    return torch.ops.quantized.linear_prepack(quantised, None)
+
+
+@cache
+def _saturates() -> bool:
+    """Whether sums of two products of 8 bits overflow 16 bits, as on processors without VNNI."""
+    ones = torch.ones(8, 64, dtype=torch.float32, device="cpu")
+    return bool(_Int8(_packed_int8(ones), halves=False)(ones).min() < 60)
+
+
+def _scales(values: Tensor) -> Tensor:
+    """A scale for each row of a weight in int8."""
+    return (values.abs().amax(1) / 127).clamp(min=1e-12)
+
+
 def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
     """Its forward in TorchScript: from Python, an operator takes 8 µs to be given a packed weight."""
     try:
@@ -242,51 +255,35 @@ def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def _in_float32(linear: Callable[[Tensor], Tensor]) -> Product:
-    def run(x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dtype == torch.float32:
-            return _plus(linear(x), bias)
-        return _plus(linear(x.float()), bias).to(x.dtype)
-
-    return run
-
-
 def _int8_weights(weight: Tensor) -> Product:
     """A scale per row; activations of bfloat16, since under float32 it is 13 times slower and more."""
     values = weight.detach().float()
     scales = _scales(values)
-    packed = (values / scales[:, None]).round().to(torch.int8)
-    scales = scales.bfloat16()
-    return _in_bfloat16(lambda x: torch._weight_int8pack_mm(x, packed, scales), len(values))
+    packed, scales = (values / scales[:, None]).round().to(torch.int8), scales.bfloat16()
+    return _by_rows(lambda x: torch._weight_int8pack_mm(x, packed, scales))
 
 
 def _int4(weight: Tensor) -> Product:
     """A scale and a lowest value per ``GROUP`` weights of a row; activations of bfloat16."""
     values = weight.detach().float()
-    n_out, n_in = values.shape
-    groups = values.view(n_out, n_in // GROUP, GROUP)
+    groups = values.unflatten(1, (-1, GROUP))
     low, high = torch.aminmax(groups, dim=-1)
     scales = ((high - low) / 15).clamp(min=1e-6)
     levels = ((groups - low[..., None]) / scales[..., None]).round().clamp(0, 15)
     middles = low + 8 * scales  # the kernel computes (level - 8) * scale + middle
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-        levels.view(n_out, n_in).to(torch.int32), 1
-    )
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.flatten(1).int(), 1)
     both = torch.stack([scales, middles], dim=-1).transpose(0, 1).contiguous().bfloat16()
     linear = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return _in_bfloat16(lambda x: linear(x, packed, GROUP, both), n_out)
+    return _by_rows(lambda x: linear(x, packed, GROUP, both))
 
 
-def _in_bfloat16(linear: Callable[[Tensor], Tensor], n_out: int) -> Product:
-    def run(x: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).bfloat16().contiguous()
-        return _plus(linear(flat).view(*x.shape[:-1], n_out).to(x.dtype), bias)
+def _by_rows(linear: Callable[[Tensor], Tensor]) -> Product:
+    """A product of ``(rows, in)`` in bfloat16, for activations of more dimensions."""
 
-    return run
+    def run(x: Tensor) -> Tensor:
+        return linear(x.flatten(0, -2).contiguous()).unflatten(0, x.shape[:-1])
 
-
-def _plus(result: Tensor, bias: Tensor | None) -> Tensor:
-    return result if bias is None else result.add_(bias)
+    return _converting(run, torch.bfloat16)
 
 
 KERNELS = (
