@@ -38,11 +38,9 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
                 step = strategy.step(run, outputs)
                 outputs = None
                 strategy.stop(run)
-                if run.ahead is None or run.ahead.pending_flags is None:
-                    yield step
-                    continue
-                with ahead.forward_ahead(run, strategy) as outputs:
-                    yield step
+                if run.ahead is not None and run.ahead.pending_flags is not None:
+                    outputs = ahead.forward_ahead(run, strategy)
+                yield step
             except BaseException as error:  # the others go on to the next forward
                 ranks.end_with(run, strategy, error)
                 raise

@@ -1,12 +1,11 @@
-"""Late stop checks: the next forward pass is launched before the host reads whether the call has ended.
+"""Late stop checks: the next forward is launched before the host reads whether the call has ended.
 
 Whether a call is over is known on the device as soon as the newest tokens are. A host that reads it at
 once waits until the device has caught up, and then the device waits for the host. Here the flags are on
 their way to the host while the next forward computes. If the call turns out to be over, that forward is
-undone: its token leaves the cache. Nothing else has been done by then, so that draws of torch's generator,
-scores, callbacks and outputs are those of immediate checks; only what the model's own code logs in that
-forward is there. Transformers' ``DeferredStopCheck`` (5.23, on
-MPS) reads one whole step late, and undoes that step; its generator has drawn once more.
+dropped: it has written to the call's own cache, which nobody sees. Nothing else has been done by then, so
+that draws of torch's generator, scores, callbacks and outputs are those of immediate checks. Transformers'
+``DeferredStopCheck`` (5.23, on MPS) reads one whole step late; its generator has drawn once more.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from .. import families
-from ..memory.caches import layers
-from ..memory.caches.static_layers import SlicedStaticLayer
 from ..state.run import Run
 from .row_states import ASYNCHRONOUS, generator_states, has_own_hooks
 
@@ -36,8 +32,6 @@ class Ahead:
     def __init__(self) -> None:
         #: The flags, the function that gets their values, and the event behind the copy of them.
         self.pending_flags: tuple[Tensor, Callable[[list[int]], None], Any] | None = None
-        #: Whether a forward may be undone; known when the first step has taken the prefill's cache.
-        self.can_undo: bool | None = None
 
     def ask(self, flags: Tensor, settle: Callable[[list[int]], None]) -> None:
         """Begin to copy ``flags (n,)`` to the host; ``read`` calls ``settle`` with their values."""
@@ -73,29 +67,13 @@ def decided(run: Run, strategy: Any) -> Iterator[None]:
     run.ahead = None if draws else Ahead()
 
 
-@contextmanager
-def forward_ahead(run: Run, strategy: Any) -> Iterator[ModelOutput | None]:
-    """Forward the newest tokens, then read the flags; yield ``None`` if the call is over.
-
-    The forward is undone then, and also on an exception, as when the consumer of the steps closes them.
-    """
-    ahead, limit = run.ahead, getattr(run.criteria, "max_length", None)
-    assert ahead is not None
-    if ahead.can_undo is None:
-        ahead.can_undo = not _cache_is_seen(run) or _loses_one(run)
-        run.ahead = ahead if ahead.can_undo else None
+def forward_ahead(run: Run, strategy: Any) -> ModelOutput | None:
+    """Forward the newest tokens, then read the flags; return ``None`` if the call is over."""
+    limit = getattr(run.criteria, "max_length", None)
     is_last = limit is not None and run.ids.shape[1] >= limit  # the host knows it
-    outputs = None if is_last or not ahead.can_undo else strategy.forward(run)
-    try:
-        ahead.read()
-        if run.finished and outputs is not None:
-            outputs = None
-            _undo(run)
-        yield outputs
-    except BaseException:
-        if outputs is not None:
-            _undo(run)
-        raise
+    outputs = None if is_last else strategy.forward(run)
+    run.ahead.read()
+    return None if run.finished else outputs
 
 
 def _is_wanted(run: Run, strategy: Any) -> bool:
@@ -114,9 +92,13 @@ def _is_wanted(run: Run, strategy: Any) -> bool:
 
 
 def _may_be(run: Run, strategy: Any) -> bool:
-    """Whether the forward that is undone changes nothing but the cache."""
+    """Whether the forward that is dropped changes nothing but a cache that is not seen."""
+    cache = families.given_cache(run.model_kwargs)
     return (
         bool(getattr(type(strategy), "checks_late", False))
+        and not run.config.return_dict_in_generate  # the cache is returned
+        and not (run.call is not None and run.call.prefix_session is not None)  # it is stored
+        and not getattr(cache, "_is_user_defined", False)
         and not run.synced_gpus  # all devices forward as often
         and not run.config.is_assistant
         and strategy.active is None  # rows leave before the next forward
@@ -124,36 +106,3 @@ def _may_be(run: Run, strategy: Any) -> bool:
         and not families.keeps_other_state(run.model)
         and not has_own_hooks(run.model)
     )
-
-
-def _cache_is_seen(run: Run) -> bool:
-    """Whether the cache is returned, stored, or the caller's."""
-    cache = families.given_cache(run.model_kwargs)
-    is_stored = run.call is not None and run.call.prefix_session is not None
-    is_returned = bool(run.config.return_dict_in_generate)
-    return is_returned or is_stored or getattr(cache, "_is_user_defined", False)
-
-
-def _loses_one(run: Run) -> bool:
-    """Whether the newest token can be taken out of all layers of the cache: they keep every token."""
-    cache = families.given_cache(run.model_kwargs)
-    if not isinstance(cache, Cache):
-        return run.model_kwargs.get("use_cache") is False
-    if isinstance(cache, EncoderDecoderCache) and not run.is_encoder_decoder:
-        return False  # BLT's other part grows as well
-    return layers.keeps_all_tokens(cache) or all(
-        type(layer) is SlicedStaticLayer for layer in layers.layers_of(cache)
-    )
-
-
-def _undo(run: Run) -> None:
-    """Take the newest token out of a cache that is seen."""
-    cache = families.given_cache(run.model_kwargs)
-    if cache is None or not _cache_is_seen(run):
-        return
-    for layer in layers.layers_of(cache):
-        if type(layer) is SlicedStaticLayer:  # zeros again, as behind every length
-            newest = layer._length() - 1
-            layer.keys[:, :, newest] = 0.0
-            layer.values[:, :, newest] = 0.0
-    layers.roll_back(cache, 1)
