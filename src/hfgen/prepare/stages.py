@@ -59,7 +59,8 @@ def prepare(
         if call.config.do_sample:
             rows.set_keys(call, prompt)
         prepare_functions(model, call, prompt)
-        caches.check_room(model, call, prompt)
+        if call.has_foreign_cache:
+            caches.check_room(model, call, prompt)
         if fills_prefix and call.prefixes is not None:
             prefix.begin(model, call, prompt)
         prompt.model_kwargs["use_cache"] = call.config.use_cache

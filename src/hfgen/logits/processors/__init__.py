@@ -114,7 +114,7 @@ PROCESSORS: list[Builder] = [
     Row("min_length", lengths.min_length, 0, _is_negative, neutral=0, reads=ENDING),
     Row("min_new_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
     Row("min_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
-    vocabulary.prefix_constrained,
+    lambda c: c.prefix_allowed_tokens_fn and vocabulary.prefix_constrained(c),
     OfAll("grammar", grammar.processor),
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
     Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),

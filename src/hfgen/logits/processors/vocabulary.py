@@ -63,9 +63,8 @@ class SuppressTokensAtBeginLogitsProcessor(Banning, upstream.SuppressTokensAtBeg
         return self.without(self.begin_suppress_tokens, scores)
 
 
-def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor | None:
-    if (allowed := context.prefix_allowed_tokens_fn) is None:
-        return None
+def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor:
+    allowed: Any = context.prefix_allowed_tokens_fn
     return PrefixConstrainedLogitsProcessor(allowed, context.config.num_beams)
 
 
