@@ -30,9 +30,6 @@ ENCODES = "_maybe_prepare_encoder_kwargs_for_generation"
 #: Fields whose values are compared where all has to be the same; others may be any object.
 PLAIN = (bool, int, float, str, type(None))
 
-#: Numbers that a rank sends: whether it has failed, its part, its room, its need, and digests of facts.
-WIDTH = 16
-
 #: The room of a rank that has no limit.
 NO_LIMIT = 2**40
 
@@ -80,27 +77,28 @@ class Ranks:
 
     def agree(self, model: Any, call: Call, prompt: Any) -> None:
         """Wait for the other ranks; ``RankError`` on each if one has failed, or if calls differ."""
-        shared = _of_every_rank(call, prompt)
-        same = {} if self.tensor_group is None else _of_tensor_ranks(call, prompt)
-        part = min(dist.get_process_group_ranks(self.tensor_group)) if same else -1
-        facts = shared | same
-        numbers = [0, part, *_room(model, call, prompt), *map(_digest, facts.values())]
-        table = self._gather(numbers)
-        if any(row[0] for row in table):
-            raise error_of(exchange("", self.group))
-        for place, name in enumerate(facts, start=4):
-            digests_of_parts: dict[int, set[int]] = {}
-            for row in table:
-                of_part = digests_of_parts.setdefault(row[1] if name in same else -1, set())
-                of_part.add(row[place])
-            if any(len(digests) > 1 for digests in digests_of_parts.values()):
-                raise self._difference(name, facts[name])
-        longest = max(row[3] for row in table)
-        if self.is_synced and any(row[2] < longest for row in table):
-            rank = next(index for index, row in enumerate(table) if row[2] < longest)
+        of_all, of_part = _of_every_rank(call, prompt), {}
+        part = -1
+        if self.tensor_group is not None:
+            of_part = _of_tensor_ranks(call, prompt)
+            part = min(dist.get_process_group_ranks(self.tensor_group))
+        room, need = _room(model, call, prompt)
+        facts = of_all | of_part
+        reports = self._report({"part": part, "room": room, "need": need, "facts": facts})
+        if any("error" in report for report in reports):
+            raise error_of([report.get("error", "") for report in reports])
+        for name in facts:
+            values = [report["facts"][name] for report in reports]
+            firsts: dict[int, Any] = {}
+            for report, value in zip(reports, values, strict=True):
+                if value != firsts.setdefault(report["part"] if name in of_part else -1, value):
+                    raise _difference(name, values)
+        longest = max(report["need"] for report in reports)
+        short = [rank for rank, report in enumerate(reports) if report["room"] < longest]
+        if self.is_synced and short:
             raise RankError(
-                f"A rank may generate {longest} tokens, and all forward as often, but rank {rank} "
-                f"has cache or positions for {table[rank][2]}. Pass the same `max_new_tokens` on all ranks, "
+                f"A rank may generate {longest} tokens, and all forward as often, but rank {short[0]} has cache "
+                f"or positions for {reports[short[0]]['room']}. Pass the same `max_new_tokens` on all ranks, "
                 "and a dynamic cache."
             )
 
@@ -139,34 +137,26 @@ class Ranks:
             leave_note(error, self.number)
             return
         with suppress(Exception):  # what is raised is ``error``
-            self._gather([1])
-            exchange(text_of(error), self.group)
+            self._report({"error": text_of(error)})
 
-    def _gather(self, numbers: list[int]) -> list[list[int]]:
-        """``numbers`` of every rank; shorter lists, of ranks that have failed, are filled up."""
-        row = torch.zeros(WIDTH, dtype=torch.long)
-        row[: len(numbers)] = torch.tensor(numbers)
-        row = row.to(self.device)
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self.group))]
+    def _report(self, report: dict[str, Any]) -> list[dict[str, Any]]:
+        """``report`` of every rank."""
         try:
-            dist.all_gather(rows, row, group=self.group)
+            return exchange(report, self.group)
         except RuntimeError as error:
             raise error_of_connection(error) from error
-        table: list[list[int]] = torch.stack(rows).tolist()
-        return table
-
-    def _difference(self, name: str, value: Any) -> RankError:
-        values: list[Any] = exchange(value, self.group)
-        if isinstance(value, frozenset):
-            shared = frozenset.intersection(*values)
-            values = [", ".join(sorted(each - shared)) or "nothing of its own" for each in values]
-        listed = "; ".join(f"rank {rank}: {each!s:.200}" for rank, each in enumerate(values))
-        return RankError(
-            f"The ranks of this call differ in {name}. {listed}. {ADVICE.get(name, '')}"
-        )
 
 
 # ---------------------------------------------------------------- what is compared
+
+
+def _difference(name: str, values: list[Any]) -> RankError:
+    """The error of ranks whose ``values`` differ."""
+    if isinstance(values[0], frozenset):
+        shared = frozenset.intersection(*values)
+        values = [", ".join(sorted(value - shared)) or "nothing of its own" for value in values]
+    listed = "; ".join(f"rank {rank}: {value!s:.200}" for rank, value in enumerate(values))
+    return RankError(f"The ranks of this call differ in {name}. {listed}. {ADVICE.get(name, '')}")
 
 
 def _of_every_rank(call: Call, prompt: Any) -> dict[str, Any]:
@@ -208,11 +198,14 @@ def _of_tensor_ranks(call: Call, prompt: Any) -> dict[str, Any]:
         for name, value in vars(config).items()
         if name[0] != "_" and _is_plain(value)
     )
-    is_drawn = any(c.do_sample and getattr(c, "seed", None) is None for c in call.configs)
+    state = "none is drawn from"
+    if any(c.do_sample and getattr(c, "seed", None) is None for c in call.configs):
+        states = b"".join(state.numpy().tobytes() for state in generator_states(ids.device))
+        state = hashlib.sha256(states).hexdigest()[:16]
     return {
         "the prompt": [*ids.shape, *ids.flatten().tolist()[:100_000]],
         "the parameters": frozenset(parameters),
-        "the random state": _random_state(ids.device) if is_drawn else "none is drawn from",
+        "the random state": state,
     }
 
 
@@ -222,31 +215,18 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
-def _random_state(device: torch.device) -> str:
-    """A checksum of torch's generators, of which tokens are drawn."""
-    states = b"".join(state.numpy().tobytes() for state in generator_states(device))
-    return hashlib.sha256(states).hexdigest()[:16]
-
-
-def _digest(value: Any) -> int:
-    if isinstance(value, frozenset):  # sets have an order of their own
-        value = sorted(value)
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-
-
 def _ids(prompt: Any) -> torch.Tensor:
     """What is decoded from; before an encoder has run, what it reads."""
-    return prompt.ids if prompt.ids.numel() else prompt.main_input
+    return getattr(prompt, "ids", prompt.main_input)
 
 
 def _room(model: Any, call: Call, prompt: Any) -> tuple[int, int]:
     """How many tokens cache and learned positions have room for behind the prompt, and how many may come."""
-    if not prompt.ids.numel():
+    if not hasattr(prompt, "ids"):  # an encoder has yet to run
         return NO_LIMIT, 0
     cache = families.given_cache(prompt.model_kwargs)
-    n_places = (
-        math.inf if cache is None else layers.capacity(cache) + 1
-    )  # the last is not forwarded
+    # The last token is not forwarded.
+    n_places = math.inf if cache is None else layers.capacity(cache) + 1
     table = families.position_table(model)
     if table is not None and not model.config.is_encoder_decoder:
         n_places = min(n_places, families.n_positions(table) + 1)
