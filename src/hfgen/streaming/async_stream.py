@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextvars
-import threading
-import weakref
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from functools import partial
+from collections import deque
+from collections.abc import AsyncIterator, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,36 +32,52 @@ class AsyncStream(AsyncIterator[StreamEvent]):
     result: GenerateOutput | torch.Tensor | None = None
 
     def __init__(self, model: Any, request: Request) -> None:
-        self._start: Callable[[], Stream] | None = partial(Stream, model, request)
-        self._device_type = model.device.type
-        self._worker: _Worker | None = None
+        self._call: tuple[Any, Request] | None = (model, request)
+        #: The thread while decoding goes on, and the items that it has decoded or will decode.
+        self._thread: ThreadPoolExecutor | None = None
+        self._items: deque[Future[Any]] = deque()
 
     async def __anext__(self) -> StreamEvent:
-        if self._start is not None:
-            self._worker = _Worker(self._start, self._device_type)
-            self._start = None
-        if self._worker is None:
+        if self._call is not None:
+            self._thread = ThreadPoolExecutor(1, "hfgen-astream")
+            self._context, self._steps = contextvars.copy_context(), _decode(*self._call)
+            self._call = None
+        if self._thread is None:
             raise StopAsyncIteration
         try:
-            item = await self._worker.take()
-        except asyncio.CancelledError:
-            self._worker.stop()
+            self._decode_ahead(self._thread)
+            item = await asyncio.wrap_future(self._items.popleft())
+        except BaseException:
+            self._stop()
             raise
         if isinstance(item, StreamEvent):
+            self._decode_ahead(self._thread)
             return item
-        self.result, error, item.error = item.result, item.error, None
-        try:
-            raise StopAsyncIteration if error is None else error
-        finally:
-            del error  # its traceback holds this frame
+        self.result = item
+        await self.aclose()
+        raise StopAsyncIteration
+
+    def _decode_ahead(self, thread: ThreadPoolExecutor) -> None:
+        while len(self._items) < AHEAD:
+            self._items.append(thread.submit(self._context.run, next, self._steps, None))
+
+    def _stop(self) -> Future[None] | None:
+        """End decoding after the step that runs; return what is done then, if the thread had started."""
+        self._call, thread, self._thread = None, self._thread, None
+        if thread is None:
+            return None
+        while self._items:
+            self._items.pop().cancel()
+        ended = thread.submit(self._context.run, self._steps.close)
+        thread.shutdown(wait=False)
+        return ended
 
     async def aclose(self) -> None:
         """End decoding, if it has not come to its end; returns when its memory is free."""
-        self._start = None
-        if self._worker is not None:
-            self._worker.stop()
-            while not isinstance(await self._worker.take(), _End):
-                pass
+        thread = self._thread
+        if (ended := self._stop()) is not None and thread is not None:
+            await asyncio.wrap_future(ended)
+            thread.shutdown()  # it has nothing left to do
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -73,76 +86,20 @@ class AsyncStream(AsyncIterator[StreamEvent]):
         await self.aclose()
 
     def __del__(self) -> None:
-        if (worker := getattr(self, "_worker", None)) is not None:
-            worker.stop()
+        if hasattr(self, "_items"):
+            self._stop()
 
 
-#: Workers whose threads may run.
-_running: weakref.WeakSet[_Worker] = weakref.WeakSet()
+def _decode(model: Any, request: Request) -> Generator[Any, None, None]:
+    """The events, and then what ``generate`` returns, under the autocast of the caller's thread."""
+    device_type = model.device.type
+    is_cast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if is_cast else None
+    autocast = torch.autocast(device_type, dtype, enabled=is_cast)  # which threads do not inherit
 
+    def items() -> Generator[Any, None, None]:
+        with autocast, Stream(model, request) as stream:
+            yield from stream
+            yield stream.result
 
-@atexit.register
-def _end_threads() -> None:
-    """End the threads before the interpreter does: torch aborts the process in a thread that outlives it."""
-    for worker in [*_running]:
-        worker.stop()
-        worker.thread.join()
-
-
-@dataclass(slots=True)
-class _End:
-    """How a worker has ended."""
-
-    result: GenerateOutput | torch.Tensor | None = None
-    error: BaseException | None = None
-
-
-class _Worker:
-    """A stream in a thread, and the queue to the event loop. It does not know the ``AsyncStream``."""
-
-    def __init__(self, start: Callable[[], Stream], device_type: str) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[StreamEvent | _End] = asyncio.Queue()
-        self.room = threading.Semaphore(AHEAD)
-        self.is_stopped = False
-        is_cast = torch.is_autocast_enabled(device_type)  # which threads do not inherit
-        dtype = torch.get_autocast_dtype(device_type) if is_cast else None
-        self.autocast = torch.autocast(device_type, dtype, enabled=is_cast)
-        work = partial(contextvars.copy_context().run, self.work, start)
-        self.thread = threading.Thread(target=work, name="hfgen-astream", daemon=True)
-        self.thread.start()
-        _running.add(self)
-
-    def work(self, start: Callable[[], Stream]) -> None:
-        """Decode in the thread, ``AHEAD`` events ahead at most."""
-        end = _End()
-        try:
-            with self.autocast, start() as stream:
-                while self.room.acquire() and not self.is_stopped:
-                    if (event := next(stream, None)) is None:
-                        end.result = stream.result
-                        break
-                    self.send(event)
-        except BaseException as error:
-            end.error = error
-        self.send(end)
-
-    def send(self, item: StreamEvent | _End) -> None:
-        try:
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed
-            self.is_stopped = True
-
-    async def take(self) -> StreamEvent | _End:
-        """The next event; at the end, and from then on, an ``_End``."""
-        item = await self.queue.get()
-        if isinstance(item, _End):
-            self.queue.put_nowait(item)
-            self.thread.join()  # it has nothing left to do
-        else:
-            self.room.release()
-        return item
-
-    def stop(self) -> None:
-        self.is_stopped = True
-        self.room.release()
+    return items()
