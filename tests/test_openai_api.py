@@ -22,7 +22,7 @@ from hfgen.tools.openai_api import (
     generate_kwargs,
     prompts_of,
 )
-from hfgen.tools.openai_api.requests import CHECKED_AS, OWN, REFUSED
+from hfgen.tools.openai_api.requests import BODY, CHECKED_AS, OWN
 from tests.tiny import byte_tokenizer
 
 TEMPLATE = (
@@ -110,7 +110,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": 1.5}, "`max_completion_tokens` has to be an integer"),
     ({"stop": [1]}, "`stop` has to be"),
     ({"seed": "x"}, "`seed` has to be an integer"),
-    ({"logprobs": 3}, "`logprobs` of a chat"),
+    ({"logprobs": 3}, "`logprobs` has to be true or false"),
     ({"top_logprobs": 3}, "`top_logprobs` needs"),
     ({"logprobs": True, "top_logprobs": -5}, "`top_logprobs` has to be"),
     ({"logit_bias": {"a": 1}}, "`logit_bias` has to map"),
@@ -143,7 +143,6 @@ def test_what_is_wrong_is_named(body: dict[str, Any], message: str):
 
 def test_the_tables_name_fields_that_there_are():
     assert set(FIELDS) >= OWN | set(CHECKED_AS.values())
-    assert set(REFUSED) & set(PARAMS) == {"best_of"}  # vLLM's default is no number
     assert all(name in PARAMS or name.startswith(("max_c", "top_l")) for name in CHECKED_AS)
 
 
@@ -289,7 +288,7 @@ JSON = strategies.recursive(
     ),
     max_leaves=6,
 )
-NAMES = sorted({*PARAMS, *OWN, *REFUSED, "response_format", "max_completion_tokens", "guided_json"})
+NAMES = sorted(BODY)
 
 
 @settings(max_examples=400, deadline=None)

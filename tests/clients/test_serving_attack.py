@@ -467,7 +467,7 @@ def test_pictures_within_limits(tmp_path: Path) -> None:
     """Of sources that the operator allowed, and of a size that can be held."""
     from PIL import Image
 
-    from hfgen.tools.serve import media
+    from hfgen.tools.serve import chats
     from hfgen.tools.serve.limits import Limits
 
     def png(size: tuple[int, int]) -> bytes:
@@ -485,7 +485,7 @@ def test_pictures_within_limits(tmp_path: Path) -> None:
     allowed = Limits(media_folder=str(tmp_path), media_hosts="images.example", max_media_mb=0.01)
     for url in data(png((3, 3))), (tmp_path / "in.png").as_uri():
         messages = of(url)
-        media.inlined(messages, allowed, "messages")
+        chats.inline_media(messages, allowed, "messages")
         found = messages[0]["content"][0]["url"]
         assert found.startswith("data:image/")
         assert base64.b64decode(found.partition(",")[2]) == png((3, 3))
@@ -507,9 +507,9 @@ def test_pictures_within_limits(tmp_path: Path) -> None:
     outside += [data(png((9000, 9000))), data(b"x" * 20_000), data(b"no picture"), None, 5]
     for url in outside:
         with pytest.raises(ValueError, match="`messages`"):
-            media.inlined(of(url), allowed, "messages")
+            chats.inline_media(of(url), allowed, "messages")
     with pytest.raises(ValueError, match="more than 16"):
-        media.inlined(of(data(png((1, 1)))) * 17, allowed, "messages")
+        chats.inline_media(of(data(png((1, 1)))) * 17, allowed, "messages")
 
 
 def test_every_limit_is_on_the_page() -> None:

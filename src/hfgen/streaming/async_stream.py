@@ -40,7 +40,8 @@ class AsyncStream(AsyncIterator[StreamEvent]):
     async def __anext__(self) -> StreamEvent:
         if self._call is not None:
             self._thread = ThreadPoolExecutor(1, "hfgen-astream")
-            self._context, self._steps = contextvars.copy_context(), _decode(*self._call)
+            self._run: Any = contextvars.copy_context().run
+            self._steps = _decode(*self._call)
             self._call = None
         if self._thread is None:
             raise StopAsyncIteration
@@ -59,7 +60,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
 
     def _decode_ahead(self, thread: ThreadPoolExecutor) -> None:
         while len(self._items) < AHEAD:
-            self._items.append(thread.submit(self._context.run, next, self._steps, None))
+            self._items.append(thread.submit(self._run, next, self._steps, None))
 
     def _stop(self) -> Future[None] | None:
         """End decoding after the step that runs; return what is done then, if the thread had started."""
@@ -68,7 +69,7 @@ class AsyncStream(AsyncIterator[StreamEvent]):
             return None
         while self._items:
             self._items.pop().cancel()
-        ended = thread.submit(self._context.run, self._steps.close)
+        ended = thread.submit(self._run, self._steps.close)
         thread.shutdown(wait=False)
         return ended
 

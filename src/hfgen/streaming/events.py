@@ -131,7 +131,7 @@ class Rows:
     def gain(
         self, row: Row, tokens: list[int], end: int | None, logprobs: list[TokenLogprob] | None
     ) -> list[StreamEvent]:
-        """The event of ``tokens``, if there is one; the row ends after ``end`` tokens in all."""
+        """Append ``tokens`` to a row that has not ended, and return its event."""
         if row.has_ended:
             return []
         row.ids += tokens
@@ -140,7 +140,7 @@ class Rows:
     def event(
         self, row: Row, tokens: list[int], end: int | None, logprobs: list[TokenLogprob] | None
     ) -> list[StreamEvent]:
-        """``gain`` for a row whose ids include ``tokens`` already."""
+        """The event of ``tokens``, which are in the row's ids, if any; it ends after ``end`` tokens in all."""
         row.has_ended = end is not None and len(row.ids) >= end
         if not tokens and not row.has_ended:
             return []

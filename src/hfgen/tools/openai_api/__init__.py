@@ -6,13 +6,7 @@ with the further fields of vLLM's server and hfgen's own. Everything here is pla
 
 from .prompts import prompts_of
 from .requests import generate_kwargs, in_words_of
-from .responses import (
-    chat_response,
-    completion_response,
-    error_body,
-    finish_reason,
-    usage,
-)
+from .responses import chat_response, completion_response, error_body, finish_reason, usage
 
 __all__ = [
     "chat_response",

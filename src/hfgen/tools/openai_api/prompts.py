@@ -80,33 +80,26 @@ def _of_text(message: Mapping[str, Any]) -> dict[str, Any]:
     parts = message.get("content")
     if not isinstance(parts, list):
         return dict(message)
-    if not all(
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-        for part in parts
-    ):
-        raise ValueError("`content` has to be text, or parts of type 'text'.")
-    return {**message, "content": "".join(part["text"] for part in parts)}
+    try:
+        if all(part["type"] == "text" for part in parts):
+            return {**message, "content": "".join(part["text"] for part in parts)}
+    except (KeyError, TypeError):
+        pass
+    raise ValueError("`content` has to be text, or parts of type 'text'.")
 
 
 def _completion_prompts(body: Mapping[str, Any], tokenizer: Any) -> list[list[int]]:
-    prompt = body.get("prompt")
-    is_one = isinstance(prompt, str) or (
-        isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
-    )
-    prompts = [prompt] if is_one else prompt
-    if not isinstance(prompts, list) or not prompts:
-        raise ValueError(
-            f"`prompt` has to be text, a list of ids, or a list of these, but is {prompt!r}."
-        )
-    special = {"add_special_tokens": bool(body.get("add_special_tokens", True))}
-    found = [
-        tokenizer(each, **special).input_ids if isinstance(each, str) else each for each in prompts
-    ]
-    for each, ids in zip(prompts, found, strict=True):
-        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+    prompt, has_special = body.get("prompt"), bool(body.get("add_special_tokens", True))
+    is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    prompts = [prompt] if isinstance(prompt, str) or is_ids else prompt
+    found = []
+    for each in prompts if isinstance(prompts, list) and prompts else [None]:
+        if isinstance(each, str):
+            each = tokenizer(each, add_special_tokens=has_special).input_ids
+        if not isinstance(each, list) or not each or any(type(token) is not int for token in each):
             raise ValueError(
-                f"`prompt` has to be text or a list of ids, and not empty, but is {each!r}."
+                "`prompt` has to be text, a list of ids, or a list of these, and not empty, but is "
+                f"{prompt!r:.80}."
             )
+        found.append(each)
     return found

@@ -9,7 +9,7 @@ from typing import Any
 from ...families import max_positions
 from ...settings import grammar
 from ...settings.fields import FIELDS, PER_ROW, with_suggestions
-from ...settings.vllm import PARAMS
+from ...settings.vllm import PARAMS, Param
 
 #: Tokens of a completion whose body gives no limit; a chat goes on to its end (OpenAI's defaults).
 COMPLETION_TOKENS = 16
@@ -17,31 +17,6 @@ COMPLETION_TOKENS = 16
 #: New tokens of a chat that neither the request nor the model limits, as upstream has it.
 CHAT_TOKENS = 1024
 
-#: Fields of a body that say what the prompt is: whoever makes the prompt reads them.
-OF_THE_PROMPT = frozenset(
-    "messages prompt tools tool_choice parallel_tool_calls documents chat_template_kwargs "
-    "add_generation_prompt continue_final_message add_special_tokens".split()
-)
-#: Fields about the model, the transport and the accounting, which change no token.
-OF_THE_SERVER = frozenset(
-    "model stream stream_options user metadata store service_tier safety_identifier "
-    "prompt_cache_key request_id".split()
-)
-#: Unsupported fields of OpenAI, with their neutral value, which is accepted, and the reason.
-REFUSED: dict[str, tuple[Any, str]] = {
-    "audio": (None, "answers are text only"),
-    "best_of": (1, "use `n`, and choose by `logprobs`"),
-    "function_call": (None, "use `tools`"),
-    "functions": (None, "use `tools`"),
-    "modalities": (["text"], "answers are text only"),
-    "prediction": (None, "the drafter is chosen when the model is loaded"),
-    "reasoning_effort": (None, "use `chat_template_kwargs` or `thinking_token_budget`"),
-    "suffix": (None, "write the suffix into the prompt, in the format of the model"),
-    "verbosity": (None, "ask for it in the prompt"),
-    "web_search_options": (None, "web search is not available"),
-}
-#: Fields of vLLM's earlier versions: the kind of grammar that each holds.
-GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
 #: hfgen's own names that a body may use. Fields that name files, or what is kept in memory, are not among them.
 OWN = frozenset(PER_ROW) | frozenset(
     "num_beams early_stopping length_penalty token_healing sampler_order logprobs_mode".split()
@@ -57,7 +32,16 @@ CHECKED_AS = {
 #: Further arguments of ``generate`` that come from fields with other names.
 FROM: dict[str, tuple[str, ...]] = {
     "sequence_bias": ("logit_bias",),
-    "grammar": ("response_format", "structured_outputs", *GUIDED, "tools", "text"),
+    "grammar": (
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "tools",
+        "text",
+    ),
     "input_ids": ("prompt", "messages", "input"),
     "max_completion_tokens": ("max_output_tokens", "max_completion_tokens"),
 }
@@ -86,12 +70,62 @@ def _response_format(value: Any) -> dict[str, Any]:
             return {"grammar": grammar.json_object(whitespace=SPACE)}
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
             return {"grammar": grammar.json(schema, whitespace=SPACE)}
-        case {"type": "json_schema"}:
-            raise ValueError(
-                "`response_format` has to have `json_schema`: {name, schema}, but has not."
-            )
-    kinds = ["json_object", "json_schema", "text"]
-    raise ValueError(f"`response_format` has to have a `type` of {kinds}, but is {value!r}.")
+    raise ValueError(
+        "`response_format` has to have a `type` of json_object, json_schema (with `json_schema`: "
+        f"{{name, schema}}) or text, but is {value!r:.80}."
+    )
+
+
+def _logit_bias(value: Any) -> dict[str, Any]:
+    try:
+        return PARAMS["logit_bias"].becomes(value)
+    except (AttributeError, TypeError, ValueError):
+        message = f"`logit_bias` has to map token ids to numbers, but is {value!r}."
+        raise ValueError(message) from None
+
+
+def _stream_options(value: Any) -> dict[str, Any]:
+    if value and not isinstance(value, Mapping):
+        raise ValueError(f"`stream_options` has to be an object, but is {value!r:.80}.")
+    return {}
+
+
+def _guided(kind: str) -> Param:
+    return Param(None, lambda value: PARAMS["structured_outputs"].becomes({kind: value}))
+
+
+def _own(name: str) -> Param:
+    return Param(None, lambda value: {name: value})
+
+
+#: Fields of the prompt, which its reader checks, and of transport and accounting, which change no token.
+WITHOUT_ARGUMENTS = (
+    "messages prompt tools tool_choice parallel_tool_calls documents chat_template_kwargs "
+    "add_generation_prompt continue_final_message add_special_tokens echo top_logprobs "
+    "model stream user metadata store service_tier safety_identifier prompt_cache_key request_id"
+).split()
+#: The fields of a body. Of a field with a ``reason``, only the default is accepted.
+BODY: dict[str, Param] = {
+    **{name: Param(None) for name in WITHOUT_ARGUMENTS},
+    **{name: _own(name) for name in OWN},
+    **PARAMS,
+    **{f"guided_{kind}": _guided(kind) for kind in ("json", "regex", "choice", "grammar")},
+    "logit_bias": Param(None, _logit_bias),
+    "max_completion_tokens": Param(None, PARAMS["max_tokens"].becomes),
+    "response_format": Param(None, _response_format),
+    "stream_options": Param(None, _stream_options),
+    # Of OpenAI, and not supported:
+    "audio": Param(None, reason="answers are text only"),
+    "best_of": Param(1, reason="use `n`, and choose by `logprobs`"),
+    "function_call": Param(None, reason="use `tools`"),
+    "functions": Param(None, reason="use `tools`"),
+    "modalities": Param(["text"], reason="answers are text only"),
+    "prediction": Param(None, reason="the drafter is chosen when the model is loaded"),
+    "reasoning_effort": Param(None, reason="use `chat_template_kwargs` or `thinking_token_budget`"),
+    "suffix": Param(None, reason="write the suffix into the prompt, in the format of the model"),
+    "verbosity": Param(None, reason="ask for it in the prompt"),
+    "web_search_options": Param(None, reason="web search is not available"),
+}
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -107,13 +141,33 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _logit_bias(value: Any) -> dict[str, Any]:
-    try:
-        return PARAMS["logit_bias"].becomes(value)
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(
-            f"`logit_bias` has to map token ids to numbers, but is {value!r}."
-        ) from None
+def _arguments(name: str, value: Any, fields: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
+    """The arguments that one of the ``fields`` of a body becomes."""
+    if name not in BODY:
+        unknown = with_suggestions([name], BODY)
+        raise ValueError(f"The body of the request has an unknown field: {unknown}.")
+    if name == "echo" or (name == "logprobs" and is_chat):
+        if not isinstance(value, bool):
+            raise ValueError(f"`{name}` has to be true or false, but is {value!r}.")
+        if name == "logprobs":
+            return {"logprobs": 0} if value and "top_logprobs" not in fields else {}
+        if value and is_chat:
+            raise ValueError("`echo` is for completions: a chat has no answer with its prompt.")
+        n = fields.get("logprobs") if value else None
+        return {} if n is None else {"prompt_logprobs": _checked("logprobs", n)}
+    if name == "top_logprobs":
+        if is_chat and fields.get("logprobs"):
+            return {"logprobs": _checked(name, value)}
+        if value != 0:
+            raise ValueError("`top_logprobs` needs `logprobs`: true, of a chat.")
+        return {}
+    param = BODY[name]
+    if param.reason is not None and value != param.default:
+        reason = "" if param is PARAMS.get(name) else f": {param.reason}"
+        raise ValueError(f"`{name}` (={value!r}) is not supported{reason}.")
+    if value in ([], "") or (name == "max_tokens" and "max_completion_tokens" in fields):
+        return {}
+    return param.becomes(_checked(name, value))
 
 
 def default_length(model: Any, prompt_length: int) -> int:
@@ -141,7 +195,7 @@ def generate_kwargs(
     fields: dict[str, Any] = {}
     for name, value in set_fields.items():
         try:
-            update = _fields_of(name, value, set_fields, is_chat)
+            update = _arguments(name, value, set_fields, is_chat)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, ValueError) and f"`{name}`" in str(error):
                 raise
@@ -165,63 +219,3 @@ def generate_kwargs(
     if not is_chat and all(n not in fields and defaults.get(n) is None for n in lengths):
         fields["max_new_tokens"] = COMPLETION_TOKENS
     return fields
-
-
-def _fields_of(name: str, value: Any, set_fields: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """Return the arguments for one field of a body; ``set_fields`` are all of its fields that are not null."""
-    if name == "stream_options" and set_fields.get("stream"):
-        if value and not isinstance(value, Mapping):
-            raise ValueError(f"`stream_options` has to be an object, but is {value!r:.80}.")
-        return {}
-    if name in OF_THE_PROMPT or name in OF_THE_SERVER:
-        return {}
-    if name in REFUSED:
-        neutral, reason = REFUSED[name]
-        if value != neutral:
-            raise ValueError(f"`{name}` (={value!r}) is not supported: {reason}.")
-        return {}
-    if name == "echo":
-        return _echo(value, set_fields, is_chat)
-    if name == "response_format":
-        return _response_format(value)
-    if name == "logit_bias":
-        return _logit_bias(value)
-    if name in GUIDED:
-        return PARAMS["structured_outputs"].becomes({GUIDED[name]: value})
-    if name in ("logprobs", "top_logprobs") and is_chat:
-        return _logprobs_of_chat(name, value, set_fields)
-    if name == "max_tokens" and "max_completion_tokens" in set_fields:
-        return {}  # its successor holds
-    if name == "max_completion_tokens":
-        return {"max_new_tokens": _checked(name, value)}
-    if name in PARAMS:
-        param = PARAMS[name]
-        if param.reason is not None and value != param.default:
-            raise ValueError(f"`{name}` (={value!r}) is not supported.")
-        return {} if value in ([], "") else param.becomes(_checked(name, value))
-    if name in OWN:
-        return {name: _checked(name, value)}
-    known = [*PARAMS, *OWN, *OF_THE_PROMPT, *OF_THE_SERVER, "echo", "response_format"]
-    unknown = with_suggestions([name], [*known, "max_completion_tokens", "top_logprobs"])
-    raise ValueError(f"The body of the request has an unknown field: {unknown}.")
-
-
-def _echo(value: Any, set_fields: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    if not isinstance(value, bool):
-        raise ValueError(f"`echo` has to be true or false, but is {value!r}.")
-    if value and is_chat:
-        raise ValueError("`echo` is for completions: a chat's answer never includes the prompt.")
-    has_scores = value and set_fields.get("logprobs") is not None
-    return {"prompt_logprobs": _checked("logprobs", set_fields["logprobs"])} if has_scores else {}
-
-
-def _logprobs_of_chat(name: str, value: Any, set_fields: dict[str, Any]) -> dict[str, Any]:
-    if name == "top_logprobs":
-        if set_fields.get("logprobs"):
-            return {"logprobs": _checked(name, value)}
-        if value != 0:
-            raise ValueError("`top_logprobs` needs `logprobs`: true.")
-        return {}
-    if not isinstance(value, bool):
-        raise ValueError(f"`logprobs` of a chat has to be true or false, but is {value!r}.")
-    return {"logprobs": 0} if value and "top_logprobs" not in set_fields else {}

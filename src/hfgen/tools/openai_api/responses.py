@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...logits.logprobs.openai import content, legacy
@@ -15,21 +15,27 @@ CUTS = frozenset(("length", "time", "timeout", "cancelled", "repetition", "error
 
 
 def finish_reason(reason: Any) -> str:
-    """OpenAI's word for why a row ended: ``"stop"``, or ``"length"`` for what was cut off.
-
-    A criterion of the caller's own ends a text as a stop does. ``stop_reason`` keeps hfgen's word.
-    """
+    """OpenAI's word for why a row ended: ``"length"`` for what was cut off, else ``"stop"``."""
     return "length" if reason in CUTS else "stop"
 
 
-def stop_reason(reason: Any) -> str | int | None:
-    """vLLM's ``stop_reason``: the stop string or token; ``None`` for an EOS and for the length.
+def choice(index: int, reason: Any, **fields: Any) -> dict[str, Any]:
+    """A choice of a row that has ended for ``reason``, or goes on (``None``).
 
-    For other reasons it is their name, as ``"repetition"``.
+    Its ``stop_reason`` is vLLM's: the stop string or token, and for other reasons than an EOS and the
+    length their name.
     """
-    if reason == "stop":
-        return getattr(reason, "stop", None)
-    return None if reason in ("eos", "grammar", "length") else str(reason)
+    fields = {"index": index, **fields, "finish_reason": None}
+    if reason is None:
+        return fields
+    stop = None if reason in ("eos", "grammar", "length") else str(reason)
+    stop = getattr(reason, "stop", None) if reason == "stop" else stop
+    return fields | {"finish_reason": finish_reason(reason), "stop_reason": stop}
+
+
+def chat_logprobs(tokens: Any, pieces: Pieces | None) -> dict[str, Any] | None:
+    """The log-probabilities of a choice of a chat."""
+    return None if tokens is None else {"content": content(tokens, pieces), "refusal": None}
 
 
 def usage(outputs: Sequence[Any]) -> dict[str, int]:
@@ -40,37 +46,55 @@ def usage(outputs: Sequence[Any]) -> dict[str, int]:
     return counts | {"total_tokens": n_prompt + n_new}
 
 
-def chat_response(output: Any, **common: Any) -> dict[str, Any]:
-    """The body of a chat's response, of one ``RequestOutput``; ``common`` as of ``_response``."""
+def head(
+    kind: str, model: str, id: str | None = None, created: int | None = None
+) -> dict[str, Any]:
+    """The first fields of a response; ``created``: seconds since 1970."""
+    if id is None:
+        id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{uuid.uuid4().hex}"
+    created = int(time.time()) if created is None else created
+    return {"id": id, "object": kind, "created": created, "model": model}
 
-    def choice(output: Any, row: Any, pieces: Any) -> dict[str, Any]:
-        has_any = row.logprobs is not None
-        logprobs = {"content": content(row.logprobs, pieces), "refusal": None} if has_any else None
-        message = {"role": "assistant", "content": row.text, "refusal": None}
-        return {"message": message, "logprobs": logprobs}
 
-    return _response([output], choice, "chatcmpl", "chat.completion", **common)
+def chat_response(output: Any, *, tokenizer: Any = None, **names: Any) -> dict[str, Any]:
+    """The body of a chat's response, of one ``RequestOutput``; ``names`` as of ``head``.
+
+    ``tokenizer``: spells the tokens of log-probabilities.
+    """
+    pieces = None if tokenizer is None else Pieces(tokenizer)
+    choices = [
+        choice(
+            index,
+            row.finish_reason,
+            message={"role": "assistant", "content": row.text, "refusal": None},
+            logprobs=chat_logprobs(row.logprobs, pieces),
+        )
+        for index, row in enumerate(output.sequences)
+    ]
+    return _response(head("chat.completion", **names), choices, [output])
 
 
 def completion_response(
-    outputs: Any, *, echo: bool = False, tokenizer: Any = None, **common: Any
+    outputs: Any, *, echo: bool = False, tokenizer: Any = None, **names: Any
 ) -> dict[str, Any]:
     """The body of a completion's response, of one ``RequestOutput`` or one for each of its prompts.
 
     ``echo``: texts and log-probabilities begin with those of the prompt, which ``tokenizer`` spells.
     """
-
-    def choice(output: Any, row: Any, pieces: Any) -> dict[str, Any]:
-        text, ids, tokens = row.text, row.token_ids, row.logprobs
-        if echo:
-            text = echoed(output.prompt_token_ids, tokenizer) + (text or "")
-            ids = [*output.prompt_token_ids, *ids]
-        if echo and output.prompt_logprobs is not None:
-            tokens = [*output.prompt_logprobs[0], *(tokens or ())]
-        return {"text": text, "logprobs": None if tokens is None else legacy(ids, tokens, pieces)}
-
+    pieces = None if tokenizer is None else Pieces(tokenizer)
     outputs = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
-    return _response(outputs, choice, "cmpl", "text_completion", tokenizer=tokenizer, **common)
+    choices: list[dict[str, Any]] = []
+    for output in outputs:
+        for row in output.sequences:
+            text, ids, tokens = row.text, row.token_ids, row.logprobs
+            if echo:
+                text = echoed(output.prompt_token_ids, tokenizer) + (text or "")
+                ids = [*output.prompt_token_ids, *ids]
+            if echo and output.prompt_logprobs is not None:
+                tokens = [*output.prompt_logprobs[0], *(tokens or ())]
+            logprobs = None if tokens is None else legacy(ids, tokens, pieces)
+            choices.append(choice(len(choices), row.finish_reason, text=text, logprobs=logprobs))
+    return _response(head("text_completion", **names), choices, outputs)
 
 
 def echoed(prompt: list[int], tokenizer: Any) -> str:
@@ -78,37 +102,8 @@ def echoed(prompt: list[int], tokenizer: Any) -> str:
     return decode(tokenizer, prompt, skip_special_tokens=True)
 
 
-def _response(
-    outputs: list[Any],
-    choice: Callable[[Any, Any, Any], dict[str, Any]],
-    prefix: str,
-    kind: str,
-    *,
-    model: str,
-    tokenizer: Any = None,
-    id: str | None = None,
-    created: int | None = None,
-) -> dict[str, Any]:
-    """``tokenizer``: spells the tokens of log-probabilities. ``created``: seconds since 1970."""
-    pieces = None if tokenizer is None else Pieces(tokenizer)
-    rows = [(output, row) for output in outputs for row in output.sequences]
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}" if id is None else id,
-        "object": kind,
-        "created": int(time.time()) if created is None else created,
-        "model": model,
-        "choices": [
-            {
-                "index": index,
-                **choice(output, row, pieces),
-                "finish_reason": finish_reason(row.finish_reason),
-                "stop_reason": stop_reason(row.finish_reason),
-            }
-            for index, (output, row) in enumerate(rows)
-        ],
-        "usage": usage(outputs),
-        "system_fingerprint": None,
-    }
+def _response(names: dict[str, Any], choices: list[Any], outputs: list[Any]) -> dict[str, Any]:
+    return {**names, "choices": choices, "usage": usage(outputs), "system_fingerprint": None}
 
 
 def error_body(error: BaseException | str, status: int = 400) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
 from ...engine.errors import EngineClosedError
-from ...logits.logprobs.openai import content, legacy
+from ...logits.logprobs.openai import legacy
 from ...settings.logs import logger
-from ..openai_api import error_body, finish_reason, usage
-from ..openai_api.responses import stop_reason
+from ..openai_api.responses import chat_logprobs, choice, error_body, usage
 
 if TYPE_CHECKING:
     from ...engine.request import EngineEvent
@@ -67,9 +66,16 @@ class Message:
         return message
 
 
+def tool_call(request_id: str, row: int, number: int, call: ToolCall) -> dict[str, Any]:
+    """A call as OpenAI's messages have it."""
+    function = {"name": call.name, "arguments": call.arguments}
+    name = f"{request_id}_{row}_tool_call_{number}"
+    return {"id": name, "type": "function", "function": function}
+
+
 @dataclass(slots=True)
 class ChatChoices:
-    """One row of a chat."""
+    """The choices of one row of a chat."""
 
     index: int
     message: Message
@@ -78,48 +84,37 @@ class ChatChoices:
     n_calls: int = 0
 
     def begin(self) -> list[Choice]:
-        return [self.choice({"role": "assistant", "content": ""})]
+        return [self.delta(role="assistant", content="")]
 
     def gain(self, event: EngineEvent) -> list[Choice]:
         """The choices of an event; its log-probabilities are with the first of them."""
-        items = self.message.items(event.text, event.finish_reason is not None)
-        choices = [self.choice(self.delta(item)) for item in items]
+        choices = []
+        for item in self.message.items(event.text, event.finish_reason is not None):
+            if isinstance(item, ReasoningText):
+                choices.append(self.delta(reasoning_content=str(item)))
+            elif isinstance(item, str):
+                choices.append(self.delta(content=item))
+            else:
+                call = tool_call(self.request_id, self.index, self.n_calls, item)
+                choices.append(self.delta(tool_calls=[{"index": self.n_calls, **call}]))
+                self.n_calls += 1
         if event.logprobs:
-            choices = choices or [self.choice({"content": ""})]
-            tokens = content(event.logprobs, self.pieces)
-            choices[0]["logprobs"] = {"content": tokens, "refusal": None}
+            choices = choices or [self.delta(content="")]
+            choices[0]["logprobs"] = chat_logprobs(event.logprobs, self.pieces)
         if event.finish_reason is not None:
-            why = finish_reason(event.finish_reason)
-            last = self.choice({}, "tool_calls" if self.n_calls and why == "stop" else why)
-            choices.append(last | {"stop_reason": stop_reason(event.finish_reason)})
+            last = choice(self.index, event.finish_reason, delta={}, logprobs=None)
+            if self.n_calls and last["finish_reason"] == "stop":
+                last["finish_reason"] = "tool_calls"
+            choices.append(last)
         return choices
 
-    def delta(self, item: str | ToolCall) -> dict[str, Any]:
-        if isinstance(item, ReasoningText):
-            return {"reasoning_content": str(item)}
-        if isinstance(item, str):
-            return {"content": item}
-        call = tool_call(self.request_id, self.index, self.n_calls, item)
-        self.n_calls += 1
-        return {"tool_calls": [{"index": self.n_calls - 1, **call}]}
-
-    def choice(self, delta: dict[str, Any], why: str | None = None) -> Choice:
-        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": why}
-
-
-def tool_call(request_id: str, row: int, number: int, call: ToolCall) -> dict[str, Any]:
-    """A call as OpenAI's messages have it."""
-    function = {"name": call.name, "arguments": call.arguments}
-    return {
-        "id": f"{request_id}_{row}_tool_call_{number}",
-        "type": "function",
-        "function": function,
-    }
+    def delta(self, **fields: Any) -> Choice:
+        return choice(self.index, None, delta=fields, logprobs=None)
 
 
 @dataclass(slots=True)
 class TextChoices:
-    """One row of a completion."""
+    """The choices of one row of a completion."""
 
     index: int
     pieces: Any
@@ -129,8 +124,9 @@ class TextChoices:
     offset: int = 0
 
     def begin(self) -> list[Choice]:
-        choice = {"index": self.index, "text": self.opening, "logprobs": None}
-        return [choice | {"finish_reason": None}] if self.opening else []
+        if not self.opening:
+            return []
+        return [choice(self.index, None, text=self.opening, logprobs=None)]
 
     def gain(self, event: EngineEvent) -> list[Choice]:
         """One choice, if there is something to tell."""
@@ -139,13 +135,9 @@ class TextChoices:
             logprobs = legacy(event.token_ids, event.logprobs, self.pieces)
             logprobs["text_offset"] = [n + self.offset for n in logprobs["text_offset"]]
             self.offset += sum(map(len, logprobs["tokens"]))
-        why = event.finish_reason
-        if not event.text and logprobs is None and why is None:
+        if not event.text and logprobs is None and event.finish_reason is None:
             return []
-        choice = {"index": self.index, "text": event.text, "logprobs": logprobs}
-        if why is None:
-            return [choice | {"finish_reason": None}]
-        return [choice | {"finish_reason": finish_reason(why), "stop_reason": stop_reason(why)}]
+        return [choice(self.index, event.finish_reason, text=event.text, logprobs=logprobs)]
 
 
 async def chunks(

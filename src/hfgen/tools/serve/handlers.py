@@ -1,17 +1,15 @@
-"""The handlers of ``/v1/chat/completions`` and ``/v1/completions``, and code that all handlers share."""
+"""Requests of ``/v1/chat/completions`` and ``/v1/completions``, and code that all requests share."""
 
 from __future__ import annotations
 
-import copy
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import HTTPException
-from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from transformers.cli.serving.utils import build_response_parser, get_response_template
 
 from ...engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
@@ -30,9 +28,9 @@ from ..openai_api import (
 )
 from ..openai_api.prompts import check_messages
 from ..openai_api.requests import default_length
-from ..openai_api.responses import echoed
+from ..openai_api.responses import echoed, head
 from .answers import ChatChoices, Message, TextChoices, check_open, chunks
-from .chats import TEXTS, inputs_of
+from .chats import has_media, inputs_of
 from .served import Served
 from .tools import USUAL, Tools, reader_of
 
@@ -45,9 +43,6 @@ MAX_LOGPROBS = 20
 #: The fields of a body that limit its answer.
 ANSWER_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
 
-#: Fields of a body that say what the prompt is.
-PROMPTS = ("messages", "prompt", "input", "instructions", "tools", "documents")
-
 #: Seconds after which a client that was refused may come again.
 RETRY_AFTER = 1
 
@@ -57,19 +52,16 @@ def refusals(body: dict[str, Any]) -> Iterator[None]:
     """Turn errors before the request of ``body`` is in the engine into ``HTTPException``."""
     try:
         yield
-    except HTTPException:
-        raise
     except QueueFullError as error:
         raise HTTPException(429, str(error), {"Retry-After": str(RETRY_AFTER)}) from error
     except EngineClosedError as error:
         raise HTTPException(503, str(error)) from error
-    except DoesNotFitError as error:
-        advice = "Lower `n` or `max_tokens`, or shorten the prompt."
-        raise HTTPException(400, f"{error} {advice}") from error
-    except (IndexError, ValueError) as error:
-        raise HTTPException(400, in_words_of(body, str(error))) from error
-    except (AttributeError, KeyError, TypeError) as error:
-        message = f"The request cannot be read: {in_words_of(body, str(error))}"
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        message = in_words_of(body, str(error))
+        if isinstance(error, DoesNotFitError):
+            message += " Lower `n` or `max_tokens`, or shorten the prompt."
+        elif not isinstance(error, IndexError | ValueError):
+            message = f"The request cannot be read: {message}"
         raise HTTPException(400, message) from error
 
 
@@ -88,38 +80,48 @@ async def result_of(request: ServiceRequest) -> Any:
         raise HTTPException(500, message) from error
 
 
-class EngineHandler:
-    """The part that all handlers share: read a request, and add it to the engine.
+class Handler:
+    """One request: its ``body``, and its ``fields`` of generation. A class for each path."""
 
-    A copy of the handler serves each request, and knows its ``body`` and the ``fields`` of generation.
-    """
-
-    body: dict[str, Any]
-    fields: dict[str, Any]
     #: The field of a body that has its messages.
     messages = "messages"
     is_chat = True
 
-    def __init__(self, served: Served) -> None:
-        self.served = served
+    def __init__(self, served: Served, body: dict[str, Any], request_id: str) -> None:
+        self.served, self.body, self.request_id = served, body, request_id
+        self.fields: dict[str, Any] = {}
 
-    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+    async def response(self) -> Response:
         """Answer, or raise ``HTTPException``: 400, 429, 500 or 503."""
-        handler = copy.copy(self)
-        with refusals(body):
-            self.served.check_name(body)
-            await self.served.prepared(handler.read, body)
-            return await handler.answer(handler.body, request_id)
+        with refusals(self.body):
+            self.served.check_name(self.body)
+            await self.served.prepared(self.read)
+            return await self.answer()
 
-    def read(self, body: dict[str, Any]) -> None:
-        """Set ``body`` and ``fields`` of this request. Raises ``ValueError``."""
-        self.served.limits.check(body, PROMPTS)
-        self.body = body = unfolded(body)
-        self.fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
-        check(self.fields, body)
+    async def answer(self) -> Response:
+        raise NotImplementedError
+
+    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The fields of generation that a body asks for. Raises ``ValueError``."""
+        return generate_kwargs(body, is_chat=self.is_chat, defaults=self.served.defaults)
+
+    def read(self) -> None:
+        """Check the body and set ``fields``. Raises ``ValueError`` for what a server cannot give, too."""
+        self.served.limits.check(self.body)
+        self.body = body = unfolded(self.body)
+        self.fields = fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
+        if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
+            name = "top_logprobs" if "top_logprobs" in body else "logprobs"
+            raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
+        if type(body.get("priority", 0)) is not int:
+            raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
+        for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+            if body.get(name) is not None:
+                advice = "a completion with `echo` and `logprobs` has the prompt's"
+                raise ValueError(f"`{name}` is not supported: {advice}.")
         most = self.served.service.engine.scheduler.max_rows
         for name, field in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
-            if (n_rows := self.fields.get(field) or 1) > most:
+            if (n_rows := fields.get(field) or 1) > most:
                 raise ValueError(f"`{name}` is at most {most} (--max-rows), but is {n_rows}.")
         self.compile()
 
@@ -128,24 +130,11 @@ class EngineHandler:
         if isinstance(grammar := self.fields.get("grammar"), Grammar):
             library_of(self.served.tokenizer).matcher(grammar)
 
-    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        """The response."""
-        raise NotImplementedError
-
-    def parameters(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The fields of generation that a body asks for. Raises ``ValueError``."""
-        return generate_kwargs(body, is_chat=self.is_chat, defaults=self.served.defaults)
-
     async def begin(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any, ServiceRequest]:
-        """Add a chat to the engine; return its inputs, what upstream's parsers read its answer with, and the request.
-
-        An answer that the model's own template reads has special tokens.
-        """
+        """Add a chat to the engine; return its inputs, what upstream's parsers read its answer with, and the request."""
         check_messages(messages, self.messages)
-        contents = (message.get("content") for message in messages)
-        parts = (part for parts in contents if isinstance(parts, list) for part in parts)
-        has_media = any(not isinstance(p, dict) or p.get("type") not in TEXTS for p in parts)
-        inputs, reader = await self.served.prepared(self.of_chat, messages, body, is_slow=has_media)
+        is_slow = has_media(messages)
+        inputs, reader = await self.served.prepared(self.of_chat, messages, body, is_slow=is_slow)
         return inputs, reader, await self.add(dict(inputs))
 
     def of_chat(self, messages: Any, body: dict[str, Any]) -> tuple[Any, Any]:
@@ -156,10 +145,10 @@ class EngineHandler:
             self.fields["grammar"] = calls
             self.compile()
         if get_response_template(reader, model) not in (None, USUAL):
-            self.fields["skip_special_tokens"] = False
-        shown = body if tools.functions else body | {"tools": None}
+            self.fields["skip_special_tokens"] = False  # the model's own template reads them
+        body = body if tools.functions else body | {"tools": None}
         limits = self.served.limits
-        return inputs_of(model, processor, messages, shown, self.messages, limits), reader
+        return inputs_of(model, processor, messages, body, self.messages, limits), reader
 
     async def add(self, inputs: Any, **kwargs: Any) -> ServiceRequest:
         """Put a prompt, its ids or the model's inputs, into the engine."""
@@ -182,31 +171,25 @@ class EngineHandler:
         positions, n_new = max_positions(self.served.model), self.fields.get("max_new_tokens")
         if positions is None:
             return
+        has = f"the model has {positions:,} positions."
         if length + (0 if n_new == 0 else 1) > positions:
             name = self.messages if self.messages in self.body else "prompt"
-            raise ValueError(
-                f"`{name}` has {length:,} tokens, but the model has {positions:,} positions."
-            )
+            raise ValueError(f"`{name}` has {length:,} tokens, but {has}")
         if n_new is not None and length + n_new > positions:
             room = positions - length
             if any(self.body.get(name) is not None for name in ANSWER_LENGTHS):
-                raise ValueError(
-                    f"`max_tokens` is at most {room:,} behind this prompt: the model has "
-                    f"{positions:,} positions."
-                )
+                raise ValueError(f"`max_tokens` is at most {room:,} behind this prompt: {has}")
             self.fields["max_new_tokens"] = room
 
     def streamed(
         self,
         request: ServiceRequest,
-        request_id: str,
         kind: str,
         choices_of: Callable[[int], ChatChoices | TextChoices],
     ) -> StreamingResponse:
         """Stream the answer in chunks of a ``kind``, with its usage at the end for ``include_usage``."""
-        created, name = int(time.time()), self.served.name
-        common = {"id": request_id, "object": kind, "created": created, "model": name}
         has_usage = bool((self.body.get("stream_options") or {}).get("include_usage"))
+        common = head(kind, self.served.name, self.request_id)
         lines = chunks(request, choices_of, common, has_usage)
         return StreamingResponse(lines, media_type="text/event-stream")
 
@@ -215,40 +198,31 @@ class EngineHandler:
         """The texts of single tokens for log-probabilities; ``None`` without these."""
         return Pieces(self.served.tokenizer) if "logprobs" in self.fields else None
 
+    @property
+    def names(self) -> dict[str, Any]:
+        """What a whole response names, and what spells its tokens."""
+        served = self.served
+        return {"model": served.name, "tokenizer": served.tokenizer, "id": self.request_id}
+
 
 def unfolded(body: dict[str, Any]) -> dict[str, Any]:
     """The body with the fields of its ``generation_config``, JSON text, which ``transformers chat`` sends."""
-    if body.get("generation_config") is None:
+    rest = dict(body)
+    if (config := rest.pop("generation_config", None)) is None:
         return body
     try:
-        fields = dict(json.loads(body["generation_config"]))
+        fields = dict(json.loads(config))
     except (TypeError, ValueError):
-        raise ValueError(
-            "`generation_config` has to be the JSON text of one, but is not."
-        ) from None
-    rest = {name: value for name, value in body.items() if name != "generation_config"}
+        message = "`generation_config` has to be the JSON text of one, but is not."
+        raise ValueError(message) from None
     return {name: value for name, value in fields.items() if name not in OF_THE_MODEL} | rest
 
 
-def check(fields: dict[str, Any], body: dict[str, Any]) -> None:
-    """Refuse what a server cannot give: log-probabilities of whole vocabularies, and of the prompt."""
-    if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
-        name = "top_logprobs" if "top_logprobs" in body else "logprobs"
-        raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
-    if type(body.get("priority", 0)) is not int:
-        raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
-    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
-        if body.get(name) is not None:
-            raise ValueError(
-                f"`{name}` is not supported: a completion with `echo` and `logprobs` has the prompt's."
-            )
-
-
-class ChatHandler(EngineHandler):
+class Chat(Handler):
     """``/v1/chat/completions``."""
 
-    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        served, pieces = self.served, self.pieces
+    async def answer(self) -> Response:
+        body, served, pieces = self.body, self.served, self.pieces
         inputs, reader, request = await self.begin(body.get("messages"), body)
 
         def message() -> Message:
@@ -258,40 +232,36 @@ class ChatHandler(EngineHandler):
         if body.get("stream"):
             return self.streamed(
                 request,
-                request_id,
                 "chat.completion.chunk",
-                lambda row: ChatChoices(row, message(), pieces, request_id),
+                lambda row: ChatChoices(row, message(), pieces, self.request_id),
             )
-        output = await result_of(request)
-        common = {"model": served.name, "tokenizer": served.tokenizer, "id": request_id}
-        response = chat_response(output, **common)
+        response = chat_response(await result_of(request), **self.names)
         for choice in response["choices"]:
             parts = choice["message"]
-            parts |= message().whole(parts["content"], request_id, choice["index"])
+            parts |= message().whole(parts["content"], self.request_id, choice["index"])
             if "tool_calls" in parts and choice["finish_reason"] == "stop":
                 choice["finish_reason"] = "tool_calls"
         return JSONResponse(response)
 
 
-class TextHandler(EngineHandler):
+class Completion(Handler):
     """``/v1/completions``: of text or token ids, and of several prompts where it is no stream."""
 
     is_chat = False
 
-    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
-        served = self.served
+    async def answer(self) -> Response:
+        tokenizer = self.served.tokenizer
         read = partial(prompts_of, is_chat=False)
-        prompts = await self.served.prepared(read, body, served.tokenizer)
-        pieces, echo = self.pieces, bool(body.get("echo"))
-        if body.get("stream"):
+        prompts = await self.served.prepared(read, self.body, tokenizer)
+        pieces, echo = self.pieces, bool(self.body.get("echo"))
+        if self.body.get("stream"):
             if len(prompts) > 1:
                 raise ValueError("With `stream`, `prompt` has to be a single prompt.")
             if echo and pieces is not None:
                 raise ValueError("With `echo` and `logprobs`, `stream` has to be false.")
-            opening = echoed(prompts[0], served.tokenizer) if echo else ""
+            opening = echoed(prompts[0], tokenizer) if echo else ""
             return self.streamed(
                 await self.add(prompts[0]),
-                request_id,
                 "text_completion",
                 lambda row: TextChoices(row, pieces, opening),
             )
@@ -301,5 +271,4 @@ class TextHandler(EngineHandler):
                 for prompt in prompts
             ]
             outputs = [await result_of(request) for request in requests]
-        common = {"model": served.name, "tokenizer": served.tokenizer, "id": request_id}
-        return JSONResponse(completion_response(outputs, echo=echo, **common))
+        return JSONResponse(completion_response(outputs, echo=echo, **self.names))

@@ -14,6 +14,10 @@ MEBIBYTE = 2**20
 LARGEST = 2**63
 
 
+#: Fields of a body that say what the prompt is.
+PROMPTS = ("messages", "prompt", "input", "instructions", "tools", "documents")
+
+
 def limit(default: Any, help: str) -> Any:
     """A field with its default and the help of its option."""
     return field(default=default, metadata={"help": help})
@@ -95,13 +99,13 @@ class Limits:
     def _too_deep(self) -> str:
         return f"The body has more than {self.max_depth} nested lists or objects."
 
-    def check(self, body: Mapping[str, Any], prompts: tuple[str, ...]) -> None:
-        """Raise ``ValueError`` for fields that are too large; those in ``prompts`` say what the prompt is."""
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for fields that are too large."""
         n_chars = 0
         for name, value in body.items():
             texts = [each for each, _ in leaves(value) if isinstance(each, str)]
             size = sum(map(len, texts))
-            if name in prompts:
+            if name in PROMPTS:
                 n_chars += size
                 # A list of numbers is the ids of one prompt.
                 is_list = isinstance(value, list) and value and not isinstance(value[0], int)

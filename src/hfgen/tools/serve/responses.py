@@ -10,14 +10,14 @@ from transformers.cli.serving.utils import BaseGenerateManager, BaseHandler, _St
 
 from ...engine.serving import ServiceRequest
 from .answers import Message, check_open
-from .handlers import EngineHandler, result_of
+from .handlers import Handler, result_of
 
 #: Parameters of ``/v1/responses`` and their names in a chat.
 OF_RESPONSES = {"max_output_tokens": "max_completion_tokens", "temperature": "temperature"}
 OF_RESPONSES |= {name: name for name in ("top_p", "seed", "stop")}
 
 
-class ResponsesHandler(EngineHandler, ResponseHandler):
+class Responses(Handler, ResponseHandler):
     """``/v1/responses``: upstream's answers, of requests of the engine."""
 
     messages = "input"
@@ -34,16 +34,15 @@ class ResponsesHandler(EngineHandler, ResponseHandler):
         chat["response_format"] = form | {"json_schema": form}  # which are one level here
         return super().parameters(chat)
 
-    async def answer(self, body: dict[str, Any], request_id: str) -> Any:
+    async def answer(self) -> Any:
         """Upstream's; no stream is the default, as OpenAI has it."""
-        body = body | {"tools": self._normalize_tools(body.get("tools"))}
+        body = self.body | {"tools": self._normalize_tools(self.body.get("tools"))}
         inputs, reader, request = await self.begin(self._normalize_input(body), body)
-        model, name = self.served.model, self.served.name
-        positional: Any = (request_id, model, reader, name, body, inputs, None)
-        named: Any = {"gen_manager": OneRequest(request), "tools": body["tools"]}
+        served, manager = self.served, OneRequest(request)
+        arguments: Any = self.request_id, served.model, reader, served.name, body, inputs, None
         if body.get("stream"):
-            return self._streaming(*positional, **named)
-        return await self._non_streaming(*positional, **named)
+            return self._streaming(*arguments, gen_manager=manager, tools=body["tools"])
+        return await self._non_streaming(*arguments, gen_manager=manager, tools=body["tools"])
 
 
 class OneRequest(BaseGenerateManager):

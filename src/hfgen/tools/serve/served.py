@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fastapi import HTTPException
-
 from ...engine.serving import Service
 from .limits import Limits
 
@@ -43,9 +41,9 @@ class Served:
         return {name: value for name, value in config.items() if value is not None}
 
     def check_name(self, body: dict[str, Any]) -> None:
-        """Raise ``HTTPException`` if ``body`` is for another model."""
+        """Raise ``ValueError`` if ``body`` is for another model."""
         if body.get("model") not in (None, self.name):
-            raise HTTPException(400, f"`model` has to be {self.name!r}, but is {body['model']!r}.")
+            raise ValueError(f"`model` has to be {self.name!r}, but is {body['model']!r}.")
 
     async def prepared(self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False) -> Any:
         """Run ``prepare`` in a worker thread and return its result; ``ValueError`` if it takes too long."""

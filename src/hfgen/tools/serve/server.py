@@ -1,38 +1,26 @@
-"""The web application with its routes and errors, and running it: an engine, guards, and uvicorn.
-
-Of the server of ``transformers serve``, these parts are used: the reading of messages and of media, the
-parsing of thoughts and tool calls, and the format of ``/v1/responses``.
-"""
+"""Running the application: an engine, guards, and uvicorn."""
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
-import json
 import logging
 import socket
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException as StarletteHTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...engine.engine import Engine
 from ...engine.errors import EngineError
 from ...engine.serving import Service
-from ..openai_api import error_body
+from .app import application
 from .guard import Guard
-from .handlers import ChatHandler, EngineHandler, TextHandler
 from .limits import Limits
 from .metrics import Metrics
-from .responses import ResponsesHandler
 from .served import Served
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -73,85 +61,6 @@ def bound(host: str, port: int) -> socket.socket:
         found.close()
         raise
     return found
-
-
-#: Handlers by their paths; ``None`` for what only ``transformers serve`` offers.
-PATHS: dict[str, type[EngineHandler] | None] = {
-    "/v1/chat/completions": ChatHandler,
-    "/v1/completions": TextHandler,
-    "/v1/responses": ResponsesHandler,
-    "/v1/audio/transcriptions": None,
-    "/v1/systemone": None,
-}
-
-#: Names a request, and its response.
-REQUEST_ID = "x-request-id"
-
-
-def application(served: Served, metrics: Metrics) -> FastAPI:
-    """The application for one model."""
-    app = FastAPI()
-    only = {"id": served.name, "object": "model", "owned_by": "hfgen", "created": 0}
-    for path, kind in PATHS.items():
-        app.post(path)(not_offered if kind is None else endpoint(kind(served)))
-
-    @app.get("/metrics")
-    def show_metrics() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/health")
-    def show_health() -> JSONResponse:
-        is_running = served.service.is_running
-        status = {"status": "ok" if is_running else "unhealthy"}
-        return JSONResponse(status, 200 if is_running else 503)
-
-    @app.get("/v1/models")
-    def show_models() -> dict[str, Any]:
-        return {"object": "list", "data": [only]}
-
-    @app.get("/v1/models/{model:path}")
-    def show_model(model: str) -> dict[str, Any]:
-        if model != served.name:
-            raise HTTPException(404, f"The only model here is {served.name!r}, not {model!r}.")
-        return only
-
-    @app.post("/load_model")
-    def load_model(body: dict[str, Any]) -> Response:
-        """Answer `transformers chat`, which asks to load the model before it begins."""
-        served.check_name(body)
-        status = {"status": "ready", "model": served.name, "cached": True}
-        return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(_: Any, error: StarletteHTTPException) -> JSONResponse:
-        status = 400 if error.status_code == 422 else error.status_code
-        return JSONResponse(error_body(str(error.detail), status), status, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def unreadable(_: Any, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(error_body("The body has to be a JSON object, but is not."), 400)
-
-    @app.exception_handler(Exception)
-    async def failed(_: Any, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(error, 500), 500)
-
-    return app
-
-
-def endpoint(handler: EngineHandler) -> Any:
-    """The function of a route; each request gets an id, or has its own."""
-
-    async def answer(request: Request, body: dict[str, Any]) -> Any:
-        request_id = request.headers.get(REQUEST_ID) or str(uuid.uuid4())
-        response = await handler.handle_request(body, request_id)
-        response.headers[REQUEST_ID] = request_id
-        return response
-
-    return answer
-
-
-def not_offered() -> None:
-    raise HTTPException(501, "`hfgen serve` does not offer this: use `transformers serve`.")
 
 
 class Protocol(H11Protocol):
@@ -228,9 +137,8 @@ async def serve(
     ``assistant_model``. ``listener``: a bound socket. Raises ``EngineError`` if the engine has failed,
     ``OSError`` if the port is taken.
     """
-    logging.getLogger("transformers.cli.serving").setLevel(
-        logging.ERROR
-    )  # it warns of every request
+    upstream = logging.getLogger("transformers.cli.serving")
+    upstream.setLevel(logging.ERROR)  # it warns of every request
     listener = listener or bound(settings.host, settings.port)
     metrics, limits = Metrics(engine), settings.limits
     async with Service(engine, metrics.observe) as service:
