@@ -78,7 +78,7 @@ class HfgenLM(HFLM):
                     f"A context has to have a token, and a continuation 1 to {self.max_length}, but "
                     f"{text!r:.200} has {len(context)} and {len(continuation)}."
                 )
-        found: dict[int, tuple[float, bool]] = {}
+        likelihoods: dict[int, tuple[float, bool]] = {}
         size = None if self.batch_size == "auto" else int(self.batch_size)
         scorer = Likelihoods(self.mixed, self.max_length, size, self.softmax_dtype)
         with (
@@ -87,11 +87,11 @@ class HfgenLM(HFLM):
         ):
             for answers in scorer.of([pair for _, *pair in requests]):
                 for number, answer in answers.items():
-                    found[number] = answer
+                    likelihoods[number] = answer
                     if (text := requests[number][0]) is not None:
                         self.cache_hook.add_partial("loglikelihood", text, answer)
                 bar.update(len(answers))
-        return [found[number] for number in range(len(requests))]
+        return [likelihoods[number] for number in range(len(requests))]
 
     # ------------------------------------------------------------ answers
 
@@ -104,8 +104,8 @@ class HfgenLM(HFLM):
 
         def prompts() -> Iterator[tuple[list[int], dict[str, Any]]]:
             for request in requests:
-                context, asked = request.args
-                kwargs = normalize_gen_kwargs(asked, self.max_gen_toks)
+                context, kwargs = request.args
+                kwargs = normalize_gen_kwargs(kwargs, self.max_gen_toks)
                 stops.append(handle_stop_sequences(kwargs.pop("until", None), eos=eos))
                 yield self._request(context, kwargs, stops[-1])
 
@@ -150,7 +150,7 @@ class HfgenLM(HFLM):
             del kwargs["temperature"]
         length = {} if "max_length" in kwargs else {"max_new_tokens": n_new}
         if "" in stop:  # for `hf`, it is in any text
-            length, stop = {"max_new_tokens": 1}, [each for each in stop if each]
+            length, stop = {"max_new_tokens": 1}, [text for text in stop if text]
         pad = self.tokenizer.pad_token_id
         return ids[0].tolist(), {**kwargs, **length, "stop": stop or None, "pad_token_id": pad}
 

@@ -100,17 +100,15 @@ class Generate:
         finally:
             for task in tasks:
                 task.cancel()
-        yield {
-            **batch,
-            **{
-                column: as_column([FACTS[f](o) for o in outputs])
-                for f, column in self.columns.items()
-            },
+        columns = {
+            column: as_column([FACTS[fact](output) for output in outputs])
+            for fact, column in self.columns.items()
         }
+        yield batch | columns
 
     async def _answer(self, service: Service, prompt: Any, *values: Any) -> RequestOutput:
-        own = zip(self.arguments, values, strict=True)
-        kwargs = self.kwargs | {name: value for name, value in own if value is not None}
+        of_row = zip(self.arguments, values, strict=True)
+        kwargs = self.kwargs | {name: value for name, value in of_row if value is not None}
         try:
             return await service.generate(prompt, **kwargs)
         except (TypeError, ValueError) as error:
@@ -120,18 +118,19 @@ class Generate:
 def loaded(source: Any, tokenizer: Any) -> tuple[Any, Any]:
     """A model and its tokenizer, of what ``Generate`` is given."""
     if callable(source):
-        found = source()
-        model, own = found if isinstance(found, tuple) else (found, None)
+        made = source()
+        model, default = made if isinstance(made, tuple) else (made, None)
     elif source == "builtin":
-        model, own = builtin_model()
+        model, default = builtin_model()
     else:
-        own = AutoTokenizer.from_pretrained(source) if tokenizer is None else None
+        default = source
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
         if torch.cuda.is_available():
             model = model.to("cuda")
+    tokenizer = default if tokenizer is None else tokenizer
     if isinstance(tokenizer, str):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    return model, own if tokenizer is None else tokenizer
+    return model, tokenizer
 
 
 def plain(value: Any) -> Any:
@@ -150,8 +149,5 @@ def as_column(values: list[Any]) -> Any:
     if all(isinstance(value, int) for value in values):
         return np.array(values, dtype=np.int64)
     column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(
-        values
-    ):  # an array of lists of one length would have two dimensions
-        column[row] = value
+    column[:] = values
     return column

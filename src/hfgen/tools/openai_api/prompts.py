@@ -92,14 +92,14 @@ def _completion_prompts(body: Mapping[str, Any], tokenizer: Any) -> list[list[in
     prompt, has_special = body.get("prompt"), bool(body.get("add_special_tokens", True))
     is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
     prompts = [prompt] if isinstance(prompt, str) or is_ids else prompt
-    found = []
-    for each in prompts if isinstance(prompts, list) and prompts else [None]:
-        if isinstance(each, str):
-            each = tokenizer(each, add_special_tokens=has_special).input_ids
-        if not isinstance(each, list) or not each or any(type(token) is not int for token in each):
+    prompt_ids: list[list[int]] = []
+    for ids in prompts if isinstance(prompts, list) and prompts else [None]:
+        if isinstance(ids, str):
+            ids = tokenizer(ids, add_special_tokens=has_special).input_ids
+        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
             raise ValueError(
                 "`prompt` has to be text, a list of ids, or a list of these, and not empty, but is "
                 f"{prompt!r:.80}."
             )
-        found.append(each)
-    return found
+        prompt_ids.append(ids)
+    return prompt_ids

@@ -52,7 +52,9 @@ def in_words_of(body: Mapping[str, Any], message: str) -> str:
 
     def field(match: re.Match[str]) -> str:
         name = match[1]
-        names = FROM.get(name, [n for n, own in CHECKED_AS.items() if own == name != "logprobs"])
+        names = FROM.get(
+            name, [n for n, field in CHECKED_AS.items() if field == name != "logprobs"]
+        )
         return "`" + next((n for n in [name, *names] if n in body), [*names, name][0])
 
     return re.sub(r"`(\w+)", field, message)

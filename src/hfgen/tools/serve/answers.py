@@ -35,34 +35,36 @@ class Message:
         """Parse more ``text``; return new text, ``ReasoningText``, and complete calls."""
         if self.parser is None:
             return [text] if text else []
-        found, self.opening = self.opening, []
+        items, self.opening = self.opening, []
         self.unread += text
         try:
-            found += response_events_to_chunks(self.parser.feed(text))
+            items += response_events_to_chunks(self.parser.feed(text))
         except ValueError:  # no call, though it looks like one: from here on, all is text
             self.parser = None
-            return [*found, self.unread]
+            return [*items, self.unread]
         if is_end:
             with suppress(ValueError, RuntimeError):  # cut off amid a tool call, which is left out
-                found += response_events_to_chunks(self.parser.finalize()[1])
-        if found:
+                items += response_events_to_chunks(self.parser.finalize()[1])
+        if items:
             self.unread = ""
-        return found
+        return items
 
     def whole(self, text: str, request_id: str, row: int) -> dict[str, Any]:
         """The fields of a message that is ``text``."""
         items = self.items(text, is_end=True)
         if self.parser is None:
             return {"content": text}
-        calls = [item for item in items if isinstance(item, ToolCall)]
+        calls = [
+            tool_call(request_id, row, number, item)
+            for number, item in enumerate(i for i in items if isinstance(i, ToolCall))
+        ]
         thoughts = "".join(item for item in items if isinstance(item, ReasoningText)).strip()
         rest = "".join(item for item in items if type(item) is str).strip()
         message: dict[str, Any] = {"content": rest if rest or not calls else None}
         if thoughts:
             message["reasoning_content"] = thoughts
         if calls:
-            own = enumerate(calls)
-            message["tool_calls"] = [tool_call(request_id, row, n, call) for n, call in own]
+            message["tool_calls"] = calls
         return message
 
 
@@ -157,13 +159,13 @@ async def chunks(
                 if event.finish_reason == "error":
                     continue  # what was raised comes next
                 check_open(event.finish_reason)
-                found: list[Choice] = []
+                choices: list[Choice] = []
                 if event.row not in rows:
                     rows[event.row] = choices_of(event.row)
-                    found = rows[event.row].begin()
-                found += rows[event.row].gain(event)
-                if found:
-                    yield "".join(sse({**common, "choices": [choice]}) for choice in found)
+                    choices = rows[event.row].begin()
+                choices += rows[event.row].gain(event)
+                if choices:
+                    yield "".join(sse({**common, "choices": [choice]}) for choice in choices)
         except Exception as error:  # the status has been sent: the client reads it here
             logger.error("A request has failed.", exc_info=error)
             yield sse(error_body(error, 500))

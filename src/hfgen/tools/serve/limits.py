@@ -75,25 +75,25 @@ class Limits:
         if sum(body.count(sign) for sign in (b",", b"[", b"{")) > self.max_values:
             raise ValueError(f"The body has more than {self.max_values:,} values.")
         try:
-            found = json.loads(body, object_pairs_hook=_object)
+            fields = json.loads(body, object_pairs_hook=_object)
         except RecursionError:
             raise ValueError(self._too_deep) from None
         except ValueError as error:
             raise ValueError(f"The body has to be a JSON object: {error}") from None
-        if not isinstance(found, dict):
+        if not isinstance(fields, dict):
             raise ValueError("The body has to be a JSON object.")
-        for name, value in found.items():
+        for name, value in fields.items():
             check_unicode(name, name)
-            for each, depth in leaves(value):
+            for leaf, depth in leaves(value):
                 if depth >= self.max_depth:
                     raise ValueError(f"`{printable(name)}`: {self._too_deep}")
-                if isinstance(each, str) and not each.isascii():
-                    check_unicode(name, each)
-                elif isinstance(each, float) and not math.isfinite(each):
+                if isinstance(leaf, str) and not leaf.isascii():
+                    check_unicode(name, leaf)
+                elif isinstance(leaf, float) and not math.isfinite(leaf):
                     raise ValueError(f"`{printable(name)}` has a number that is not finite.")
-                elif type(each) is int and not -LARGEST < each < LARGEST:
+                elif type(leaf) is int and not -LARGEST < leaf < LARGEST:
                     raise ValueError(f"`{printable(name)}` has a number of more than 64 bits.")
-        return found
+        return fields
 
     @property
     def _too_deep(self) -> str:
@@ -103,7 +103,7 @@ class Limits:
         """Raise ``ValueError`` for fields that are too large."""
         n_chars = 0
         for name, value in body.items():
-            texts = [each for each, _ in leaves(value) if isinstance(each, str)]
+            texts = [leaf for leaf, _ in leaves(value) if isinstance(leaf, str)]
             size = sum(map(len, texts))
             if name in PROMPTS:
                 n_chars += size
@@ -130,12 +130,12 @@ class Limits:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises ``ValueError`` if a name comes twice: one of the values would be dropped."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in fields:
             raise ValueError(f"`{printable(name)}` comes twice.")
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def leaves(value: Any) -> Iterator[tuple[Any, int]]:

@@ -53,14 +53,14 @@ class Settings:
 def bound(host: str, port: int) -> socket.socket:
     """A socket that is bound, and does not listen yet. Raises ``OSError`` for an address that is taken."""
     (family, kind, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    found = socket.socket(family, kind)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(address)
+        listener.bind(address)
     except OSError:
-        found.close()
+        listener.close()
         raise
-    return found
+    return listener
 
 
 class Protocol(H11Protocol):

@@ -53,8 +53,8 @@ class Tools:
             return cls({})
         if names is not None:
             if unknown := [name for name in names if name not in functions]:
-                found = list(functions)
-                raise ValueError(f"`tool_choice` names {unknown[0]!r}, but `tools` has {found}.")
+                known = list(functions)
+                raise ValueError(f"`tool_choice` names {unknown[0]!r}, but `tools` has {known}.")
             functions = {name: functions[name] for name in names}
         if mode != "auto" and not functions:
             raise ValueError("`tool_choice` requires a call, but `tools` is empty.")
@@ -125,10 +125,10 @@ class Format:
         if template is USUAL and any(t.special and t.content in (begin, end) for _, t in added):
             return None  # which would be left out of the text
         # To llguidance, these are no text.
-        own = {t.content: i for i, t in added if t.special or re.fullmatch("<.*>", t.content)}
-        opening, closing = (f"<[{own[t]}]>" if t in own else _quoted(t) for t in (begin, end))
-        others = ",".join(str(i) for text, i in own.items() if text not in (begin, end))
-        return cls(opening, closing, begin in own, f" | <[{others}]>" if others else "")
+        ids = {t.content: i for i, t in added if t.special or re.fullmatch("<.*>", t.content)}
+        opening, closing = (f"<[{ids[t]}]>" if t in ids else _quoted(t) for t in (begin, end))
+        others = ",".join(str(i) for text, i in ids.items() if text not in (begin, end))
+        return cls(opening, closing, begin in ids, f" | <[{others}]>" if others else "")
 
 
 def reader_of(model: Any, processor: Any, tools: Tools) -> tuple[Any, Format | None]:
@@ -150,7 +150,7 @@ def reader_of(model: Any, processor: Any, tools: Tools) -> tuple[Any, Format | N
 
 
 def _functions(tools: Any) -> dict[str, Mapping[str, Any]]:
-    found = {}
+    functions = {}
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -159,8 +159,8 @@ def _functions(tools: Any) -> dict[str, Mapping[str, Any]]:
             )
         if tool.get("type", "function") != "function":
             raise ValueError(f"`tools` has to have functions only, but one is a {tool['type']!r}.")
-        found[function["name"]] = function
-    return found
+        functions[function["name"]] = function
+    return functions
 
 
 def _choice(choice: Any) -> tuple[str, list[Any] | None]:
@@ -190,8 +190,8 @@ def _parameters(name: str, function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _literal(field: Mapping[str, Any], name: str) -> str:
     """The text of an anchor of a response template, if it is one text."""
-    found = field.get(name) or field.get(f"{name}_pattern", "").removeprefix(r"\s*")
-    return found if isinstance(found, str) else found[0]
+    anchor = field.get(name) or field.get(f"{name}_pattern", "").removeprefix(r"\s*")
+    return anchor if isinstance(anchor, str) else anchor[0]
 
 
 def _quoted(text: str) -> str:
@@ -199,5 +199,5 @@ def _quoted(text: str) -> str:
 
 
 def _json(schema: Any) -> str:
-    own = {"x-guidance": {"whitespace_pattern": SPACE}}
-    return f"%json {json.dumps(own | schema if isinstance(schema, dict) else schema)}"
+    options = {"x-guidance": {"whitespace_pattern": SPACE}}
+    return f"%json {json.dumps(options | schema if isinstance(schema, dict) else schema)}"
