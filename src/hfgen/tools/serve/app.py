@@ -36,22 +36,15 @@ class LoadModel(Handler):
         return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
 
 
-class NotOffered(Handler):
-    """A path of ``transformers serve`` only."""
-
-    async def response(self) -> Response:
-        raise HTTPException(501, "`hfgen serve` does not offer this: use `transformers serve`.")
-
-
 #: What answers the requests of each path.
 HANDLERS: dict[str, type[Handler]] = {
     "/v1/chat/completions": Chat,
     "/v1/completions": Completion,
     "/v1/responses": Responses,
     "/load_model": LoadModel,
-    "/v1/audio/transcriptions": NotOffered,
-    "/v1/systemone": NotOffered,
 }
+#: What only ``transformers serve`` has.
+NOT_OFFERED = ("/v1/audio/transcriptions", "/v1/systemone")
 
 #: Names a request, and its response.
 REQUEST_ID = "x-request-id"
@@ -78,6 +71,9 @@ def application(served: Served, metrics: Metrics) -> Starlette:
             raise HTTPException(404, f"The only model here is {served.name!r}, not {name!r}.")
         return JSONResponse(model)
 
+    def not_offered(_: Request) -> Response:
+        raise HTTPException(501, "`hfgen serve` does not offer this: use `transformers serve`.")
+
     async def refused(_: Request, error: Any) -> Response:
         return refusal(error)
 
@@ -90,6 +86,7 @@ def application(served: Served, metrics: Metrics) -> Starlette:
                 Route(path, endpoint(kind, served), methods=["POST"])
                 for path, kind in HANDLERS.items()
             ),
+            *(Route(path, not_offered, methods=["POST"]) for path in NOT_OFFERED),
             Route("/metrics", show_metrics),
             Route("/health", show_health),
             Route("/v1/models", show_models),
@@ -106,16 +103,14 @@ def endpoint(kind: type[Handler], served: Served) -> Callable[[Request], Any]:
     """
 
     async def handle(request: Request, request_id: str) -> Response:
-        body = {}
-        if kind is not NotOffered:
-            # Pages of other sites can send text and forms without asking, but no JSON.
-            content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            try:
-                body = await asyncio.to_thread(served.limits.read, request.scope["body"])
-            except ValueError as error:
-                raise HTTPException(400, str(error)) from None
-            if not content_type.startswith("application/") or not content_type.endswith("json"):
-                raise HTTPException(400, "`Content-Type` has to be application/json.")
+        try:
+            body = await asyncio.to_thread(served.limits.read, request.scope["body"])
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        # Pages of other sites can send text and forms without asking, but no JSON.
+        kind_of_body = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not kind_of_body.startswith("application/") or not kind_of_body.endswith("json"):
+            raise HTTPException(400, "`Content-Type` has to be application/json.")
         return await kind(served, body, request_id).response()
 
     async def until_gone(request: Request) -> None:
