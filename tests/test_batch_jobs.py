@@ -36,7 +36,7 @@ def loaded() -> loading.Loaded:
 
 @pytest.fixture
 def tiny_model(monkeypatch: pytest.MonkeyPatch, loaded: loading.Loaded) -> loading.Loaded:
-    monkeypatch.setattr("hfgen.tools.cli.batch.load", lambda *_: loaded)
+    monkeypatch.setattr(loading, "load", lambda *_: loaded)
     return loaded
 
 
@@ -284,9 +284,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 def test_wrong_options_end_before_the_model_is_loaded(
     arguments: list[str], words: list[str], files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        "hfgen.tools.cli.batch.load", lambda *_: pytest.fail("the model was loaded")
-    )
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the model was loaded"))
     notes = files["notes"].read_bytes()
     result = run(*(str(files.get(argument, argument)) for argument in arguments))
     assert result.exit_code == 2

@@ -21,7 +21,7 @@ from tests.tiny import byte_tokenizer, llama
 def tiny_model(monkeypatch: pytest.MonkeyPatch) -> loading.Loaded:
     model = hfgen.mix_into(llama(vocab_size=258, eos_token_id=0, pad_token_id=1))
     loaded = loading.Loaded("tiny", model, byte_tokenizer())
-    monkeypatch.setattr(bench, "load", lambda *_: loaded)
+    monkeypatch.setattr(loading, "load", lambda *_: loaded)
     return loaded
 
 

@@ -42,16 +42,15 @@ from hfgen.tools.cli import (
     chat,
     compare,
     demo,
+    field_options,
     generate,
     loading,
     main,
     measure,
-    options,
     report,
     topics,
 )
 from hfgen.tools.cli.report import CliError
-from hfgen.tools.cli.short_forms import SHORT_FORMS
 from tests.tiny import byte_tokenizer as tokenizer
 
 TEMPLATE = (
@@ -138,25 +137,28 @@ def upstream_ids(folder: str, prompt: str, **kwargs: object) -> list[int]:
     ],
 )
 def test_fields_are_parsed(arguments: list[str], fields: dict[str, object]) -> None:
-    assert options.split_fields(["prompt", *arguments], []) == (["prompt"], fields)
+    assert field_options.split_fields(["prompt", *arguments], []) == (["prompt"], fields)
 
 
 def test_a_flag_does_not_swallow_the_prompt() -> None:
-    assert options.split_fields(["--do-sample", "prompt"], []) == (["prompt"], {"do_sample": True})
+    assert field_options.split_fields(["--do-sample", "prompt"], []) == (
+        ["prompt"],
+        {"do_sample": True},
+    )
 
 
 def test_own_options_and_what_follows_two_dashes_are_left_alone() -> None:
     arguments = ["--model", "m", "--", "--top-k", "3"]
-    assert options.split_fields(arguments, ["--model"]) == (arguments, {})
+    assert field_options.split_fields(arguments, ["--model"]) == (arguments, {})
 
 
 def test_grammars_are_read_from_files(tmp_path: Path) -> None:
     schema, lark = tmp_path / "schema.json", tmp_path / "é.lark"
     schema.write_text('{"enum": ["é"]}', encoding="utf-8")
     lark.write_text('start: "é"', encoding="utf-8")
-    given = options.split_fields(["--json-schema", str(schema)], [])
+    given = field_options.split_fields(["--json-schema", str(schema)], [])
     assert given == ([], {"grammar": grammar.json({"enum": ["é"]}, whitespace=" ?")})
-    assert options.split_fields([f"--lark={lark}"], [])[1] == {
+    assert field_options.split_fields([f"--lark={lark}"], [])[1] == {
         "grammar": grammar.lark('start: "é"')
     }
 
@@ -178,7 +180,7 @@ def test_grammars_are_read_from_files(tmp_path: Path) -> None:
 def test_a_parameter_of_sampling_switches_it_on(
     fields: dict[str, object], samples: bool | None
 ) -> None:
-    found = options.with_sampling(fields)
+    found = field_options.with_sampling(fields)
     assert found.get("do_sample") is samples
     assert found | fields == found
 
@@ -196,9 +198,9 @@ def test_several_answers_are_sampled_or_those_of_beams(
     folder: str, arguments: list[str], is_sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    made = options.generation_config
+    made = field_options.generation_config
     monkeypatch.setattr(
-        options, "generation_config", lambda *given: seen.append(made(*given)) or seen[0]
+        generate, "generation_config", lambda *given: seen.append(made(*given)) or seen[0]
     )
     result = run("generate", "x", "--model", folder, "--max-new-tokens", "3", *arguments)
     assert result.code == 0, result.err
@@ -209,7 +211,7 @@ def test_several_answers_are_sampled_or_those_of_beams(
 def test_several_answers_are_those_of_the_beams_of_the_model(folder: str) -> None:
     model = LlamaForCausalLM.from_pretrained(folder)
     model.generation_config.num_beams = 4
-    config = options.generation_config({"num_return_sequences": 2}, model, 3)
+    config = field_options.generation_config({"num_return_sequences": 2}, model, 3)
     assert (config.num_beams, config.do_sample) == (4, False)
 
 
@@ -222,8 +224,8 @@ def test_more_tokens_than_positions_are_noted(folder: str) -> None:
 def test_an_option_per_field_of_the_table() -> None:
     """Except for objects, which cannot be written as text."""
     objects = {"constraints", "continuous_batching_config", "grammar", "transformers_version"}
-    assert set(options.KNOWN_FIELDS) == set(FIELDS) - objects
-    assert options.split_fields(["--drop-finished", "--output-speculation=false"], []) == (
+    assert set(field_options.KNOWN_FIELDS) == set(FIELDS) - objects
+    assert field_options.split_fields(["--drop-finished", "--output-speculation=false"], []) == (
         [],
         {"drop_finished": True, "output_speculation": False},
     )
@@ -278,7 +280,7 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", "x", "--model", "/no/such"], ["/no/such", "save_pretrained"]),
         (
             ["generate", "x", "--compile-config", '{"foo": 1}'],
-            ["--compile-config", "fullgraph", "`foo`"],
+            ["--compile-config", "fullgraph", "'foo'"],
         ),
         (["generate", "x\udcff"], ["UTF-8"]),
         (["compare", "x", "--repeat", "0"], ["--repeat"]),
@@ -729,10 +731,12 @@ def test_stop_strings_end_the_output(folder: str) -> None:
 
 
 def test_length_defaults(folder: str, loaded: loading.Loaded) -> None:
-    assert options.generation_config({}, loaded.model, 64).max_new_tokens == 64
-    assert options.generation_config({"max_length": 9}, loaded.model, 64).max_new_tokens is None
+    assert field_options.generation_config({}, loaded.model, 64).max_new_tokens == 64
+    assert (
+        field_options.generation_config({"max_length": 9}, loaded.model, 64).max_new_tokens is None
+    )
     loaded.model.generation_config.max_new_tokens = 7
-    assert options.generation_config({}, loaded.model, 64).max_new_tokens is None
+    assert field_options.generation_config({}, loaded.model, 64).max_new_tokens is None
 
 
 def test_options_without_effect_are_noted(folder: str) -> None:
@@ -830,10 +834,8 @@ def test_chat_says_how_fast_it_was_and_why_it_ended(
 def test_a_turn_continues_what_is_cached_of_the_turns_before(
     chat_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = []
-    monkeypatch.setattr(
-        chat, "load", lambda *given: models.append(loading.load(*given)) or models[0]
-    )
+    models, load = [], loading.load
+    monkeypatch.setattr(loading, "load", lambda *given: models.append(load(*given)) or models[0])
     run("chat", "--model", chat_folder, "--max-new-tokens", "4", stdin="hi there\nwhy\n")
     stats = models[0].model.prefix_cache.stats
     assert (stats.lookups, stats.hits) == (2, 1)
@@ -1053,8 +1055,8 @@ def test_help_has_a_line_for_every_option(command: str) -> None:
     text = run(command, "--help").out
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    for field, kind in options.KNOWN_FIELDS.items():
-        pattern = rf"│ {options.option_name(field)} .*│"
+    for field, kind in field_options.KNOWN_FIELDS.items():
+        pattern = rf"│ {topics.option_name(field)} .*│"
         assert len([line for line in lines if re.match(pattern, line)]) == 1, field
         assert kind.option in topics.METAVARS
     for lines_of_topic in topics.TOPICS.values():
@@ -1064,15 +1066,15 @@ def test_help_has_a_line_for_every_option(command: str) -> None:
 def test_short_help_and_the_names_of_other_libraries() -> None:
     assert run("generate", "-h").out == run("generate", "--help").out
     assert run("-h").out == run("--help").out
-    assert {*map(topics.option_name, options.OTHER_NAMES.values())} <= {
-        *map(topics.option_name, options.KNOWN_FIELDS),
-        *SHORT_FORMS,
+    assert {*map(topics.option_name, field_options.OTHER_NAMES.values())} <= {
+        *map(topics.option_name, field_options.KNOWN_FIELDS),
+        *field_options.SHORT_FORMS,
     }
 
 
 def test_every_option_has_one_topic() -> None:
     names = [name for lines in topics.TOPICS.values() for name in lines]
-    assert sorted(names) == sorted([*options.KNOWN_FIELDS, *SHORT_FORMS])
+    assert sorted(names) == sorted([*field_options.KNOWN_FIELDS, *field_options.SHORT_FORMS])
 
 
 def test_help_does_not_import_torch() -> None:

@@ -27,7 +27,8 @@ from . import (
     inspect,
     serve,
 )
-from .options import GenerationCommand, PlainCommand, PlainHelp
+from .field_options import GenerationCommand
+from .options import PlainCommand, PlainHelp
 from .report import CliError, one_line, say
 
 __all__ = ["app", "main"]

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
+from .field_options import generation_config
 from .job_files import Line, Output, Requests
-from .loading import Loaded, load, quiet
+from .loading import Loaded
 from .report import CliError, duration, err, say
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 NEW_TOKENS = 1024
 
 
+@options.with_shared_options
 def batch(
     context: typer.Context,
     requests: Annotated[
@@ -33,27 +35,19 @@ def batch(
         Path,
         typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to append answers to."),
     ],
-    model: options.ModelOption = "builtin",
     shard: Annotated[
         str | None,
         typer.Option("--shard", metavar="i/n", help="Only every n-th line, from the i-th."),
     ] = None,
-    max_rows: options.RowsOption = 32,
-    memory: options.MemoryOption = 0.8,
-    prefill_tokens: options.PrefillOption = 2048,
     policy: Annotated[
         str,
         options.one_of_option(
             "--policy", ("fcfs", "srpt"), "Order: fcfs, or srpt (short prompts first)."
         ),
     ] = "fcfs",
-    prefix_cache: options.PrefixOption = False,
-    chat_template: options.TemplateOption = None,
-    exact: options.ExactOption = False,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustOption = False,
-    debug: options.DebugOption = False,
+    *,
+    source: options.ModelOptions,
+    engine: options.EngineOptions,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, and go on where a killed job was.
 
@@ -74,31 +68,18 @@ def batch(
         if not n_left:
             say(f"all {n_lines} requests were done before, {file.n_failed} of them with an error")
             raise typer.Exit(1 if file.n_failed else 0)
-        with quiet(debug):
-            from ... import Engine, PrefixCache
+        with source.loaded() as loaded:
             from ...engine.many import JobProgress
 
-            loaded = load(model, None, dtype, device, trust_remote_code, exact)
-            if chat_template is not None:
-                loaded.tokenizer.chat_template = chat_template
-            options.generation_config(context.obj, loaded.model, NEW_TOKENS)  # checks the fields
-            try:
-                engine = Engine(
-                    loaded.model,
-                    loaded.tokenizer,
-                    max_rows=max_rows,
-                    memory=memory,
-                    prefill_tokens=prefill_tokens,
-                    policy=policy,
-                    prefix_cache=PrefixCache() if prefix_cache else None,
-                )
-            except ValueError as error:
-                raise CliError(str(error)) from error
+            if engine.chat_template is not None:
+                loaded.tokenizer.chat_template = engine.chat_template
+            generation_config(context.obj, loaded.model, NEW_TOKENS)  # checks the fields
+            made = engine.engine(loaded.model, loaded.tokenizer, policy=policy)
             progress = JobProgress(n_left)
             job = Job(loaded, lines, file, context.obj, progress)
             try:
                 with progress if err.is_terminal else nullcontext():
-                    job.run(engine)
+                    job.run(made)
             except KeyboardInterrupt:
                 say(f"{job.summary(n_lines - n_left)}\n[dim]the same command goes on from here[/]")
                 raise

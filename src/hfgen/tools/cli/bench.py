@@ -16,7 +16,7 @@ import typer
 from rich.table import Table
 
 from . import files, measure, options
-from .loading import Loaded, load, quiet
+from .loading import Loaded
 from .measure import LIBRARIES
 from .report import CliError, err, out, print_json, spread, table
 
@@ -62,8 +62,8 @@ class Case:
         return [theirs / ours for theirs, ours in pairs]
 
 
+@options.with_shared_options
 def bench(
-    model: options.ModelOption = "builtin",
     prompt_tokens: Annotated[
         str, typer.Option("--prompt-tokens", help="Prompt lengths, for example 16,256.")
     ] = "16,256",
@@ -79,11 +79,8 @@ def bench(
         Path | None,
         typer.Option("--plot", metavar="OUT.png", help="Write a plot; needs matplotlib."),
     ] = None,
-    exact: options.ExactOption = False,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustOption = False,
-    debug: options.DebugOption = False,
+    *,
+    source: options.ModelOptions,
 ) -> None:
     """Time to first token, time per output token, throughput and peak memory of greedy decoding.
 
@@ -98,8 +95,7 @@ def bench(
     if plot is not None:
         files.check_output(plot, PLOTS, "--plot")
     shapes = [Shape(*sizes) for sizes in itertools.product(*lengths)]
-    with quiet(debug):
-        loaded = load(model, None, dtype, device, trust_remote_code, exact)
+    with source.loaded() as loaded:
         check(loaded, shapes)
         cases = []
         for shape in shapes:

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from . import measure, options
-from .companions import check_no_results, note_idle
-from .loading import Loaded, load, quiet
+from . import field_options, measure, options
+from .loading import Loaded
 from .report import Answers, CliError, err, one_line, say, why
 
 NEW_TOKENS = 256
@@ -51,18 +50,13 @@ class Conversation:
         return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
+@options.with_shared_options
 def chat(
     context: typer.Context,
-    model: Annotated[
-        str | None, options.model_option("A folder or a hub id of a model that can chat.")
-    ] = None,
     assistant: options.AssistantOption = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
-    exact: options.ExactOption = False,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustOption = False,
-    debug: options.DebugOption = False,
+    *,
+    source: options.ChatModelOptions,
 ) -> None:
     """Talk with a model, turn by turn, in its chat template where its tokenizer has one.
 
@@ -73,15 +67,13 @@ def chat(
     """
     if (context.obj.get("num_return_sequences") or 1) > 1:
         raise CliError("a chat goes on from one answer: leave --num-return-sequences out")
-    check_no_results("hfgen chat", context.obj)
-    if model is None:
+    if source.model is None:
         raise CliError(NO_MODEL)
-    with quiet(debug):
+    with source.loaded(assistant) as loaded:
         import hfgen
 
-        loaded = load(model, assistant, dtype, device, trust_remote_code, exact)
-        config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
-        note_idle(context.obj, config, loaded)
+        config = field_options.generation_config(context.obj, loaded.model, NEW_TOKENS)
+        field_options.note_idle(context.obj, config, loaded)
         loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
         conversation = Conversation(loaded, system)
         if sys.stdin.isatty():

@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from . import files, measure, options
-from .companions import check_no_results, note_idle, note_own
-from .loading import Loaded, load, quiet
+from .field_options import generation_config, note_idle, note_own, plain
+from .loading import Loaded
 from .measure import LIBRARIES
 from .report import CliError, duration, out, print_json, spread, table
 
@@ -66,12 +66,12 @@ class Comparison:
         return [ours.seconds / theirs.seconds for ours, theirs in pairs]
 
 
+@options.with_shared_options
 def compare(
     context: typer.Context,
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Prompts; - or a pipe reads one from standard input.")
     ] = None,
-    model: options.ModelOption = "builtin",
     assistant: options.AssistantOption = None,
     batch: Annotated[
         bool, typer.Option("--batch", help="All prompts in one call, padded on the left.")
@@ -79,11 +79,8 @@ def compare(
     repeat: options.RepeatOption = 3,
     seed: Annotated[int, options.seed_option("--seed", "Seed of each call.")] = 0,
     as_json: options.JsonOption = False,
-    exact: options.ExactOption = False,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustOption = False,
-    debug: options.DebugOption = False,
+    *,
+    source: options.ModelOptions,
 ) -> None:
     """Run transformers and hfgen side by side: tokens, first difference, times.
 
@@ -91,11 +88,9 @@ def compare(
     Exit code 0: same tokens; 1: they differ.
     """
     fields: dict[str, Any] = context.obj
-    check_no_results("hfgen compare", fields)
     texts = [files.read_prompt(each) for each in prompts or []] or [files.read_prompt(None)]
-    with quiet(debug):
-        loaded = load(model, assistant, dtype, device, trust_remote_code, exact)
-        config = options.generation_config(fields, loaded.model, NEW_TOKENS)
+    with source.loaded(assistant) as loaded:
+        config = generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
         note_own(fields)
         groups = [texts] if batch else [[text] for text in texts]
@@ -104,9 +99,7 @@ def compare(
     names = [f"{len(texts)} prompts"] if batch and len(texts) > 1 else texts
     if as_json:
         calls = [as_object(*each) for each in zip(groups, results, strict=True)]
-        print_json(
-            {"model": loaded.name, "options": options.plain(fields), "seed": seed, "calls": calls}
-        )
+        print_json({"model": loaded.name, "options": plain(fields), "seed": seed, "calls": calls})
     else:
         out.print(comparison_table([repr(name)[1:-1] for name in names], results, "prompt"))
         for name, result in zip(names, results, strict=True):

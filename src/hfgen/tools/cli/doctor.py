@@ -18,8 +18,9 @@ from rich.table import Table
 from ...settings.versions import TESTED
 from . import measure
 from .compare import compare_call
+from .field_options import generation_config
 from .loading import load, quiet
-from .options import DebugOption, DtypeOption, JsonOption, generation_config
+from .options import DebugOption, DtypeOption, JsonOption
 from .report import duration, out, print_json
 
 #: Part → the modules that it needs, and how to get them.

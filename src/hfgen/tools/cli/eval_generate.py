@@ -11,9 +11,8 @@ import typer
 from rich.table import Table
 
 from . import files, options
-from .companions import note_idle
 from .evaluate import SeedOption
-from .loading import load, quiet
+from .field_options import generation_config, note_idle, plain
 from .report import CliError, err, interval_text, one_line, out, print_json, say, table
 
 if TYPE_CHECKING:
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from ..evaluate.metrics import Metric, Score
 
 NEW_TOKENS = 64
-METRICS = ("exact_match", "bleu", "chrf", "rouge")  # known before torch is imported
 ONE_ANSWER = "one completion of each line is scored: leave --num-return-sequences out"
 #: Failures that are shown one by one, without ``--json``.
 SHOWN = 5
 
 
+@options.with_shared_options
 def generate(
     context: typer.Context,
     file: Annotated[
@@ -44,15 +43,11 @@ def generate(
         Path | None,
         typer.Option("--output", "-o", metavar="OUT.jsonl", help="Predictions and their scores."),
     ] = None,
-    model: options.ModelOption = "builtin",
     max_rows: options.RowsOption = 32,
     seed: SeedOption = 0,
     as_json: options.JsonOption = False,
-    exact: options.ExactOption = False,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustOption = False,
-    debug: options.DebugOption = False,
+    *,
+    source: options.ModelOptions,
 ) -> None:
     """Complete the prompts of a file, and compare with references: one text, or a list of texts.
 
@@ -61,30 +56,25 @@ def generate(
     """
     if not file.is_file():
         raise CliError(f"no file at {str(file)!r}")
-    for name in metric or ():
-        if ":" not in name and name not in METRICS:
-            known = ", ".join(METRICS)
-            raise CliError(f"--metric takes one of {known} or module:function, but is {name!r}")
     if output is not None and output.exists() and output.samefile(file):
         raise CliError("-o is the file of prompts: give another one")
     if (context.obj.get("num_return_sequences") or 1) > 1:
         raise CliError(ONE_ANSWER)
     if output is not None:
         files.check_output(output)
-    with quiet(debug):
-        from ..evaluate import completions, metrics
+    from ..evaluate import completions, metrics
 
-        names = metrics.installed() if metric is None else dict.fromkeys(metric)
-        try:
-            chosen = [each for name in names for each in metrics.metrics_of(name)]
-        except (ImportError, ValueError) as error:
-            raise CliError(str(error)) from error
-        lines, failures = completions.read(file)
-        if not lines:
-            why = f": line {failures[0].number}: {failures[0].error}" if failures else ""
-            raise CliError(f"{str(file)!r} has no line that can be used{why}")
-        loaded = load(model, None, dtype, device, trust_remote_code, exact)
-        config = options.generation_config(context.obj, loaded.model, NEW_TOKENS)
+    names = metrics.installed() if metric is None else dict.fromkeys(metric)
+    try:
+        chosen = [each for name in names for each in metrics.metrics_of(name)]
+    except (ImportError, ValueError) as error:
+        raise CliError(f"--metric: {error}") from error
+    lines, failures = completions.read(file)
+    if not lines:
+        why = f": line {failures[0].number}: {failures[0].error}" if failures else ""
+        raise CliError(f"{str(file)!r} has no line that can be used{why}")
+    with source.loaded() as loaded:
+        config = generation_config(context.obj, loaded.model, NEW_TOKENS)
         note_idle(context.obj, config, loaded)
         outcomes = completions.complete(
             loaded.model,
@@ -108,7 +98,7 @@ def generate(
         write(output, records(found, failures, scores))
     report = {
         "model": loaded.name,
-        "options": options.plain(context.obj),
+        "options": plain(context.obj),
         "lines": len(found) + len(failures),
         "scored": len(found),
         "tokens": sum(each.n_tokens for each in found),

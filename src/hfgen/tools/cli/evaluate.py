@@ -11,7 +11,6 @@ import typer
 from rich.table import Table
 
 from . import options
-from .loading import load, quiet
 from .report import CliError, err, interval_text, one_line, out, print_json, say, table
 
 UNITS = ("windows", "documents")
@@ -21,9 +20,9 @@ SeedOption = Annotated[
 ]
 
 
+@options.with_shared_options
 def perplexity(
     files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="UTF-8 texts.")],
-    model: options.ModelOption = "builtin",
     window: Annotated[
         int | None, typer.Option("--window", help="Tokens per window; default: up to 2048.")
     ] = None,
@@ -41,11 +40,8 @@ def perplexity(
     ] = "windows",
     seed: SeedOption = 0,
     as_json: options.JsonOption = False,
-    exact: options.ExactOption = False,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustOption = False,
-    debug: options.DebugOption = False,
+    *,
+    source: options.ModelOptions,
 ) -> None:
     """Perplexity and bits per byte of texts, each file and all together.
 
@@ -62,11 +58,10 @@ def perplexity(
     for file in files:
         if not file.is_file():
             raise CliError(f"no file at {str(file)!r}")
-    with quiet(debug):
+    with source.loaded() as loaded:
         from ...engine.many import JobProgress
         from ..evaluate.perplexity import Perplexity, score, sizes
 
-        loaded = load(model, None, dtype, device, trust_remote_code, exact)
         try:
             window, stride = sizes(loaded.model, window, stride)
         except ValueError as error:

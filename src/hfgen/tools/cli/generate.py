@@ -12,15 +12,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from . import files, measure, options
-from .companions import note_idle, note_length
-from .loading import Loaded, load, make_exact, quiet
+from .field_options import generation_config, note_idle, plain
+from .loading import Loaded
 from .report import (
     Answers,
     CliError,
     duration,
     err,
     mebibytes,
-    one_line,
     out,
     print_json,
     say,
@@ -43,12 +42,12 @@ BUILTIN_FIELDS: dict[str, Any] = {
 }
 
 
+@options.with_shared_options
 def generate(
     context: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help="The text to complete; - or a pipe reads standard input.")
     ] = None,
-    model: options.ModelOption = "builtin",
     assistant: options.AssistantOption = None,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print text as it is generated.")
@@ -60,11 +59,8 @@ def generate(
     compile: Annotated[
         bool, typer.Option("--compile", help="With --optimize: also compile decoder layers.")
     ] = False,
-    exact: options.ExactOption = False,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustOption = False,
-    debug: options.DebugOption = False,
+    *,
+    source: options.ModelOptions,
 ) -> None:
     """Complete a prompt; the prompt itself is not printed.
 
@@ -75,28 +71,33 @@ def generate(
     """
     fields: dict[str, Any] = context.obj
     neutral = {name for topic in ("Length", "Stopping", "Output") for name in TOPICS[topic]}
-    if model == "builtin" and assistant is None and neutral.issuperset(fields):
+    if source.model == "builtin" and assistant is None and neutral.issuperset(fields):
         fields = BUILTIN_FIELDS | fields
     if stream and as_json:
         raise CliError("--stream and --json exclude each other: leave one out")
     if compile and not optimize:
         raise CliError("--compile is a part of --optimize: give both")
-    if compile and exact:
+    if compile and source.exact:
         raise CliError(
             "--exact probes operations one by one, and --compile fuses them: leave one out"
         )
     text = files.read_prompt(prompt)
-    with quiet(debug):
-        loaded = load(model, assistant, dtype, device, trust_remote_code)
-        if optimize:
-            optimize_model(loaded, compile)
-        if exact:
-            make_exact(loaded)
-        config = options.generation_config(fields, loaded.model, NEW_TOKENS)
+    with source.loaded(assistant, optimize, compile) as loaded:
+        config = generation_config(fields, loaded.model, NEW_TOKENS)
         config.return_dict_in_generate = True
         note_idle(fields, config, loaded)
         inputs = measure.encode(loaded, [text])
-        note_length(loaded.model, config, inputs["input_ids"].shape[1])
+        limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        n_tokens = inputs["input_ids"].shape[1] + (config.max_new_tokens or 0)
+        if (
+            isinstance(limit, int)
+            and n_tokens > limit
+            and not loaded.model.config.is_encoder_decoder
+        ):
+            say(
+                f"[yellow]note:[/] the model has {limit:,} positions, and prompt and answer may take "
+                f"{n_tokens:,}: what comes after is worse, or an error"
+            )
         if stream:
             own = loaded.model.generation_config
             answers = Answers(config.num_return_sequences or own.num_return_sequences or 1)
@@ -105,7 +106,7 @@ def generate(
             result = measure.generate(loaded, inputs, config)
         texts = texts_of(loaded, result)
         if as_json:
-            report = {"model": loaded.name, "prompt": text, "options": options.plain(fields)}
+            report = {"model": loaded.name, "prompt": text, "options": plain(fields)}
             if optimize:
                 report["optimization"] = str(loaded.model.optimization).splitlines()
             report["prompt_tokens"] = inputs["input_ids"][0].tolist()
@@ -120,19 +121,6 @@ def generate(
             say(f"[dim]{name}:[/] " + " · ".join(f"{k} {number(v)}" for k, v in found.items()))
         if err.is_terminal:
             say(f"[dim]{summary(result)}[/]")
-
-
-def optimize_model(loaded: Loaded, compile: bool) -> None:
-    """``hfgen.optimize`` of the model and of the one that drafts for it; raises ``CliError``."""
-    import hfgen
-
-    for each in filter(None, (loaded, loaded.assistant)):
-        try:
-            hfgen.optimize(each.model, compile=compile)
-        except ValueError as error:
-            raise CliError(f"--optimize: {error}") from error
-        if err.is_terminal:
-            say(f"[dim]{one_line(str(each.model.optimization), 2000)}[/]")
 
 
 def texts_of(loaded: Loaded, result: measure.Generated) -> list[str]:

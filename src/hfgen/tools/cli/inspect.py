@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from . import files, options
-from .companions import check_no_results, note_idle
-from .loading import load, quiet
+from .field_options import generation_config, note_idle
 from .measure import named_errors
 from .report import CliError, one_line, say
 
@@ -18,6 +17,7 @@ NEW_TOKENS = 48
 SUFFIXES = (".html", ".htm", ".json")
 
 
+@options.with_shared_options
 def inspect(
     context: typer.Context,
     output: Annotated[
@@ -33,16 +33,12 @@ def inspect(
             help="Texts to complete, one tab each; - or a pipe reads standard input.",
         ),
     ] = None,
-    model: options.ModelOption = "builtin",
     assistant: options.AssistantOption = None,
     top: Annotated[
         int, typer.Option("--top", min=1, help="Number of likely tokens to keep at each position.")
     ] = 10,
-    exact: options.ExactOption = False,
-    dtype: options.DtypeOption = "auto",
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustOption = False,
-    debug: options.DebugOption = False,
+    *,
+    source: options.ModelOptions,
 ) -> None:
     """Complete prompts, and write a page that shows what happened at each token.
 
@@ -52,13 +48,11 @@ def inspect(
     """
     fields: dict[str, Any] = context.obj
     files.check_output(output, SUFFIXES)
-    check_no_results("hfgen inspect", fields)
     texts = [files.read_prompt(prompt) for prompt in prompts or (None,)]
-    with quiet(debug):
+    with source.loaded(assistant) as loaded:
         import hfgen
 
-        loaded = load(model, assistant, dtype, device, trust_remote_code, exact)
-        config = options.generation_config(fields, loaded.model, NEW_TOKENS)
+        config = generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
         kwargs = {**loaded.mode_kwargs(), "generation_config": config}
         with named_errors():

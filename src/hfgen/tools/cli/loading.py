@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from .report import CliError, one_line, say
+from .report import CliError, err, one_line, say
 
 BUILTIN = {"builtin": False, "builtin-draft": True}  # name -> whether it is the draft model
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -50,11 +50,10 @@ def load(
     dtype: str,
     device: str | None,
     trust_remote_code: bool = False,
-    exact: bool = False,
 ) -> Loaded:
     """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``); raises ``CliError``.
 
-    With ``exact``, the model goes through ``hfgen.exact``. ``device`` is a torch device, ``auto`` for all of them, or None for the GPU where there is one.
+    ``device``: a torch device, ``auto`` for all of them, or None for the GPU where there is one.
     """
     import torch
 
@@ -80,10 +79,7 @@ def load(
             model = model if device == "auto" else model.to(device)
         else:
             model, tokenizer = _load(name, dtype, device, trust_remote_code)
-        loaded = Loaded(name, hfgen.mix_into(model).eval(), tokenizer, drafts)
-        if exact:
-            make_exact(loaded)
-        return loaded
+        return Loaded(name, hfgen.mix_into(model).eval(), tokenizer, drafts)
     except CliError:
         raise
     except Exception as error:
@@ -103,6 +99,19 @@ def make_exact(loaded: Loaded) -> None:
         hfgen.exact(loaded.model)
     except ValueError as error:
         raise CliError(f"--exact: {str(error).removeprefix('exact: ')}") from error
+
+
+def optimize(loaded: Loaded, compile: bool = False) -> None:
+    """``hfgen.optimize`` of the model and of the one that drafts for it; raises ``CliError``."""
+    import hfgen
+
+    for part in filter(None, (loaded, loaded.assistant)):
+        try:
+            hfgen.optimize(part.model, compile=compile)
+        except ValueError as error:
+            raise CliError(f"--optimize: {error}") from error
+        if err.is_terminal:
+            say(f"[dim]{one_line(str(part.model.optimization), 2000)}[/]")
 
 
 def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -150,17 +159,16 @@ def check_source(name: str) -> Path | None:
     is_path = path.exists() or path.is_absolute() or name[0] in ".~" or name.count("/") > 1
     if name in BUILTIN or not is_path:
         return None
-    wanted = "give a folder with a config.json, as save_pretrained writes it, a hub id, or builtin"
-    if not path.exists():
-        raise CliError(f"no model at {name!r}, there is no such folder: {wanted}")
-    if not path.is_dir():
-        raise CliError(f"no model at {name!r}, it is a file: {wanted}")
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+    if (path / "config.json").exists():
+        return path
+    if (path / "adapter_config.json").exists():
         merged = "merge it into its model (merge_and_unload) and save that"
         raise CliError(f"{name!r} is an adapter of PEFT without its model: {merged}")
-    if not (path / "config.json").exists():
-        raise CliError(f"no model at {name!r}, the folder has no config.json: {wanted}")
-    return path
+    reason = "the folder has no config.json" if path.is_dir() else "it is a file"
+    raise CliError(
+        f"no model at {name!r}, {reason if path.exists() else 'there is no such folder'}: give a folder "
+        "with a config.json, as save_pretrained writes it, a hub id, or builtin"
+    )
 
 
 def cause(error: BaseException, name: str) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .field_options import with_options
 from .loading import Loaded, upstream
 from .report import CliError
 
@@ -168,7 +169,8 @@ def named_errors() -> Iterator[None]:
     except BrokenPipeError:  # the reader of the streamed text has closed the pipe
         raise
     except Exception as error:
-        raise CliError(f"generate() failed: {error or type(error).__name__}") from error
+        message = with_options(str(error)) or type(error).__name__
+        raise CliError(f"generate() failed: {message}") from error
 
 
 def new_tokens(loaded: Loaded, inputs: dict[str, Any], output: Any) -> list[list[int]]:
