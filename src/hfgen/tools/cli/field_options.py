@@ -6,45 +6,19 @@ import difflib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from typer.core import TyperCommand
 
-from ...settings import grammar
 from ...settings import grammar_source as source
 from ...settings.fields import FIELDS, OWN_FIELDS, is_on
 from ...settings.kinds import POSITIVE, SHARE, Range, at_least
-from .files import read_text
 from .options import PlainHelp
 from .report import CliError, out, say
-from .topics import LEGEND, METAVARS, option_name, panels
-
-#: Names that llama.cpp, vLLM and OpenAI's interface have for fields.
-OTHER_NAMES = {
-    "temp": "temperature",
-    "n_predict": "max_new_tokens",
-    "predict": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "n": "num_return_sequences",
-    "beam_width": "num_beams",
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "penalty_window",
-    "typical": "typical_p",
-    "top_nsigma": "top_n_sigma",
-    "dynatemp_exp": "dynatemp_exponent",
-    "mirostat_lr": "mirostat_eta",
-    "mirostat_ent": "mirostat_tau",
-    "samplers": "sampler_order",
-    "grammar_file": "--lark",
-    "guided_json": "--json-schema",
-    "guided_regex": "--regex",
-    "guided_choice": "--choice",
-}
+from .topics import LEGEND, METAVARS, OTHER_NAMES, SHORT_FORMS, option_name, panels
 
 #: The fields that can be given as text, sorted, and the kind of value that each takes.
 KNOWN_FIELDS: dict[str, Any] = {
@@ -97,48 +71,6 @@ RESULTS = (
     "output_metrics output_speculation"
 )
 WITHOUT_RESULTS = ("chat", "compare", "inspect")
-
-#: What a backslash and a letter stand for in ``--stop``.
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-
-#: Between the tokens of JSON: small models may write spaces without end.
-WHITESPACE = " ?"
-
-
-class ShortForm(NamedTuple):
-    """An option that sets a field under another name.
-
-    ``read`` makes the value of the text behind it, or of a list of texts if it ``is_repeated``.
-    """
-
-    field: str
-    metavar: str
-    read: Callable[[Any], Any]
-    is_repeated: bool = False
-
-
-def unescaped(text: str) -> str:
-    r"""``text`` with a line feed for ``\n``, and so on for ``\t``, ``\r`` and ``\\``."""
-    return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text)
-
-
-def read_schema(path: str) -> grammar.Grammar:
-    """The grammar of the JSON schema in a file. Raises ``ValueError``."""
-    try:
-        schema = json.loads(read_text(Path(path)))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path!r} is not JSON: {error}") from error
-    return grammar.json(schema, whitespace=WHITESPACE)
-
-
-SHORT_FORMS: dict[str, ShortForm] = {
-    "--stop": ShortForm("stop_strings", "TEXT", lambda texts: list(map(unescaped, texts)), True),
-    "--json-schema": ShortForm("grammar", "FILE", read_schema),
-    "--json-object": ShortForm("grammar", "", lambda _: grammar.json_object(whitespace=WHITESPACE)),
-    "--regex": ShortForm("grammar", "PATTERN", grammar.regex),
-    "--choice": ShortForm("grammar", "TEXT", grammar.choice, True),
-    "--lark": ShortForm("grammar", "FILE", lambda path: grammar.lark(read_text(Path(path)))),
-}
 
 
 class GenerationCommand(PlainHelp, TyperCommand):
