@@ -60,14 +60,12 @@ class Report:
         lines = [f"{n} x {layer}: {kernel}" for (layer, kernel), n in pairs.items()]
         reasons = Counter(self.left_alone.values())
         lines += [f"{n} left alone: {reason}" for reason, n in reasons.items()]
-        if self.graph is not None:
+        if self.graph is not None and not self.compiled_layers:
+            lines.append("no decoder layer can be compiled")
+        elif self.graph is not None:
             why = f": {self.graph.failure}" if self.graph.failure else ""
             n_layers = f"{self.graph.n_layers} of {len(self.compiled_layers)}"
-            lines.append(
-                f"{n_layers} decoder layers compiled so far{why}"
-                if self.compiled_layers
-                else "no decoder layer can be compiled"
-            )
+            lines.append(f"{n_layers} decoder layers compiled so far{why}")
         lines.append(f"tokens: {self.tokens}")
         in_files = f", {self.file_bytes / 2**20:,.1f} MiB in files" if self.file_bytes else ""
         lines.append(f"{self.extra_bytes / 2**20:,.1f} MiB more{in_files}, {self.seconds:.1f} s")
@@ -112,15 +110,9 @@ def optimize(
         OSError: The folder of ``offload`` has no space. Weights that were moved already stay in files.
     """
     start = time.perf_counter()
-    _check_arguments(model, weights, kernels, compile)
-    folder = None
-    if offload is not None:
-        if not isinstance(offload, str | os.PathLike):
-            raise TypeError(f"offload must be a folder, got {offload!r}.")
-        if not os.path.isdir(offload):
-            raise ValueError(f"offload must be a folder, but {os.fspath(offload)!r} is none.")
-        folder = Folder(offload)
+    _check_arguments(model, weights, kernels, compile, offload)
     _check_model(model)
+    folder = None if offload is None else Folder(offload)
     layers, left_alone = _layers(model)
     _check_weights(layers, weights)
     chosen = _chosen(layers, weights, kernels, left_alone)
@@ -131,9 +123,8 @@ def optimize(
         shapes[name] = f"{n_out} x {n_in} {str(module.weight.dtype).removeprefix('torch.')}"
         n_bytes = module.weight.numel() * module.weight.element_size()
         if (kernel := chosen.get(name)) is not None:
-            forward = PackedForward(module, kernel.name)
+            vars(module)["forward"] = forward = PackedForward(module, kernel.name)
             forward.packed()  # here, and not in the first call
-            vars(module)["forward"] = forward
             if folder is not None:
                 forward.move(folder.holding(module.weight))
                 file_bytes += n_bytes
@@ -146,12 +137,17 @@ def optimize(
     for name, index in compiled.items():
         layer = model.get_submodule(name)
         vars(layer)["forward"] = CompiledLayer(layer, index, graph)
+    rounding = sorted({kernel.name for kernel in chosen.values() if kernel.weights is not None})
+    if rounding:
+        tokens = f"can change: weights are rounded ({'; '.join(rounding)})"
+    else:
+        tokens = ROUNDED if chosen or compiled else SAME
     vars(model)["optimization"] = Report(
         weights=weights,
         kernels={name: chosen[name].name if name in chosen else OWN for name in layers},
         layers=shapes,
         left_alone=left_alone,
-        tokens=_tokens(chosen, compiles=bool(compiled)),
+        tokens=tokens,
         extra_bytes=extra_bytes,
         file_bytes=file_bytes,
         read_bytes=read_bytes,
@@ -179,9 +175,8 @@ def restore(model: T) -> T:
                 continue
             if isinstance(forward, PackedForward) and forward.is_offloaded:
                 forward.module.weight.data = forward.module.weight.data.clone()
-            if place == "forward":
-                del state[place]
-            else:
+            del state[place]
+            if place != "forward":
                 state[place] = own_forward(module)
     return model
 
@@ -213,7 +208,7 @@ def is_optimized(model: nn.Module) -> bool:
     )
 
 
-def _check_arguments(model: Any, weights: Any, kernels: Any, compile: Any) -> None:
+def _check_arguments(model: Any, weights: Any, kernels: Any, compile: Any, offload: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize() takes a model, but got {type(model).__name__}.")
     if weights is not None and weights not in WEIGHTS:
@@ -221,16 +216,18 @@ def _check_arguments(model: Any, weights: Any, kernels: Any, compile: Any) -> No
         raise ValueError(f"weights must be None or one of {allowed}, got {weights!r}.")
     if not isinstance(compile, bool):
         raise TypeError(f"compile must be True or False, got {compile!r}.")
-    if kernels is None:
-        return
-    if not isinstance(kernels, str | Mapping):
+    if not isinstance(kernels, str | Mapping | None):
         raise TypeError(f"kernels must be a name, or names by layer, got {kernels!r}.")
-    for name in [kernels] if isinstance(kernels, str) else kernels.values():
-        known = [kernel.name for kernel in KERNELS]
-        if name != OWN and name not in known:
-            raise ValueError(f"kernels: {name!r} is none of {', '.join(map(repr, [OWN, *known]))}.")
+    for name in [kernels] if isinstance(kernels, str) else (kernels or {}).values():
+        names = [OWN, *(kernel.name for kernel in KERNELS)]
+        if name not in names:
+            raise ValueError(f"kernels: {name!r} is none of {', '.join(map(repr, names))}.")
         if name != OWN and not works(name):
             raise ValueError(f"kernels: this machine, or this torch, has no {name!r}.")
+    if not isinstance(offload, str | os.PathLike | None):
+        raise TypeError(f"offload must be a folder, got {offload!r}.")
+    if offload is not None and not os.path.isdir(offload):
+        raise ValueError(f"offload must be a folder, but {os.fspath(offload)!r} is none.")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -288,13 +285,13 @@ def _chosen(
     left_alone: dict[str, str],
 ) -> dict[str, Kernel]:
     """The kernel of each layer that gets one; adds to ``left_alone`` why others do not."""
-    given = kernels if isinstance(kernels, Mapping) else dict.fromkeys(layers, kernels)
-    if unknown := [name for name in given if name not in layers]:
+    names = kernels if isinstance(kernels, Mapping) else dict.fromkeys(layers, kernels)
+    if unknown := [name for name in names if name not in layers]:
         why = left_alone.get(unknown[0], "the model has no such linear layer")
         raise ValueError(f"kernels: {unknown[0]!r} cannot have one, {why}.")
     chosen: dict[str, Kernel] = {}
     for name, module in layers.items():
-        by_name = given.get(name)
+        by_name = names.get(name)
         if by_name == OWN:
             left_alone[name] = "as asked for"
             continue
@@ -313,11 +310,3 @@ def _chosen(
         name, reason = next((name, left_alone[name]) for name in layers)
         raise ValueError(f"kernels: no layer fits; of {name + '.weight'!r}, {reason}.")
     return chosen
-
-
-def _tokens(chosen: dict[str, Kernel], *, compiles: bool) -> str:
-    """``Report.tokens``."""
-    if not chosen:
-        return ROUNDED if compiles else SAME
-    rounding = sorted({kernel.name for kernel in chosen.values() if kernel.weights is not None})
-    return f"can change: weights are rounded ({'; '.join(rounding)})" if rounding else ROUNDED
