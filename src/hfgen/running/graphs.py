@@ -9,12 +9,13 @@ does without graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import ModelOutput
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -54,18 +55,18 @@ def recorded_forward(run: Run) -> Recorded | None:
     return None
 
 
-def _are_recordable(cache_layers: list[Any]) -> bool:
-    """Whether all layers of a cache find where a token goes by a counter on the device."""
-    return bool(cache_layers) and all(
-        type(layer) is SlicedStaticLayer and layer._lease for layer in cache_layers
-    )
-
-
 def warn(why: str, model: Any = None) -> None:
     """Warn that steps, those of ``model`` or all of a call, are not recorded, and why."""
     whose = "" if model is None else f" of {type(model).__name__}"
     logger.warning_once(
         f"`use_cuda_graph` is set, but decoding steps{whose} are not recorded: {why}."
+    )
+
+
+def _are_recordable(cache_layers: list[Any]) -> bool:
+    """Whether all layers of a cache find where a token goes by a counter on the device."""
+    return bool(cache_layers) and all(
+        type(layer) is SlicedStaticLayer and layer._lease for layer in cache_layers
     )
 
 
@@ -136,7 +137,7 @@ class Recorded:
 
     def record_forward(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
         """Record a step on inputs of its own. Afterwards the cache is what it was before."""
-        inputs = {name: _cloned(value) for name, value in inputs.items()}
+        inputs = tree_map_only(Tensor, torch.clone, inputs)
         length = self.visible.total - inputs["input_ids"].shape[1]
 
         def forward() -> Any:
@@ -229,17 +230,9 @@ def _place(layer: SlicedStaticLayer) -> Hashable:
     )
 
 
-def _leaves(inputs: dict[str, Any]) -> Iterator[tuple[Hashable, Any]]:
-    """Names and values of inputs; those of a dict, as of masks by kind of layer, one by one."""
-    for name, value in inputs.items():
-        if isinstance(value, dict):
-            yield from (((name, part), value[part]) for part in value)
-        else:
-            yield name, value
-
-
 def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
-    return [value for _, value in _leaves(inputs) if isinstance(value, Tensor)]
+    """The tensors among ``inputs``, and in dicts among them, as of masks by kind of layer."""
+    return [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
 
 
 def _form(inputs: dict[str, Any]) -> Hashable:
@@ -250,10 +243,4 @@ def _form(inputs: dict[str, Any]) -> Hashable:
             return value.shape, value.dtype
         return value if isinstance(value, bool | int | float | str | None) else id(value)
 
-    return tuple((name, form(value)) for name, value in _leaves(inputs))
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _cloned(part) for name, part in value.items()}
-    return value.clone() if isinstance(value, Tensor) else value
+    return (*inputs, *map(form, tree_leaves(inputs)))
