@@ -140,8 +140,7 @@ def test_tokens_are_those_of_eager_steps(
     monkeypatch.setattr(ahead, "ALWAYS", is_late)
     for _ in range(2):  # the second call replays what the first has recorded
         accelerator = both(model, device_model, **MODES[mode])
-        # Beams move in the cache by a graph of their own.
-        assert Recorder.count == 1 + ("beams" in mode or mode == "beam sampling")
+        assert Recorder.count == 1
     assert [event.name for event in accelerator.events].count("replay") >= 11
 
 
@@ -171,11 +170,11 @@ def test_a_step_is_launches_and_what_prepares_and_chooses(
 
     monkeypatch.setattr(graphs.Recorded, "__call__", noted)
     accelerator = both(model, device_model, **MODES[mode])
-    steps = in_steps(accelerator, len(places))
+    steps = [step for step in accelerator.steps() if step and step[0].name == "replay"]
     names = [[event.name for event in step] for step in steps[1:-1]]
     assert len(names) >= 9
     assert all(each == names[0] for each in names)
-    assert names[0].count("replay") == 1 + ("beam" in mode)
+    assert names[0].count("replay") == 1
     assert {event.kind for step in steps[1:-1] for event in step} == {"kernel"}
     assert all(place == places[0] for place in places)
     with Accelerator(device_model) as eager:
@@ -183,18 +182,6 @@ def test_a_step_is_launches_and_what_prepares_and_chooses(
         device_model.generate(to_device(prompt()), **kwargs)
     n_saved = 1 - len(names[0]) / len(eager.steps()[-2])
     assert n_saved > ON_THE_DEVICE[mode]
-
-
-def in_steps(accelerator: Accelerator, n_steps: int) -> list[list[Any]]:
-    """What was asked for from the launch of each forward to that of the next one.
-
-    Beams launch twice: the forward of a step, and after it the reordering.
-    """
-    parts = accelerator.steps()
-    launches = [part for part in parts if part and part[0].name == "replay"]
-    each = len(launches) // n_steps
-    starts = range(0, each * n_steps, each)
-    return [[event for part in launches[i : i + each] for event in part] for i in starts]
 
 
 DRAFTED: dict[str, dict[str, Any]] = {

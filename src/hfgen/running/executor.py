@@ -87,10 +87,6 @@ class Executor:
         execute = run.model if is_first else self.call
         return execute(**model_inputs | overrides)
 
-    def reorder(self, rows: torch.Tensor) -> bool:
-        """Reorder the rows of a recorded cache by ``rows (rows,)``; return False if nothing is recorded."""
-        return isinstance(self.call, Recorded) and self.call.reorder(rows)
-
 
 def next_token(
     run: Run, execute: Callable, ids: torch.Tensor | None = None, n_new: int = 1

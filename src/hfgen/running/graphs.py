@@ -2,14 +2,13 @@
 
 At batch 1 a GPU waits for the host, which launches each kernel of a forward. A CUDA graph is launched at
 once. It runs the same kernels on the same addresses, so that its inputs are copied to where they were when
-it was recorded, and nothing in it may depend on numbers that the host knows. The forward is recorded, and
-for beams the reordering of the cache. What chooses tokens draws from torch's generators and from seeds as it
-does without graphs.
+it was recorded, and nothing in it may depend on numbers that the host knows. What chooses tokens
+draws from torch's generators and from seeds as it does without graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +87,6 @@ class Recorded:
         self.state: Hashable = None
         #: The graphs of this call, by visible length and number of tokens, with the form of their inputs.
         self.graphs: dict[tuple[int, int], tuple[Hashable, Graph]] = {}
-        #: By visible length: those that reorder the rows of the cache.
-        self.reorders: dict[int, Graph] = {}
 
     def __call__(self, **inputs: Any) -> ModelOutput:
         cache = inputs.get("past_key_values")
@@ -122,23 +119,22 @@ class Recorded:
         if not _are_recordable(self.layers):
             self.refuse("the prefill has replaced the layers of the cache")
             return None
-        graph = self.of_cache((form, self.state), lambda: self.record_forward(inputs, cache))
-        if graph is not None:
-            self.graphs[place] = form, graph
-        return graph
-
-    def of_cache(self, key: Hashable, record: Callable[[], Graph | None]) -> Graph | None:
-        """The graph that an earlier call has recorded on the cache's memory, or one that is recorded now."""
+        # On the cache's memory, an earlier call may have recorded it.
         graphs = self.layers[0]._lease.buffers.graphs
-        key = (key, *map(_place, self.layers))
-        if (graph := graphs.get(key) or record()) is not None:
-            graphs[key] = graph
+        key = form, self.state, *map(_place, self.layers)
+        if (graph := graphs.get(key) or self.record(inputs, cache)) is not None:
+            self.graphs[place], graphs[key] = (form, graph), graph
         return graph
 
-    def record_forward(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
-        """Record a step on inputs of its own. Afterwards the cache is what it was before."""
+    def record(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
+        """Record a step on inputs of its own; ``None``, with a warning, if that cannot be.
+
+        Afterwards the cache is what it was before.
+        """
         inputs = tree_map_only(Tensor, torch.clone, inputs)
         length = self.visible.total - inputs["input_ids"].shape[1]
+        device, graphs = self.layers[0].device, self.layers[0]._lease.buffers.graphs
+        sibling = next((graph.recorder for graph in graphs.values()), None)
 
         def forward() -> Any:
             outputs = self.model(past_key_values=cache, **inputs)
@@ -149,54 +145,22 @@ class Recorded:
                 layer.cumulative_length.fill_(length)
                 layer._note(length)
 
+        before = generator_states(device)
         self.visible.is_recording = True
         try:
-            return self.record(forward, reset, _tensors(inputs))
-        finally:
-            self.visible.is_recording = False
-            reset()
-
-    def record(
-        self, function: Callable[[], Any], reset: Callable[[], None], inputs: list[Tensor]
-    ) -> Graph | None:
-        """The graph of ``function``, which reads ``inputs``; ``None``, with a warning, if there can be none."""
-        device, graphs = self.layers[0].device, self.layers[0]._lease.buffers.graphs
-        sibling = next((graph.recorder for graph in graphs.values()), None)
-        before = generator_states(device)
-        try:
             recorder = RECORDERS[device.type](device, sibling)
-            result = recorder.record(function, reset)
+            result = recorder.record(forward, reset)
         except Exception as error:  # a read of the device, say, which a graph cannot have
             self.refuse(f"{type(error).__name__}: {error}")
             return None
+        finally:
+            self.visible.is_recording = False
+            reset()
         if not all(map(torch.equal, before, generator_states(device))):
             set_generator_states(device, before)
             self.refuse("the forward draws random numbers")
             return None
-        return Graph(recorder, inputs, result)
-
-    def reorder(self, rows: Tensor) -> bool:
-        """Reorder the cache: row ``i`` becomes row ``rows[i]``. Return False if that cannot be recorded."""
-        shown = int(self.visible.shown or 0)
-        if self.refusal is not None or (shown, 1) not in self.graphs:
-            return False
-        if len(rows) != len(self.layers[0]._seen[0]):
-            return False
-        if (graph := self.reorders.get(shown)) is None:
-            index = torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
-            seen = [states for layer in self.layers for states in layer._seen]
-
-            def reorder() -> None:
-                for states in seen:
-                    states.copy_(states.index_select(0, index))
-
-            key = "reorder", rows.dtype
-            graph = self.of_cache(key, lambda: self.record(reorder, lambda: None, [index]))
-            if graph is None:
-                return False
-            self.reorders[shown] = graph
-        graph.replay([rows])
-        return True
+        return Graph(recorder, _tensors(inputs), result)
 
     def refuse(self, why: str) -> None:
         """Forward without graphs from now on."""

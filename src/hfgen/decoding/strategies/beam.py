@@ -234,8 +234,6 @@ class Beam(NextToken):
             # Looking is free where no device has to be waited for; copying the cache is not.
             if rows.is_cpu and rows.tolist() == list(range(len(rows))):
                 return
-            if self.executor.reorder(rows):
-                return
             if run.shares_prompts:
                 layers.reorder_beams(cache, rows, run.is_encoder_decoder)
             else:
