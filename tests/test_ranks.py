@@ -73,7 +73,6 @@ OF_ONE = {
     "a processor, early exit": "KeyError: 'step three'",
     "a streamer": "OSError: nobody listens",
     "an argument": "ValueError: `temperature` has to be",
-    "within a forward": "MemoryError: no room",  # once the connections of its process are closed
     "a field": "ValueError: FSDPLlamaForCausalLM.generate() does not know `no_such_field`",
 }
 
@@ -83,6 +82,12 @@ def test_an_error_of_one_rank_ends_all_with_its_message(failed: Any, case: str) 
     assert failed[1][case].startswith(OF_ONE[case])
     assert failed[0][case].startswith("RankError: The call ended on all ranks")
     assert f"rank 1: {OF_ONE[case]}" in failed[0][case]
+
+
+def test_a_failure_within_a_forward_ends_the_others(failed: Any) -> None:
+    """Once the connections of its process are closed."""
+    assert failed[1]["within a forward"].startswith("MemoryError: no room")
+    assert failed[0]["within a forward"].startswith("RankError: Ranks cannot reach each other")
 
 
 def test_a_stream_that_is_left_ends_on_all_ranks(failed: Any) -> None:
@@ -185,7 +190,7 @@ def test_an_error_of_one_rank_is_told_by_the_others(divided: Any, case: str, err
     """Without ``synced_gpus``, once the connections of the failed process are closed."""
     assert divided[1][case].startswith(error)
     assert divided[0][case].startswith("RankError: ")
-    assert f"rank 1: {error}" in divided[0][case]
+    assert (f"rank 1: {error}" in divided[0][case]) == (case != "a processor")
 
 
 def test_times_may_end_ranks_that_go_in_step(divided: Any, alone: Any) -> None:

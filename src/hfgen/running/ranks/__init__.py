@@ -6,8 +6,8 @@ together, so they have to choose the same tokens. Either way, a rank that stops 
 
 ``Ranks.agree`` compares the calls before the first forward, in one collective of a few numbers. An error
 before the loop, and one between two forwards of a loop with ``synced_gpus``, travel with the collective
-that comes next, and every rank raises. What fails within a forward leaves a note in the store of
-``torch.distributed``, which the others find once their own forward has failed.
+that comes next, and every rank raises. After a failure within a forward, the others raise once the process
+that failed has ended.
 """
 
 from .agreement import Ranks

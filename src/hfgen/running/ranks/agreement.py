@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from ... import __version__, families
 from ...memory.caches import layers
 from ..row_states import generator_states
 from ..step_inputs import MEDIA
-from .in_step import RankError, error_of, error_of_connection, exchange, leave_note, text_of
+from .in_step import RankError, error_of, error_of_connection, exchange, text_of
 
 if TYPE_CHECKING:
     from ...state.call import Call, Request
@@ -41,8 +40,6 @@ ADVICE = {
     "the number of parts of the prompt": "Leave out `prefill_chunk_size`, or pad prompts to one length.",
 }
 
-_numbers = itertools.count(1)
-
 
 @dataclass(slots=True)
 class Ranks:
@@ -53,8 +50,6 @@ class Ranks:
     group: Any = None
     #: The ranks that compute each layer together; ``None`` without tensor parallelism.
     tensor_group: Any = None
-    #: How many calls of several ranks there have been: the same number on each.
-    number: int = field(default_factory=lambda: next(_numbers))
     #: Whether the next collective of the others is one of ``agree``, and none of a forward.
     may_tell: bool = True
     #: The sharded model that ranks forward besides the loop, as often as each has to (``in_step``).
@@ -131,11 +126,8 @@ class Ranks:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks, where they wait in ``agree``, that this one will not come."""
-        if isinstance(error, RankError):
-            return  # they know
-        if not self.may_tell:
-            leave_note(error, self.number)
-            return
+        if isinstance(error, RankError) or not self.may_tell:
+            return  # they know, or are within a forward
         with suppress(Exception):  # what is raised is ``error``
             self._report({"error": text_of(error)})
 

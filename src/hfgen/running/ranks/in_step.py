@@ -104,18 +104,11 @@ def end_with(run: Run, strategy: Any, error: BaseException) -> None:
 
 
 def explain(run: Run, error: BaseException) -> None:
-    """Raise the ``RankError`` that says why a forward has failed here, or leave a note of ``error``.
-
-    The others may be within a forward: they look for notes once it has failed.
-    """
-    ranks = of_config(run.config)
-    if ranks is None or isinstance(error, RankError):
+    """Raise a ``RankError`` if a forward has failed here since a collective has: another rank has ended."""
+    if of_config(run.config) is None or isinstance(error, RankError):
         return
-    if isinstance(error, RuntimeError) and (note := _find_note(ranks.number)) is not None:
-        raise note from error
-    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # of a collective
+    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
         raise error_of_connection(error) from error
-    leave_note(error, ranks.number)
 
 
 def exchange(message: Any, group: Any = None) -> list[Any]:
@@ -143,25 +136,3 @@ def text_of(error: BaseException) -> str:
             return "nobody asks for its tokens any more"
         error = error.__context__
     return f"{type(error).__name__}: {error}"[:2000]
-
-
-def leave_note(error: BaseException, number: int) -> None:
-    """Store ``error`` of call ``number`` where other ranks look once their own forward has failed."""
-    with suppress(Exception):
-        _store().set(f"hfgen/{number}/{dist.get_rank()}", text_of(error))
-
-
-def _find_note(number: int) -> RankError | None:
-    """The error that another rank has stored; ``None`` if there is nothing, or no store any more."""
-    messages: list[str] = []
-    with suppress(Exception):  # there may be no group any more
-        messages = [""] * dist.get_world_size()
-        for rank in range(len(messages)):
-            key = f"hfgen/{number}/{rank}"
-            if rank != dist.get_rank() and _store().check([key]):
-                messages[rank] = _store().get(key).decode()
-    return error_of(messages) if any(messages) else None
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
