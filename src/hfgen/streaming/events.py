@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from ..decoding.results import Ending, context, skips_and_includes, text_of
 from ..logits.logprobs import Logprobs, Recorder, TokenLogprob
 from ..logits.stopping import FinishReason, StoppingCriteriaList
@@ -67,7 +65,12 @@ class Rows:
         self.n_settled += settled.shape[1]
         copies = int(self.run.config.num_return_sequences) if self.is_search else 1
         self.n_rows = len(settled) * copies
-        logprobs = self.logprobs(settled, start)
+        logprobs: Logprobs | None = None
+        if self.recorder is not None and settled.shape[1] and self.is_search:
+            parents: Any = self.strategy.settled_parents  # type: ignore[attr-defined]
+            logprobs = self.recorder.of_paths(settled, parents, start)
+        elif self.recorder is not None and settled.shape[1]:
+            logprobs = self.recorder.collected(start)
         ends = getattr(self.strategy, "row_ends", lambda run: None)(self.run)
         events = []
         for place, tokens in enumerate(settled.tolist()):
@@ -80,15 +83,6 @@ class Rows:
             entries = None if logprobs is None else logprobs[place]
             events += self.gain(row, tokens[:n], end, entries)
         return events
-
-    def logprobs(self, settled: Tensor, start: int) -> Logprobs | None:
-        """Entries for tokens ``(rows, n)`` from generated position ``start`` on; ``None`` if not requested."""
-        if self.recorder is None or settled.shape[1] == 0:
-            return None
-        if self.is_search:
-            parents: Any = self.strategy.settled_parents  # type: ignore[attr-defined]
-            return self.recorder.of_paths(settled, parents, start)
-        return self.recorder.collected(start)
 
     def finish(self, result: dict[str, Any]) -> list[StreamEvent]:
         """The last events of rows that were not streamed to their end: beams, and modes that do not stream."""
