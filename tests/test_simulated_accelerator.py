@@ -453,9 +453,12 @@ def test_one_read_per_round_of_drafting(
         done.append((runs[1].speculation, accelerator))
     (few, short), (many, long) = done
     assert many.accepted > 2
+    n_rounds = many.forwards - few.forwards
     n_reads = len(long.of_kind("read")) - len(short.of_kind("read"))
-    assert n_reads <= many.forwards - few.forwards, more(short, long)
-    assert len(long.of_kind("copy")) == len(short.of_kind("copy")), more(short, long)
+    assert n_reads <= n_rounds, more(short, long)
+    # The verdict, right after the read: tokens, and the state of the rows; what an assistant knows.
+    n_copies = len(long.of_kind("copy")) - len(short.of_kind("copy"))
+    assert n_copies <= 3 * n_rounds, more(short, long)
 
 
 # ---------------------------------------------------------------- a step that can be captured

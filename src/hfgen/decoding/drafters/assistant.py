@@ -65,8 +65,7 @@ class Assistant(Drafter):
 
     def write(self, run: Run, ids: torch.Tensor, first: int, context: DraftContext) -> Draft:
         """Fill ``ids (rows, end)`` from ``first`` on, as far as the assistant is confident."""
-        known: Any = context.device_known
-        known = (torch.tensor(context.known) if known is None else known).to(ids.device)
+        known = torch.tensor(context.known, device=ids.device)
         is_open = known < context.end
         lengths = [context.n_tokens] * len(ids)  # as far as nothing ends a draft
         # A look at the device makes an accelerator wait, and makes draws depend on where drafts end.

@@ -26,7 +26,7 @@ class DraftContext:
     ``ids (rows, length)``: row ``r`` is known up to ``known[r]``, what follows in it means nothing.
     All rows are known up to ``start``, some further. ``n_tokens``: how many positions after
     ``start`` may be filled. ``is_done[r]``: row ``r`` has ended and counts as known up to ``end``.
-    ``host_ids``, ``device_known (rows,)``: ``ids`` on the CPU, ``known`` on the device, or ``None``.
+    ``host_ids``: ``ids`` on the CPU, if they are there.
     ``needs_all``: whether drafts are of no use unless each row that knows no more than ``start`` has one.
     """
 
@@ -36,7 +36,6 @@ class DraftContext:
     start: int
     n_tokens: int
     host_ids: torch.Tensor | None = None
-    device_known: torch.Tensor | None = None
     needs_all: bool = False
 
     @property

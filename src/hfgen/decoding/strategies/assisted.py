@@ -120,9 +120,13 @@ class Assisted:
         is_shared = shared_prompt.is_possible(run) and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
-        is_alone = has_chunks or (has_embeds and not run.is_encoder_decoder) or _masks_a_row(run)
+        is_alone = has_chunks or (has_embeds and not run.is_encoder_decoder)
+        # Of a prompt that is all padding, eager attention takes the mean over all keys, also drafts'.
+        name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
+        mask = run.model_kwargs.get(name)
+        masks_a_row = mask is not None and mask.ndim == 2 and not (mask != 0).any(dim=1).all()
         is_shifted = self.position_pad is not None and bool((run.ids == self.position_pad).any())
-        if not (is_shared or is_alone or is_shifted or run.synced_gpus):
+        if not (is_shared or is_alone or masks_a_row or is_shifted or run.synced_gpus):
             return None
         self.is_first = False
         self.stats.forwards += 1
@@ -156,15 +160,12 @@ class Assisted:
             ahead = [max(known - start, length) for known, length, ended in each if not ended]
             self.n_new = min(self.schedule.width(ahead), n)
         rows.place(tokens, start, self.n_new)
-        if self.position_pad is not None and (n := self.n_unshifted(start)) < self.n_new:
-            self.n_new = n
-            rows.place(tokens, start, n)
-
-    def n_unshifted(self, start: int) -> int:
-        """How many of the new tokens come before, or are, the first ``position_pad`` of a row."""
-        is_pad = self.rows.tokens[:, start - 1 : start + self.n_new] == self.position_pad
-        columns = (is_pad & ~self.rows.device_ended[:, None]).any(dim=0).nonzero()
-        return int(columns[0]) if len(columns) else self.n_new
+        if self.position_pad is not None:  # no further than the first such token of a row
+            is_pad = rows.tokens[:, start - 1 : start + self.n_new] == self.position_pad
+            columns = (is_pad & ~rows.device_ended[:, None]).any(dim=0).nonzero()
+            if len(columns):
+                self.n_new = min(self.n_new, int(columns[0]))
+                rows.place(tokens, start, self.n_new)
 
     def room(self, start: int) -> int:
         """How many tokens to draft from ``start`` on."""
@@ -179,14 +180,14 @@ class Assisted:
         rows = self.rows
         rows.reserve(start + n)
         pairs = zip(rows.known, rows.has_ended, strict=True)
-        known = tuple(start + n if ended else known for known, ended in pairs)
-        device_known = rows.device_known
-        if any(rows.has_ended):
-            device_known = device_known.masked_fill(rows.device_ended, start + n)
-        has_ended, host = tuple(rows.has_ended), rows.host_tokens
-        needs_all = self.schedule.needs_all
         context = DraftContext(
-            rows.tokens, known, has_ended, start, n, host, device_known, needs_all
+            rows.tokens,
+            known=tuple(start + n if ended else known for known, ended in pairs),
+            is_done=tuple(rows.has_ended),
+            start=start,
+            n_tokens=n,
+            host_ids=rows.host_tokens,
+            needs_all=self.schedule.needs_all,
         )
         name = name_of(self.drafter)
         self.draft = check(name, self.drafter.draft(context), context)
@@ -203,7 +204,8 @@ class Assisted:
         return tokens.to(rows.tokens.device), lengths
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
-        rows, start, width = self.rows, run.ids.shape[1], self.n_new + 1
+        rows, width = self.rows, self.n_new + 1
+        n_rows, start = run.ids.shape
         rows.reserve(start + width)
         # A copy, unless nobody can write to it or keep it.
         is_copied = self.plain is None or run.config.return_dict_in_generate
@@ -218,8 +220,11 @@ class Assisted:
             draft_logits = None if self.draft is None else self.draft.logits
             verified = verify(run, rows, self.verification, logits, draft_logits)
         # No further than where a row has just ended: it fed drafts after that, and not its padding.
-        pairs = enumerate(zip(rows.known, had_ended, strict=True))
-        lengths = [known for row, (known, had) in pairs if not had and not rows.is_lost(row)]
+        lengths = [
+            known
+            for row, (known, had) in enumerate(zip(rows.known, had_ended, strict=True))
+            if not had and rows.invalid.step_of(row, n_rows) is None
+        ]
         n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
         roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
         self.observe(before, start + n_advanced, n_advanced)
@@ -273,13 +278,6 @@ class Assisted:
 
     def stop(self, run: Run) -> None:
         run.finished = all(self.rows.has_ended) and run.ids.shape[1] >= max(self.rows.known)
-
-
-def _masks_a_row(run: Run) -> bool:
-    """Whether a prompt is all padding: eager attention then takes the mean over all keys, also drafts'."""
-    name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
-    mask = run.model_kwargs.get(name)
-    return mask is not None and mask.ndim == 2 and not bool((mask != 0).any(dim=1).all())
 
 
 def _check_cache(run: Run, cache: Any) -> None:

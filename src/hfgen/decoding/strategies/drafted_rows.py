@@ -27,8 +27,6 @@ class DraftedRows:
         self.is_in_step = not self.is_row_wise or not (self.has_padding or length_ends)
         #: Whether a look at a tensor after every position is free, or is asked for anyway.
         self.may_look = device.type == "cpu" or self.is_in_step
-        #: Whether reading the device is free, or one read tells the host all it needs for a round.
-        self.is_on_host = device.type == "cpu" or n_rows == 1
         #: ``(rows, …)``: known tokens, then drafted ones.
         self.tokens = run.ids.to(torch.long, copy=True)
         #: ``(rows, n_new)``: drafted tokens of the round, -1 where there is none.
@@ -38,8 +36,8 @@ class DraftedRows:
         self.device_ended = ~stopping.may_begin(run.criteria, run.ids)
         #: ``(rows,)``: whether a row met a criterion, where no row ends before all do.
         self.is_hit = torch.zeros_like(self.device_ended)
-        # The same on the host.
-        self.host_tokens = None if device.type == "cpu" else self.tokens.cpu()
+        # The same on the host; on the CPU the tokens are the same tensor.
+        self.host_tokens = self.tokens.cpu()
         self.known, self.has_ended = [length] * n_rows, [False] * n_rows
         if run.rows is not None:
             self.has_ended = self.device_ended.tolist()
@@ -54,17 +52,8 @@ class DraftedRows:
             return
         self.reserve(start + width)
         window = self.tokens[:, start : start + width]
-        tokens = tokens[:, :width]
-        if (
-            len(self.known) == 1
-            and window.is_cpu
-            and tokens.shape[1] == width
-            and tokens.min() >= 0
-        ):
-            self.guesses = window.copy_(tokens)  # it knows none of them
-            return
         positions = torch.arange(start, start + width, device=window.device)
-        tokens = pad(tokens, (0, width - tokens.shape[1]), value=-1)
+        tokens = pad(tokens, (0, width - tokens.shape[1]), value=-1)  # a negative width cuts
         is_new = (positions >= self.device_known[:, None]) & ~self.device_ended[:, None]
         is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0  # behind the end of a draft
         self.guesses = tokens.masked_fill(~is_new | is_over, -1)
@@ -86,9 +75,9 @@ class DraftedRows:
         capacity = self.tokens.shape[1]
         if length > capacity:
             more = max(length, min(2 * capacity, self.max_length)) - capacity
+            is_one = self.host_tokens is self.tokens
             self.tokens = pad(self.tokens, (0, more))
-            if self.host_tokens is not None:
-                self.host_tokens = pad(self.host_tokens, (0, more))
+            self.host_tokens = self.tokens if is_one else pad(self.host_tokens, (0, more))
 
     def ids(self, length: int) -> torch.Tensor:
         """All rows up to ``length``; functions of the caller's may count on ids that are contiguous."""
@@ -110,44 +99,16 @@ class DraftedRows:
         drafted = (self.guesses >= 0).sum(dim=1)
         state = torch.stack([self.device_known, self.device_ended, invalid_at, drafted], dim=1)
         found = torch.cat([state, self.tokens[:, start : start + width]], dim=1).cpu()
-        if self.host_tokens is not None:
-            self.host_tokens[:, start : start + width] = found[:, 4:]
+        self.host_tokens[:, start : start + width] = found[:, 4:]
         self.known, ended, invalid, self.drafted = found[:, :4].T.tolist()
         self.has_ended = [bool(e) for e in ended]
         self.check(invalid)
 
-    def learn(
-        self,
-        start: int,
-        tokens: torch.Tensor,
-        host_tokens: torch.Tensor,
-        known: list[int],
-        has_ended: list[bool],
-    ) -> None:
-        """Let rows be ``known`` so far, and end: with ``tokens (rows, width)``, of columns from ``start`` on.
-
-        The host knows of the tokens as well.
-        """
-        is_alike = len({*self.known}) == len({*known}) == 1 and not any(self.has_ended)
-        if is_alike:  # at one row, and where none is ahead
-            begin, end = self.known[0], known[0]
-            new = slice(begin - start, end - start)
-            self.tokens[:, begin:end] = tokens[:, new]
-            if self.host_tokens is not None:
-                self.host_tokens[:, begin:end] = host_tokens[:, new]
-            self.device_known.fill_(end)  # a number needs no copy to the device
-        else:  # on the CPU
-            window = self.tokens[:, start : start + tokens.shape[1]]
-            positions = torch.arange(start, start + tokens.shape[1])
-            device_known = torch.tensor(known)
-            is_new = (positions >= self.device_known[:, None]) & (positions < device_known[:, None])
-            window.copy_(torch.where(is_new, tokens, window))
-            self.device_known = device_known
-        if all(has_ended):
-            self.device_ended.fill_(True)
-        elif any(has_ended):
-            self.device_ended = torch.tensor(has_ended)
+    def know(self, known: list[int], has_ended: list[bool]) -> None:
+        """Set how many tokens of each row are known, and which rows have ended."""
         self.known, self.has_ended = known, has_ended
+        state = torch.tensor([known, has_ended], device=self.tokens.device)
+        self.device_known, self.device_ended = state[0], state[1].bool()
 
     def check(self, invalid_at: list[int]) -> None:
         """End rows before scores that are NaN: at these lengths, -1 where none are. Raise if none is left."""
@@ -160,14 +121,8 @@ class DraftedRows:
             self.invalid.since[row] = length - self.prompt_length
             self.known[row], self.has_ended[row] = length, True
         self.invalid.steps()
-        device = self.tokens.device
-        self.device_known = torch.tensor(self.known, device=device)
-        self.device_ended = torch.tensor(self.has_ended, device=device)
+        self.know(self.known, self.has_ended)
         self.has_padding = True
         self.pad = self.tokens.new_zeros(()) if self.pad is None else self.pad
         first = min(lost.values())
         self.write_padding(first, self.tokens.shape[1] - first)
-
-    def is_lost(self, row: int) -> bool:
-        """Whether a row has ended since its scores were invalid."""
-        return self.invalid.step_of(row, len(self.known)) is not None

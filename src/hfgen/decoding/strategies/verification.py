@@ -204,81 +204,52 @@ def _processed(run: Run, rows: DraftedRows, logits: torch.Tensor, length: int) -
 def is_plain(run: Run, verification: Verification) -> bool:
     """Whether tokens depend on logits alone, and ends on tokens and a length that nobody warns of."""
     kinds = {type(criterion) for criterion in run.criteria}
+    for criterion in run.criteria:  # of lengths beyond the model's positions
+        positions = getattr(criterion, "max_position_embeddings", None)
+        if positions is not None and criterion.max_length > positions + 1:
+            return False
     return (
         type(verification) is GreedyMatch
         and verification.weight is None
         and not run.processors
         and {MaxLengthCriteria} <= kinds <= {MaxLengthCriteria, EosTokenCriteria}
-        and not any(map(_warns, run.criteria))
     )
 
 
-def _warns(criterion: Any) -> bool:
-    """Whether it warns of lengths beyond the model's positions."""
-    positions = getattr(criterion, "max_position_embeddings", None)
-    return positions is not None and criterion.max_length > positions + 1
-
-
 class PlainMatch:
-    """``verify`` for a call that ``is_plain``: all positions together."""
+    """``verify`` for a call that ``is_plain``: the host compares all positions, with one read."""
 
     def __init__(self, run: Run) -> None:
-        lengths = [c.max_length for c in run.criteria if isinstance(c, MaxLengthCriteria)]
+        criteria = run.criteria
+        lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
         self.max_length = min(lengths)
-        self.eos = [c.eos_token_id for c in run.criteria if isinstance(c, EosTokenCriteria)]
-        self.host_eos = {token for tokens in self.eos for token in tokens.tolist()}
+        eos = [c.eos_token_id.tolist() for c in criteria if isinstance(c, EosTokenCriteria)]
+        self.eos = {token for tokens in eos for token in tokens}
 
     def verify(self, run: Run, rows: DraftedRows, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Write what ``rows`` know after ``logits (rows, width, vocab)``; return these by position."""
-        start = run.ids.shape[1]
+        start, width = run.ids.shape[1], logits.shape[1]
         choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
         is_nan = logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
-        match = self._match_on_host if rows.is_on_host else self._match
-        match(rows, start, choice, is_nan)
-        return logits.unbind(dim=1)
-
-    def _match_on_host(
-        self, rows: DraftedRows, start: int, choice: torch.Tensor, is_nan: torch.Tensor
-    ) -> None:
-        """The host compares, with one read of the device."""
-        width = choice.shape[1]
         found = torch.cat([choice, is_nan, rows.guesses], dim=1).cpu()
-        rows.drafted, invalid_at = [], []
-        known, ended = [*rows.known], [*rows.has_ended]
+        known, ended, invalid_at = [*rows.known], [*rows.has_ended], []
+        rows.drafted = []
         for row, facts in enumerate(found.tolist()):
             tokens, invalid, guesses = facts[:width], facts[width : 2 * width], facts[2 * width :]
             rows.drafted.append(sum(guess >= 0 for guess in guesses))
             first = end = known[row] - start
             goes_on = not ended[row]
             while goes_on and end < width:
-                ended[row] = tokens[end] in self.host_eos or start + end + 1 >= self.max_length
+                ended[row] = tokens[end] in self.eos or start + end + 1 >= self.max_length
                 goes_on = not ended[row] and guesses[end : end + 1] == tokens[end : end + 1]
                 end += 1
             known[row] = start + end
-            new = range(first, end)
-            invalid_at.append(next((start + index for index in new if invalid[index]), -1))
-        rows.learn(start, choice, found[:, :width], known, ended)
-        if any(rows.has_ended):
-            rows.write_padding(start, width)
+            invalid_at.append(next((start + i for i in range(first, end) if invalid[i]), -1))
+            rows.host_tokens[row, start + first : start + end] = found[row, first:end]
+        if rows.host_tokens is not rows.tokens:
+            window = slice(start, start + width)
+            rows.tokens[:, window] = rows.host_tokens[:, window].to(rows.tokens.device)
+        rows.know(known, ended)
+        rows.write_padding(start, width)
         rows.check(invalid_at)
-
-    def _match(
-        self, rows: DraftedRows, start: int, choice: torch.Tensor, is_nan: torch.Tensor
-    ) -> None:
-        """The device compares, and is read after it."""
-        width = choice.shape[1]
-        lengths = torch.arange(start, start + width, device=choice.device)
-        window = rows.tokens[:, start : start + width]
-        is_new = lengths >= rows.device_known[:, None]
-        is_end = (lengths + 1 >= self.max_length).expand_as(choice)
-        for tokens in self.eos:
-            is_end = is_end | torch.isin(choice, tokens.to(choice.device))
-        goes_on = ~is_new | ((choice == pad(rows.guesses, (0, 1), value=-1)) & ~is_end)
-        # A row knows what it went on through, and the choice after that.
-        n_known = (goes_on.cumprod(dim=1).sum(dim=1) + 1).clamp(max=width)
-        is_chosen = is_new & (lengths < start + n_known[:, None]) & ~rows.device_ended[:, None]
-        window.copy_(torch.where(is_chosen, choice, window))
-        known = torch.maximum(rows.device_known, start + n_known)
-        rows.device_known = torch.where(rows.device_ended, rows.device_known, known)
-        rows.device_ended = rows.device_ended | (is_chosen & is_end).any(dim=1)
-        rows.read(start, width, torch.where(is_chosen & is_nan, lengths, -1).amax(dim=1))
+        return logits.unbind(dim=1)
