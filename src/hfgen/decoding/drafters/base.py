@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -144,18 +145,45 @@ def check(name: str, draft: Any, context: DraftContext) -> Draft | None:
     return draft if shape[1] else None
 
 
-def n_filled(name: str, tokens: list[list[int]], context: DraftContext, vocab: float) -> list[int]:
+def drafted_tokens(tokens: torch.Tensor, context: DraftContext) -> list[list[int]]:
+    """The tokens of each row of a draft behind those that it knows, up to the end of the draft."""
+    rows = []
+    for columns, known in zip(tokens.tolist(), context.known, strict=True):
+        new = columns[known - context.start :]
+        rows.append(new[: new.index(-1)] if -1 in new else new)
+    return rows
+
+
+def draft_of_rows(
+    rows: Sequence[list[int]], context: DraftContext, logits: torch.Tensor | None = None
+) -> Draft | None:
+    """The draft of ``rows``: tokens behind those that each row knows; ``None`` without any.
+
+    ``logits (rows, n, vocab)`` are for the positions from ``context.start`` on.
+    """
+    if not any(rows):
+        return None
+    leads = [known - context.start for known in context.known]
+    lengths = tuple(lead + len(new) if new else 0 for lead, new in zip(leads, rows, strict=True))
+    width = max(lengths)
+    columns = [
+        ([-1] * lead + new + [-1] * width)[:width] for lead, new in zip(leads, rows, strict=True)
+    ]
+    tokens = torch.tensor(columns, device=context.ids.device)
+    return Draft(tokens, None if logits is None else logits[:, :width], lengths)
+
+
+def n_filled(
+    name: str, tokens: torch.Tensor, context: DraftContext, vocab: float
+) -> tuple[int, ...]:
     """Columns that each row of ``tokens`` fills, known ones too; ``ValueError`` beyond the vocabulary."""
     lengths = []
-    for row, (drafted, known) in enumerate(zip(tokens, context.known, strict=True)):
-        lead = min(known - context.start, len(drafted))
-        new = drafted[lead:]
-        new = new[: new.index(-1)] if -1 in new else new
+    for row, new in enumerate(drafted_tokens(tokens, context)):
         if (token := next((t for t in new if not 0 <= t < vocab), None)) is not None:
             expected = f"tokens from 0 to {vocab - 1:.0f}, or -1 where a draft ends"
             raise _wrong(ValueError, name, expected, f"{token} for row {row}")
-        lengths.append(lead + len(new))
-    return lengths
+        lengths.append(min(context.known[row] - context.start, tokens.shape[1]) + len(new))
+    return tuple(lengths)
 
 
 def check_logits(name: str, draft: Draft, vocab: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .base import Draft, DraftContext, Drafter
+from .base import Draft, DraftContext, Drafter, draft_of_rows
 
 
 class PromptLookup(Drafter):
@@ -32,24 +32,16 @@ class PromptLookup(Drafter):
         self.eos = "" if eos is None else as_text(eos.flatten().cpu())
 
     def draft(self, context: DraftContext) -> Draft | None:
-        ids, known = context.ids, context.known
+        ids = context.ids
         host_ids = ids.cpu() if context.host_ids is None else context.host_ids
-        found = []
-        for row, length in enumerate(known):
+        rows = []
+        for row, length in enumerate(context.known):
             n = max(context.end - length, 0)
-            found.append(self._found(host_ids[row, :length], ids[row, :length], n))
-            if context.needs_all and length == context.start and not found[-1][1]:
+            begin, n = self._found(host_ids[row, :length], ids[row, :length], n)
+            rows.append(host_ids[row, begin : begin + n].tolist())
+            if context.needs_all and length == context.start and not n:
                 return None
-        if known == (context.start,):  # one row, which knows nothing of what is drafted
-            ((begin, n),) = found
-            return Draft(ids[:, begin : begin + n], lengths=(n,))
-        tokens = ids.new_full((len(known), context.n_tokens), -1)
-        lengths = []
-        for row, (begin, n) in enumerate(found):
-            lead = min(known[row] - context.start, context.n_tokens)
-            tokens[row, lead : lead + n] = ids[row, begin : begin + n]
-            lengths.append(lead + n)
-        return Draft(tokens[:, : max(lengths)], lengths=tuple(lengths))
+        return draft_of_rows(rows, context)
 
     def _found(self, ids: torch.Tensor, device_ids: torch.Tensor, n: int) -> tuple[int, int]:
         """Where in ``ids (known,)`` the next ``n`` tokens may be found, and how many of them.

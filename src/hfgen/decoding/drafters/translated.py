@@ -21,20 +21,15 @@ from ...state.call import ModelKwargs
 from ...state.run import Run
 from ...state.vocabularies import Spelling, n_scores, shared_tokens
 from .assistant import Assistant
-from .base import Draft, DraftContext, Setup
-from .restriction import Restriction
+from .base import Draft, DraftContext, Setup, draft_of_rows, drafted_tokens
 from .text_bridge import Row, common_prefix
 
 
 class UniversalDrafter(Assistant):
-    """Drafts in the assistant's tokens, for rows that are as far in them as they happen to be.
+    """Drafts in the assistant's tokens, padded on the left so that all rows end together.
 
-    The assistant's ids are laid out in columns, padded on the left so that all rows end together. As
-    the vocabularies differ, rows drift apart; they are then laid out anew, and read anew.
+    Rows that advance by different numbers of the assistant's tokens are read anew.
     """
-
-    #: By how many columns rows may have drifted apart.
-    DRIFT = 8
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -52,11 +47,11 @@ class UniversalDrafter(Assistant):
         self.n_read = [setup.run.ids.shape[1]] * len(self.rows)
         text_config = self.model.config.get_text_config()
         self.positions: float = getattr(text_config, "max_position_embeddings", None) or math.inf
+        #: Pads of each row, and its columns in the cache: -1 where that is unknown.
         self.pads = [0] * len(self.rows)
-        #: The columns of each row as the cache has them; -1 where that is unknown.
         self.fed: list[list[int]] = [[] for _ in self.rows]
-        #: Columns of the cache that still hold; those that held in the round before.
-        self.n_valid = self.n_kept = 0
+        #: Columns of the cache that still hold.
+        self.n_kept = 0
 
     def opening(self, text: str) -> list[int]:
         """What the assistant's ids begin with, before ``text``."""
@@ -71,84 +66,62 @@ class UniversalDrafter(Assistant):
     def draft(self, context: DraftContext) -> Draft | None:
         if all(context.is_done):
             return None
-        self.read(context)
-        pairs = zip(self.rows, context.is_done, strict=True)
-        columns = [[] if is_done else row.context() for row, is_done in pairs]
-        room = [max(context.end - known, 0) for known in context.known]
-        rooms = [n if ids else 0 for n, ids in zip(room, columns, strict=True)]
-        own = self.laid_out(columns, rooms) if any(rooms) else None
-        if own is None or (drafted := super().draft(own)) is None:
-            return None
-        tokens = drafted.tokens.tolist()
-        known = own.ids[:, : own.start].tolist()
-        self.fed = [
-            old[: self.n_kept] + (before + new)[self.n_kept :]
-            for old, before, new in zip(self.fed, known, tokens, strict=True)
-        ]
-        return self.translated(tokens, drafted, own, context)
-
-    def read(self, context: DraftContext) -> None:
-        """Let the rows read what has become known of the target's tokens."""
         first = min(n for n, done in zip(self.n_read, context.is_done, strict=True) if not done)
         new = context.ids[:, first : max(context.known)].tolist()
-        for index, row in enumerate(self.rows):
-            if not context.is_done[index]:
-                row.read(new[index][self.n_read[index] - first : context.known[index] - first])
-                self.n_read[index] = context.known[index]
+        texts: list[list[int]] = []
+        n_tokens = 0
+        for index, (row, known) in enumerate(zip(self.rows, context.known, strict=True)):
+            if context.is_done[index]:
+                texts.append([])
+                continue
+            row.read(new[index][self.n_read[index] - first : known - first])
+            self.n_read[index] = known
+            texts.append(row.context())
+            n_tokens = max(n_tokens, context.end - known if texts[-1] else 0)
+        own = self.laid_out(texts, n_tokens) if n_tokens else None
+        if own is None or (drafted := super().draft(own)) is None:
+            return None
+        self.fed = [row + new for row, new in zip(self.fed, drafted.tokens.tolist(), strict=True)]
+        return self.translated(drafted, own, context)
 
-    def laid_out(self, contexts: list[list[int]], rooms: list[int]) -> DraftContext | None:
-        """A context of the assistant's ids: ``contexts``, empty for ended rows; ``rooms`` to draft."""
-        is_open = [room > 0 for room in rooms]
-        self.n_valid = min(
-            common_prefix(fed, [0] * pad + ids)
-            for fed, pad, ids, open_ in zip(self.fed, self.pads, contexts, is_open, strict=True)
-            if open_
-        )
-        lengths = [pad + len(ids) for pad, ids in zip(self.pads, contexts, strict=True)]
-        first, end = _span(lengths, rooms)
-        n_kept = min(self.n_valid, first - 1, self.cached)
+    def laid_out(self, texts: list[list[int]], n_tokens: int) -> DraftContext | None:
+        """A context of the assistant's ids: ``texts``, which are empty for rows that have ended."""
+        is_done, longest = tuple(not text for text in texts), max(map(len, texts))
+        pads = [longest - len(text) if text else 0 for text in texts]
+        rows = [[0] * (longest - len(text)) + text for text in texts]
+        triples = zip(self.fed, rows, is_done, strict=True)
+        valid = [common_prefix(fed, row) for fed, row, done in triples if not done]
+        n_kept = min(*valid, longest - 1, self.cached)
         # Some caches can be taken back by the last draft alone.
         is_lost = n_kept < self.n_kept and not (
             self.run is not None and keeps_all_tokens(self.run.model_kwargs["past_key_values"])
         )
-        if self.run is None or is_lost or end - first > max(rooms) + self.DRIFT:
-            self.run, self.cached, self.length = None, 0, 0
-            n_kept, longest = 0, max(map(len, contexts))
-            self.pads = [longest - len(ids) if ids else 0 for ids in contexts]
-            lengths = [longest] * len(lengths)
-            first, end = _span(lengths, rooms)
-        end = int(min(end, self.positions))
-        if first >= end:
+        if pads != self.pads or is_lost:
+            self.run, self.cached, self.length, n_kept = None, 0, 0, 0
+        self.pads, self.fed, self.n_kept = pads, rows, n_kept
+        end = int(min(longest + n_tokens, self.positions))
+        if longest >= end:
             return None
-        self.n_kept = n_kept
-        width = max(end, *lengths)
-        padded = [[0] * pad + ids for pad, ids in zip(self.pads, contexts, strict=True)]
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in padded])
-        known = (n if open_ else end for n, open_ in zip(lengths, is_open, strict=True))
-        is_done = tuple(not open_ for open_ in is_open)
-        return DraftContext(ids, tuple(known), is_done, start=first, n_tokens=end - first)
+        ids = torch.tensor([row + [0] * (end - longest) for row in rows])
+        known = tuple(end if done else longest for done in is_done)
+        return DraftContext(ids, known, is_done, start=longest, n_tokens=end - longest)
 
-    def translated(
-        self, tokens: list[list[int]], drafted: Draft, own: DraftContext, context: DraftContext
-    ) -> Draft:
-        """The draft for ``context``, of the assistant's ``tokens`` from ``own.start`` on."""
-        result = torch.full((len(self.rows), context.n_tokens), -1)
-        for index, row in enumerate(self.rows):
-            if own.is_done[index]:
-                continue
-            lead, begin = context.known[index] - context.start, own.known[index] - own.start
-            room = context.n_tokens - lead
-            mine = tokens[index][begin : begin + room]  # others may have had more columns to fill
-            mine = mine[: mine.index(-1)] if -1 in mine else mine
-            theirs = self.followed(row, mine)[:room]
-            result[index, lead : lead + len(theirs)] = torch.tensor(theirs, dtype=torch.long)
-        return Draft(result)
+    def translated(self, drafted: Draft, own: DraftContext, context: DraftContext) -> Draft | None:
+        """The draft for ``context``, of what the assistant has ``drafted`` for ``own``."""
+        rows = []
+        for row, known, new in zip(
+            self.rows, context.known, drafted_tokens(drafted.tokens, own), strict=True
+        ):
+            room = max(context.end - known, 0)
+            rows.append(self.followed(row, new[:room])[:room] if new[:room] else [])
+        return draft_of_rows(rows, context)
 
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
-        return row.follow(drafted) if drafted else []
+        """The target's tokens for the assistant's ``drafted`` ones, of which there are some."""
+        raise NotImplementedError
 
     def forget(self, n_valid: int) -> None:
-        super().forget(min(n_valid, self.n_valid))
+        super().forget(min(n_valid, self.n_kept))
 
     # --- the assistant's own run ----------------------------------------------------------------
 
@@ -206,10 +179,10 @@ class ByText(UniversalDrafter):
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
         """The text's tokens; if the assistant has ended it, the target's EOS."""
         assert self.run is not None
-        tokens = super().followed(row, drafted)
+        tokens = row.follow(drafted)
         own_eos = self.run.config._eos_token_tensor
         eos = self.setup.run.config._eos_token_tensor
-        if eos is None or own_eos is None or not drafted or drafted[-1] not in own_eos.tolist():
+        if eos is None or own_eos is None or drafted[-1] not in own_eos.tolist():
             return tokens
         is_whole = len(drafted) == 1 or bool(tokens)  # else there is text that was not translated
         return [*tokens, int(eos[0])] if is_whole else []
@@ -234,32 +207,76 @@ class BySharedTokens(UniversalDrafter):
         run.processors = LogitsProcessorList([self.restriction])
         return run
 
-    def laid_out(self, contexts: list[list[int]], rooms: list[int]) -> DraftContext | None:
-        if (own := super().laid_out(contexts, rooms)) is not None:
-            self.restriction.own_known = own.known
-        return own
-
     def draft(self, context: DraftContext) -> Draft | None:
-        self.restriction.begin(context)
+        self.restriction.context = context
         return super().draft(context)
 
-    def translated(
-        self, tokens: list[list[int]], drafted: Draft, own: DraftContext, context: DraftContext
-    ) -> Draft:
+    def laid_out(self, texts: list[list[int]], n_tokens: int) -> DraftContext | None:
+        self.restriction.start = max(map(len, texts))
+        return super().laid_out(texts, n_tokens)
+
+    def translated(self, drafted: Draft, own: DraftContext, context: DraftContext) -> Draft | None:
         """Also the logits: those of each row's tokens, in the target's vocabulary."""
-        result = super().translated(tokens, drafted, own, context)
+        result = super().translated(drafted, own, context)
+        if result is None:
+            return None
         logits: Any = drafted.logits
-        shift = torch.tensor(own.known) - own.start - torch.tensor(context.known) + context.start
-        columns = (torch.arange(context.n_tokens) + shift[:, None]).clamp(0, logits.shape[1] - 1)
+        columns = torch.arange(result.tokens.shape[1]) + context.start
+        columns = (columns - torch.tensor(context.known)[:, None]).clamp(0, logits.shape[1] - 1)
         rows = torch.arange(len(self.rows), device=logits.device)[:, None]
         logits = logits[rows, columns.to(logits.device)]  # (rows, n, vocab)
-        return Draft(result.tokens, self.restriction.to_target(logits))
+        return replace(result, logits=self.restriction.to_target(logits))
 
 
-def _span(lengths: list[int], rooms: list[int]) -> tuple[int, int]:
-    """The first column to draft for any row, and the first that is not."""
-    spans = [(n, n + room) for n, room in zip(lengths, rooms, strict=True) if room]
-    return min(first for first, _ in spans), max(end for _, end in spans)
+class Restriction:
+    """A processor of the assistant's scores: those of shared tokens, as the target would process them."""
+
+    is_row_wise = True
+    #: What the target knows before the draft, and the assistant's column in which the draft starts.
+    context: DraftContext
+    start: int
+
+    def __init__(
+        self,
+        to_target: dict[int, int],
+        target_size: int,
+        processors: LogitsProcessorList,
+        device: torch.device,
+    ) -> None:
+        self.own = torch.tensor(list(to_target), device=device)
+        self.target = torch.tensor(list(to_target.values()), device=device)
+        self.target_size, self.processors, self.device = target_size, processors, device
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """``ids (rows, length)`` and ``scores (rows, vocab)`` of the assistant; the same back."""
+        shared = self.to_target(scores.to(self.device))
+        restricted = shared
+        if self.processors:
+            processed = self.processors(self.target_ids(ids.to(self.device)), shared.clone())
+            # Nothing shared may be left, if an EOS is forced: any other draft will do as well.
+            is_left = (processed[:, self.target] > -math.inf).any(dim=1, keepdim=True)
+            restricted = torch.where(is_left, processed, shared)
+        result = torch.full_like(scores, -math.inf)
+        result[:, self.own.to(scores.device)] = restricted[:, self.target].to(scores.device)
+        return result
+
+    def to_target(self, scores: torch.Tensor) -> torch.Tensor:
+        """``(…, assistant's vocab)`` to ``(…, target's vocab)``: -inf where it is not shared."""
+        result = scores.new_full((*scores.shape[:-1], self.target_size), -math.inf)
+        result[..., self.target.to(scores.device)] = scores[..., self.own.to(scores.device)]
+        return result
+
+    def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids ``(rows, length)`` so far; rows that are shorter repeat their first id."""
+        known = torch.tensor(self.context.known, device=self.device)[:, None]
+        n_drafted = ids.shape[1] - self.start
+        longest = int(known.max()) + n_drafted
+        columns = (torch.arange(longest, device=self.device) - longest + known + n_drafted).clamp(0)
+        before = self.context.ids.to(self.device)
+        before = before.gather(1, columns.clamp(max=before.shape[1] - 1))
+        index = torch.searchsorted(self.own, ids.contiguous()).clamp(max=len(self.own) - 1)
+        drafted = (self.start + columns - known).clamp(0, ids.shape[1] - 1)
+        return torch.where(columns >= known, self.target[index].gather(1, drafted), before)
 
 
 def _prompts(run: Run) -> list[list[int]]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import Cache
 from transformers.generation import candidate_generator as kinds
@@ -24,7 +25,7 @@ from ...memory.batch import row_dim
 from ...running.row_states import is_replaced
 from ...state.call import ModelKwargs
 from ...state.run import Run
-from .base import Draft, DraftContext, Drafter, Setup
+from .base import Draft, DraftContext, Drafter, Setup, draft_of_rows
 from .checks import has_foreign_generator
 from .schedule import DEFAULT_TOKENS, Constant
 
@@ -66,21 +67,28 @@ class FromGenerators(Drafter):
         self.padding = _padding(setup.run) if _is_known(first) else [0] * len(generators)
 
     def draft(self, context: DraftContext) -> Draft | None:
-        nothing = context.ids.new_empty(0), None
-        rows = enumerate(context.is_done)
-        drafted = [nothing if is_done else self.ask(row, context) for row, is_done in rows]
-        width = max(len(tokens) for tokens, _ in drafted)
-        if width == 0:
-            return None
-        result = context.ids.new_full((len(drafted), width), -1)
-        for row, (tokens, _) in enumerate(drafted):
-            result[row, : len(tokens)] = tokens
-        # What was drafted after another token than the row knows is not worth a try.
-        known = torch.tensor(context.known, device=result.device)[:, None] - context.start
-        ids = context.ids[:, context.start : context.start + width]
-        is_other = (torch.arange(width, device=result.device) < known) & (result != ids)
-        result.masked_fill_(is_other.cumsum(dim=1) > 0, -1)
-        return Draft(result, self.scores(drafted, width))
+        rows: list[list[int]] = []
+        logits: list[Any] = []
+        for row, (known, is_done) in enumerate(zip(context.known, context.is_done, strict=True)):
+            if is_done:
+                rows.append([])
+                continue
+            drafted, scores = self.ask(row, context)
+            tokens, lead = drafted.tolist(), known - context.start
+            # What was drafted after another token than the row knows is not worth a try.
+            is_alike = tokens[:lead] == context.ids[row, context.start : known].tolist()
+            rows.append(tokens[lead:] if is_alike else [])
+            logits.append(scores)
+        # Gemma's tokens are the likeliest, not drawn: their scores are for upstream's draws alone.
+        is_drawn = not isinstance(self.generators[0], SINGLE_POSITION)
+        is_used = is_drawn or self.setup.is_exact or not self.setup.run.config.do_sample
+        if not (is_used and self.setup.needs_logits) or any(scores is None for scores in logits):
+            return draft_of_rows(rows, context)
+        padded = pad_sequence(logits, batch_first=True)
+        is_open = torch.tensor([not is_done for is_done in context.is_done], device=padded.device)
+        all_logits = padded.new_zeros(len(rows), *padded.shape[1:])
+        all_logits[is_open] = padded
+        return draft_of_rows(rows, context, all_logits)
 
     def ask(self, row: int, context: DraftContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens ``(n,)`` drafted for a row, and their scores ``(n, vocab)`` if there are any."""
@@ -105,25 +113,6 @@ class FromGenerators(Drafter):
         if logits is not None:
             logits = logits[0, : len(tokens)].to(context.ids.device)
         return tokens, logits
-
-    def scores(
-        self, drafted: list[tuple[torch.Tensor, torch.Tensor | None]], width: int
-    ) -> torch.Tensor | None:
-        """The scores ``(rows, width, vocab)`` that tokens were drawn from, if any row has some.
-
-        Gemma's tokens are the likeliest, not drawn: their scores are for upstream's draws alone.
-        """
-        is_drawn = not isinstance(self.generators[0], SINGLE_POSITION)
-        is_used = is_drawn or self.setup.is_exact or not self.setup.run.config.do_sample
-        first = next((logits for _, logits in drafted if logits is not None), None)
-        if first is None or not (is_used and self.setup.needs_logits):
-            return None
-        scores = first.new_zeros(len(drafted), width, first.shape[-1])
-        for row, (tokens, logits) in enumerate(drafted):
-            scores[row, : len(tokens)] = -torch.inf if logits is None else logits
-            if logits is None:  # drafted for certain
-                scores[row, : len(tokens)].scatter_(1, tokens[:, None], 0.0)
-        return scores
 
     def model_kwargs(self, row: int) -> ModelKwargs:
         """The target's arguments for a row; a mask and positions are among them even if plain."""

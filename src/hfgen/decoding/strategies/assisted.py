@@ -198,7 +198,7 @@ class Assisted:
             is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
             tokens, lengths = tokens.masked_fill(is_media, -1), None
         if lengths is None or tokens.is_cpu:  # reading is asked for, or free
-            found = tuple(n_filled(name, tokens.tolist(), context, self.vocab))
+            found = n_filled(name, tokens, context, self.vocab)
             # What a drafter says holds on all devices alike: draws depend on it.
             lengths = found if lengths is None else lengths
         return tokens.to(rows.tokens.device), lengths

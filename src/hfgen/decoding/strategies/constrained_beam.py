@@ -69,29 +69,23 @@ class Progress:
     def after(self, token: int) -> Progress:
         """The progress once ``token`` has been generated too."""
         if token not in self._next:
-            self._next[token] = self._after(token)
+            constraint = self.current
+            if constraint is None:
+                advancing = (one for one in self.pending if one.does_advance(token))
+                constraint = next(advancing, None)
+            if constraint is None:
+                self._next[token] = self
+            else:
+                others = tuple(one for one in self.pending if one is not constraint)
+                # A deep copy: a shallow one of the caller's may share what update() changes.
+                moved = deepcopy(constraint)
+                _, is_met, is_reset = moved.update(token)
+                if is_reset:
+                    others = (*others, constraint.copy(stateful=False))
+                met = self.met + (is_met and not is_reset)
+                current = None if is_met or is_reset else moved
+                self._next[token] = Progress(met, current, others, self.unit)
         return self._next[token]
-
-    def _after(self, token: int) -> Progress:
-        if self.is_met:
-            return self
-        if self.current is not None:
-            return self._updated(self.current, self.pending, token)
-        for i, constraint in enumerate(self.pending):
-            if constraint.does_advance(token):
-                return self._updated(constraint, self.pending[:i] + self.pending[i + 1 :], token)
-        return self
-
-    def _updated(self, constraint: Any, others: tuple[Any, ...], token: int) -> Progress:
-        # A deep copy: a shallow one of the caller's may share what update() changes.
-        moved = deepcopy(constraint)
-        _, is_met, is_reset = moved.update(token)
-        if is_reset:
-            others = (*others, constraint.copy(stateful=False))
-            return Progress(self.met, None, others, self.unit)
-        if is_met:
-            return Progress(self.met + 1, None, others, self.unit)
-        return Progress(self.met, moved, others, self.unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +100,9 @@ class Candidate:
     progress: Progress
 
     @property
-    def is_reachable(self) -> bool:
-        """Whether it is a hypothesis, and not an empty beam or a token that a processor rules out."""
-        return self.score > NEG_INF / 2
-
-    @property
     def may_go_on(self) -> bool:
-        return self.is_reachable and not self.ends
+        """Whether it does not end, nor continues an empty beam, or by a token that is ruled out."""
+        return not self.ends and self.score > NEG_INF / 2
 
 
 class ConstrainedBeam(NBestBeam):
@@ -157,9 +147,9 @@ class ConstrainedBeam(NBestBeam):
         self.progress = [[start] * self.beams for _ in range(self.batch)]
         # All beams start alike: what is forced upon the first would be a duplicate in the others.
         self.forced = [[(0, token) for token in start.wanted] for _ in range(self.batch)]
-        #: ``(batch, width)``: the same on the device, beams and tokens, with any in empty places.
-        columns = torch.tensor([_padded(pairs, len(pairs)) for pairs in self.forced])
-        self.forced_beams, self.forced_tokens = columns.to(run.ids.device).chunk(2, dim=1)
+        #: ``(batch, width)``: the same on the device, beams and tokens.
+        columns = torch.tensor(self.forced, device=run.ids.device).view(self.batch, -1, 2)
+        self.forced_beams, self.forced_tokens = columns.unbind(dim=2)
         #: ``(batch, beams)``: which of the running beams meet all constraints.
         self.is_met = torch.zeros(self.batch, self.beams, dtype=torch.bool, device=run.ids.device)
         self.n_returned = int(config.num_return_sequences)
@@ -184,31 +174,32 @@ class ConstrainedBeam(NBestBeam):
         return self.continued(run, totals, torch.cat([likeliest, forced], dim=1))
 
     def select(self, run: Run, candidates: Hypotheses) -> Selection:
-        ends = self.ends(run, candidates)
+        ends, scores = self.ends(run, candidates), candidates.scores
+        n, n_left = scores.shape[1], self.deadline - candidates.ids.shape[2]
         beams = candidates.parents[..., -1] - self.row_offsets
-        # All in one read: such numbers are exact in the dtype of the scores.
-        scores = candidates.scores
-        read = [fact.to(scores.dtype) for fact in (beams, candidates.ids[..., -1], scores, ends)]
         searches = torch.stack([self.finished.is_done.sum(dim=1), self.is_closed], dim=1)
-        numbers = torch.cat([*read, searches.to(scores.dtype)], dim=1).tolist()
-        n = scores.shape[1]
-        n_left = self.deadline - candidates.ids.shape[2]
+        facts = (beams, candidates.ids[..., -1], scores, ends, searches)
+        # All in one read: such numbers are exact in the dtype of the scores.
+        table = torch.cat([fact.to(scores.dtype) for fact in facts], dim=1).tolist()
         going_on, finished = [], []
-        for prompt, (*row, n_finished, is_closed) in enumerate(numbers):
-            n_lacking = 0 if is_closed else self.n_returned - int(n_finished)
-            before = self.progress[prompt]
-            facts = zip(row[:n], row[n : 2 * n], row[2 * n : 3 * n], row[3 * n :], strict=True)
+        for prompt, (*row, n_finished, is_closed) in enumerate(table):
             found = []
-            for i, (beam, token, score, end) in enumerate(facts):
-                progress = before[int(beam)].after(int(token))
+            columns = row[:n], row[n : 2 * n], row[2 * n : 3 * n], row[3 * n :]
+            for i, (beam, token, score, end) in enumerate(zip(*columns, strict=True)):
+                progress = self.progress[prompt][int(beam)].after(int(token))
                 found.append(Candidate(i, int(beam), int(token), score, bool(end), progress))
             likeliest, forced = found[: self.n_candidates], found[self.n_candidates :]
-            forced = forced[: len(self.forced[prompt])]  # what follows are empty places
-            pairs = zip(forced, self.forced[prompt], strict=True)
-            named = [one for one, (_, token) in pairs if token != ANY]
-            ended = finishing(likeliest[: self.beams] + named)
+            # Behind the forced ones are empty places.
+            forced = forced[: len(self.forced[prompt])]
+            tokens = zip(forced, self.forced[prompt], strict=True)
+            named = [one for one, (_, token) in tokens if token != ANY]
+            # Those that end and meet the constraints, each text once.
+            texts = {(one.beam, one.token): one for one in named[::-1]}
+            texts |= {(one.beam, one.token): one for one in likeliest[: self.beams][::-1]}
+            ended = {one.index for one in texts.values() if one.ends and one.progress.is_met}
             chosen = self.divide(likeliest, named)
-            guard(chosen, likeliest + forced, n_lacking - len(ended), n_left)
+            n_lacking = 0 if is_closed else self.n_returned - int(n_finished) - len(ended)
+            guard(chosen, likeliest + forced, n_lacking, n_left)
             finished.append([one.index in ended for one in found])
             going_on.append([one.index for one in chosen])
             self.progress[prompt] = [one.progress for one in chosen]
@@ -218,24 +209,19 @@ class ConstrainedBeam(NBestBeam):
                 if one.may_go_on and not is_closed
                 for token in (one.progress.wanted or [ANY])
             ]
-        return Selection(*self.told(going_on, ends, finished))
-
-    def told(
-        self, going_on: list[list[int]], ends: torch.Tensor, finished: list[list[bool]]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the host has decided, on the device: in one copy, since each may wait."""
+        # What the host has decided goes to the device in one copy, since each may wait.
         width = max(map(len, self.forced))
-        table = [
-            [*index, *done, *(one.is_met for one in progress), *_padded(pairs, width)]
-            for index, done, progress, pairs in zip(
-                going_on, finished, self.progress, self.forced, strict=True
-            )
-        ]
-        sizes = [self.beams, len(finished[0]), self.beams, width, width]
-        columns = torch.tensor(table, device=ends.device).split(sizes, dim=1)
-        indices, done, is_met, self.forced_beams, self.forced_tokens = columns
+        rows = []
+        for prompt, pairs in enumerate(self.forced):
+            empty = [0] * (width - len(pairs))
+            on = [*(beam for beam, _ in pairs), *empty, *(token for _, token in pairs), *empty]
+            are_met = [one.is_met for one in self.progress[prompt]]
+            rows.append([*going_on[prompt], *finished[prompt], *are_met, *on])
+        sizes = [self.beams, n, self.beams, width, width]
+        parts = torch.tensor(rows, device=ends.device).split(sizes, dim=1)
+        indices, done, is_met, self.forced_beams, self.forced_tokens = parts
         self.is_met = is_met.bool()
-        return indices, ends, done.bool()
+        return Selection(indices, ends, done.bool())
 
     def divide(self, likeliest: list[Candidate], named: list[Candidate]) -> list[Candidate]:
         """The ``beams`` candidates that go on by the rules of dynamic beam allocation."""
@@ -261,18 +247,6 @@ class ConstrainedBeam(NBestBeam):
                     "other hypothesis did. Raise `max_new_tokens` or `num_beams`."
                 )
         return super().result(run)
-
-
-def _padded(pairs: list[tuple[int, int]], width: int) -> list[int]:
-    """The beams of ``pairs``, then their tokens, each filled up to ``width``."""
-    empty = [0] * (width - len(pairs))
-    return [*(beam for beam, _ in pairs), *empty, *(token for _, token in pairs), *empty]
-
-
-def finishing(candidates: list[Candidate]) -> set[int]:
-    """The places of those that end and meet the constraints, each text once."""
-    found = {(one.beam, one.token): one for one in reversed(candidates)}
-    return {one.index for one in found.values() if one.ends and one.progress.is_met}
 
 
 def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:

@@ -9,7 +9,7 @@ with probability ``q`` is accepted with probability ``min(1, p / q)``, else one 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import pad
