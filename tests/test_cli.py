@@ -957,7 +957,7 @@ def test_logit_gap_follows_the_beam() -> None:
 
 @pytest.mark.usefixtures("tiny_builtin")
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "ROUNDS", (1, 2))
+    monkeypatch.setattr(demo, "ROUNDS", 1)
     monkeypatch.setattr(demo, "SECONDS", 0.0)
     monkeypatch.setattr(demo, "REQUESTS", 3)
     monkeypatch.setattr(demo, "LONG", 40)
@@ -969,15 +969,13 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
         "4 beams",
         "8 samples",
         "second turn",
-        "one by one",
     ):
         assert words in result.out
-    assert result.out.count(" same") == len(demo.ROWS) + 6 + 4  # 4 are in sentences
+    assert result.out.count(" same") == len(demo.ROWS) + 5 + 4  # 4 are in sentences
     answer = next(json.loads(line) for line in result.out.splitlines() if line.startswith("{"))
     assert list(answer) == list(demo.SCHEMA["required"])
     assert "It fits the schema." in result.out
     assert result.out.endswith("Every token is the same.\n")
-    assert " to " not in result.out.partition("tokens\n")[2].partition("Samples")[0]  # of one run
     assert [line for line in result.out.splitlines() if cell_len(line) > 80] == []
     monkeypatch.setitem(measure.LIBRARIES, "transformers", other_weights)
     differing = run("demo")
@@ -1004,21 +1002,12 @@ def test_the_builtin_model_gets_penalties_unless_an_option_says_how_to_decode(
     assert (options | generate.BUILTIN_FIELDS == options) == has_penalties
 
 
-@pytest.mark.parametrize(
-    ("missing", "says"),
-    [("llguidance", "'hfgen[grammar]'"), ("jsonschema", "It can be parsed. jsonschema")],
-)
-def test_the_demo_without_what_is_optional(
-    missing: str,
-    says: str,
-    loaded: loading.Loaded,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_demo_without_grammars(
+    loaded: loading.Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == missing else name)
-    with loading.quiet():
-        demo.show_json(loaded)
-    assert says in capsys.readouterr().out
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    demo.show_json(loaded)
+    assert "'hfgen[grammar]'" in capsys.readouterr().out
 
 
 # --- the program -----------------------------------------------------------------------------
