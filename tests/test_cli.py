@@ -941,11 +941,11 @@ def test_compare_finds_the_first_difference(
     assert "row 0, new token 1: transformers has" in table.out
 
 
-def test_a_row_that_ends_earlier_differs_where_it_ends(loaded: loading.Loaded) -> None:
+def test_a_row_that_ends_earlier_differs_where_it_ends() -> None:
     output = SimpleNamespace(logits=[torch.tensor([[0.0, 3.0, 1.0]])] * 2)
-    found = compare.find_difference(loaded, 0, [5, 6], [5], output)
-    assert (found.position, found.logit_gap) == (1, 2.0)
-    assert found.tokens == {"transformers": 6, "hfgen": None}
+    found = compare.find_difference(0, [5, 6], [5], output)
+    assert (found["position"], found["logit_gap"]) == (1, 2.0)
+    assert found["tokens"] == {"transformers": 6, "hfgen": None}
 
 
 def test_logit_gap_follows_the_beam() -> None:

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,45 +20,6 @@ from .measure import LIBRARIES
 from .report import CliError, err, out, print_json, spread, table
 
 PLOTS = (".png", ".pdf", ".svg")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The size of a case: ``batch_size`` prompts of one length, each with exactly ``new_tokens`` more."""
-
-    prompt_tokens: int
-    new_tokens: int
-    batch_size: int
-
-
-@dataclass(slots=True)
-class Runs:
-    """One library on one shape, a value for each timed run, in seconds; ``peak_bytes`` of one more.
-
-    ``first``: of a call of one new token; ``per_token``: of each further one, by the difference.
-    """
-
-    first: list[float] = field(default_factory=list)
-    per_token: list[float] = field(default_factory=list)
-    total: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-
-    def throughputs(self, shape: Shape) -> list[float]:
-        """New tokens of all rows per second."""
-        return [shape.batch_size * shape.new_tokens / seconds for seconds in self.total]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A shape under both libraries; run ``i`` of one stands beside run ``i`` of the other."""
-
-    shape: Shape
-    runs: dict[str, Runs]
-
-    def speedups(self) -> list[float]:
-        """Time of transformers by time of hfgen, of each pair of runs."""
-        pairs = zip(self.runs["transformers"].total, self.runs["hfgen"].total, strict=True)
-        return [theirs / ours for theirs, ours in pairs]
 
 
 @options.with_shared_options
@@ -87,23 +47,32 @@ def bench(
     Both libraries run in this process, one directly after the other, in turns, with the same weights and
     prompts of random tokens.
     """
-    named = {"--prompt-tokens": prompt_tokens, "--new-tokens": new_tokens}
-    named["--batch-sizes"] = batch_sizes
-    lengths = [numbers(option, text) for option, text in named.items()]
-    if plot is not None and find_spec("matplotlib") is None:
-        raise CliError("--plot needs matplotlib: pip install matplotlib")
+    lengths = [
+        numbers(option, text)
+        for option, text in (
+            ("--prompt-tokens", prompt_tokens),
+            ("--new-tokens", new_tokens),
+            ("--batch-sizes", batch_sizes),
+        )
+    ]
     if plot is not None:
+        if find_spec("matplotlib") is None:
+            raise CliError("--plot needs matplotlib: pip install matplotlib")
         files.check_output(plot, PLOTS, "--plot")
-    shapes = [Shape(*sizes) for sizes in itertools.product(*lengths)]
     with source.loaded() as loaded:
-        check(loaded, shapes)
+        if loaded.model.config.is_encoder_decoder:
+            raise CliError("hfgen bench takes decoders, but the model is an encoder-decoder")
+        limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        most = max(lengths[0]) + max(lengths[1])
+        if limit is not None and most > limit:
+            raise CliError(f"the model has {limit} positions, but {most} tokens were asked for")
         cases = []
-        for shape in shapes:
-            text = f"{shape.batch_size} x {shape.prompt_tokens} + {shape.new_tokens} tokens"
+        for sizes in itertools.product(*lengths):
+            text = "{2} x {0} + {1} tokens".format(*sizes)
             with err.status(text) if err.is_terminal else nullcontext():
-                cases.append(run_case(loaded, shape, repeat))
+                cases.append(run_case(loaded, *sizes, repeat=repeat))
     if as_json:
-        print_json({"model": loaded.name, "repeat": repeat, "cases": list(map(as_object, cases))})
+        print_json({"model": loaded.name, "repeat": repeat, "cases": cases})
     else:
         out.print(table_of(cases))
         out.print(
@@ -121,42 +90,41 @@ def numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def check(loaded: Loaded, shapes: Sequence[Shape]) -> None:
-    """Raise ``CliError`` if the model has an encoder, or too few positions for one of ``shapes``."""
-    if loaded.model.config.is_encoder_decoder:
-        raise CliError("hfgen bench takes decoders, but the model is an encoder-decoder")
-    limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-    most = max(shape.prompt_tokens + shape.new_tokens for shape in shapes)
-    if limit is not None and most > limit:
-        raise CliError(f"the model has {limit} positions, but {most} tokens were asked for")
-
-
-def run_case(loaded: Loaded, shape: Shape, repeat: int) -> Case:
+def run_case(
+    loaded: Loaded, prompt_tokens: int, new_tokens: int, batch_size: int, repeat: int
+) -> dict[str, Any]:
     """Each library in turn: once to warm up, ``repeat`` times timed, once for its memory.
 
-    The calls are plain ones: greedy, without a streamer or a processor.
+    The calls are plain ones: greedy, without a streamer or a processor. The result is what ``--json``
+    prints; of each run, ``first`` are the seconds of a call of one new token, ``total`` those of a call of
+    ``new_tokens``, and ``per_token`` those of each further token, by the difference.
     """
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    size = shape.batch_size, shape.prompt_tokens
     vocab = loaded.model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab, size, generator=generator).to(loaded.model.device)
+    ids = torch.randint(vocab, (batch_size, prompt_tokens), generator=generator)
+    ids = ids.to(loaded.model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    case = Case(shape, {name: Runs() for name in LIBRARIES})
+    runs: dict[str, dict[str, Any]] = {
+        library: {"first": [], "per_token": [], "total": []} for library in LIBRARIES
+    }
     for turn, library in measure.in_turns(range(repeat + 2), loaded):
-        runs = case.runs[library]
         if turn == repeat + 1:
-            runs.peak_bytes = peak_bytes(loaded, inputs, shape.new_tokens)
+            runs[library]["peak_bytes"] = peak_bytes(loaded, inputs, new_tokens)
             continue
         first = seconds(loaded, inputs, 1)
-        total = seconds(loaded, inputs, shape.new_tokens)
+        total = seconds(loaded, inputs, new_tokens)
         if turn:
-            runs.first.append(first)
-            runs.total.append(total)
-            if shape.new_tokens > 1:
-                runs.per_token.append((total - first) / (shape.new_tokens - 1))
-    return case
+            runs[library]["first"].append(first)
+            runs[library]["total"].append(total)
+            if new_tokens > 1:
+                runs[library]["per_token"].append((total - first) / (new_tokens - 1))
+    for times in runs.values():
+        times["tokens_per_second"] = [batch_size * new_tokens / total for total in times["total"]]
+    pairs = zip(runs["transformers"]["total"], runs["hfgen"]["total"], strict=True)
+    sizes = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "batch_size": batch_size}
+    return {**sizes, **runs, "speedup": [theirs / ours for theirs, ours in pairs]}
 
 
 def seconds(loaded: Loaded, inputs: dict[str, Any], new_tokens: int) -> float:
@@ -185,57 +153,57 @@ def peak_bytes(loaded: Loaded, inputs: dict[str, Any], new_tokens: int) -> int:
     return live.peak
 
 
-def as_object(case: Case) -> dict[str, Any]:
-    """A case for ``--json``: all runs, in seconds and bytes."""
-    runs = {
-        name: {**asdict(runs), "tokens_per_second": runs.throughputs(case.shape)}
-        for name, runs in case.runs.items()
-    }
-    return {**asdict(case.shape), **runs, "speedup": case.speedups()}
+def milliseconds(values: list[float]) -> list[float]:
+    return [1000 * value for value in values]
 
 
-def table_of(cases: Sequence[Case]) -> Table:
+def table_of(cases: Sequence[dict[str, Any]]) -> Table:
     """Two rows for each case, one for each library."""
     columns = ("first, ms", "token, ms", "tokens/s", "MiB", "speed-up")
-    found = table("prompt+new", "library", numbers=columns)
+    rows = table("prompt+new", "library", numbers=columns)
     for case in cases:
-        shape = case.shape
-        label = f"{shape.batch_size} x {shape.prompt_tokens}+{shape.new_tokens}"
-        for name, runs in case.runs.items():
-            found.add_row(
-                label,
-                name,
-                spread([1000 * value for value in runs.first], 1),
-                spread([1000 * value for value in runs.per_token], 1),
-                spread(runs.throughputs(shape), 0),
-                f"{runs.peak_bytes / 2**20:,.1f}",
-                spread(case.speedups(), 2) if name == "hfgen" else "",
+        label = "{batch_size} x {prompt_tokens}+{new_tokens}".format(**case)
+        for library in LIBRARIES:
+            runs, is_ours = case[library], library == "hfgen"
+            rows.add_row(
+                "" if is_ours else label,
+                library,
+                spread(milliseconds(runs["first"]), 1),
+                spread(milliseconds(runs["per_token"]), 1),
+                spread(runs["tokens_per_second"], 0),
+                f"{runs['peak_bytes'] / 2**20:,.1f}",
+                spread(case["speedup"], 2) if is_ours else "",
             )
-            label = ""
-    return found
+    return rows
 
 
-def draw(cases: Sequence[Case], path: Path) -> None:
+def draw(cases: Sequence[dict[str, Any]], path: Path) -> None:
     """Throughput and time to first token by batch size, a line for each library and pair of lengths."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     panels: list[Any] = list(figure.subplots(1, 2))
-    pairs = dict.fromkeys((case.shape.prompt_tokens, case.shape.new_tokens) for case in cases)
-    for (color, pair), name in itertools.product(enumerate(pairs), LIBRARIES):
-        own = [c for c in cases if (c.shape.prompt_tokens, c.shape.new_tokens) == pair]
-        x = [case.shape.batch_size for case in own]
-        columns = [case.runs[name].throughputs(case.shape) for case in own]
-        firsts = [[1000 * value for value in case.runs[name].first] for case in own]
-        for panel, values in zip(panels, (columns, firsts), strict=True):
+    lines: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for case in cases:
+        lines.setdefault((case["prompt_tokens"], case["new_tokens"]), []).append(case)
+    for (color, (lengths, line)), library in itertools.product(enumerate(lines.items()), LIBRARIES):
+        speeds = [case[library]["tokens_per_second"] for case in line]
+        firsts = [milliseconds(case[library]["first"]) for case in line]
+        for panel, values in zip(panels, (speeds, firsts), strict=True):
             middle = [statistics.median(each) for each in values]
-            below = [m - min(each) for m, each in zip(middle, values, strict=True)]
-            above = [max(each) - m for m, each in zip(middle, values, strict=True)]
-            style = "-o" if name == "hfgen" else "--s"
-            label = f"{name}, {pair[0]} + {pair[1]} tokens"
-            panel.errorbar(x, middle, (below, above), fmt=style, color=f"C{color}", label=label)
+            panel.errorbar(
+                [case["batch_size"] for case in line],
+                middle,
+                (
+                    [m - min(each) for m, each in zip(middle, values, strict=True)],
+                    [max(each) - m for m, each in zip(middle, values, strict=True)],
+                ),
+                fmt="-o" if library == "hfgen" else "--s",
+                color=f"C{color}",
+                label="{}, {} + {} tokens".format(library, *lengths),
+            )
+    sizes = sorted({case["batch_size"] for case in cases})
     for panel, title in zip(panels, ("tokens per second", "time to first token, ms"), strict=True):
-        sizes = sorted({case.shape.batch_size for case in cases})
         panel.set(xlabel="prompts in a call", ylabel=title, ylim=(0, None), xticks=sizes)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     try:

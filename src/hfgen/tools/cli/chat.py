@@ -120,7 +120,7 @@ def turn(conversation: Conversation, line: str, config: Any) -> None:
     try:
         said = measure.stream(conversation.loaded, conversation.inputs(), config, show=answers)
         if err.is_terminal:
-            speed = f"{said.tokens} tokens · {said.per_second:,.0f} tokens/s"
+            speed = f"{said.n_tokens} tokens · {said.per_second:,.0f} tokens/s"
             say(f"[dim]{speed} · {why(said.reasons[0])}[/]")
     except KeyboardInterrupt:
         answers.end()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from . import files, measure, options
 from .field_options import generation_config, note_idle, note_own, plain
@@ -21,49 +19,6 @@ from .report import CliError, duration, out, print_json, spread, table
 
 NEW_TOKENS = 64
 NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first new token at which a row of the two outputs differs."""
-
-    row: int
-    position: int  # among the new tokens, from 0
-    tokens: dict[str, int | None]  # library -> token there; None where its row has ended
-    found: str  # the same in words
-    logit_gap: float | None  # between the two largest of transformers' logits there
-
-    def markup(self) -> str:
-        """One line of rich markup."""
-        place = f"row {self.row}, new token {self.position + 1}"
-        gap = "no logits there"
-        if self.logit_gap is not None:
-            gap = f"top-2 logit gap {self.logit_gap:.2e}"
-            gap += ", a near tie that rounding can decide" if self.logit_gap < NEAR_TIE else ""
-        return f"[red]{place}:[/] {escape(self.found)}; {gap}"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The runs of both libraries for one call, and where their tokens differ."""
-
-    runs: dict[str, list[measure.Generated]]  # library -> its runs, the warm-up first
-    differences: list[Difference]
-
-    def median(self, library: str, time: str = "seconds") -> Any:
-        """Median of a time of ``Generated``, the warm-up left out; None where it was not taken."""
-        times = [getattr(run, time) for run in self.runs[library][1:]]
-        return None if None in times else statistics.median(times)
-
-    @property
-    def ratio(self) -> float:
-        """Time of hfgen divided by that of transformers."""
-        return self.median("hfgen") / self.median("transformers")
-
-    def ratios(self) -> list[float]:
-        """Time of hfgen divided by that of transformers, of each pair of neighbouring runs."""
-        pairs = zip(self.runs["hfgen"][1:], self.runs["transformers"][1:], strict=True)
-        return [ours.seconds / theirs.seconds for ours, theirs in pairs]
 
 
 @options.with_shared_options
@@ -96,37 +51,54 @@ def compare(
         groups = [texts] if batch else [[text] for text in texts]
         inputs = (measure.encode(loaded, group) for group in groups)
         results = [compare_call(loaded, each, config, seed, repeat) for each in inputs]
-    names = [f"{len(texts)} prompts"] if batch and len(texts) > 1 else texts
     if as_json:
-        calls = [as_object(*each) for each in zip(groups, results, strict=True)]
+        calls = [{"prompts": group} | call for group, call in zip(groups, results, strict=True)]
         print_json({"model": loaded.name, "options": plain(fields), "seed": seed, "calls": calls})
     else:
-        out.print(comparison_table([repr(name)[1:-1] for name in names], results, "prompt"))
-        for name, result in zip(names, results, strict=True):
-            for difference in result.differences:
-                out.print(f"{escape(repr(name))}, {difference.markup()}", soft_wrap=True)
-    if any(result.differences for result in results):
+        names = [f"{len(texts)} prompts"] if batch and len(texts) > 1 else texts
+        print_table(names, results, loaded.tokenizer)
+    if any(result["differences"] for result in results):
         raise typer.Exit(1)
 
 
 def compare_call(
     loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int, repeat: int
-) -> Comparison:
-    """One warm-up and ``repeat`` timed calls of each library, in turn; ``CliError`` if one fails."""
+) -> dict[str, Any]:
+    """One warm-up and ``repeat`` timed calls of each library, in turns, as ``--json`` prints them.
+
+    Times are in seconds, medians without the warm-up. Raises ``CliError`` if a call fails.
+    """
     runs: dict[str, list[measure.Generated]] = {library: [] for library in LIBRARIES}
     for _, library in measure.in_turns(range(repeat + 1), loaded):
         runs[library].append(run(library, loaded, inputs, config, seed))
-    pairs = zip(runs["transformers"], runs["hfgen"], strict=True)
+    pairs = list(zip(runs["transformers"], runs["hfgen"], strict=True))
+    ratios = [ours.seconds / theirs.seconds for theirs, ours in pairs[1:]]
+    result: dict[str, Any] = {"identical": True, "differences": []}
+    for library, (first, *timed) in runs.items():
+        result[library] = {
+            "tokens": first.padded,
+            "n_tokens": first.n_tokens,
+            "seconds": median([each.seconds for each in timed]),
+            "time_to_first_token": median([each.first for each in timed]),
+        }
+    times = result["hfgen"]["seconds"], result["transformers"]["seconds"]
+    result |= {"ratio": times[0] / times[1] if ratios else None, "ratios": ratios}
     differing = next((pair for pair in pairs if pair[0].padded != pair[1].padded), None)
-    if differing is None:
-        return Comparison(runs, [])
-    recording = copy.deepcopy(config)
-    recording.return_dict_in_generate = recording.output_logits = True
-    with LIBRARIES["transformers"](loaded):
-        output = run("transformers", loaded, inputs, recording, seed).output
-    rows = enumerate(zip(differing[0].padded, differing[1].padded, strict=False))
-    parted = [(number, *row) for number, row in rows if row[0] != row[1]]
-    return Comparison(runs, [find_difference(loaded, *row, output) for row in parted])
+    if differing is not None:
+        recording = copy.deepcopy(config)
+        recording.return_dict_in_generate = recording.output_logits = True
+        with LIBRARIES["transformers"](loaded):
+            output = run("transformers", loaded, inputs, recording, seed).output
+        rows = enumerate(zip(differing[0].padded, differing[1].padded, strict=False))
+        parted = [(number, *row) for number, row in rows if row[0] != row[1]]
+        result["differences"] = [find_difference(*row, output) for row in parted]
+        result["identical"] = False
+    return result
+
+
+def median(values: list[Any]) -> Any:
+    """The median; None for no values, and for those that were not taken."""
+    return None if None in values or not values else statistics.median(values)
 
 
 def run(library: str, loaded: Loaded, *call: Any) -> measure.Generated:
@@ -137,18 +109,16 @@ def run(library: str, loaded: Loaded, *call: Any) -> measure.Generated:
         raise CliError(f"{library}: {error}") from error
 
 
-def find_difference(
-    loaded: Loaded, row: int, theirs: list[int], ours: list[int], output: Any
-) -> Difference:
-    """Where ``theirs`` and ``ours`` differ first; ``output`` is transformers', with its logits."""
+def find_difference(row: int, theirs: list[int], ours: list[int], output: Any) -> dict[str, Any]:
+    """Where ``theirs`` and ``ours`` differ first; ``output`` is transformers', with its logits.
+
+    A token is None where its row has ended. ``logit_gap``: between the two largest logits there.
+    """
     pairs = enumerate(zip_longest(theirs, ours))
     position, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     tokens = dict(zip(LIBRARIES, pair, strict=True))
-    found = [
-        f"{library} has {'ended' if t is None else f'{loaded.tokenizer.decode([t])!r} ({t})'}"
-        for library, t in tokens.items()
-    ]
-    return Difference(row, position, tokens, ", ".join(found), logit_gap(output, row, position))
+    gap = logit_gap(output, row, position)
+    return {"row": row, "position": position, "tokens": tokens, "logit_gap": gap}
 
 
 def logit_gap(output: Any, row: int, position: int) -> float | None:
@@ -163,36 +133,33 @@ def logit_gap(output: Any, row: int, position: int) -> float | None:
     return best - second
 
 
-def comparison_table(names: Iterable[str], results: list[Comparison], heading: str) -> Table:
-    """Both libraries side by side, one row per prompt or mode: medians, ± half of the range."""
-    named = Column(heading, overflow="ellipsis", no_wrap=True, max_width=20)
-    found = table(named, numbers=("tokens", "same tokens", *LIBRARIES, "ratio"))
+def described(difference: dict[str, Any], tokenizer: Any) -> str:
+    """A difference in words."""
+    words = ", ".join(
+        f"{library} has {'ended' if token is None else f'{tokenizer.decode([token])!r} ({token})'}"
+        for library, token in difference["tokens"].items()
+    )
+    if (gap := difference["logit_gap"]) is None:
+        return f"{words}; no logits there"
+    tie = ", a near tie that rounding can decide" if gap < NEAR_TIE else ""
+    return f"{words}; top-2 logit gap {gap:.2e}{tie}"
+
+
+def print_table(names: list[str], results: list[dict[str, Any]], tokenizer: Any) -> None:
+    """Both libraries side by side, a row per call: medians, ± half of the range; then differences."""
+    heading = Column("prompt", overflow="ellipsis", no_wrap=True, max_width=20)
+    rows = table(heading, numbers=("tokens", "same tokens", *LIBRARIES, "ratio"))
     for name, result in zip(names, results, strict=True):
-        found.add_row(
-            escape(name),
-            str(result.runs["transformers"][0].tokens),
-            "[bold red]no[/]" if result.differences else "[green]yes[/]",
-            *(duration(result.median(library)) for library in LIBRARIES),
-            spread(result.ratios(), 2),
+        rows.add_row(
+            escape(repr(name)[1:-1]),
+            str(result["transformers"]["n_tokens"]),
+            "[green]yes[/]" if result["identical"] else "[bold red]no[/]",
+            *(duration(result[library]["seconds"]) for library in LIBRARIES),
+            spread(result["ratios"], 2),
         )
-    return found
-
-
-def as_object(prompts: list[str], result: Comparison) -> dict[str, Any]:
-    """One of the calls that ``--json`` prints; times in seconds."""
-    shown = ("row", "position", "tokens", "logit_gap")
-    return {
-        "prompts": prompts,
-        "identical": not result.differences,
-        "differences": [{name: getattr(d, name) for name in shown} for d in result.differences],
-        **{
-            library: {
-                "tokens": result.runs[library][0].padded,
-                "seconds": result.median(library),
-                "time_to_first_token": result.median(library, "first"),
-            }
-            for library in LIBRARIES
-        },
-        "ratio": result.ratio,
-        "ratios": result.ratios(),
-    }
+    out.print(rows)
+    for name, result in zip(names, results, strict=True):
+        for difference in result["differences"]:
+            place = f"row {difference['row']}, new token {difference['position'] + 1}"
+            words = escape(described(difference, tokenizer))
+            out.print(f"{escape(repr(name))}, [red]{place}:[/] {words}", soft_wrap=True)

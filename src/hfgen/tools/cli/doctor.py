@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ...settings.versions import TESTED
 from . import measure
-from .compare import compare_call
+from .compare import compare_call, described
 from .field_options import generation_config
 from .loading import load, quiet
 from .options import DebugOption, DtypeOption, JsonOption
@@ -206,8 +206,9 @@ def self_check(debug: bool) -> Iterator[Finding]:
                 yield Finding(topic, mode, f"{type(error).__name__}: {error}", "broken")
                 continue
             seconds = duration(time.perf_counter() - before)
-            if result.differences:
-                what = f"transformers' tokens differ: {result.differences[0].found}"
+            if result["differences"]:
+                words = described(result["differences"][0], loaded.tokenizer)
+                what = f"transformers' tokens differ: {words}"
                 yield Finding(topic, mode, what, "broken")
             else:
                 yield Finding(topic, mode, f"same tokens as transformers, {seconds}")

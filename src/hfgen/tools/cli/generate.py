@@ -188,7 +188,7 @@ def summary(result: measure.Generated) -> str:
     """One line: how many tokens, why they ended, how fast they came, and the memory."""
     reasons = ", ".join(dict.fromkeys(map(why, result.reasons)))
     return (
-        f"{result.tokens} tokens · {reasons} · first after {duration(result.first)} · "
+        f"{result.n_tokens} tokens · {reasons} · first after {duration(result.first)} · "
         f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
         f"peak {mebibytes(measure.peak_memory())}"
     )

@@ -51,7 +51,7 @@ class Generated:
     reasons: Sequence[str] = ()  # why each row ended, if the output is an object of hfgen's
 
     @property
-    def tokens(self) -> int:
+    def n_tokens(self) -> int:
         """New tokens of all rows."""
         return sum(map(len, self.rows))
 
@@ -68,7 +68,7 @@ class Generated:
     @property
     def per_second(self) -> float:
         """New tokens of all rows per second of the whole call."""
-        return self.tokens / self.seconds
+        return self.n_tokens / self.seconds
 
 
 def encode(loaded: Loaded, prompts: list[str]) -> dict[str, Any]:
