@@ -67,10 +67,10 @@ def bench(
         if limit is not None and most > limit:
             raise CliError(f"the model has {limit} positions, but {most} tokens were asked for")
         cases = []
-        for sizes in itertools.product(*lengths):
-            text = "{2} x {0} + {1} tokens".format(*sizes)
+        for n_prompt, n_new, n_rows in itertools.product(*lengths):
+            text = f"{n_rows} x {n_prompt} + {n_new} tokens"
             with err.status(text) if err.is_terminal else nullcontext():
-                cases.append(run_case(loaded, *sizes, repeat=repeat))
+                cases.append(run_case(loaded, n_prompt, n_new, n_rows, repeat))
     if as_json:
         print_json({"model": loaded.name, "repeat": repeat, "cases": cases})
     else:
