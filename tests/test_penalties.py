@@ -12,8 +12,11 @@ import torch
 
 import hfgen
 from hfgen.logits.processors.dry import Breakers, DryPenalty
-from hfgen.logits.processors.history import Counted
-from hfgen.logits.processors.repetition import OccurrencePenalty, RepetitionPenaltyLogitsProcessor
+from hfgen.logits.processors.repetition import (
+    Counted,
+    OccurrencePenalty,
+    RepetitionPenaltyLogitsProcessor,
+)
 from tests import tiny
 from tests.llama_cpp import Sampler, with_llama_cpp
 
@@ -58,17 +61,6 @@ def test_a_window_of_repetition() -> None:
     assert processor(torch.tensor([[3]]), ones).tolist() == [[1.0, 1.0, 1.0, 0.5]]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_repetition_of_long_texts_is_that_of_all_ids(rows: int) -> None:
-    torch.manual_seed(0)
-    ids, ours = torch.randint(0, 700, (rows, 1700)), RepetitionPenaltyLogitsProcessor(1.3)
-    for length in (5, 511, 512, 600, 1100, 1101, 1600, 1030, 400, 1700):
-        scores = scores_of(length, rows, 600)
-        seen = torch.zeros(rows, 701, dtype=torch.bool).scatter_(1, ids[:, :length], True)[:, :600]
-        expected = torch.where(seen, torch.where(scores < 0, scores * 1.3, scores / 1.3), scores)
-        assert torch.equal(ours(ids[:, :length], scores), expected)
-
-
 def test_a_breaker_ends_a_repeat() -> None:
     def taken_off(ids: list[int], breakers: list[Any], allowed: int = 2) -> dict[int, float]:
         processor = DryPenalty(1.0, 2.0, allowed, Breakers(breakers))
@@ -86,6 +78,32 @@ def test_a_breaker_ends_a_repeat() -> None:
     assert taken_off([1, 1, 1, 1], []) == {1: 2.0}
 
 
+def by_definition(row: list[int], least: int, last_n: int | None) -> dict[int, int]:
+    """By follower: for each earlier place, how many tokens before it are those at the end."""
+    row = row if last_n is None else row[-last_n:]
+    found: dict[int, int] = {}
+    for place in range(len(row) - 1):
+        n = 0
+        while n <= place and row[place - n] == row[len(row) - 1 - n]:
+            n += 1
+        if n >= least:
+            found[row[place + 1]] = max(found.get(row[place + 1], 0), n)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_repeats_by_definition(seed: int) -> None:
+    draw = random.Random(seed)
+    allowed, last_n = draw.randint(1, 4), draw.choice([None, 1, 5, 12])
+    processor = DryPenalty(1.0, 1.0, allowed, Breakers([]), last_n=last_n)
+    processor.longest = 100
+    row = some_tokens(draw, draw.randint(1, 40), draw.choice([1, 2, 3]))
+    assert processor.lengths(torch.tensor(row).numpy()) == by_definition(row, allowed, last_n)
+    processor.longest = 2
+    expected = {t: min(n, 2) for t, n in by_definition(row, allowed, last_n).items()}
+    assert processor.lengths(torch.tensor(row).numpy()) == (expected if allowed <= 2 else {})
+
+
 def test_the_penalty_of_long_repeats_stays_finite() -> None:
     processor = DryPenalty(2.0, 1.75, 1, Breakers([]))
     found = processor(torch.full((1, 400), 3), torch.zeros(1, 5))
@@ -99,8 +117,9 @@ def test_breakers_by_their_text() -> None:
     newline, a, b = (tokenizer.encode(c)[0] for c in ("\n", "a", "b"))
     assert breakers.is_breaker(newline)
     assert not breakers.is_breaker(a)
-    assert breakers.ends([a, b])
-    assert not breakers.ends([b])
+    assert breakers.n_since([b, b, a, b, b, a], 9) == 2
+    assert breakers.n_since([b, b, a], 9) == 3
+    assert breakers.n_since([a, b, b, b, b], 2) == 2
 
 
 # llama.cpp

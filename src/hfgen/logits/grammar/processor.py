@@ -25,8 +25,6 @@ class GrammarProcessor(LogitsProcessor):
     Rows that have ended keep their scores; among beams, they get the lowest.
     """
 
-    is_row_wise = True
-
     def __init__(self, llguidance: LLGuidance, follower: Follower, is_search: bool = False) -> None:
         """``is_search``: rows are beams, of which those that have ended must not win."""
         self.llguidance, self.follower, self.is_search = llguidance, follower, is_search
@@ -109,8 +107,6 @@ class NoTokenLeft(LogitsProcessor):
     Of the ``n_rows`` beams of a prompt, one with a token left is enough.
     """
 
-    is_row_wise = True
-
     def __init__(self, n_rows: int = 1) -> None:
         self.n_rows = n_rows
 
@@ -127,7 +123,6 @@ class NoTokenLeft(LogitsProcessor):
 class GrammarCriterion(StoppingCriteria):
     """Ends a row without an EOS token where its grammar allows nothing more."""
 
-    is_row_wise = True
     #: Rows may end before others do, and are padded then.
     ends_rows = True
     finish_reason = "grammar"

@@ -77,6 +77,13 @@ class Context:
         return ids if ids is not None and ids.dim() == 2 and not (ids < 0).any() else None
 
     @property
+    def n_pads(self) -> torch.Tensor | None:
+        """``(rows,)``: how many columns of padding each row of the decoder's prompt begins with."""
+        name = "decoder_attention_mask" if self.is_encoder_decoder else "attention_mask"
+        mask = self.model_kwargs.get(name)
+        return None if mask is None else (mask != 0).int().argmax(dim=1)
+
+    @property
     def min_tokens_to_keep(self) -> int:
         """Tokens that a warper has to leave: beams need one that ends none to go on with."""
         if self.config.num_beams is None or self.config.num_beams <= 1:

@@ -14,9 +14,6 @@ import torch
 from transformers import LogitsProcessor
 
 from .context import Context
-from .history import RowStates
-from .repetition import pads
-from .suffixes import SuffixAutomaton
 
 #: Up to here a power fits into a float32.
 _LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)
@@ -42,10 +39,8 @@ class Breakers:
         sequences = [list(item) for item in breakers if not isinstance(item, str | int)]
         sequences += [tokenizer.encode(s, add_special_tokens=False) for s in self.strings]
         self.sequences = [sequence for sequence in sequences if len(sequence) > 1]
+        self.widest = max(map(len, self.sequences), default=1)
         self._is_breaker.update((sequence[0], True) for sequence in sequences if len(sequence) == 1)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Breakers:
-        return self
 
     def is_breaker(self, token: int) -> bool:
         """Whether ``token`` alone is a breaker."""
@@ -54,74 +49,34 @@ class Breakers:
             self._is_breaker[token] = any(string in text for string in self.strings)
         return self._is_breaker[token]
 
-    def ends(self, tokens: list[int]) -> bool:
-        """Whether ``tokens`` end with a breaker."""
-        return self.is_breaker(tokens[-1]) or any(
-            tokens[-len(sequence) :] == sequence for sequence in self.sequences
-        )
+    def n_since(self, tokens: list[int], most: int) -> int:
+        """How many of ``tokens`` follow the last breaker, up to ``most``."""
+        length = len(tokens)
+        for n in range(min(most, length)):
+            end = length - n
+            if self.is_breaker(tokens[end - 1]) or any(
+                tokens[max(end - len(sequence), 0) : end] == sequence for sequence in self.sequences
+            ):
+                return n
+        return min(most, length)
 
 
-class Repeats:
-    """The repeats at the end of one row, and how each token would continue them.
+def repeats(tokens: Any, least: int, longest: int) -> dict[int, int]:
+    """The tokens that followed an earlier occurrence of the last ``n`` of ``tokens``, and the largest such ``n``.
 
-    No repeat reaches over a breaker.
+    ``tokens`` is a numpy array ``(length,)``, ``n`` is from ``least`` to ``longest``.
     """
-
-    def __init__(self, allowed: int, breakers: Breakers, last_n: int | None = None) -> None:
-        """``last_n``: how many tokens at the end are read; ``None`` for all."""
-        self.automaton, self.breakers, self.last_n = SuffixAutomaton(allowed), breakers, last_n
-        self.tokens: list[int] = []
-        #: For each length, how many tokens have followed the last breaker.
-        self.since_breaker = [0]
-
-    def push(self, token: int) -> None:
-        self.tokens.append(token)
-        if self.last_n is None:
-            self.automaton.push(token)
-        ends = self.breakers.ends(self.tokens)
-        self.since_breaker.append(0 if ends else self.since_breaker[-1] + 1)
-
-    def pop(self) -> None:
-        self.tokens.pop()
-        if self.last_n is None:
-            self.automaton.pop()
-        self.since_breaker.pop()
-
-    def copy(self) -> Repeats:
-        other = Repeats(self.automaton.least, self.breakers, self.last_n)
-        other.automaton = self.automaton.copy()
-        other.tokens, other.since_breaker = self.tokens.copy(), self.since_breaker.copy()
-        return other
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Repeats:
-        return self.copy()  # faster: drafts from the text copy the processors each time
-
-    def lengths(self, vocab: int) -> dict[int, int]:
-        """Tokens below ``vocab`` that would continue a repeat, and the length of the longest of these."""
-        if (limit := self.since_breaker[-1]) < self.automaton.least:
-            return {}
-        is_breaker = self.breakers.is_breaker
-        repeats = self.automaton.repeats() if self.last_n is None else self.repeats_in(self.last_n)
-        items = repeats.items()
-        return {t: min(n, limit) for t, n in items if t < vocab and not is_breaker(t)}
-
-    def repeats_in(self, n: int) -> dict[int, int]:
-        """``SuffixAutomaton.repeats`` of the last ``n`` tokens, by their Z-function (Gusfield 1997)."""
-        newest_first = self.tokens[: -n - 1 : -1]
-        size, least = len(newest_first), self.automaton.least
-        common, left, right = [0] * size, 0, 0
-        longest: dict[int, int] = {}
-        for i in range(1, size):
-            k = min(right - i, common[i - left]) if i < right else 0
-            while i + k < size and newest_first[k] == newest_first[i + k]:
-                k += 1
-            common[i] = k
-            if i + k > right:
-                left, right = i, i + k
-            if k >= least:
-                token = newest_first[i - 1]
-                longest[token] = max(longest.get(token, 0), k)
-        return longest
+    lengths: dict[int, int] = {}
+    places = (tokens[:-1] == tokens[-1:]).nonzero()[0]
+    for n in range(1, longest + 1):
+        if not len(places):
+            break
+        # Compare all occurrences one token further back.
+        goes_on = (places >= n) & (tokens[places - n] == tokens[-1 - n]) & (n < longest)
+        if n >= least:
+            lengths.update(dict.fromkeys(tokens[places[~goes_on] + 1].tolist(), n))
+        places = places[goes_on]
+    return lengths
 
 
 @dataclass(eq=False)
@@ -138,44 +93,39 @@ class DryPenalty(LogitsProcessor):
     n_pads: torch.Tensor | None = None
     last_n: int | None = None
 
-    is_row_wise = True
-
     def __post_init__(self) -> None:
-        self.history = RowStates(
-            lambda: Repeats(self.allowed, self.breakers, self.last_n), self.n_pads
-        )
-        self.largest_exponent = (
-            math.inf if self.base <= 1 else _LARGEST_EXPONENT / math.log(self.base)
-        )
-        self._penalties: dict[int, float] = {}
+        log_base = max(math.log(self.base), 1e-6) if self.base > 0 else 1e-6
+        #: The penalty of longer repeats is beyond float32.
+        self.longest = self.allowed + math.ceil(_LARGEST_EXPONENT / log_base)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.history.follow(input_ids)
         rows: list[int] = []
         tokens: list[int] = []
         penalties: list[float] = []
-        for row, state in enumerate(self.history.states):
-            if lengths := state.lengths(scores.shape[-1]):
-                rows += [row] * len(lengths)
-                tokens += lengths
-                penalties += map(self.penalty, lengths.values())
+        n_pads = [0] * len(scores) if self.n_pads is None else self.n_pads.tolist()
+        for row, (ids, n) in enumerate(zip(input_ids.cpu().numpy(), n_pads, strict=True)):
+            for token, length in self.lengths(ids[n:]).items():
+                if token < scores.shape[-1] and not self.breakers.is_breaker(token):
+                    penalty = self.multiplier * self.base ** (length - self.allowed)
+                    rows.append(row)
+                    tokens.append(token)
+                    penalties.append(min(penalty, torch.finfo(torch.float32).max))
         if not rows:
             return scores
-        row_index, token_index = torch.tensor([rows, tokens], device=scores.device)
+        index = torch.tensor([rows, tokens], device=scores.device)
         changes = -torch.tensor(penalties, dtype=scores.dtype, device=scores.device)
-        return scores.index_put((row_index, token_index), changes, accumulate=True)
+        return scores.index_put(tuple(index), changes, accumulate=True)
 
-    def penalty(self, length: int) -> float:
-        """The penalty of a token that would continue a repeat of ``length`` tokens."""
-        if (penalty := self._penalties.get(length)) is None:
-            exponent = min(length - self.allowed, self.largest_exponent)
-            penalty = min(self.multiplier * self.base**exponent, torch.finfo(torch.float32).max)
-            self._penalties[length] = penalty
-        return penalty
-
-    def reorder(self, index: torch.Tensor) -> None:
-        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
-        self.history.reorder(index)
+    def lengths(self, ids: Any) -> dict[int, int]:
+        """By token: the length of the longest repeat in ``ids (length,)`` that it would continue."""
+        tokens = ids if self.last_n is None else ids[-self.last_n :]
+        if not (lengths := repeats(tokens, self.allowed, self.longest)):
+            return {}
+        longest = max(lengths.values())
+        limit = self.breakers.n_since(ids[-longest - self.breakers.widest :].tolist(), longest)
+        if limit < self.allowed:
+            return {}
+        return {token: min(length, limit) for token, length in lengths.items()}
 
 
 def dry(multiplier: float, context: Context) -> DryPenalty | None:
@@ -186,4 +136,4 @@ def dry(multiplier: float, context: Context) -> DryPenalty | None:
     breakers = Breakers(DEFAULT_BREAKERS if breakers is None else breakers, context.tokenizer)
     base, allowed = float(context.own("dry_base")), int(context.own("dry_allowed_length"))
     last_n = None if last_n == -1 else last_n
-    return DryPenalty(float(multiplier), base, allowed, breakers, pads(context), last_n)
+    return DryPenalty(float(multiplier), base, allowed, breakers, context.n_pads, last_n)

@@ -16,8 +16,6 @@ class Feedback(LogitsProcessor):
     It keeps the state of each length, since a call may have fewer ids than the last (rejected drafts).
     """
 
-    is_row_wise = True
-
     def __init__(self) -> None:
         self.states: dict[int, torch.Tensor] = {}
         #: Of the last call: the length, and the log-probabilities ``(rows, vocab)`` that update the state.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +14,35 @@ from transformers.generation import logits_process as upstream
 from ... import families
 from .columns import expand, quotient
 from .context import Context
-from .history import Counted, Counts, Distinct
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Which ids of a row count: those from column ``first`` on, or the last ``window`` of these.
+
+    ``first`` may be a tensor ``(rows,)``, such as the numbers of pads. ``excluded (n,)`` never count.
+    """
+
+    first: int | torch.Tensor = 0
+    window: int | None = None
+    excluded: torch.Tensor | None = None
+
+    def tokens(self, ids: torch.Tensor, vocab: int) -> torch.Tensor:
+        """``(rows, n)`` of ``ids (rows, length)``, with ``vocab`` in place of what does not count."""
+        length, first = ids.shape[1], self.first
+        start = max(0, length - self.window) if self.window else 0
+        start = start if isinstance(first, torch.Tensor) else max(start, first)
+        tokens = ids[:, start:].clamp(max=vocab)
+        if self.excluded is not None:
+            tokens = tokens.masked_fill(torch.isin(tokens, self.excluded.to(ids.device)), vocab)
+        if isinstance(first, torch.Tensor):
+            columns = torch.arange(start, length, device=ids.device)
+            tokens = tokens.masked_fill(columns < first.to(ids.device)[:, None], vocab)
+        return tokens
 
 
 class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor):
     """Divides positive and multiplies negative scores of tokens that occurred by the penalty."""
-
-    is_row_wise = True
 
     def __init__(
         self,
@@ -39,31 +62,23 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
                 "`prompt_ignore_length` has to be an integer or a tensor of shape (rows,), but has "
                 f"the shape {tuple(ignored.shape)}."
             )
-        self._counted = window, excluded
         first = None if isinstance(ignored, torch.Tensor) else ignored
         super().__init__(1.0 if isinstance(penalty, torch.Tensor) else penalty, first)
         self.penalty, self.prompt_ignore_length = penalty, ignored
-
-    @property
-    def prompt_ignore_length(self) -> int | torch.Tensor | None:
-        """Tokens at the start that do not count. Some models assign to it, as Dia, which has other rows."""
-        return self._ignored
-
-    @prompt_ignore_length.setter
-    def prompt_ignore_length(self, ignored: int | torch.Tensor | None) -> None:
-        self._ignored, (window, excluded) = ignored, self._counted
-        n_pads, first = (ignored, 0) if isinstance(ignored, torch.Tensor) else (None, ignored or 0)
-        self.history = Distinct(Counted(first, window, n_pads, excluded))
+        self.window, self.excluded = window, excluded
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.dim() != 2 or input_ids.dim() != 2:
             return super().__call__(input_ids, scores)
-        vocab, ignored = scores.shape[-1], self.history.counted.n_pads
-        if ignored is not None and len(ignored) not in (1, len(input_ids)):
+        # Some models assign another one, as Dia, which has other rows.
+        vocab, ignored = scores.shape[-1], self.prompt_ignore_length
+        if isinstance(ignored, torch.Tensor) and len(ignored) not in (1, len(input_ids)):
             raise ValueError(
                 f"`prompt_ignore_length` has {len(ignored)} rows, the input ids {len(input_ids)}."
             )
-        tokens = self.history.tokens(input_ids, vocab)
+        tokens = Counted(0 if ignored is None else ignored, self.window, self.excluded).tokens(
+            input_ids, vocab
+        )
         padded = pad(scores, (0, 1))  # a column for ids that do not count
         penalty, token_scores = expand(self.penalty, len(scores)), padded.gather(1, tokens)
         is_negative = token_scores < 0
@@ -72,44 +87,29 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
         )
         return padded.scatter_(1, tokens, penalised)[:, :vocab]
 
-    def reorder(self, index: torch.Tensor) -> None:
-        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
-        self.history.reorder(index)
 
-
-class OccurrencePenalty(Counts, LogitsProcessor):
+class OccurrencePenalty(LogitsProcessor):
     """Takes ``penalty`` off a score for each time that its token has occurred, or once if ``of_presence``.
 
     As in OpenAI's API. ``penalty`` is a number, or a column ``(prompts, 1)``; 0 changes nothing.
     """
 
-    is_row_wise = True
-
     def __init__(
         self, penalty: float | torch.Tensor, counted: Counted, of_presence: bool = False
     ) -> None:
-        super().__init__(counted)
-        self.penalty, self.of_presence = penalty, of_presence
-
-    def begin(self, n_rows: int, device: torch.device) -> None:
-        super().begin(n_rows, device)
-        #: Of all tokens: ``(rows, vocab + 1)``.
-        self.penalties = torch.zeros(n_rows, self.vocab + 1, device=device)
-
-    def changed(self, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        counts = counts.clamp(max=1) if self.of_presence else counts
-        self.penalties.scatter_(1, tokens, counts * expand(self.penalty, len(tokens)))
-
-    def take(self, index: torch.Tensor) -> None:
-        super().take(index)
-        self.penalties = self.penalties[index]
+        self.penalty, self.counted, self.of_presence = penalty, counted, of_presence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if scores.shape[-1] != self.vocab:
-            self.vocab = scores.shape[-1]
-            self.forget()
-        self.follow(input_ids)
-        return scores - self.penalties[:, :-1]
+        tokens = self.counted.tokens(input_ids, scores.shape[1])
+        padded = pad(scores, (0, 1))  # a column for ids that do not count
+        token_scores = padded.gather(1, tokens)
+        counts = torch.ones_like(token_scores)
+        if not self.of_presence:  # count in the place of the scores, which saves memory
+            counts = (
+                padded.scatter_(1, tokens, 0.0).scatter_add_(1, tokens, counts).gather(1, tokens)
+            )
+        penalties = counts * expand(self.penalty, len(scores))
+        return padded.scatter_(1, tokens, token_scores - penalties)[:, :-1]
 
 
 class DiversityPenalty(LogitsProcessor):
@@ -140,7 +140,7 @@ def encoder_repetition_penalty(value: float, context: Context) -> upstream.Logit
 
 def repetition_penalty(penalty: Any, context: Context) -> RepetitionPenaltyLogitsProcessor:
     warn_without_prompt(context, "repetition_penalty")
-    n_pads = pads(context) if families.penalty_spares_padding() else None
+    n_pads = context.n_pads if families.penalty_spares_padding() else None
     return RepetitionPenaltyLogitsProcessor(penalty, n_pads, *_restriction(context))
 
 
@@ -165,14 +165,8 @@ def _as_float(value: Any) -> Any:
 def _of_output(context: Context) -> Counted:
     """The generated tokens, or the last of all tokens if there is a window."""
     window, excluded = _restriction(context)
-    return Counted(0 if window else context.prompt_length, window, pads(context), excluded)
-
-
-def pads(context: Context) -> torch.Tensor | None:
-    """``(rows,)``: how many columns of padding each row of the decoder's prompt begins with."""
-    name = "decoder_attention_mask" if context.is_encoder_decoder else "attention_mask"
-    mask = context.model_kwargs.get(name)
-    return None if mask is None else (mask != 0).int().argmax(dim=1)
+    n_pads = 0 if context.n_pads is None else context.n_pads
+    return Counted(n_pads if window else context.prompt_length, window, excluded)
 
 
 def _restriction(context: Context) -> tuple[int | None, torch.Tensor | None]:

@@ -23,8 +23,6 @@ class DynamicTemperature(LogitsProcessor):
     llama.cpp's ``temp_ext``.
     """
 
-    is_row_wise = True
-
     def __init__(self, temperature: float, span: float, exponent: float) -> None:
         self.temperature, self.span, self.exponent = temperature, span, exponent
 
@@ -47,8 +45,6 @@ class DynamicTemperature(LogitsProcessor):
 class QuadraticSmoothing(LogitsProcessor):
     """Scores fall off from the best with the square of the distance: ``max - factor * (max - score) ** 2``."""
 
-    is_row_wise = True
-
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
@@ -59,8 +55,6 @@ class QuadraticSmoothing(LogitsProcessor):
 
 class Truncation(LogitsProcessor):
     """Drops the tokens of ``drops``, but for the ``min_tokens_to_keep`` best."""
-
-    is_row_wise = True
 
     def __init__(self, value: Any, min_tokens_to_keep: int = 1) -> None:
         self.value, self.min_tokens_to_keep = value, min_tokens_to_keep
@@ -117,7 +111,6 @@ class ExcludeTopChoices(LogitsProcessor):
     generator.
     """
 
-    is_row_wise = True
     #: Tells this use of a row's noise from others.
     SALT: ClassVar[int] = -2
 

@@ -24,8 +24,6 @@ class ThinkingBudget(LogitsProcessor):
     The count of a length comes from the previous length, at a constant cost, or else from the ids.
     """
 
-    is_row_wise = True
-
     def __init__(
         self,
         budget: int,

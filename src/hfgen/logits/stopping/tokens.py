@@ -35,7 +35,7 @@ class RowLengthCriteria(MaxLengthCriteria):
 class RowEosCriteria(StoppingCriteria):
     """Ends each row at the EOS tokens of its own prompt."""
 
-    ends_rows = is_row_wise = True
+    ends_rows = True
 
     def __init__(self, tokens: list[torch.Tensor | None]) -> None:
         """``tokens``: ``(n_eos,)`` of each prompt."""
