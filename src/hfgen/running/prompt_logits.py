@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from .. import families
@@ -64,11 +65,11 @@ class PromptLogits:
     @property
     def is_token(self) -> Tensor:
         """``(prompts, length)``: bools, false where there is padding."""
-        name = "decoder_attention_mask" if self.is_encoder_decoder else "attention_mask"
-        mask = self.kwargs.get(name)
-        if isinstance(mask, Tensor) and mask.shape == self.ids.shape:
-            return mask.bool()
-        return torch.ones_like(self.ids, dtype=torch.bool)
+        prefix = "decoder_" if self.is_encoder_decoder else ""
+        mask: Any = self.kwargs.get(prefix + "attention_mask")
+        if not isinstance(mask, Tensor) or mask.shape != self.ids.shape:
+            mask = torch.ones_like(self.ids)
+        return mask.bool()
 
     def of(self, watched: Body | None = None) -> Iterator[Tensor]:
         """The logits; ``watched``: the body of the call's own prefill, if it was watched."""
@@ -146,23 +147,19 @@ class Body:
         """A view of the model that keeps what its body returns, and makes logits of the last position."""
         view = self.model
         for path in reversed(self.outputs):  # the innermost first
-            view = self._keeping(view, path)
+            view = replaced(view, path, partial(self._call, view.get_submodule(path), path))
         return view
 
-    def _keeping(self, view: Any, path: str) -> Any:
-        module = view.get_submodule(path)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self.depth += 1
-            outputs = module(*args, **kwargs)
-            self.depth -= 1
-            states = _states(outputs)
-            self.outputs[path].append(None if states is None else _bare(outputs, states))
-            if self.depth or states is None:
-                return outputs
-            return _with_states(outputs, states[:, -1:])
-
-        return replaced(view, path, called)
+    def _call(self, module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
+        self.depth += 1
+        outputs = module(*args, **kwargs)
+        self.depth -= 1
+        states = _states(outputs)
+        bare = None if states is None else _with_states(outputs, states, is_bare=True)
+        self.outputs[path].append(bare)
+        if self.depth or states is None:
+            return outputs
+        return _with_states(outputs, states[:, -1:])
 
     def covers(self, ids: Tensor) -> bool:
         """Whether a module has returned the states of ``ids (prompts, length)``, or of rows of theirs.
@@ -227,17 +224,16 @@ def _states(outputs: Any) -> Any:
     return states if isinstance(states, Tensor) and states.ndim == 3 else None
 
 
-def _with_states(outputs: Any, states: Tensor) -> Any:
-    """``outputs`` of a body with other hidden states."""
-    if isinstance(outputs, ModelOutput):
-        outputs = copy.copy(outputs)
-        outputs[next(iter(outputs))] = states
-        return outputs
-    return (states, *outputs[1:])
+def _with_states(outputs: Any, states: Tensor, is_bare: bool = False) -> Any:
+    """``outputs`` of a body with other hidden states; ``is_bare``: without a cache, other layers' states, ….
 
-
-def _bare(outputs: Any, states: Tensor) -> Any:
-    """``outputs`` of a body without a cache, other layers' states and so on."""
-    if isinstance(outputs, ModelOutput):
-        return type(outputs)(**{next(iter(outputs)): states})
-    return (states, *(None for _ in outputs[1:]))
+    A ``ModelOutput`` or a tuple; its first item are the states.
+    """
+    if not isinstance(outputs, ModelOutput):
+        return (states, *(None if is_bare else part for part in outputs[1:]))
+    name = next(iter(outputs))
+    if is_bare:
+        return type(outputs)(**{name: states})
+    outputs = copy.copy(outputs)
+    outputs[name] = states
+    return outputs

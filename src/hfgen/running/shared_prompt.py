@@ -7,7 +7,7 @@ as they were before that; its outputs and cache are expanded instead.
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 from weakref import WeakSet
 
 import torch
@@ -43,31 +43,42 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     # Its tensors are not needed after this.
     shared, run.call.shared_prompt = run.call.shared_prompt, None
     cache, device = run.model_kwargs.get("past_key_values"), run.ids.device
-    before: list[torch.Tensor] = []
-    if _can_fan_out(shared, run.model, run.ids, cache):
-        states, spare = module_tensors(run.model), copy.deepcopy(cache)
-        before = generator_states(device)
-        kwargs = run.model_kwargs | shared.model_kwargs | {"past_key_values": cache}
-        kwargs = with_own_states(kwargs)
-        outputs = run.model._prefill(
-            shared.ids, run.config, kwargs, is_first_iteration=is_first_iteration
+
+    def forward(ids: torch.Tensor, kwargs: ModelKwargs) -> ModelOutput:
+        outputs = run.model._prefill(ids, run.config, kwargs, is_first_iteration=is_first_iteration)
+        return cast(ModelOutput, outputs)
+
+    if not _can_fan_out(shared, run.model, run.ids, cache):
+        return forward(run.ids, run.model_kwargs)
+    prompts = torch.arange(len(shared.ids), device=device).repeat_interleave(shared.n)
+    states, spare = module_tensors(run.model), copy.deepcopy(cache)
+    before = generator_states(device)
+    kwargs = run.model_kwargs | shared.model_kwargs | {"past_key_values": cache}
+    outputs = forward(shared.ids, with_own_states(kwargs))
+    after = generator_states(device)
+    is_quiet = all(map(torch.equal, before, after))
+    if is_quiet and not (have_changed(run.model, states) or has_other_caches(outputs)):
+        del spare
+        if (cache := outputs.get("past_key_values")) is not None:
+            layers.repeat(cache, prompts)
+            run.shares_prompts = True
+        # Without a cache, the model forwards all ids again at the next step.
+        rows_of_states = families.rows_of_states(run.model)
+        map_outputs(
+            outputs, lambda part, dim: part.repeat_interleave(shared.n, dim=dim), rows_of_states
         )
-        after = generator_states(device)
-        is_quiet = all(map(torch.equal, before, after))
-        if is_quiet and not (have_changed(run.model, states) or has_other_caches(outputs)):
-            del spare
-            _expand(run, shared, outputs)
-            return outputs
-        set_generator_states(device, before)
-        _NOT_SHARED.add(type(run.model))
-        vars(cache).clear()
-        vars(cache).update(vars(spare))
-        if layers.count(cache) is not None:
-            layers.take(cache, _prompts_of_rows(run, shared))
-    outputs = run.model._prefill(
-        run.ids, run.config, run.model_kwargs, is_first_iteration=is_first_iteration
-    )
-    if before and all(map(torch.equal, before, generator_states(device))):
+        # Idefics feeds its images again.
+        if isinstance(images := outputs.get("image_hidden_states"), torch.Tensor):
+            outputs["image_hidden_states"] = images.repeat_interleave(shared.n, dim=0)
+        return outputs
+    set_generator_states(device, before)
+    _NOT_SHARED.add(type(run.model))
+    vars(cache).clear()
+    vars(cache).update(vars(spare))
+    if layers.count(cache) is not None:
+        layers.take(cache, prompts)
+    outputs = forward(run.ids, run.model_kwargs)
+    if all(map(torch.equal, before, generator_states(device))):
         set_generator_states(device, after)  # drawn once: BigBird's first forward makes layers
     return outputs
 
@@ -78,25 +89,6 @@ def with_own_states(kwargs: ModelKwargs) -> ModelKwargs:
         return kwargs
     copies = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in states.items()}
     return kwargs | {"encoder_outputs": type(states)(**copies)}
-
-
-def _expand(run: Run, shared: SharedPrompt, outputs: ModelOutput) -> None:
-    """Repeat the prompts' rows in ``outputs``, and in the cache among them, in place."""
-    if (cache := outputs.get("past_key_values")) is not None:
-        layers.repeat(cache, _prompts_of_rows(run, shared))
-        run.shares_prompts = True
-    # Without a cache, the model forwards all ids again at the next step.
-    n, rows_of_states = shared.n, families.rows_of_states(run.model)
-    map_outputs(outputs, lambda states, dim: states.repeat_interleave(n, dim=dim), rows_of_states)
-    # Idefics feeds its images again.
-    if isinstance(images := outputs.get("image_hidden_states"), torch.Tensor):
-        outputs["image_hidden_states"] = images.repeat_interleave(n, dim=0)
-
-
-def _prompts_of_rows(run: Run, shared: SharedPrompt) -> torch.Tensor:
-    """``(rows,)``: which prompt each row continues."""
-    prompts = torch.arange(len(shared.ids), device=run.ids.device)
-    return prompts.repeat_interleave(shared.n)
 
 
 def is_possible(run: Run) -> bool:
