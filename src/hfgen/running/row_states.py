@@ -31,6 +31,8 @@ LIBRARIES_OF_LAYERS = (
     *("quark", "sinq", "spqr_quant", "torchao", "vptq"),
 )
 
+_FUNCTIONS = frozenset((FunctionType, MethodType, partial))
+
 #: Tensors by module and name, each with how often it was written to.
 ModuleTensors = dict[tuple[int, str], tuple[torch.Tensor, int | None]]
 
@@ -56,7 +58,7 @@ def foreign_code(model: Any) -> str | None:
     for module in model.modules():
         attentions.add(getattr(vars(module).get("config"), "_attn_implementation", None))
         for name, value in vars(module).items():
-            if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
+            if type(value) in _FUNCTIONS and not _is_known(value):
                 return f"{type(module).__name__}.{name}"
         if type(module) not in classes:
             classes |= dict.fromkeys(type(module).__mro__)
@@ -66,13 +68,15 @@ def foreign_code(model: Any) -> str | None:
             continue
         for value in attributes.values():
             value = getattr(value, "__func__", value)  # of a class method
-            if type(value) in _FUNCTIONS and not _is_row_wise_code(value):
+            if type(value) in _FUNCTIONS and not _is_known(value):
                 return cls.__name__
     for name, function in ALL_ATTENTION_FUNCTIONS.items():
-        if name in attentions and not _is_row_wise_code(function):
+        if name in attentions and not _is_known(function):
             return str(name)
-    own_hooks = (hook for hook in _hooks(model) if not _is_row_wise(hook))
-    return next((getattr(hook, "__qualname__", type(hook).__name__) for hook in own_hooks), None)
+    for hook in _hooks(model):
+        if not _is_known(hook, LIBRARIES):
+            return str(getattr(hook, "__qualname__", type(hook).__name__))
+    return None
 
 
 def has_list_of_rows(model_kwargs: ModelKwargs, n_rows: int) -> bool:
@@ -86,9 +90,6 @@ def has_own_hooks(model: Any) -> bool:
     return not all(map(is_of, _hooks(model)))
 
 
-_FUNCTIONS = frozenset((FunctionType, MethodType, partial))
-
-
 def _hooks(model: Any) -> Iterator[Any]:
     yield from torch_module._global_forward_pre_hooks.values()
     yield from torch_module._global_forward_hooks.values()
@@ -98,14 +99,11 @@ def _hooks(model: Any) -> Iterator[Any]:
             yield from (hook, *getattr(hook, "hooks", ()))
 
 
-def _is_row_wise(hook: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
-    if (declared := getattr(hook, "is_row_wise", None)) is not None:
+def _is_known(function: Any, libraries: tuple[str, ...] = LIBRARIES_OF_LAYERS) -> bool:
+    """Whether a function or hook is declared to look at each row by itself, or is of ``libraries``."""
+    if (declared := getattr(function, "is_row_wise", None)) is not None:
         return bool(declared)
-    return is_of(hook, libraries)
-
-
-def _is_row_wise_code(function: Any) -> bool:
-    return _is_row_wise(function, LIBRARIES_OF_LAYERS)
+    return is_of(function, libraries)
 
 
 def is_of(function: Any, libraries: tuple[str, ...] = LIBRARIES) -> bool:
@@ -141,8 +139,8 @@ def module_tensors(model: Any) -> ModuleTensors:
 def have_changed(model: Any, before: ModuleTensors) -> bool:
     """Whether a module got another tensor since ``module_tensors``, or one was written to."""
     for key, (value, version) in module_tensors(model).items():
-        was, version_then = before.get(key, (None, None))
-        if value is not was or version != version_then:
+        old_value, old_version = before.get(key, (None, None))
+        if value is not old_value or version != old_version:
             return True
     return False
 
@@ -174,18 +172,15 @@ ASYNCHRONOUS = ("cuda", "mps", "xpu")
 
 def generator_states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's generators that a forward on ``device`` may draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "mps":
-        states.append(torch.mps.get_rng_state())
-    elif device.type in ASYNCHRONOUS:
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
+    if device.type not in ASYNCHRONOUS:
+        return [torch.get_rng_state()]
+    own = () if device.type == "mps" else (device,)  # MPS has one device
+    return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(*own)]
 
 
 def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
     """Set what ``generator_states`` has returned."""
     torch.set_rng_state(states[0])
-    if device.type == "mps":
-        torch.mps.set_rng_state(states[1])
-    elif device.type in ASYNCHRONOUS:
-        torch.get_device_module(device).set_rng_state(states[1], device)
+    if len(states) == 2:
+        own = () if device.type == "mps" else (device,)
+        torch.get_device_module(device).set_rng_state(states[1], *own)
