@@ -1,9 +1,15 @@
 """Running the model: prompts, steps, and how a step is launched. No other package calls the model.
 
-Read ``executor.py`` first: it forwards prompts and steps. A step is launched kernel by kernel, by
-``torch.compile`` of the whole forward, or by ``graphs.py`` (CUDA graphs, by ``recorders.py``). ``hfgen.optimize`` changes what is launched: kernels of ``linears/``, and one graph for all
-decoder layers (``compiled_layers.py``, ``layer_graphs.py``). ``ahead.py`` launches the next step before the
-host reads whether the call is over.
+Read ``executor.py`` first: it forwards prompts (``prefill.py`` in parts, ``shared_prompt.py`` once for many
+rows) and steps (``step_inputs.py`` makes their arguments). A step is launched
+
+* kernel by kernel, by the model's own call;
+* by a compiled forward (``compiled.py``), on a cache of fixed length;
+* as a recorded CUDA graph (``graphs.py``, ``recorders.py``), with ``use_cuda_graph``.
+
+``hfgen.optimize`` changes what is launched: kernels of ``linears/``, and one graph for all decoder layers
+(``compiled_layers.py``, ``layer_graphs.py``). ``ahead.py`` launches the next step before the host reads
+whether the call is over.
 """
 
 from .executor import Executor, call, last_logits, next_token, prefill
