@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import hfgen
-from hfgen.running.prefix import padding
+from hfgen.running.prefix import session
 from tests.parity.harness import FAMILIES, forget_models, ours
 from tests.parity.options import vocab_size
 from tests.parity.speculation import TOLERANCE, UNSTEADY
@@ -109,7 +109,7 @@ def check(name: str) -> list[str]:
         plain = outcome(model, call)
         model.prefix_cache = prefixes
         # Rows of a batch catch up, although these are so short that it does not pay.
-        with mock.patch.object(padding, "FORWARD", 3):
+        with mock.patch.object(session, "FORWARD", 3):
             reused = outcome(model, call)
         del model.prefix_cache
         saved.append(f"{what} {prefixes.stats.tokens_saved - before}")

@@ -14,8 +14,7 @@ from .. import shared_prompt
 from . import eligibility
 from .cache import PrefixCache, PrefixStats
 from .eligibility import Reason
-from .padding import Layout
-from .session import TOO_LARGE, PrefixSession
+from .session import Layout, PrefixSession
 
 __all__ = ["PrefixCache", "PrefixStats", "begin", "check", "take_argument"]
 
@@ -80,15 +79,6 @@ def begin(model: Any, call: Call, prompt: Prompt) -> None:
         return prefix_request.refuse(layout)
     prefixes = prefix_request.prefixes
     session = PrefixSession(prefixes, model, call.config, cache, rows, layout)
-    per_token, limit = session.bytes_per_token(), prefixes.max_bytes
-    if per_token is not None and (needed := session.needed(per_token)) > limit:
-        if prefix_request.by_name:
-            raise ValueError(
-                f"`prefix_cache` may hold {limit} bytes (`max_bytes`), but the keys and values of a "
-                f"prompt of {rows.ids.shape[1]} tokens take {needed}, {per_token} for each. Raise "
-                "`max_bytes`, or leave `prefix_cache` out."
-            )
-        return prefixes._bypass(TOO_LARGE)
     session.fill(call.config)
     call.prefix_session = session
     return None

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...memory import fingerprint
 from ...settings.fields import FieldError
 from . import files
-from .radix import Forest, KeyValues, Match, bytes_per_token
+from .radix import Forest, KeyValues, Match
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,6 @@ class PrefixCache:
     def _insert(self, key: Hashable, tokens: Tensor, states: KeyValues) -> None:
         with self._lock:
             self._forest.insert(key, tokens, states)
-
-    def _bytes_per_token(self, key: Hashable) -> int | None:
-        with self._lock:
-            if (root := self._forest.roots.get(key)) is None:
-                return None
-            return bytes_per_token(next(iter(root.children.values())).states)
 
     def _count(self, rows: Sequence[Tensor], saved: Sequence[int]) -> None:
         """Count the prompts of a call, and how many tokens of each are not forwarded."""

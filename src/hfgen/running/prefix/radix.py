@@ -17,6 +17,9 @@ from torch import Tensor
 #: Keys and values of a run of tokens, one layer after the other: each ``(heads, n, size)``.
 KeyValues = tuple[Tensor, ...]
 
+#: Where a first token is: ``("position", n)``, or ``("column", n)`` if the model takes no positions.
+Offset = tuple[str, int]
+
 #: What a node, and a tensor besides its numbers, take in memory: resident size of 100,000 of them.
 NODE_BYTES, TENSOR_BYTES = 512, 512
 

@@ -1,13 +1,14 @@
 """One call with a ``PrefixCache``: fills the call's cache from the store, and adds to the store.
 
-The cache is filled up to the same column ``end`` in all rows, and the ordinary prefill goes on from
-there. Rows with a shorter stored prefix are forwarded up to ``end`` first: they catch up.
+Columns are positions in the padded batch. The cache is filled up to the same column ``end`` in all rows,
+and the ordinary prefill goes on from there. Rows with a shorter stored prefix are forwarded up to ``end``
+first: they catch up.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,73 @@ from ...state.run import Run, Step
 from ..prefill import forward_up_to
 from . import windows
 from .cache import PrefixCache
-from .padding import Layout, best_end, lagging
-from .radix import KeyValues, Match, bytes_per_token, size
+from .eligibility import Reason
+from .radix import KeyValues, Match, Offset, bytes_per_token, size
 from .windows import attention_layers, key_values
 
 TOO_LARGE = "the prompt is larger than `max_bytes`"
+
+#: What a forward pass costs besides its tokens, in tokens.
+FORWARD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Row ``i`` has ``ids[i, pads[i]:]``, from ``offsets[i]`` on. ``ids (rows, length)`` on the CPU."""
+
+    ids: Tensor
+    pads: list[int]
+    offsets: list[Offset]
+
+    @classmethod
+    def of(cls, ids: Tensor, model_kwargs: ModelKwargs) -> Layout | Reason:
+        rows, length = ids.shape
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        pads = [0] * rows
+        if mask is not None:
+            mask = mask.cpu()
+            pads = [int(pad) for pad in length - mask.sum(dim=1)]
+            is_left = torch.arange(length) >= torch.tensor(pads)[:, None]
+            if not torch.equal(mask, is_left.to(mask.dtype)):
+                return Reason("`attention_mask` masks more than padding on the left")
+            if max(pads) == length:
+                return Reason("`attention_mask` masks a whole row")
+        if positions is None:
+            return cls(ids.cpu(), pads, [("column", pad) for pad in pads])
+        if positions.ndim == 3 and (positions == positions[0]).all():
+            positions = positions[0]  # multimodal rotary positions, of text alone
+        if positions.ndim != 2 or positions.shape[1] != length:
+            return Reason("`position_ids` is not one position per token")
+        offsets: list[Offset] = []
+        for row, pad in zip(positions.cpu().expand(rows, -1), pads, strict=True):
+            first = int(row[pad])
+            offsets.append(("position", first))
+            if not torch.equal(row[pad:], torch.arange(first, first + length - pad)):
+                return Reason("`position_ids` does not count on from token to token")
+        return cls(ids.cpu(), pads, offsets)
+
+    def tokens(self, row: int, end: int | None = None) -> Tensor:
+        return self.ids[row, self.pads[row] : end].long()
+
+
+def lagging(starts: Sequence[int], end: int) -> dict[int, list[int]]:
+    """Rows that start before column ``end``, by the column from which on they catch up together."""
+    groups: dict[int, list[int]] = {}
+    for start, row in sorted((start, row) for row, start in enumerate(starts) if start < end):
+        last = max(groups, default=-FORWARD)
+        groups.setdefault(start if start - last >= FORWARD else last, []).append(row)
+    return groups
+
+
+def best_end(starts: Sequence[int], length: int) -> int:
+    """Up to which column to fill the cache, so that the least is forwarded."""
+
+    def cost(end: int) -> int:
+        groups = lagging(starts, end).items()
+        caught_up = sum(FORWARD + len(rows) * (end - start) for start, rows in groups)
+        return caught_up + len(starts) * (length - end)
+
+    return min((0, *sorted(set(starts))), key=cost)
 
 
 class PrefixSession:
@@ -56,27 +119,6 @@ class PrefixSession:
         """Release the cache: the rows move to the cache of a batch, with windows of the usual size."""
         windows.stop(self.cache)
         self.cache = None
-
-    def bytes_per_token(self) -> int | None:
-        """Bytes of a stored token; ``None`` if neither the store nor the config says."""
-        if (stored := self.prefixes._bytes_per_token(self.keys[0])) is not None:
-            return stored
-        text = self.model.config.get_text_config(decoder=True)
-        shape = self.model._get_static_cache_init_shape()
-        # Falcon, which has another name for its heads, gets a shape that is too large.
-        has_shape = shape is not None and getattr(text, "num_key_value_heads", None)
-        if not has_shape or torch.is_autocast_enabled(self.model.device.type):
-            return None
-        heads, sizes = (n if isinstance(n, list) else len(self.layers) * [n] for n in shape)
-        if len(heads) != len(sizes):  # layers that share others' keys are among them
-            return None
-        numbers = sum(map(operator.mul, heads, sizes))
-        return torch.long.itemsize + 2 * self.model.dtype.itemsize * numbers
-
-    def needed(self, per_token: int) -> int:
-        """Bytes of the longest prompt when it is stored."""
-        n_tokens = self.ids.shape[1] - min(self.layout.pads)
-        return size(n_tokens, per_token, 2 * len(self.layers))
 
     def fill(self, config: Any) -> None:
         """Fill the call's empty cache with stored states of all but the last token of each prompt."""
@@ -152,7 +194,7 @@ class PrefixSession:
             self.give_up(f"{name} puts another cache in the place of its own")
         elif not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
             self.give_up(f"{name} does not cache one state per token")
-        elif self.needed(bytes_per_token(key_values(layers))) > self.prefixes.max_bytes:
+        elif self._bytes_of_longest(key_values(layers)) > self.prefixes.max_bytes:
             self.give_up(TOO_LARGE)
         elif not self._has_changed():
             repeats = len(run.ids) // len(self.ids)
@@ -160,6 +202,11 @@ class PrefixSession:
                 row, is_repeated = divmod(run_row, repeats)
                 if not is_repeated:
                     self._store(row, cache_row, self.layout.tokens(row))
+
+    def _bytes_of_longest(self, states: KeyValues) -> int:
+        """Bytes of the longest prompt when it is stored with keys and values like ``states``."""
+        n_tokens = self.ids.shape[1] - min(self.layout.pads)
+        return size(n_tokens, bytes_per_token(states), len(states))
 
     def _has_changed(self) -> bool:
         """Give up if the model is another than when the call began: an adapter was switched."""

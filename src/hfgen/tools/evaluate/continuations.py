@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...running import shared_prefix
-from ...running.prefix.padding import FORWARD
+from ...running.prefix.session import FORWARD
 from ...running.shared_prefix import Forwarded, Prefixes
 
 #: Without a batch size: tokens that are forwarded at once. Logits of prompts are made some positions
