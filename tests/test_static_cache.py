@@ -289,16 +289,6 @@ def test_slowly_growing_calls_are_rarely_given_new_memory(model):
 
 
 @holders_are_told
-def test_memory_is_no_longer_than_max_cache_len(model):
-    greedy(model, tiny.prompt(1, 40), 5, **STATIC)
-    greedy(model, tiny.prompt(1, 50), 5, max_cache_len=60, **STATIC)
-    assert pool_of(model).idle[0].size.length == 60
-    before = addresses(model)
-    greedy(model, tiny.prompt(1, 54), 5, max_cache_len=60, **STATIC)
-    assert addresses(model) == before
-
-
-@holders_are_told
 def test_the_old_memory_goes_before_the_new_one_comes(monkeypatch):
     lender = Pool()
     lease = lender.lend(Size(1, 10))
@@ -315,21 +305,18 @@ def test_the_old_memory_goes_before_the_new_one_comes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("had", "asked", "longest", "size"),
+    ("had", "asked", "size"),
     [
-        (Size(1, 100), Size(1, 101), None, Size(1, 150)),
-        (Size(1, 100), Size(1, 101), 120, Size(1, 120)),
-        (Size(1, 100), Size(1, 200), 120, Size(1, 200)),
-        (Size(1, 100), Size(1, 200), None, Size(1, 200)),
-        (Size(1, 100), Size(4, 50), None, Size(4, 100)),
-        (Size(8, 50), Size(1, 2000), None, Size(1, 2000)),  # not eight rows of 2,000
-        (Size(1, 2000), Size(8, 50), None, Size(8, 50)),
-        (Size(2, 10, 40), Size(2, 10, 41), None, Size(2, 10, 60)),
+        (Size(1, 100), Size(1, 101), Size(1, 150)),
+        (Size(1, 100), Size(1, 200), Size(1, 200)),
+        (Size(8, 50), Size(1, 2000), Size(1, 2000)),  # not eight rows of 2,000
+        (Size(1, 2000), Size(8, 50), Size(8, 50)),
+        (Size(2, 10, 40), Size(2, 10, 41), Size(2, 10, 60)),
     ],
 )
-def test_what_replaces_a_cache_that_is_too_small(had, asked, longest, size):
+def test_what_replaces_a_cache_that_is_too_small(had, asked, size):
     assert not had.holds(asked)
-    assert had.enlarged(asked, longest) == size
+    assert had.enlarged(asked) == size
     assert size.holds(asked)
 
 

@@ -39,29 +39,11 @@ class Size(NamedTuple):
         """Whether a cache of this size is enough."""
         return all(map(operator.le, requested, self))
 
-    def enlarged(self, requested: Size, longest: int | None) -> Size:
-        """The size of the cache that replaces one of this size, which was not enough.
-
-        Lengths grow in steps up to ``longest``. Rows and lengths that different calls needed are
-        combined, unless that takes more than twice the memory of one of them.
-        """
-
-        def step(length: int, needed: int) -> int:
-            if needed <= length:
-                return length
-            grown = int(length * GROWTH)
-            return max(needed, grown if longest is None else min(grown, longest))
-
-        both = Size(
-            max(self.rows, requested.rows),
-            step(self.length, requested.length),
-            step(self.source_length, requested.source_length),
-        )
-        return both if both._area <= 2 * max(self._area, requested._area) else requested
-
-    @property
-    def _area(self) -> int:
-        return self.rows * (self.length + self.source_length)
+    def enlarged(self, requested: Size) -> Size:
+        """The size of the cache that replaces one of this size, which was not enough: lengths grow in steps."""
+        lengths = zip(self[1:], requested[1:], strict=True)
+        steps = (max(new, int(old * GROWTH)) if new > old else new for old, new in lengths)
+        return Size(requested.rows, *steps)
 
 
 class CacheBuffers:
@@ -70,12 +52,6 @@ class CacheBuffers:
     def __init__(self, size: Size) -> None:
         self.size = size
         self.tensors: dict[Place, Tensor] = {}
-        #: The rows and tokens of a buffer that may be other than zero.
-        self.written: dict[Place, tuple[int, int]] = {}
-        #: Up to which token layers of full attention were written outside of compiled graphs, and the
-        #: counter of tokens that graphs update.
-        self.reached = 0
-        self.count: Tensor | None = None
         #: On accelerators, the layers' counters of tokens; and what was recorded of steps on all these.
         self.counters: dict[Place, Tensor] = {}
         self.graphs: dict[Hashable, Any] = {}
@@ -93,22 +69,19 @@ class CacheBuffers:
         """Zeros ``(rows, heads, length, size)`` for states; a new buffer has ``capacity`` tokens."""
         rows, heads, _, size = states.shape
         buffer = self.tensors.get(place)
-        if buffer is not None and not _fits(buffer, states, length):
-            del self.tensors[place]  # freed first
-            buffer = None
-        if buffer is None:
-            self.written.pop(place, None)
+        if buffer is None or not _fits(buffer, states, length):
+            self.tensors.pop(place, None)
+            del buffer  # freed first
             self.graphs.clear()  # they hold the address of the one before
             shape = (max(rows, self.size.rows), heads, max(length, capacity), size)
             try:
                 self.tensors[place] = buffer = states.new_zeros(shape)
             except (RuntimeError, MemoryError):  # the next call may ask for less
                 self.tensors.clear()
-                self.written.clear()
                 raise
-        self._clear(place)
-        self.written[place] = (rows, length)
-        return buffer[:rows, :, :length]
+            return buffer[:rows, :, :length]
+        # A NaN of an earlier call would be a NaN even where a mask hides it.
+        return buffer[:rows, :, :length].zero_()
 
     def counter(self, place: Place, layer: Any) -> Tensor:
         """A layer's counter of tokens, on its device, at an address that stays from cache to cache."""
@@ -127,26 +100,8 @@ class CacheBuffers:
             or buffer.untyped_storage().data_ptr() != like.untyped_storage().data_ptr()
         ):
             return None
-        written, length = self.written[place]
-        self.written[place] = (max(written, rows), length)
+        buffer[len(like) : rows, :, : like.shape[2]].zero_()
         return buffer[:rows, :, : like.shape[2]]
-
-    def reach(self, length: int) -> None:
-        """Note that layers of full attention were written up to ``length`` tokens."""
-        self.reached = max(self.reached, length)
-
-    def clear(self) -> None:
-        """Zero what was written: a NaN of an earlier call is a NaN even where a mask hides it."""
-        for place in list(self.written):
-            self._clear(place)
-        self.reached, self.count = 0, None
-
-    def _clear(self, place: Place) -> None:
-        rows, length = self.written.pop(place, (0, 0))
-        if place[0] == FILLED and self.count is not None and self.count.is_cpu:
-            length = min(length, max(self.reached, int(self.count)))
-        if rows:
-            self.tensors[place][:rows, :, :length].zero_()
 
 
 def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
@@ -180,22 +135,18 @@ class Pool:
     def __init__(self) -> None:
         # Adding to a deque and taking from it are atomic, which a lock in __del__ could not be.
         self.idle: deque[CacheBuffers] = deque(maxlen=1)
-        #: Tokens per row of the longest call to come, if known.
-        self.longest: int | None = None
         #: Tokens per row that the longest call so far needed, and got.
         self.needed = 0
 
     def lend(self, requested: Size) -> Lease:
-        """Memory for a cache of the size ``requested`` or larger, all zeros."""
+        """Memory for a cache of the size ``requested`` or larger."""
         buffers = self._take_idle()
         if buffers is None or not buffers.tensors or buffers.is_seen():
             buffers = CacheBuffers(requested)
         elif not buffers.size.holds(requested):
-            size = buffers.size.enlarged(requested, self.longest)
+            size = buffers.size.enlarged(requested)
             del buffers  # its memory first, the new one's then
             buffers = CacheBuffers(size)
-        else:
-            buffers.clear()
         return Lease(self, buffers, requested)
 
     def free(self) -> int:

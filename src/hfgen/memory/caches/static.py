@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 def make_static(request: CacheRequest) -> Cache:
     """Of fixed length, as ``torch.compile`` needs it, in memory that is kept; ``offloaded_static`` too."""
     config, max_length = request.config, request.max_length
-    positions = getattr(request.decoder_config, "max_position_embeddings", None)
-    longest = config.max_cache_len or positions
-    pool_of(request.model).longest = int(longest) if isinstance(longest, int | float) else None
     if config.max_cache_len is not None:  # sized for the worst call to come
         if config.max_cache_len < max_length:
             logger.warning_once(

@@ -205,8 +205,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
     def take_back(self, n_tokens: int) -> None:
         """Drop the newest tokens; what lies behind the length is overwritten."""
         length = self._length()
-        if self._lease is not None:
-            self._lease.buffers.reach(length)
         self.cumulative_length.sub_(n_tokens)
         self._note(length - n_tokens)
 
@@ -220,8 +218,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
 
     def _adopt(self) -> None:
         self.open()
-        if self._lease is not None:
-            self._lease.buffers.count = self.cumulative_length
 
     def open(self) -> None:
         """Set the keys and values that attention sees to those that ``_visible`` shows."""
@@ -276,8 +272,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         count.add_(n)
         if not count.is_cpu:
             self._note(end)
-        if self._lease is not None:
-            self._lease.buffers.reach(end)
         return keys, values, start
 
     def _update_in_graph(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
