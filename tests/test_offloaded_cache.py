@@ -7,7 +7,6 @@ import errno
 import gc
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,11 +24,10 @@ from transformers import EncoderDecoderCache, GenerationConfig, LlamaConfig, Log
 
 import hfgen
 from hfgen.memory import caches
-from hfgen.memory.caches import dynamic, growing, mapped, offloaded
+from hfgen.memory.caches import dynamic, growing, offloaded
 from hfgen.memory.caches.dynamic import GrowingCache, GrowingLayer, as_growing
 from hfgen.memory.caches.growing import GrowableTensor, GrowthPolicy
-from hfgen.memory.caches.mapped import Folder
-from hfgen.memory.caches.offloaded import Offloaded, OffloadedCache
+from hfgen.memory.caches.offloaded import Folder, Offloaded, OffloadedCache
 from tests import SHIPPED, tiny
 from tests.parity.harness import FAMILIES
 from tests.test_dynamic_cache import LAYERS, OPERATIONS, Pair, apply, equal, filled
@@ -225,7 +223,7 @@ def test_a_full_disk_is_an_error_and_not_a_crash(
     def is_full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(mapped, "_reserve", is_full)
+    monkeypatch.setattr(offloaded, "_reserve", is_full)
     with pytest.raises(
         OSError, match=r"no place for a file of [\d,]+ bytes: No space left"
     ) as full:
@@ -501,21 +499,6 @@ def test_a_folder_that_must_not_be_written(tmp_path: Path, monkeypatch: pytest.M
     refused("files can be made in, but: Permission denied", **options)
 
 
-def test_too_little_space_for_the_whole_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # 2 rows, 7 + 3 - 1 tokens, 2 layers of keys and values, 2 heads of 8, float32
-    needed = 2 * 9 * 2 * 2 * 2 * 8 * 4
-    options = {"cache_implementation": "offloaded", "cache_config": {"path": tmp_path}}
-    monkeypatch.setattr(Folder, "free_bytes", needed)
-    hfgen.mix_into(tiny.llama()).generate(tiny.prompt(), max_new_tokens=3, **options)
-    monkeypatch.setattr(Folder, "free_bytes", needed - 1)
-    refused(
-        f"{needed - 1:,} bytes free, but .* 2 sequences of up to 9 tokens take {needed:,}",
-        **options,
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [("dinamic", "dynamic"), ("ofloaded", "offloaded"), ("offload_static", "offloaded_static")],
@@ -537,50 +520,3 @@ def test_paged_in_a_config_is_the_dynamic_cache_as_upstreams() -> None:
     expected = tiny.llama().generate(ids, generation_config=options)
     ours = hfgen.mix_into(tiny.llama()).generate(ids, generation_config=options)
     assert torch.equal(ours, expected)
-
-
-# ---------------------------------------------------------------- forks
-
-FORKED = """
-import os, sys, torch
-from transformers import LlamaConfig
-from hfgen.memory.caches import growing
-from hfgen.memory.caches.offloaded import OffloadedCache
-
-growing.CONCATENATED = 0
-torch.set_grad_enabled(False)
-config = LlamaConfig(num_hidden_layers=1)
-cache = OffloadedCache(config, sys.argv[1], max_length=16)
-
-def add(*values):
-    states = torch.tensor(values).float().view(1, 1, -1, 1)
-    return cache.update(states, -states, 0)[0].flatten().tolist()
-
-add(1, 2, 3)
-to_child, to_parent = os.pipe(), os.pipe()
-child = os.fork()
-if child == 0:
-    assert add(7, 8) == [1, 2, 3, 7, 8]
-    os.write(to_parent[1], b".")
-    os.read(to_child[0], 1)
-    assert cache.layers[0].keys.flatten().tolist() == [1, 2, 3, 7, 8], cache.layers[0].keys
-    assert cache.layers[0].values.flatten().tolist() == [-1, -2, -3, -7, -8]
-    assert add(6) == [1, 2, 3, 7, 8, 6]
-    os._exit(0)
-os.read(to_parent[0], 1)
-assert cache.layers[0].keys.flatten().tolist() == [1, 2, 3]
-cache.crop(-2)
-assert add(9, 9, 9) == [1, 9, 9, 9]  # over what the child began with
-os.write(to_child[1], b".")
-assert os.waitpid(child, 0)[1] == 0
-keys = cache.layers[0].keys.data_ptr()
-assert add(5) == [1, 9, 9, 9, 5]
-assert cache.layers[0].keys.data_ptr() == keys  # in place again
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_forked_processes_do_not_overwrite_each_other(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKED, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr

@@ -1,25 +1,29 @@
 """The offloaded cache: keys and values are on the host or in mapped files, not on the device.
 
 Its layers are those of the dynamic cache with ``Offloaded`` tensors. Sliding windows stay on the device.
+The operating system keeps in memory what fits of the mapped files.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import math
+import mmap
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from ...settings.cache_settings import path_of
-from . import mapped
 from .dynamic import GrowingCache, GrowingLayer
 from .growing import GrowableTensor, GrowthPolicy, Spare
-from .mapped import Folder
 
 if TYPE_CHECKING:
     from . import CacheRequest
@@ -30,28 +34,76 @@ HOST = torch.device("cpu")
 CHUNK_BYTES = 2**20
 
 
-def check_settings(options: Any, config: Any = None) -> None:
-    """Raise ``ValueError`` for a ``cache_config``, or a folder, that cannot be used."""
-    if (path := path_of(options)) is not None:
-        Folder(path).check()
+class Folder:
+    """A folder for tensors in files without a name; a file is deleted with its last tensor."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if no files can be made here."""
+        try:
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"`path`={self.path!r} in `cache_config` has to be a folder that files can be made "
+                f"in, but: {error.strerror}."
+            ) from error
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor in a new file, whose space is reserved. Raises ``OSError`` if there is none."""
+        n_bytes = math.prod(shape) * dtype.itemsize
+        if n_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        try:
+            with tempfile.TemporaryFile(dir=self.path) as file:
+                _reserve(file.fileno(), n_bytes)
+                return _mapped(file.fileno(), n_bytes, shape, dtype)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"The folder {self.path!r} of the offloaded cache has no place for a file of "
+                f"{n_bytes:,} bytes: {error.strerror}. {shutil.disk_usage(self.path).free:,} bytes "
+                "are free",
+            ) from error
+
+    def holding(self, values: Tensor) -> Tensor:
+        """A copy of ``values`` in a new file, not in memory yet. Raises ``OSError`` if there is no space."""
+        with tempfile.TemporaryFile(dir=self.path) as file:
+            file.write(values.detach().view(torch.uint8).numpy().data)
+            file.flush()
+            return _mapped(file.fileno(), values.nbytes, tuple(values.shape), values.dtype)
+
+
+def _mapped(file: int, n_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    # Detached, so that no tensor but this one holds the storage.
+    return torch.frombuffer(mmap.mmap(file, n_bytes), dtype=dtype).view(shape).detach()
+
+
+def _reserve(file: int, n_bytes: int) -> None:
+    """Give a file its space now: to write to a mapping that the disk has no room for is fatal."""
+    try:
+        os.posix_fallocate(file, 0, n_bytes)
+    except (AttributeError, OSError) as error:  # some systems, and some of their disks, cannot
+        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.truncate(file, n_bytes)
 
 
 class Offloaded(GrowableTensor):
     """A tensor ``(…, length, size)`` on the host; ``append`` returns it on the model's device.
 
     In files, a buffer has room until the end of the call. Copies are in files, too; pickles are not.
-    After a fork, which shares the file, both processes copy the tensor before they write.
     """
 
-    __slots__ = ("folder", "growth", "n_forks")
+    __slots__ = ("folder", "growth")
 
     def __init__(
         self, growth: GrowthPolicy, folder: Folder | None = None, view: Tensor | None = None
     ) -> None:
         super().__init__(view)
         self.growth, self.folder = growth, folder
-        #: ``mapped.n_forks`` when the buffer was made.
-        self.n_forks = 0
 
     def append(self, new: Tensor, spare: Spare) -> Tensor:
         """Append ``new (…, n, size)`` and return all tokens, on the device of ``new``."""
@@ -67,27 +119,13 @@ class Offloaded(GrowableTensor):
         room = end if end is not None and end >= capacity else capacity + capacity // 4
         return self.folder.empty((*lead, room, size), like.dtype)
 
-    def _adopt(self, buffer: Tensor, start: int, length: int, n_rows: int | None = None) -> None:
-        if buffer is not self.buffer:
-            self.n_forks = mapped.n_forks
-        super()._adopt(buffer, start, length, n_rows)
-
-    def _takes(self, new: Tensor) -> bool:
-        return not self._was_forked() and super()._takes(new)
-
-    def _is_shared(self) -> bool:
-        return self._was_forked() or super()._is_shared()
-
-    def _was_forked(self) -> bool:
-        return self.folder is not None and self.n_forks != mapped.n_forks
-
     def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         """Replace the rows by ``take(rows)``; of a file, some tokens at a time."""
         view = self.view
         if self.folder is None or self.buffer is None or not view.numel():
             super().map_rows(take)
             return
-        *_, length, size = view.shape
+        length, size = view.shape[-2:]
         step = max(1, CHUNK_BYTES * length // view.nbytes)
         taken = take(view[..., :0, :])
         buffer = self._empty((*taken.shape[:-2], length, size), taken)
@@ -130,27 +168,6 @@ class OffloadedCache(GrowingCache):
                     setattr(layer, name, Offloaded(self._growth, folder))
 
 
-# Code that asks for a cache by its name finds upstream's dynamic one.
-OffloadedCache.__name__ = GrowingCache.__name__
-
-
-def make_offloaded(request: CacheRequest) -> Cache:
-    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files.
-
-    Raises ``ValueError`` if the folder has less space than the whole call takes, as far as is known.
-    """
-    config, path = request.decoder_config, path_of(request.config.cache_config)
-    if path is None and is_on_cuda(request.model):
-        return DynamicCache(config=config, offloading=True)
-    if path is not None and (needed := _needed_bytes(request)) > (free := Folder(path).free_bytes):
-        raise ValueError(
-            f"`path`={os.path.abspath(path)!r} in `cache_config` has {free:,} bytes free, but keys and values "
-            f"of {request.rows} sequences of up to {request.max_length:,} tokens take {needed:,}. "
-            "Generate fewer tokens, or name a folder with more space."
-        )
-    return OffloadedCache(config, path, max_length=request.max_length)
-
-
 class CrossAttention(DynamicCache):
     """The dynamic cache, even with ``offloading``, which T5Gemma passes to this class without CUDA."""
 
@@ -158,15 +175,29 @@ class CrossAttention(DynamicCache):
         super().__init__(config=config)
 
 
-CrossAttention.__name__ = DynamicCache.__name__
+# Code that asks for a cache by its name finds upstream's dynamic one.
+OffloadedCache.__name__ = CrossAttention.__name__ = DynamicCache.__name__
+
+
+def check_settings(options: Any, config: Any = None) -> None:
+    """Raise ``ValueError`` for a ``cache_config``, or a folder, that cannot be used."""
+    if (path := path_of(options)) is not None:
+        Folder(path).check()
+
+
+def make_offloaded(request: CacheRequest) -> Cache:
+    """On the host, in memory or in files; upstream's, which copies ahead, on CUDA without files."""
+    path = path_of(request.config.cache_config)
+    if path is None and is_on_cuda(request.model):
+        return DynamicCache(config=request.decoder_config, offloading=True)
+    return OffloadedCache(request.decoder_config, path, max_length=request.max_length)
 
 
 def make_cross_attention(request: CacheRequest) -> Cache:
     """The encoder's keys and values, which come once: upstream's where ``make_offloaded`` is."""
-    config = request.decoder_config
     if path_of(request.config.cache_config) is None and is_on_cuda(request.model):
-        return DynamicCache(config=config, offloading=True)
-    return CrossAttention(config)
+        return DynamicCache(config=request.decoder_config, offloading=True)
+    return CrossAttention(request.decoder_config)
 
 
 def is_on_cuda(model: Any) -> bool:
@@ -175,17 +206,3 @@ def is_on_cuda(model: Any) -> bool:
     return torch.cuda.is_available() and any(
         isinstance(device, int) or str(device).startswith("cuda") for device in devices
     )
-
-
-def _needed_bytes(request: CacheRequest) -> int:
-    """Bytes of the layers that grow; 0 for those whose heads the config does not tell for sure."""
-    config, numbers = request.decoder_config, 0
-    kinds, _ = get_layer_types_and_kwargs(config)
-    for kind, layer in zip(kinds, config.per_layer_config, strict=False):
-        heads = getattr(layer, "num_key_value_heads", None)
-        is_latent = getattr(layer, "qk_head_dim", None) is not None
-        if kind != "full_attention" or not isinstance(heads, int) or is_latent:
-            continue
-        size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        numbers += 2 * heads * size
-    return int(numbers * request.rows * request.max_length * request.model.dtype.itemsize)
