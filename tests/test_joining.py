@@ -47,8 +47,6 @@ KINDS = {
 }
 N_STEPS = 12
 
-QUANTIZED: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"bits": 4}}
-
 
 @pytest.fixture(autouse=True)
 def _no_gradients() -> Iterator[None]:
@@ -215,12 +213,8 @@ def test_each_row_of_an_encoder_decoder_gets_what_it_gets_alone(
     [
         {"cache_implementation": "offloaded"},
         {"cache_implementation": "offloaded", "cache_config": {"path": "."}},
-        {
-            "cache_implementation": "quantized",
-            "cache_config": {"group_size": 4, "residual_length": 3},
-        },
     ],
-    ids=["offloaded", "in files", "quantized"],
+    ids=["offloaded", "in files"],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_each_row_gets_what_it_gets_alone_in_another_cache(
@@ -280,22 +274,6 @@ def test_static_caches_are_refused() -> None:
     for operation in (lambda: one.leave(0), lambda: one.trim(1)):
         with pytest.raises(ValueError, match=message):
             operation()
-
-
-def test_rows_of_two_kinds_of_quantisation_are_refused() -> None:
-    model = built("llama")
-    one, two = (
-        begun(
-            model,
-            input_ids=tiny.prompt(1) % 60,
-            cache_implementation="quantized",
-            cache_config={"bits": bits},
-        )
-        for bits in (4, 8)
-    )
-    refused(one, two, "bits=8.* cannot be put into .*bits=4")
-    one.append(begun(model, input_ids=tiny.prompt(1) % 60, **QUANTIZED))
-    refused(one, two, "bits=8.* cannot be put into .*bits=4")
 
 
 @pytest.mark.parametrize(("row", "match"), [(3, "0 to 2"), (-1, "0 to 2")])
@@ -392,14 +370,11 @@ def test_a_trimmed_batch_is_one_that_was_shorter_from_the_start(family: str) -> 
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"cache_implementation": "quantized"}], ids=["dynamic", "quantized"]
-)
-@pytest.mark.parametrize(
     "family", ["llama", "gemma3_text", "deepseek_v3", "deepseek_v32", "qwen3_next", "mamba2", "t5"]
 )
-def test_the_bytes_of_a_row_are_foretold(family: str, options: dict[str, Any]) -> None:
+def test_the_bytes_of_a_row_are_foretold(family: str) -> None:
     model = hfgen.mix_into(tiny.t5()) if family == "t5" else built(family)
-    batch = begun(model, input_ids=tiny.prompt(2) % 60, **options)
+    batch = begun(model, input_ids=tiny.prompt(2) % 60)
     (cache,) = batch.caches.values()
     now = 1 if model.config.is_encoder_decoder else 7
     for n_more in range(1, 40):
@@ -407,7 +382,7 @@ def test_the_bytes_of_a_row_are_foretold(family: str, options: dict[str, Any]) -
         if n_more % 13 == 0:
             foretold = joining.bytes_of_row(cache, 100), joining.bytes_of_row(cache, now + n_more)
             assert foretold[1] == held_bytes(cache) // 2
-    start = begun(model, input_ids=tiny.prompt(2) % 60, **options)
+    start = begun(model, input_ids=tiny.prompt(2) % 60)
     (cache,) = start.caches.values()
     assert foretold == (joining.bytes_of_row(cache, 100), joining.bytes_of_row(cache, now + 39))
 
@@ -418,9 +393,6 @@ def held_bytes(cache: Any) -> int:
         return held_bytes(cache.self_attention_cache) + held_bytes(cache.cross_attention_cache)
     total = 0
     for layer in cache.layers:
-        if hasattr(layer, "n_bytes"):
-            total += layer.n_bytes
-            continue
         for name in ("keys", "values", "indexer_keys", "conv_states", "recurrent_states"):
             states = getattr(layer, name, None)
             each = states.values() if isinstance(states, dict) else [states]

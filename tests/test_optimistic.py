@@ -167,17 +167,6 @@ def test_without_it_nothing_is_taken_out() -> None:
         assert engine.stats.n_taken_out == 0
 
 
-def test_quantised_rows_come_back() -> None:
-    model = hfgen.mix_into(tiny.llama())
-    options = {"max_new_tokens": 40, "eos_token_id": None, "cache_implementation": "quantized"}
-    options["cache_config"] = {"residual_length": 8, "q_group_size": 8, "nbits": 8}
-    engine = small(model, 100)
-    requests = [engine.add(prompt(6, n), **options) for n in range(3)]
-    until_one_is_out(engine, requests)
-    for number, request in enumerate(requests):
-        check(request.result(), solo(model, prompt(6, number), options))
-
-
 def test_the_tokens_that_are_kept_are_copied_alone() -> None:
     """What is on the host has no padding, and none of the rows beside it."""
     model = hfgen.mix_into(tiny.llama())

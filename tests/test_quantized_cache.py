@@ -624,46 +624,6 @@ def test_outlier_keys_stay_accurate(bits: int, monkeypatch: pytest.MonkeyPatch) 
         assert (their_choices == full.argmax(dim=-1)).float().mean() < 0.5
 
 
-def test_padding_has_no_say_in_the_scales() -> None:
-    keys = random(2, 1, 24, 8)
-    keys[1, :, :10] = 1e4  # padding of the second row: a group and a bit
-    values = random(2, 1, 24, 8)
-    padding = torch.arange(24) < torch.tensor([[0], [10]])
-
-    def error(padding: torch.Tensor | None) -> float:
-        layer = QuantizedLayer(Settings(4, 8, residual_length=4), padding)
-        layer.update(keys, values)
-        return float((layer.keys - keys)[1, :, 10:].abs().max())
-
-    assert error(padding) < 0.3
-    assert error(None) > 1
-    # The mask of fewer tokens than are there is not that of the first ones.
-    assert error(padding[:, :20]) == error(None)
-    # Padding that is packed late, after rows have changed places.
-    layer = QuantizedLayer(Settings(4, 8, residual_length=12), padding)
-    layer.update(keys[:, :, :12], values[:, :, :12])
-    layer.reorder_cache(torch.tensor([1, 0]))
-    layer.update(keys[:, :, 12:].flip(0), values[:, :, 12:].flip(0))
-    assert layer.states["keys"].packed.n_groups == 1
-    assert layer.padding.sum(dim=1).tolist() == [10, 0]
-    layer.update(keys[:, :, :12].flip(0), values[:, :, :12].flip(0))
-    assert float((layer.keys[0, :, 10:24] - keys[1, :, 10:]).abs().max()) < 0.3
-
-
-def test_generate_tells_the_cache_about_padding() -> None:
-    model = calm("Llama")
-    ids = tiny.prompt(2, 30) % 91 + 5
-    mask = torch.ones_like(ids)
-    mask[1, :11] = 0
-    options = {"cache_implementation": "quantized", "cache_config": SMALL}
-    ours = scores_of(model, ids, attention_mask=mask, **options)
-    assert ours.past_key_values.layers[0].padding.sum(dim=1).tolist() == [0, 11]
-    assert torch.equal(ours.sequences, scores_of(model, ids, attention_mask=mask).sequences)
-    beams = scores_of(model, ids, attention_mask=mask, num_beams=2, **options)
-    assert beams.past_key_values.layers[0].padding.sum(dim=1).tolist() == [0, 0, 11, 11]
-    assert scores_of(model, ids, **options).past_key_values.layers[0].padding is None
-
-
 def test_a_model_that_puts_tokens_before_the_prompt() -> None:
     """CPM-Ant does, so its cache has other positions than the mask."""
     overrides = {"dim_head": 8, "dim_ff": 48, "prompt_length": 4, "prompt_types": 4}

@@ -11,6 +11,8 @@ from .. import families
 from ..decoding import loop
 from ..memory.batch import Batch
 from ..memory.caches import joining
+from ..memory.caches.layers import decoder_cache
+from ..memory.caches.quantized import QuantizedCache
 from ..prepare.stages import prepare
 from ..running import graphs, prefix
 from ..running.prefill import forward_part
@@ -49,7 +51,9 @@ class Decoding:
         self.rows = Rows(self.run, self.strategy)
         self.prompt_length = self.run.ids.shape[1]
         self.prompt_ids: list[int] = self.run.ids[0].tolist()
-        self.joins = bool(getattr(self.strategy, "joins", False))
+        cache = families.given_cache(self.run.model_kwargs)
+        is_packed = isinstance(decoder_cache(cache), QuantizedCache)  # in groups of a row's tokens
+        self.joins = bool(getattr(self.strategy, "joins", False)) and not is_packed
         if self.joins and getattr(self.run.config, "use_cuda_graph", False):
             graphs.warn("the rows of an engine join and leave a cache that grows")
         #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.

@@ -20,8 +20,6 @@ from . import slots
 from .dynamic import as_growing, upstream_kind
 from .growing import GrowthPolicy
 from .layers import decoder_cache, is_foreign_part
-from .quantized import QuantizedLayer
-from .quantized_rows import QuantizedRows
 
 
 def append(cache: Any, other: Any) -> tuple[int, int]:
@@ -175,11 +173,8 @@ def _layers_with_room(cache: Any) -> list[Any]:
     for part in _parts(cache):
         growth = getattr(part, "_growth", None) or GrowthPolicy(2 * len(part.layers) or 1)
         growth.max_length = None
-        layers = []
-        for layer in part.layers:
-            if isinstance(layer, QuantizedLayer) and layer.is_initialized:
-                layers.append(QuantizedRows(layer))
-            else:
-                layers.append(layer if slots.has_methods(layer) else as_growing(layer, growth))
-        part.layers = layers
+        part.layers = [
+            layer if slots.has_methods(layer) else as_growing(layer, growth)
+            for layer in part.layers
+        ]
     return _layers(cache)

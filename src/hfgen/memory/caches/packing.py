@@ -103,12 +103,6 @@ class Packed:
     def tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.scale, self.zero
 
-    @property
-    def bytes_of_group(self) -> int:
-        """Bytes of one group of one row."""
-        sizes = ((*t.shape[1:GROUPS], *t.shape[TOKENS:], t.itemsize) for t in self.tensors)
-        return sum(map(math.prod, sizes))
-
     def map(self, change: Callable[[Tensor], Tensor]) -> Packed:
         """Apply ``change`` to all tensors, whose first dimension is that of the rows."""
         return Packed(self.grouping, *(change(tensor) for tensor in self.tensors))
@@ -117,11 +111,8 @@ class Packed:
         """The first groups, as copies: the memory of the others is free again."""
         return self.map(lambda tensor: tensor[:, :, :n_groups].clone())
 
-    def extended(self, states: Tensor, is_padding: Tensor | None = None) -> Packed:
-        """Append the groups of ``states (rows, heads, length, size)``; return all groups.
-
-        ``is_padding (rows, length)``: tokens whose states must not widen the range of a group.
-        """
+    def extended(self, states: Tensor) -> Packed:
+        """Append the groups of ``states (rows, heads, length, size)``; return all groups."""
         n_old, tokens = self.n_groups, self.grouping.tokens
         n_new = states.shape[2] // tokens
         room = [0] * 2 * (CHANNELS - GROUPS) + [0, n_new]  # behind the groups
@@ -129,8 +120,6 @@ class Packed:
         for start, end in _blocks(n_new, states, tokens, PACKED_AT_ONCE):
             positions = slice(start * tokens, end * tokens)
             grouped = self.grouping.split(states[:, :, positions])
-            if is_padding is not None:
-                grouped = _without_padding(grouped, is_padding[:, positions])
             for tensor, part in zip(longer.tensors, self.grouping.encode(grouped), strict=True):
                 tensor[:, :, n_old + start : n_old + end] = part
         return longer
@@ -191,12 +180,6 @@ class Scratch:
 
     def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
         return Scratch, ()  # copies begin empty
-
-
-def _without_padding(grouped: Tensor, is_padding: Tensor) -> Tensor:
-    """Grouped states in which padding, on the left, has the states of the last token of its group."""
-    is_padding = is_padding.unflatten(1, (-1, grouped.shape[TOKENS]))  # (rows, groups, tokens)
-    return torch.where(is_padding[:, None, :, :, None, None], grouped[:, :, :, -1:], grouped)
 
 
 def _blocks(

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 from transformers import QuantizedCache as UpstreamQuantizedCache
@@ -49,27 +48,19 @@ class States:
         joined[:, :, n_old:] = new
         return joined
 
-    def extend(
-        self, new: Tensor, n_exact: int, scratch: Scratch, padding: Tensor | None = None
-    ) -> Tensor:
-        """Append ``new`` states, and return all of them for attention; other arguments: see ``keep``."""
+    def extend(self, new: Tensor, n_exact: int, scratch: Scratch) -> Tensor:
+        """Append ``new`` states, and return all of them for attention; ``n_exact``: see ``keep``."""
         joined = self.joined(new, scratch) if len(self) else new
-        self.keep(joined, n_exact, padding)
+        self.keep(joined, n_exact)
         return joined
 
-    def keep(self, states: Tensor, n_exact: int, padding: Tensor | None = None) -> None:
-        """Store all ``states``; pack whole groups of those before the last ``n_exact``.
-
-        ``padding (rows, first tokens)`` is true where a token is padding.
-        """
+    def keep(self, states: Tensor, n_exact: int) -> None:
+        """Store all ``states``; pack whole groups of those before the last ``n_exact``."""
         states = states.detach()
         start, tokens = self.packed.length, self.packed.grouping.tokens
         end = start + max(0, states.shape[2] - start - n_exact) // tokens * tokens
         if end > start:
-            is_padding = None
-            if padding is not None and start < padding.shape[1]:
-                is_padding = F.pad(padding[:, start:end], (0, max(0, end - padding.shape[1])))
-            self.packed = self.packed.extended(states[:, :, start:end], is_padding)
+            self.packed = self.packed.extended(states[:, :, start:end])
         self.recent = states[:, :, end:].clone()  # a view would keep all of the states alive
 
     def crop(self, n_tokens: int) -> None:
@@ -112,18 +103,10 @@ def _unpacked(name: str) -> Any:
 
 
 class QuantizedLayer(MapsRows, DynamicLayer):
-    """A layer of full attention. Its ``keys`` and ``values`` are unpacked when read.
+    """A layer of full attention. Its ``keys`` and ``values`` are unpacked when read."""
 
-    ``padding (prompts, length)`` is true where a token of the prompts is padding: scales ignore it.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        padding: Tensor | None = None,
-        scratch: tuple[Scratch, Scratch] | None = None,
-    ) -> None:
-        self.settings, self.padding = settings, padding
+    def __init__(self, settings: Settings, scratch: tuple[Scratch, Scratch] | None = None) -> None:
+        self.settings = settings
         #: What keys, and values, are unpacked into.
         self.scratch = scratch or (Scratch(), Scratch())
         self.record_past = False  # whether an update may be taken back before the next one
@@ -143,11 +126,6 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
-        if self.padding is not None:
-            repeats, rest = divmod(len(self.padding), len(key_states))
-            # Some models put tokens before the prompt: then the padding is at other positions.
-            is_known = repeats and not rest and key_states.shape[2] <= self.padding.shape[1]
-            self.padding = self.padding[::repeats].to(self.device) if is_known else None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -157,7 +135,7 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         n_exact = self.settings.residual_length
         if self.record_past and self.get_seq_length():  # a prompt is not taken back
             n_exact += key_states.shape[2]
-        keys = self.states["keys"].extend(key_states, n_exact, self.scratch[0], self.padding)
+        keys = self.states["keys"].extend(key_states, n_exact, self.scratch[0])
         return keys, self.states["values"].extend(value_states, n_exact, self.scratch[1])
 
     def get_seq_length(self) -> int:
@@ -177,15 +155,9 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         for states in self.states.values():
             states.crop(-tokens_to_remove)
 
-    def reset(self) -> None:
-        super().reset()
-        self.padding = None
-
     def _map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         for states in self.states.values():
             states.map_rows(take)
-        if self.padding is not None:
-            self.padding = take(self.padding)
 
     def offload(self) -> None:
         self._map_rows(lambda tensor: tensor.to("cpu", non_blocking=True))
@@ -199,38 +171,11 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         """Bytes of what is kept between updates."""
         return sum(states.n_bytes for states in self.states.values())
 
-    @property
-    def n_rows(self) -> int:
-        return len(self.states["keys"].recent) if self.is_initialized else 0
-
-    def bytes_of_row(self, n_tokens: int) -> int:
-        """``n_bytes`` of one row after ``n_tokens``."""
-        n_groups = max(0, n_tokens - self.settings.residual_length) // self.settings.tokens
-        n_recent = n_tokens - n_groups * self.settings.tokens
-        return sum(
-            states.packed.bytes_of_group * n_groups
-            + n_recent * states.recent.shape[1] * states.recent.shape[3] * states.recent.itemsize
-            for states in self.states.values()
-        )
-
-    def form_of_rows(self) -> dict[str, Any]:
-        """What rows have to have in common to be in one layer."""
-        sizes = {
-            name: (*states.recent.shape[1::2], states.recent.dtype)
-            for name, states in self.states.items()
-        }
-        return {"settings": self.settings, **sizes}
-
 
 class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
-    """Quantises the layers of full attention; layers of another kind are the dynamic cache's.
+    """Quantises the layers of full attention; layers of another kind are the dynamic cache's."""
 
-    ``config`` is the model's; ``padding`` is that of ``QuantizedLayer``.
-    """
-
-    def __init__(
-        self, config: Any, settings: Settings | None = None, padding: Tensor | None = None
-    ) -> None:
+    def __init__(self, config: Any, settings: Settings | None = None) -> None:
         config = config.get_text_config(decoder=True)
         settings = settings or Settings()
         kinds, _ = get_layer_types_and_kwargs(config)
@@ -242,7 +187,7 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
         #: What the layers unpack keys, and values, into.
         self.scratch = (Scratch(), Scratch())
         layers = [
-            QuantizedLayer(settings, padding, self.scratch) if kind == "full_attention" else layer
+            QuantizedLayer(settings, self.scratch) if kind == "full_attention" else layer
             for kind, layer in zip(kinds, GrowingCache(config=config).layers, strict=True)
         ]
         Cache.__init__(self, layers=layers)
@@ -253,23 +198,13 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
         return sum(getattr(layer, "n_bytes", 0) for layer in self.layers)
 
 
-def left_padding(mask: Tensor | None) -> Tensor | None:
-    """Where ``mask (rows, length)`` has padding on the left; ``None`` if there is none."""
-    if mask is None or mask.ndim != 2:
-        return None
-    is_padding = mask.cumsum(dim=-1) == 0
-    return is_padding if bool(is_padding.any()) else None
-
-
 def make_quantized(request: CacheRequest) -> Cache:
     """Keys and values in few bits: hfgen's own, or the backend that ``cache_config`` names."""
     options, model = request.config.cache_config, request.model
     backend = upstream_backend(options)
     if backend is None:
-        name = "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
         settings = Settings.of(options, request.decoder_config)
-        padding = left_padding(request.model_kwargs.get(name))
-        return QuantizedCache(request.decoder_config, settings, padding)
+        return QuantizedCache(request.decoder_config, settings)
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"The backend {backend!r} of `cache_implementation='quantized'` does not work with "
