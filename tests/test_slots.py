@@ -107,7 +107,7 @@ def test_a_longer_row_begins_further_left_in_the_same_buffer() -> None:
 def test_a_leave_writes_one_row_at_most(rows: int, row: int) -> None:
     tensor = growable(rows, 50)
     before, first = tensor.view.clone(), place(tensor.view)
-    n_written = written(lambda: tensor.leave(row % rows, spare))
+    n_written = written(lambda: tensor.leave(row % rows))
     assert n_written == (0 if row else HEADS * 50 * SIZE)
     assert place(tensor.view) == first
     expected = before[:-1] if row else before[[rows - 1, *range(1, rows - 1)]]
@@ -127,7 +127,7 @@ def test_a_move_writes_the_rows_that_move() -> None:
 def test_trimming_writes_nothing() -> None:
     tensor = growable(3, 50)
     before = tensor.view.clone()
-    assert written(lambda: tensor.trim(7, spare)) == 0
+    assert written(lambda: tensor.drop_first(7)) == 0
     assert torch.equal(tensor.view, before[:, :, 7:])
     assert tensor.view.untyped_storage().data_ptr() == place(tensor.view)
 
@@ -163,7 +163,7 @@ def test_rows_that_each_are_longer_cost_a_few_times_what_is_there() -> None:
         for index, row in enumerate(rows):
             tensor.join(row, spare)
             if index % 2:
-                tensor.leave(0, spare)
+                tensor.leave(0)
 
     n_written = written(grow)
     assert tensor.view.shape[0] == 101
@@ -179,7 +179,7 @@ def test_tokens_shift_only_where_that_makes_room() -> None:
 
 def step_and_trim(tensor: GrowableTensor) -> None:
     tensor.append(states(2, 1), spare)
-    tensor.trim(1, spare)
+    tensor.drop_first(1)
 
 
 # ---------------------------------------------------------------- what is never seen
@@ -190,8 +190,8 @@ def test_what_a_row_left_behind_is_never_seen() -> None:
     tensor.join(torch.full((2, HEADS, 25, SIZE), torch.nan), spare)
     tensor.append(torch.cat([states(2, 1), torch.full((2, HEADS, 1, SIZE), torch.nan)]), spare)
     for row in (3, 2):
-        tensor.leave(row, spare)
-    tensor.trim(5, spare)
+        tensor.leave(row)
+    tensor.drop_first(5)
     assert tensor.view.isfinite().all()
     tensor.join(states(1, 4), spare)
     tensor.join(states(1, 26), spare)
@@ -202,7 +202,7 @@ def test_a_view_that_someone_kept_stays_as_it_was() -> None:
     tensor = growable(3, 20)
     kept = tensor.view
     before = kept.clone()
-    tensor.leave(0, spare)
+    tensor.leave(0)
     tensor.join(states(1, 20), spare)
     assert torch.equal(kept, before)
     assert place(kept) != place(tensor.view)
@@ -222,7 +222,7 @@ def test_a_buffer_of_inference_mode_is_left_behind_outside_of_it() -> None:
         tensor.join(states(1, 20), spare)
     before = tensor.view.clone()
     tensor.join(states(1, 20), spare)
-    tensor.leave(0, spare)
+    tensor.leave(0)
     assert torch.equal(tensor.view[1:4], before[1:])
 
 
@@ -257,25 +257,22 @@ def layer_of(rows: int, n_tokens: int) -> GrowingLayer:
 # ---------------------------------------------------------------- what is given back
 
 
-def test_rows_that_left_give_their_memory_back() -> None:
-    tensor = growable(1, 50)
+def test_the_next_buffer_gives_the_memory_of_rows_and_columns_back() -> None:
+    tensor = growable(1, 1000)
     for _ in range(31):
-        tensor.join(states(1, 50), spare)
+        tensor.join(states(1, 1000), spare)
     assert len(tensor.buffer) == 32
     while len(tensor.view) > 1:
         before = tensor.view.clone()
-        tensor.leave(0, spare)
-        assert len(tensor.buffer) < 4 * len(tensor.view) + 1
+        tensor.leave(0)
         assert torch.equal(tensor.view[1:], before[1:-1])
-    assert tensor.buffer.shape[-2] < 50 + 2 * 32 + 1
-
-
-def test_columns_that_were_trimmed_give_their_memory_back() -> None:
-    tensor = growable(2, 1000)
-    last = tensor.view[..., -100:, :].clone()
-    tensor.trim(900, spare)
-    assert torch.equal(tensor.view, last)
-    assert tensor.buffer.shape[-2] <= 100 + 64
+    tensor.drop_first(900)
+    last = tensor.view.clone()
+    for _ in range(100):
+        tensor.append(states(1, 1), spare)
+    assert torch.equal(tensor.view[:, :, :100], last)
+    assert len(tensor.buffer) == 1
+    assert tensor.buffer.shape[-2] <= 200 + 64
 
 
 def test_a_window_keeps_its_room_for_rows() -> None:

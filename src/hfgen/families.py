@@ -32,12 +32,6 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 _PARAMETERS: WeakKeyDictionary[Callable[..., Any], frozenset[str]] = WeakKeyDictionary()
 
 
-def attends_exactly(config: Any) -> bool:
-    """Whether a model with ``config`` has been through ``hfgen.exact``."""
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text_config, "_attn_implementation", None) == EXACT_ATTENTION
-
-
 def parameters(function: Callable[..., Any]) -> frozenset[str]:
     """The names of a function's or method's parameters, but for ``self``; looked up once."""
     owner = getattr(function, "__func__", function)  # methods are made anew at each access

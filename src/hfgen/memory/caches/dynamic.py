@@ -22,7 +22,6 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ... import families
 from .growing import GrowableTensor, GrowthPolicy
 
 
@@ -116,13 +115,7 @@ class GrowingLayer(MapsRows, DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         spare = self._growth.spare
-        keys, values = (
-            self._keys.append(key_states, spare),
-            self._values.append(value_states, spare),
-        )
-        if self._growth.n_zeros:  # exact attention reads whole blocks
-            keys.n_zeros, values.n_zeros = self._keys.n_zeros, self._values.n_zeros
-        return keys, values
+        return self._keys.append(key_states, spare), self._values.append(value_states, spare)
 
     def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
         """Room for ``n`` more tokens: keys and values with it, and where in them it begins.
@@ -251,8 +244,6 @@ class GrowingCache(DynamicCache):
     def __init__(self, *args: Any, max_length: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._growth = GrowthPolicy(max_length=max_length)
-        if families.attends_exactly(kwargs.get("config")):
-            self._growth.n_zeros = families.EXACT_KEYS
         if self.offloading:
             return
         if self.layers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ CONCATENATED = 2**15
 #: Tokens that a full buffer is enlarged by, at least.
 SMALLEST_BLOCK = 32
 
-#: A buffer is replaced by a smaller one when this share of its rows, or of its tokens, is in use.
-MUCH_LESS = 1 / 4
+#: A new buffer has room for fewer rows than the one before, if that has this many times those in use.
+MUCH_ROOM = 4
 
 
 @dataclass(slots=True)
@@ -35,15 +34,13 @@ class GrowthPolicy:
     n_tensors: int = 24
     #: Tokens at the end of the call, if known. A longer cache belongs to another call.
     max_length: int | None = None
-    #: Zeros that exact attention may read behind the last token, at least.
-    n_zeros: int = 0
 
     def spare(self, length: int) -> int:
         """Spare tokens behind the ``length`` tokens of a sequence that grows until the call ends."""
         block = max(SMALLEST_BLOCK, length // self.n_tensors)
         if self.max_length is not None and length <= self.max_length:
             block = min(block, self.max_length - length)
-        return block + self.n_zeros
+        return block
 
     def behind_window(self, length: int) -> int:
         """Spare tokens behind a window of ``length`` tokens, which moves through its buffer."""
@@ -61,20 +58,18 @@ class GrowableTensor:
     """A tensor ``view (…, length, size)``, and the buffer that it is a part of, if there is one.
 
     ``buffer (…, capacity, size)`` belongs to this object alone. ``view`` ends at token ``end`` of it. Up to
-    ``written``, tokens that a crop removed are overwritten only if no other tensor shares the memory. The first ``shared`` tokens of ``view`` are equal in all rows of a prompt. After rows have joined,
-    the buffer has room for more of them, and for tokens before ``view``. With ``wants_zeros``, new buffers are zero.
+    ``written``, tokens that a crop removed are overwritten only if no other tensor shares the memory. The
+    first ``shared`` tokens of ``view`` are equal in all rows of a prompt. After rows have joined, the buffer
+    has room for more of them, and for tokens before ``view``.
     """
 
-    __slots__ = (
-        *("buffer", "end", "has_zeros", "is_inference", "lead", "shared", "stride", "view"),
-        *("wants_zeros", "written"),
-    )
+    __slots__ = ("buffer", "end", "is_inference", "lead", "shared", "stride", "view", "written")
 
     def __init__(self, view: Tensor | None = None) -> None:
         self.view: Any = view
         self.buffer: Any = None
         self.end = self.written = self.shared = 0
-        self.is_inference = self.has_zeros = self.wants_zeros = False
+        self.is_inference = False
         self.lead: torch.Size | None = None
         self.stride: tuple[int, ...] = ()
 
@@ -108,19 +103,15 @@ class GrowableTensor:
             self.end = self.written = self.end - 1
         return self.view
 
-    @property
-    def n_zeros(self) -> int:
-        """How many zeros follow each row of ``view`` in memory."""
-        is_clean = self.buffer is not None and self.has_zeros and self.written == self.end
-        return self.buffer.shape[-2] - self.end if is_clean else 0
+    def drop_first(self, n_tokens: int) -> None:
+        """Drop the first ``n_tokens``; nothing is copied."""
+        if n_tokens > 0:
+            self.view = self.view[..., n_tokens:, :]
+            self.shared = max(self.shared - n_tokens, 0)
 
     def keep_last(self, length: int, spare: int) -> None:
         """Drop all but the last ``length`` tokens; free memory if less than half of it is needed."""
-        n_dropped = self.view.shape[-2] - length
-        if n_dropped <= 0:
-            return
-        self.view = self.view[..., n_dropped:, :]
-        self.shared = max(self.shared - n_dropped, 0)
+        self.drop_first(self.view.shape[-2] - length)
         if self.buffer is not None and self.buffer.shape[-2] >= 2 * (length + spare):
             self._move(self.view, length + spare)
 
@@ -154,42 +145,41 @@ class GrowableTensor:
         return is_nothing(view) or shapes[0] == shapes[1]
 
     def _make_room(self, new: Tensor, spare: Spare) -> None:
-        """Make room for ``new`` behind ``view``: in the same buffer if it is large enough, or in another."""
+        """Make room for ``new`` behind ``view``: in the same buffer if that lasts, or in another."""
         before = 0 if is_nothing(self.view) else self.view.shape[-2]
         length = before + new.shape[-2]
+        if not before:  # the activations of the prompt need memory too: no room beyond its length
+            self._move(new[..., :0, :], length)
+            return
+        step = self.end - before  # tokens move in steps that do not overlap
         is_enough = self._takes(new) and length <= self.buffer.shape[-2]
-        # Else the next tokens would soon have to be moved again: rows that leave free a few at a time.
-        is_enough = is_enough and 2 * (self.end - before) >= spare(length)
-        if is_enough and not self._is_shared():
-            step = self.end - before  # tokens move in steps that do not overlap
-            tokens = self.buffer[: self.view.shape[0]]
+        if is_enough and 2 * step >= spare(length) and not self._is_shared():
+            tokens = self.buffer[: len(self.view)]
             for start in range(0, before, max(step, 1)):
                 count = min(step, before - start)
                 tokens.narrow(-2, start, count).copy_(tokens.narrow(-2, start + step, count))
             self._adopt(self.buffer, 0, before, len(tokens))
-        elif before:
+        else:
             self._move(self.view, length + spare(length))
-        else:  # the activations of the prompt need memory too: no room beyond its length
-            self._move(new[..., :0, :], length)
 
     def _move(
         self, tokens: Tensor, capacity: int, before: int = 0, room: int | None = None
     ) -> None:
         """Make a buffer with ``tokens`` behind ``before`` free tokens.
 
-        It has ``room`` for that many rows; by default, for as many as the former one.
+        It has ``room`` for that many rows; by default, for as many as the former one, unless few are in use.
         """
         n_rows, *heads, length, size = tokens.shape
         if room is None:
-            room = n_rows if self.buffer is None else max(n_rows, len(self.buffer))
+            former = n_rows if self.buffer is None else len(self.buffer)
+            room = former if n_rows <= former < MUCH_ROOM * n_rows else n_rows
         buffer = self._empty((room, *heads, capacity, size), tokens)
         buffer[:n_rows].narrow(-2, before, length).copy_(tokens)
         self._adopt(buffer, before, length, n_rows)
 
     def _empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A new buffer, of ``shape`` or with more room."""
-        self.has_zeros = self.wants_zeros
-        return like.new_zeros(shape) if self.wants_zeros else like.new_empty(shape)
+        return like.new_empty(shape)
 
     def _adopt(self, buffer: Tensor, start: int, length: int, n_rows: int | None = None) -> None:
         """Set ``view`` to ``length`` tokens of the first ``n_rows`` rows of ``buffer``, or of all rows."""
@@ -268,7 +258,9 @@ class GrowableTensor:
         capacity = 0 if self.buffer is None else len(self.buffer)
         if not may_write or n_rows > capacity or length > self.end:
             room = capacity if capacity >= n_rows else max(n_rows, 2 * len(view))
-            self._rehouse(room, length, spare)
+            n_spare = spare(length)
+            before = n_spare + length - view.shape[-2]
+            self._move(view, length + 2 * n_spare, before, room)
         n_before, start = len(self.view), self.end - length
         joined = self.buffer[:n_rows].narrow(-2, start, length)
         joined[:n_before, ..., : length - view.shape[-2], :].zero_()  # whatever is masked is finite
@@ -276,7 +268,7 @@ class GrowableTensor:
         joined[n_before:, ..., length - added.shape[-2] :, :].copy_(added)
         self._adopt(self.buffer, start, length, n_rows)
 
-    def leave(self, row: int, spare: Spare) -> None:
+    def leave(self, row: int) -> None:
         """Remove ``row``: the last row takes its place."""
         may_write, self.shared = self._may_write(), 0
         view, last = self.view, len(self.view) - 1
@@ -287,7 +279,6 @@ class GrowableTensor:
             view[row].copy_(view[last])
         length = view.shape[-2]
         self._adopt(self.buffer, self.end - length, length, last)
-        self._give_back(spare)
 
     def move(self, index: Tensor, changed: Tensor) -> None:
         """Row ``i`` becomes old row ``index[i]``; ``changed`` lists the rows that differ then."""
@@ -298,37 +289,12 @@ class GrowableTensor:
         else:
             self.map_rows(lambda states: states.index_select(0, index))
 
-    def trim(self, n_tokens: int, spare: Spare) -> None:
-        """Drop the first ``n_tokens`` of all rows."""
-        if n_tokens > 0:
-            self.assign(self.view[..., n_tokens:, :])
-            self._give_back(spare)
-
     def _may_write(self) -> bool:
         """Whether there is a buffer that may be written to, and that no other tensor sees."""
         return self.buffer is not None and may_write_to(self.buffer) and not self._is_shared()
 
-    def _give_back(self, spare: Spare) -> None:
-        """Move to a smaller buffer if little of this one is in use."""
-        if self.buffer is None:
-            return
-        n_rows, length = len(self.view), self.view.shape[-2]
-        room, capacity = len(self.buffer), self.buffer.shape[-2]
-        if length + 2 * spare(length) <= capacity * MUCH_LESS or n_rows <= room * MUCH_LESS:
-            self._rehouse(min(2 * n_rows, room), length, spare)
-
-    def _rehouse(self, room: int, length: int, spare: Spare) -> None:
-        """Move to a buffer of ``room`` rows of ``length`` tokens, with ``spare`` tokens on both sides."""
-        on_a_side = spare(length)
-        before = on_a_side + length - self.view.shape[-2]
-        self._move(self.view, length + 2 * on_a_side, before, room)
-
     def __copy__(self) -> GrowableTensor:
         return GrowableTensor(self.view)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GrowableTensor:
-        view = copy.deepcopy(self.view, memo) if self.buffer is None else self._compact()
-        return GrowableTensor(view)
 
     def __reduce__(self) -> tuple[type[GrowableTensor], tuple[Tensor | None]]:
         return GrowableTensor, (self._compact(),)

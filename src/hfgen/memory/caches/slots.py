@@ -18,11 +18,9 @@ from ... import families
 from ..buffers import moved
 from .dynamic import KINDS, GrowingLayer, upstream_kind
 from .growing import GrowableTensor, is_nothing, padded
-from .quantized import QuantizedLayer
-from .quantized_rows import QuantizedRows
 
 #: The kinds of layers whose rows join and leave. A subclass of them may have more states than ``STATES``.
-DECLARED = (*KINDS, LinearAttentionLayer, QuantizedLayer, *families.EMPTY_LAYERS)
+DECLARED = (*KINDS, LinearAttentionLayer, *families.EMPTY_LAYERS)
 
 
 class Slots(Protocol):
@@ -149,7 +147,7 @@ def join(layer: Any, other: Any) -> None:
         state = State(layer, added.name, added.index)
         if state.growable is not None:
             # A window that records what leaves it holds more than it shows.
-            state.growable.trim(state.growable.view.shape[-2] - n_kept, _spare(layer))
+            state.growable.drop_first(state.growable.view.shape[-2] - n_kept)
             state.growable.join(added.tensor[..., -n_kept:, :], _spare(layer))
             continue
         both = [state.tensor, added.tensor.to(state.tensor.device)]
@@ -168,7 +166,7 @@ def leave(layer: Any, row: int) -> None:
         return
     for state in states_of(layer):
         if state.growable is not None:
-            state.growable.leave(row, _spare(layer))
+            state.growable.leave(row)
         else:
             last = state.tensor.shape[state.dims.rows] - 1
             state.take(moved(row, last, state.tensor.device))
@@ -177,7 +175,7 @@ def leave(layer: Any, row: int) -> None:
 def extract(layer: Any, index: Tensor) -> Any:
     """A layer of the rows ``index (wanted,)`` alone, which shares no memory with ``layer``."""
     if has_methods(layer):
-        twin = copy.copy(layer) if isinstance(layer, QuantizedRows) else copy.deepcopy(layer)
+        twin = copy.deepcopy(layer)
         twin.reorder_cache(index)
         return twin
     twin = copy.copy(layer)
@@ -224,7 +222,7 @@ def trim(layer: Any, n_tokens: int, length: int) -> None:
     n_dropped = n_held - min(n_held, length - n_tokens)  # a window may have dropped some already
     for state in states_of(layer):
         if state.growable is not None:
-            state.growable.trim(n_dropped, _spare(layer))
+            state.growable.drop_first(n_dropped)
     if getattr(layer, "indexer_position_ids", None) is not None:
         layer.indexer_position_ids = layer.indexer_position_ids[..., n_tokens:]
     if isinstance(layer, DynamicSlidingWindowLayer):

@@ -59,15 +59,9 @@ class Span:
 
     def take(self, states: Tensor, n_keys: int) -> Tensor:
         """The first keys or values ``(rows, heads, n_keys, size)`` of these rows, and zeros where they have none."""
-        n_zeros, length = getattr(states, "n_zeros", 0), states.shape[2]
         states = states[self.rows]
         if self.columns is not None:
             states = states[:, :, self.columns[: n_keys - self.n_dropped]]
-        elif not self.n_dropped and length < self.start + n_keys <= length + n_zeros:
-            at = states.storage_offset() + self.start * states.stride(2)
-            return states.as_strided(
-                (*states.shape[:2], n_keys, states.shape[3]), states.stride(), at
-            )
         else:
             states = states[:, :, self.start : self.start + n_keys - self.n_dropped]
         n_behind = n_keys - self.n_dropped - states.shape[2]
