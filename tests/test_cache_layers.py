@@ -99,9 +99,8 @@ def test_two_joined_batches_go_on_as_each_alone(
         ids.append(prompt)
         caches.append(cache)
     before = [copy.deepcopy(layer.values) for layer in caches[1].layers if hasattr(layer, "values")]
-    padding = append(caches[0], caches[1])
-    longest = max(lengths)
-    assert padding == (longest - lengths[0], longest - lengths[1])
+    append(caches[0], caches[1])
+    padding = [max(lengths) - length for length in lengths]
     joined = torch.cat(
         [torch.nn.functional.pad(i, (n, 0)) for i, n in zip(ids, padding, strict=True)]
     )
@@ -126,7 +125,7 @@ def test_appended_columns_by_hand() -> None:
     states = torch.arange(1.0, 7.0).view(1, 1, 6, 1)
     one.update(states[:, :, :2], -states[:, :, :2], 0)
     two.update(states[:, :, 2:5], -states[:, :, 2:5], 0)
-    assert append(one, two) == (1, 0)
+    append(one, two)
     assert one.layers[0].keys.view(2, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert one.layers[0].values.view(2, 3).tolist() == [[0, -1, -2], [-3, -4, -5]]
     assert two.layers[0].keys.flatten().tolist() == [3, 4, 5]

@@ -121,7 +121,7 @@ CACHES: dict[str, CacheKind | Callable[[CacheRequest], Cache]] = {
     # Of a config; as an argument, it means continuous batching.
     "paged": _dynamic("paged", may_hold_prefix=False),
     **{
-        name: CacheKind(name, static.make_deprecated_static, rolls_back=True)
+        name: CacheKind(name, static.make_static, rolls_back=True)
         for name in DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS
     },
 }
@@ -181,9 +181,6 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
     model._prepare_cache_for_generation(
         config, model_kwargs, call.mode.kind, prompt.batch_size, max_length
     )
-    if call.has_foreign_cache:
-        needed = ("update", "get_mask_sizes", *["crop"] * rolls_back)
-        layers.check_methods(model_kwargs.get(name), *needed)
 
 
 def check_room(model: Any, call: Call, prompt: Prompt) -> None:

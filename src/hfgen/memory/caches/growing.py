@@ -19,7 +19,7 @@ CONCATENATED = 2**15
 #: Tokens that a full buffer is enlarged by, at least.
 SMALLEST_BLOCK = 32
 
-#: A new buffer has room for fewer rows than the one before, if that has this many times those in use.
+#: A buffer that is full is replaced by a smaller one if it has this many times what is in use.
 MUCH_ROOM = 4
 
 
@@ -151,16 +151,21 @@ class GrowableTensor:
         if not before:  # the activations of the prompt need memory too: no room beyond its length
             self._move(new[..., :0, :], length)
             return
-        step = self.end - before  # tokens move in steps that do not overlap
-        is_enough = self._takes(new) and length <= self.buffer.shape[-2]
-        if is_enough and 2 * step >= spare(length) and not self._is_shared():
+        n_spare, step = spare(length), self.end - before
+        is_fitting = (
+            self._takes(new)
+            and length <= self.buffer.shape[-2] <= MUCH_ROOM * (length + n_spare)
+            and len(self.buffer) < MUCH_ROOM * len(self.view)
+        )
+        if is_fitting and 2 * step >= n_spare and not self._is_shared():
+            # Tokens move in steps that do not overlap.
             tokens = self.buffer[: len(self.view)]
             for start in range(0, before, max(step, 1)):
                 count = min(step, before - start)
                 tokens.narrow(-2, start, count).copy_(tokens.narrow(-2, start + step, count))
             self._adopt(self.buffer, 0, before, len(tokens))
         else:
-            self._move(self.view, length + spare(length))
+            self._move(self.view, length + n_spare)
 
     def _move(
         self, tokens: Tensor, capacity: int, before: int = 0, room: int | None = None

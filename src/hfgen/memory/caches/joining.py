@@ -22,55 +22,46 @@ from .growing import GrowthPolicy
 from .layers import decoder_cache, is_foreign_part
 
 
-def append(cache: Any, other: Any) -> tuple[int, int]:
+def append(cache: Any, other: Any) -> None:
     """Append the rows of ``other`` to ``cache`` in place; ``other`` stays as it is.
 
-    The shorter cache is padded with zeros on the left. Returns by how many columns the rows of ``cache``
-    and those of ``other`` were padded in the decoder's part; cross-attention is padded by itself. Raises
+    The shorter rows are padded with zeros on the left; cross-attention is padded by itself. Raises
     ``ValueError``: see ``check``.
     """
     check(cache, other)
-    lengths = _length(cache), _length(other)
     for layer, added in zip(_layers_with_room(cache), _layers(other), strict=True):
         slots.join(layer, added)
-    return max(lengths) - lengths[0], max(lengths) - lengths[1]
 
 
 def leave(cache: Any, row: int) -> None:
     """Remove ``row``, one of several, in place: the last row takes its place."""
-    check_declared(cache)
     for layer in _layers_with_room(cache):
         slots.leave(layer, row)
 
 
 def extract(cache: Any, index: Tensor) -> Any:
     """A cache of the rows ``index (wanted,)`` alone; ``cache`` stays as it is."""
-    check_declared(cache)
+    twin = copy.copy(cache)
     if isinstance(cache, EncoderDecoderCache):
-        twin = copy.copy(cache)
         twin.self_attention_cache = extract(cache.self_attention_cache, index)
         twin.cross_attention_cache = extract(cache.cross_attention_cache, index)
         twin.is_updated = dict(cache.is_updated)
-        return twin
-    layers = _layers_with_room(cache)
-    twin = copy.copy(cache)
-    twin.layers = [slots.extract(layer, index) for layer in layers]
+    else:
+        twin.layers = [slots.extract(layer, index) for layer in _layers_with_room(cache)]
     return twin
 
 
 def move_to(cache: Any, device: torch.device) -> None:
     """Move the states to the host, or back; between the two, no rows join or leave."""
-    check_declared(cache)
     for layer in _layers(cache):
-        slots.move_to(layer, device)
+        layer.offload() if device.type == "cpu" else layer.prefetch()
 
 
 def move(cache: Any, index: Tensor, changed: Tensor) -> None:
     """Reorder rows in place: row ``i`` becomes old row ``index[i]``; ``index (rows,)``.
 
-    Only the rows ``changed`` are written (``growing.changed``).
+    Only the rows ``changed`` are written (``buffers.changed``).
     """
-    check_declared(cache)
     for layer in _layers_with_room(cache):
         slots.move(layer, index, changed)
 
@@ -163,13 +154,17 @@ def _layers(cache: Any) -> list[Any]:
 
 def _length(cache: Any) -> int:
     """How many columns the rows have; 0 if no layer counts them."""
-    own = decoder_cache(cache)
-    counts_tokens = any(isinstance(layer, CacheLayerMixin) for layer in own.layers)
-    return int(own.get_seq_length()) if counts_tokens else 0
+    decoder = decoder_cache(cache)
+    counts_tokens = any(isinstance(layer, CacheLayerMixin) for layer in decoder.layers)
+    return int(decoder.get_seq_length()) if counts_tokens else 0
 
 
 def _layers_with_room(cache: Any) -> list[Any]:
-    """The layers; those that rows cannot join in place, or that end with the first call, are replaced."""
+    """The layers, as such that rows can join in place and that do not end with the first call.
+
+    Raises ``ValueError`` as ``check_declared``.
+    """
+    check_declared(cache)
     for part in _parts(cache):
         growth = getattr(part, "_growth", None) or GrowthPolicy(2 * len(part.layers) or 1)
         growth.max_length = None

@@ -53,17 +53,6 @@ def is_foreign(cache: Any) -> bool:
     return any(is_foreign_part(part) for part in (decoder, *decoder.layers))
 
 
-def check_methods(cache: Any, *names: str) -> None:
-    """Raise ``TypeError`` for a custom layer that lacks one of the methods ``names``."""
-    for layer in layers_of(cache):
-        for name in names:
-            if not isinstance(layer, KNOWN) and not callable(getattr(layer, name, None)):
-                raise TypeError(
-                    f"The call needs `{name}` of every layer of {type(decoder_cache(cache)).__name__}, "
-                    f"and {type(layer).__name__} has no such method."
-                )
-
-
 def is_foreign_part(part: Any) -> bool:
     """``is_foreign`` of a cache by itself, or of one layer."""
     module = type(part).__module__

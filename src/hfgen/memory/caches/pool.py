@@ -69,19 +69,26 @@ class CacheBuffers:
         """Zeros ``(rows, heads, length, size)`` for states; a new buffer has ``capacity`` tokens."""
         rows, heads, _, size = states.shape
         buffer = self.tensors.get(place)
-        if buffer is None or not _fits(buffer, states, length):
-            self.tensors.pop(place, None)
-            del buffer  # freed first
-            self.graphs.clear()  # they hold the address of the one before
-            shape = (max(rows, self.size.rows), heads, max(length, capacity), size)
-            try:
-                self.tensors[place] = buffer = states.new_zeros(shape)
-            except (RuntimeError, MemoryError):  # the next call may ask for less
-                self.tensors.clear()
-                raise
-            return buffer[:rows, :, :length]
-        # A NaN of an earlier call would be a NaN even where a mask hides it.
-        return buffer[:rows, :, :length].zero_()
+        if (
+            buffer is not None
+            and rows <= buffer.shape[0]
+            and length <= buffer.shape[2]
+            and (heads, size) == (buffer.shape[1], buffer.shape[3])
+            and (states.dtype, states.device) == (buffer.dtype, buffer.device)
+            and may_write_to(buffer)
+        ):
+            # A NaN of an earlier call would be a NaN even where a mask hides it.
+            return buffer[:rows, :, :length].zero_()
+        self.tensors.pop(place, None)
+        del buffer  # freed first
+        self.graphs.clear()  # they hold the address of the one before
+        shape = (max(rows, self.size.rows), heads, max(length, capacity), size)
+        try:
+            self.tensors[place] = states.new_zeros(shape)
+        except (RuntimeError, MemoryError):  # the next call may ask for less
+            self.tensors.clear()
+            raise
+        return self.tensors[place][:rows, :, :length]
 
     def counter(self, place: Place, layer: Any) -> Tensor:
         """A layer's counter of tokens, on its device, at an address that stays from cache to cache."""
@@ -102,17 +109,6 @@ class CacheBuffers:
             return None
         buffer[len(like) : rows, :, : like.shape[2]].zero_()
         return buffer[:rows, :, : like.shape[2]]
-
-
-def _fits(buffer: Tensor, states: Tensor, length: int) -> bool:
-    rows, heads, _, size = states.shape
-    return (
-        rows <= buffer.shape[0]
-        and length <= buffer.shape[2]
-        and (heads, size) == (buffer.shape[1], buffer.shape[3])
-        and (states.dtype, states.device) == (buffer.dtype, buffer.device)
-        and may_write_to(buffer)
-    )
 
 
 class Lease:
@@ -140,7 +136,7 @@ class Pool:
 
     def lend(self, requested: Size) -> Lease:
         """Memory for a cache of the size ``requested`` or larger."""
-        buffers = self._take_idle()
+        buffers = self.take_idle()
         if buffers is None or not buffers.tensors or buffers.is_seen():
             buffers = CacheBuffers(requested)
         elif not buffers.size.holds(requested):
@@ -149,12 +145,7 @@ class Pool:
             buffers = CacheBuffers(size)
         return Lease(self, buffers, requested)
 
-    def free(self) -> int:
-        """Free the idle buffers; return their bytes."""
-        self.needed = 0
-        return 0 if (buffers := self._take_idle()) is None else buffers.n_bytes
-
-    def _take_idle(self) -> CacheBuffers | None:
+    def take_idle(self) -> CacheBuffers | None:
         try:
             return self.idle.pop()
         except IndexError:
@@ -181,5 +172,6 @@ def free_caches(model: nn.Module) -> int:
     n_bytes = 0
     for module in families.modules_of(model) or [model]:
         if (pool := _POOLS.get(module)) is not None:
-            n_bytes += pool.free()
+            pool.needed = 0
+            n_bytes += 0 if (buffers := pool.take_idle()) is None else buffers.n_bytes
     return n_bytes

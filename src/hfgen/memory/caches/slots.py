@@ -7,7 +7,6 @@ the methods of ``Slots``.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +15,25 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from ... import families
 from ..buffers import moved
-from .dynamic import KINDS, GrowingLayer, upstream_kind
+from .dynamic import KINDS, upstream_kind
 from .growing import GrowableTensor, is_nothing, padded
 
 #: The kinds of layers whose rows join and leave. A subclass of them may have more states than ``STATES``.
 DECLARED = (*KINDS, LinearAttentionLayer, *families.EMPTY_LAYERS)
+
+#: What a layer keeps of a row, by the name of the attribute, which is a tensor or a dict of tensors: the
+#: dimension of the rows, and that of the tokens; ``None`` for a state of all tokens at once.
+STATES = {
+    "keys": (0, -2),
+    "values": (0, -2),
+    "indexer_keys": (0, -2),
+    "indexer_position_ids": (1, -1),
+    "conv_states": (0, -1),  # an earlier token is zero where there is none
+    "recurrent_states": (0, None),
+}
+
+#: A state of a layer: a key of ``STATES``, and a key of the dict if it is one.
+Place = tuple[str, int | None]
 
 
 class Slots(Protocol):
@@ -49,66 +62,6 @@ class Slots(Protocol):
 METHODS = ("join_rows", "leave_row", "trim_tokens", "bytes_of_row")
 
 
-@dataclass(frozen=True, slots=True)
-class Dims:
-    """The dimension of the rows, and that of the tokens: ``None`` for a state of all tokens at once."""
-
-    rows: int
-    tokens: int | None
-
-
-#: What a layer keeps of a row, by the name of the attribute: a tensor, or a dict of tensors.
-STATES = {
-    "keys": Dims(0, -2),
-    "values": Dims(0, -2),
-    "indexer_keys": Dims(0, -2),
-    "indexer_position_ids": Dims(1, -1),
-    "conv_states": Dims(0, -1),  # an earlier token is zero where there is none
-    "recurrent_states": Dims(0, None),
-}
-
-
-class State:
-    """One tensor of a layer: the attribute ``name``, or item ``index`` of it if it is a dict."""
-
-    __slots__ = ("dims", "growable", "index", "layer", "name")
-
-    def __init__(self, layer: Any, name: str, index: int | None) -> None:
-        self.layer, self.name, self.index, self.dims = layer, name, index, STATES[name]
-        growable = vars(layer).get(f"_{name}")
-        #: The storage of the tensor, if it grows in place.
-        self.growable = growable if isinstance(growable, GrowableTensor) else None
-
-    @property
-    def tensor(self) -> Tensor:
-        held: Any = getattr(self.layer, self.name)
-        return held if self.index is None else held[self.index]
-
-    @tensor.setter
-    def tensor(self, value: Tensor) -> None:
-        if self.index is None:
-            setattr(self.layer, self.name, value)
-        else:
-            getattr(self.layer, self.name)[self.index] = value
-
-    def take(self, index: Tensor) -> None:
-        """Row ``i`` becomes old row ``index[i]``: ``index (wanted,)``."""
-        tensor = self.tensor
-        self.tensor = tensor.index_select(self.dims.rows, index.to(tensor.device))
-
-
-def states_of(layer: Any) -> list[State]:
-    """The states that a layer of transformers' kinds holds."""
-    states = []
-    for name in STATES:
-        held = getattr(layer, name, None)
-        tensors = held if isinstance(held, dict) else {None: held}
-        for index, tensor in tensors.items():
-            if tensor is not None and not is_nothing(tensor):
-                states.append(State(layer, name, index))
-    return states
-
-
 def has_methods(layer: Any) -> bool:
     """Whether the layer has the methods of ``Slots``."""
     return all(callable(getattr(layer, name, None)) for name in METHODS)
@@ -119,19 +72,50 @@ def is_declared(layer: Any) -> bool:
     return has_methods(layer) or upstream_kind(layer) in DECLARED
 
 
+def states_of(layer: Any) -> dict[Place, Tensor]:
+    """The states that a layer of transformers' kinds holds."""
+    states: dict[Place, Tensor] = {}
+    for name in STATES:
+        held = getattr(layer, name, None)
+        tensors = held if isinstance(held, dict) else {None: held}
+        for index, tensor in tensors.items():
+            if tensor is not None and not is_nothing(tensor):
+                states[name, index] = tensor
+    return states
+
+
+def growables_of(layer: Any) -> dict[Place, GrowableTensor]:
+    """The storage of the states that grow in place. No other tensor of them may be held meanwhile."""
+    found = {(name, i): vars(layer).get(f"_{name}") for name, i in states_of(layer)}
+    return {place: states for place, states in found.items() if isinstance(states, GrowableTensor)}
+
+
+def set_state(layer: Any, place: Place, tensor: Tensor) -> None:
+    name, index = place
+    if index is None:
+        setattr(layer, name, tensor)
+    else:
+        getattr(layer, name)[index] = tensor
+
+
+def take_fixed(layer: Any, index: Tensor) -> None:
+    """Row ``i`` of the states that do not grow becomes old row ``index[i]``."""
+    growables = growables_of(layer)
+    for place, tensor in states_of(layer).items():
+        if place not in growables:
+            dim = STATES[place[0]][0]
+            set_state(layer, place, tensor.index_select(dim, index.to(tensor.device)))
+
+
 def form(layer: Any) -> dict[str, Any]:
     """What two layers have to have in common: sizes that are neither rows nor tokens."""
-    if hasattr(layer, "form_of_rows"):
-        return dict(layer.form_of_rows())
     if has_methods(layer):
-        return {}
+        return dict(layer.form_of_rows()) if hasattr(layer, "form_of_rows") else {}
     common: dict[str, Any] = {"window": getattr(layer, "sliding_window", None)}
-    for state in states_of(layer):
-        tensor, dims = state.tensor, state.dims
-        free = {dims.rows, range(tensor.ndim)[dims.tokens or dims.rows]}
+    for (name, index), tensor in states_of(layer).items():
+        free = {dim % tensor.ndim for dim in STATES[name] if dim is not None}
         sizes = [size for dim, size in enumerate(tensor.shape) if dim not in free]
-        name = state.name if state.index is None else f"{state.name}[{state.index}]"
-        common[name] = (*sizes, tensor.dtype)
+        common[name if index is None else f"{name}[{index}]"] = (*sizes, tensor.dtype)
     return common
 
 
@@ -143,18 +127,21 @@ def join(layer: Any, other: Any) -> None:
     has_keys = isinstance(layer, DynamicLayer) and layer.is_initialized
     longest = max(layer.get_seq_length(), other.get_seq_length()) if has_keys else 0
     n_kept = min(longest, getattr(layer, "sliding_window", longest + 1) - 1) or longest
-    for added in states_of(other):
-        state = State(layer, added.name, added.index)
-        if state.growable is not None:
+    growables = growables_of(layer)
+    for place, added in states_of(other).items():
+        if (growable := growables.get(place)) is not None:
             # A window that records what leaves it holds more than it shows.
-            state.growable.drop_first(state.growable.view.shape[-2] - n_kept)
-            state.growable.join(added.tensor[..., -n_kept:, :], _spare(layer))
+            growable.drop_first(growable.view.shape[-2] - n_kept)
+            spare = getattr(layer, "_spare", layer._growth.spare)
+            growable.join(added[..., -n_kept:, :], spare)
             continue
-        both = [state.tensor, added.tensor.to(state.tensor.device)]
-        if (dim := state.dims.tokens) is not None:
-            length = max(tensor.shape[dim] for tensor in both)
-            both = [padded(tensor, dim, length) for tensor in both]
-        state.tensor = torch.cat(both, state.dims.rows)
+        row_dim, token_dim = STATES[place[0]]
+        held = states_of(layer)[place]
+        both = [held, added.to(held.device)]
+        if token_dim is not None:
+            length = max(tensor.shape[token_dim] for tensor in both)
+            both = [padded(tensor, token_dim, length) for tensor in both]
+        set_state(layer, place, torch.cat(both, row_dim))
     if has_keys and isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = longest
 
@@ -164,12 +151,21 @@ def leave(layer: Any, row: int) -> None:
     if has_methods(layer):
         layer.leave_row(row)
         return
-    for state in states_of(layer):
-        if state.growable is not None:
-            state.growable.leave(row)
-        else:
-            last = state.tensor.shape[state.dims.rows] - 1
-            state.take(moved(row, last, state.tensor.device))
+    rows = [tensor.shape[STATES[name][0]] for (name, _), tensor in states_of(layer).items()]
+    if rows:
+        take_fixed(layer, moved(row, rows[0] - 1, torch.device("cpu")))
+    for states in growables_of(layer).values():
+        states.leave(row)
+
+
+def move(layer: Any, index: Tensor, changed: Tensor) -> None:
+    """Row ``i`` becomes old row ``index[i]``; ``changed`` lists the rows that differ then."""
+    if has_methods(layer):
+        layer.reorder_cache(index)
+        return
+    take_fixed(layer, index)
+    for states in growables_of(layer).values():
+        states.move(index, changed)
 
 
 def extract(layer: Any, index: Tensor) -> Any:
@@ -182,30 +178,10 @@ def extract(layer: Any, index: Tensor) -> Any:
     for name, value in vars(layer).items():
         if isinstance(value, dict):  # of tensors, which are replaced below
             setattr(twin, name, dict(value))
-    for state in states_of(twin):
-        state.take(index)
+    for place, tensor in states_of(twin).items():
+        dim = STATES[place[0]][0]
+        set_state(twin, place, tensor.index_select(dim, index.to(tensor.device)))
     return twin
-
-
-def move_to(layer: Any, device: torch.device) -> None:
-    """Move the states of ``layer`` to the host, or back to the device where they were made."""
-    if has_methods(layer):
-        layer.offload() if device.type == "cpu" else layer.prefetch()
-        return
-    for state in states_of(layer):
-        state.tensor = state.tensor.to(device)
-
-
-def move(layer: Any, index: Tensor, changed: Tensor) -> None:
-    """Row ``i`` becomes old row ``index[i]``; ``changed`` lists the rows that differ then."""
-    if has_methods(layer):
-        layer.reorder_cache(index)
-        return
-    for state in states_of(layer):
-        if state.growable is not None:
-            state.growable.move(index, changed)
-        else:
-            state.take(index)
 
 
 def trim(layer: Any, n_tokens: int, length: int) -> None:
@@ -218,11 +194,10 @@ def trim(layer: Any, n_tokens: int, length: int) -> None:
         return
     if layer.keys is None:  # the model does not use its cache
         return
-    n_held = layer.keys.shape[-2]
-    n_dropped = n_held - min(n_held, length - n_tokens)  # a window may have dropped some already
-    for state in states_of(layer):
-        if state.growable is not None:
-            state.growable.drop_first(n_dropped)
+    # A window may have dropped some already.
+    n_dropped = layer.keys.shape[-2] - min(layer.keys.shape[-2], length - n_tokens)
+    for states in growables_of(layer).values():
+        states.drop_first(n_dropped)
     if getattr(layer, "indexer_position_ids", None) is not None:
         layer.indexer_position_ids = layer.indexer_position_ids[..., n_tokens:]
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -239,15 +214,10 @@ def bytes_of_row(layer: Any, n_tokens: int, length: int) -> int:
     total = 0
     grows = isinstance(layer, DynamicLayer) and layer.get_seq_length() == length
     most = getattr(layer, "sliding_window", n_tokens + 1) - 1 or n_tokens
-    for state in states_of(layer):
-        tensor, dims = state.tensor, state.dims
-        of_row = tensor.nbytes // max(tensor.shape[dims.rows], 1)
-        if grows and state.index is None and dims.tokens is not None:
-            of_row = of_row // max(tensor.shape[dims.tokens], 1) * min(n_tokens, most)
+    for (name, index), tensor in states_of(layer).items():
+        row_dim, token_dim = STATES[name]
+        of_row = tensor.nbytes // max(tensor.shape[row_dim], 1)
+        if grows and index is None and token_dim is not None:
+            of_row = of_row // max(tensor.shape[token_dim], 1) * min(n_tokens, most)
         total += of_row
     return total
-
-
-def _spare(layer: GrowingLayer) -> Any:
-    """How many spare tokens a buffer of the layer gets: ``spare(length)``."""
-    return getattr(layer, "_spare", layer._growth.spare)

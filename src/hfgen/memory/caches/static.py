@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import EncoderDecoderCache, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
-from transformers.generation.configuration_utils import STATIC_CACHE_IMPLEMENTATIONS
+from transformers.generation.configuration_utils import (
+    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
+    STATIC_CACHE_IMPLEMENTATIONS,
+)
 
 from ... import families
 from ...settings.logs import logger
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 def make_static(request: CacheRequest) -> Cache:
     """Of fixed length, as ``torch.compile`` needs it, in memory that is kept; ``offloaded_static`` too."""
     config, max_length = request.config, request.max_length
+    if config.cache_implementation in DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS:
+        logger.warning_once(
+            f"`cache_implementation={config.cache_implementation!r}` is deprecated: use one of "
+            f"{STATIC_CACHE_IMPLEMENTATIONS}, which follow the layers of the model."
+        )
     if config.max_cache_len is not None:  # sized for the worst call to come
         if config.max_cache_len < max_length:
             logger.warning_once(
@@ -48,15 +56,6 @@ def make_static(request: CacheRequest) -> Cache:
             lease.needed = request.max_length
     fit_to_call(cache, config)
     return cache
-
-
-def make_deprecated_static(request: CacheRequest) -> Cache:
-    """The former names of ``static``."""
-    logger.warning_once(
-        f"`cache_implementation={request.config.cache_implementation!r}` is deprecated: use one of "
-        f"{STATIC_CACHE_IMPLEMENTATIONS}, which follow the layers of the model."
-    )
-    return make_static(request)
 
 
 def prepare_static_cache(
