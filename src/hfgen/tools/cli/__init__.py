@@ -21,7 +21,6 @@ from . import (
     compare,
     demo,
     doctor,
-    eval_generate,
     evaluate,
     generate,
     inspect,
@@ -111,7 +110,7 @@ _eval = typer.Typer(
     cls=OneLineErrors, help="Measure a model: perplexity of texts, metrics of completions."
 )
 _eval.command(cls=PlainCommand)(evaluate.perplexity)
-_eval.command(cls=GenerationCommand)(eval_generate.generate)
+_eval.command(cls=GenerationCommand)(evaluate.generate)
 app.add_typer(_eval, name="eval")
 
 
