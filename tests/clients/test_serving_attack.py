@@ -24,7 +24,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
-from tests.clients.server import wait_for
+from tests.clients.server import LINES, wait_for
 
 #: Seconds that another request may hold up the victim.
 HELD_UP = 1.0
@@ -32,7 +32,6 @@ HELD_UP = 1.0
 #: Bodies of the fuzzer; ``HFGEN_FUZZ=5000`` sends so many.
 N_BODIES = int(os.environ.get("HFGEN_FUZZ", "600"))
 
-LINES = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 VICTIM = {"model": "builtin", "prompt": "import os\n", "max_tokens": 4, "temperature": 0}
 
 

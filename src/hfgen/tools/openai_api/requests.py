@@ -29,19 +29,12 @@ CHECKED_AS = {
     "stop": "stop_strings",
     "top_logprobs": "logprobs",
 }
+#: The grammar fields of vLLM's earlier versions.
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 #: Further arguments of ``generate`` that come from fields with other names.
 FROM: dict[str, tuple[str, ...]] = {
     "sequence_bias": ("logit_bias",),
-    "grammar": (
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "tools",
-        "text",
-    ),
+    "grammar": ("response_format", "structured_outputs", *GUIDED, "tools", "text"),
     "input_ids": ("prompt", "messages", "input"),
     "max_completion_tokens": ("max_output_tokens", "max_completion_tokens"),
 }
@@ -111,7 +104,7 @@ BODY: dict[str, Param] = {
     **{name: Param(None) for name in WITHOUT_ARGUMENTS},
     **{name: _own(name) for name in OWN},
     **PARAMS,
-    **{f"guided_{kind}": _guided(kind) for kind in ("json", "regex", "choice", "grammar")},
+    **{name: _guided(name.removeprefix("guided_")) for name in GUIDED},
     "logit_bias": Param(None, _logit_bias),
     "max_completion_tokens": Param(None, PARAMS["max_tokens"].becomes),
     "response_format": Param(None, _response_format),
