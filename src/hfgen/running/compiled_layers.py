@@ -120,9 +120,7 @@ class LayerGraph:
                 )
             from torch._inductor import config as inductor
 
-            if (
-                self._function is None
-            ):  # by a name of its own, models have counts of graphs of their own
+            if self._function is None:  # its name is its own: each model has a count of graphs
                 name = f"layer_{next(_names)}"
                 code = forward_layer.__code__.replace(co_name=name)
                 function = types.FunctionType(code, forward_layer.__globals__, name)

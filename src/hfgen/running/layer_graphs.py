@@ -90,10 +90,12 @@ def stand_ins(hidden: Tensor, keys: Tensor, values: Tensor, kwargs: dict[str, An
             return value
         if type(value) is not Tensor:
             raise TypeError(f"a layer gets a {type(value).__name__}")
-        shape, dims = list(value.shape), DIMS.get(value.dim(), ())
-        for dim, size in (found := [(d, sizes[n]) for d, n in dims if shape[d] == sizes[n][0]]):
-            shape[dim] = size[1]
-        return dynamic(value.new_zeros(shape), *(dim for dim, _ in found))
+        shape = list(value.shape)
+        named = DIMS.get(value.dim(), ())
+        dims = [(dim, sizes[name]) for dim, name in named if shape[dim] == sizes[name][0]]
+        for dim, (_, size) in dims:
+            shape[dim] = size
+        return dynamic(value.new_zeros(shape), *(dim for dim, _ in dims))
 
     def room(states: Tensor) -> Tensor:  # its strides are no products of sizes
         shape = (sizes["rows"][1], states.shape[1], ROOM, states.shape[3])
@@ -125,7 +127,7 @@ class Graph:
         self.run = backend(module, inputs)
         #: Which inputs are a call's own; the places of those that differ between layers, by name.
         self.places: list[int] = []
-        self.each: dict[str, int] = {}
+        self.layer_places: dict[str, int] = {}
         #: Of a call: these inputs, and whether its sizes are the graph's. None if that is not known.
         self.look: Callable[[Arguments], tuple[list[Any], bool]] | None = None
         with suppress(Exception):  # another torch has other names: its own guards are checked then
@@ -143,7 +145,10 @@ class Graph:
             guards += shapes.produce_guards(
                 [values[i] for i in tensors], [sources[i] for i in tensors], ignore_static=False
             )
-        self.places, self.each = places, {name: names.index(f"L['{name}']") for name in OF_EACH}
+        self.places, self.layer_places = (
+            places,
+            {name: names.index(f"L['{name}']") for name in OF_EACH},
+        )
         read, holds = ", ".join(names[i] for i in places), " and ".join(f"({g})" for g in guards)
         self.look = eval(f"lambda L: ([{read}], {holds})", dict(SYMPY_INTERP))
 
@@ -162,7 +167,7 @@ class Step:
         self.key = _key(arguments)
         self.shared = arguments["positions"], *arguments["kwargs"].values()  # by id in the key
         values, self.holds = graph.look(arguments)
-        inputs, own_places = zip(graph.places, values, strict=True), graph.each.values()
+        inputs, own_places = zip(graph.places, values, strict=True), graph.layer_places.values()
         self.inputs = {place: value for place, value in inputs if place not in own_places}
 
     def is_of(self, graph: Graph, arguments: Arguments) -> bool:
@@ -187,7 +192,7 @@ class Checked:
         inputs = self.inputs.copy()
         for place, value in step.inputs.items():
             inputs[place] = value
-        for name, place in self.graph.each.items():
+        for name, place in self.graph.layer_places.items():
             inputs[place] = arguments[name]
         return self.graph.run(*inputs)[self.place]
 

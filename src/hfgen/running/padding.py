@@ -49,7 +49,7 @@ def hides_padding(model: Any, batch: Batch) -> bool:
         if have_changed(model, before):
             return False  # a module remembers rows
         longer.append(row)
-        padded, beside, alone = (_decode(model, each)[-1] for each in (longer, twice, row))
+        padded, beside, alone = (_decode(model, rows)[-1] for rows in (longer, twice, row))
     is_finite = alone.isfinite()
     if not torch.equal(is_finite, padded.isfinite()):
         return False  # a mask of float64's smallest numbers overflows (ProphetNet)

@@ -167,10 +167,10 @@ class Body:
         Drops what other modules have returned.
         """
         for path, outputs in self.outputs.items():
-            if not outputs or any(each is None for each in outputs):
+            if not outputs or any(part is None for part in outputs):
                 continue
-            states = [_states(each) for each in outputs]
-            length = sum(each.shape[1] for each in states)
+            states = [_states(part) for part in outputs]
+            length = sum(part.shape[1] for part in states)
             if len(states[0]) % len(ids) == 0 and length == ids.shape[1]:
                 self.outputs = {path: outputs}
                 return True

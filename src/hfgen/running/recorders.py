@@ -99,7 +99,7 @@ class NoReads(TorchDispatchMode):
         name = func.overloadpacket.__name__
         leaves = tree_leaves((args, kwargs))
         devices = (leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        if any(isinstance(each, torch.device) and each.type == self.kind for each in devices) and (
+        if any(isinstance(d, torch.device) and d.type == self.kind for d in devices) and (
             _is_copy(name, args, kwargs) or reads(name, args, kwargs)
         ):
             raise RuntimeError(f"{name} waits for the device, or copies between it and the host")

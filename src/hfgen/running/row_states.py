@@ -174,13 +174,13 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's generators that a forward on ``device`` may draw from."""
     if device.type not in ASYNCHRONOUS:
         return [torch.get_rng_state()]
-    own = () if device.type == "mps" else (device,)  # MPS has one device
-    return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(*own)]
+    index = () if device.type == "mps" else (device,)  # MPS has one device
+    return [torch.get_rng_state(), torch.get_device_module(device).get_rng_state(*index)]
 
 
 def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
     """Set what ``generator_states`` has returned."""
     torch.set_rng_state(states[0])
     if len(states) == 2:
-        own = () if device.type == "mps" else (device,)
-        torch.get_device_module(device).set_rng_state(states[1], *own)
+        index = () if device.type == "mps" else (device,)
+        torch.get_device_module(device).set_rng_state(states[1], *index)

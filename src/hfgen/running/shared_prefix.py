@@ -60,8 +60,8 @@ class Prefixes:
         new_lengths, width = torch.tensor(lengths), max(lengths)
         cache, index = windows.recording_cache(model, width + n), torch.tensor(rows)[:, None]
         columns = (torch.arange(width) - (width - new_lengths)[:, None]).clamp(min=0)
-        both = windows.attention_layers(cache), windows.attention_layers(self.cache)
-        for copy, layer in zip(*both, strict=True):
+        copies, layers_ = windows.attention_layers(cache), windows.attention_layers(self.cache)
+        for copy, layer in zip(copies, layers_, strict=True):
             at = index.to(layer.keys.device), columns.to(layer.keys.device)
             copy.update(*(s[at[0], :, at[1]].transpose(1, 2) for s in (layer.keys, layer.values)))
         return Prefixes(cache, new_lengths)
@@ -113,7 +113,7 @@ def forward(
         prefixes = Prefixes(windows.recording_cache(model, n), torch.zeros_like(sizes))
     kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": prefixes is not None}
     if prefixes is not None:
-        kwargs |= {name: each.to(ids.device) for name, each in prefixes.inputs(sizes).items()}
+        kwargs |= {name: t.to(ids.device) for name, t in prefixes.inputs(sizes).items()}
         kwargs["past_key_values"] = prefixes.cache
     if model._supports_logits_to_keep():
         kwargs["logits_to_keep"] = 0

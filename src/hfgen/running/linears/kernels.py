@@ -272,9 +272,9 @@ def _int4(weight: Tensor) -> Product:
     levels = ((groups - low[..., None]) / scales[..., None]).round().clamp(0, 15)
     middles = low + 8 * scales  # the kernel computes (level - 8) * scale + middle
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.flatten(1).int(), 1)
-    both = torch.stack([scales, middles], dim=-1).transpose(0, 1).contiguous().bfloat16()
+    scaling = torch.stack([scales, middles], dim=-1).transpose(0, 1).contiguous().bfloat16()
     linear = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return _by_rows(lambda x: linear(x, packed, GROUP, both))
+    return _by_rows(lambda x: linear(x, packed, GROUP, scaling))
 
 
 def _by_rows(linear: Callable[[Tensor], Tensor]) -> Product:

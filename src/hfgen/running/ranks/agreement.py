@@ -176,7 +176,7 @@ def _besides(call: Call) -> str:
     parts = [] if n_layers is None else [f"the first {n_layers} layers"]
     if hasattr(assistant, "modules") and families.is_sharded(assistant):
         parts.append(f"a sharded {type(assistant).__name__}")
-    if any(each.guidance_scale not in (None, 1) for each in call.configs):
+    if any(config.guidance_scale not in (None, 1) for config in call.configs):
         parts.append("the second branch of guidance")
     return ", ".join(parts) or "nothing"
 
