@@ -16,7 +16,6 @@ from hfgen.prepare.stages import prepare
 from hfgen.state.call import Request
 from hfgen.state.run import Run
 from tests import tiny
-from tests.parity.decoder_families import DECODER_FAMILIES
 
 
 def started(model: Any, n_steps: int, **inputs: Any) -> Run:
@@ -50,48 +49,6 @@ def continued(run: Run, batch: Batch, n_steps: int) -> Tensor:
     for _ in range(n_steps):
         next(iterator)
     return run.ids[:, start:]
-
-
-DECODERS = {family.name: family for family in DECODER_FAMILIES}
-#: One family for each way in which rows are remembered, and in which padding is hidden.
-KINDS = {
-    "full": "llama",
-    "sliding": "mistral",
-    "learned positions": "gpt2",
-    "alibi": "bloom",
-    "linear and full": "qwen3_next",
-}
-
-
-@pytest.mark.parametrize("family", KINDS.values(), ids=list(KINDS))
-@pytest.mark.parametrize("lengths", [(9, 4), (3, 3), (2, 11)], ids=str)
-def test_joined_rows_go_on_as_they_would_alone(family: str, lengths: tuple[int, int]) -> None:
-    model = hfgen.mix_into(DECODERS[family].build()).eval()
-    torch.manual_seed(1)
-    prompts = [torch.randint(3, 60, (rows, n)) for rows, n in zip((2, 1), lengths, strict=True)]
-    runs = [started(model, n, input_ids=ids) for n, ids in zip((3, 5), prompts, strict=True)]
-    alone = [
-        continued(run, batch_of(started(model, n, input_ids=ids)), 8)
-        for run, n, ids in zip(runs, (3, 5), prompts, strict=True)
-    ]
-    batch, other = map(batch_of, runs)
-    batch.append(other, pad_token_id=1)
-    assert batch.ids.shape == (3, max(run.ids.shape[1] for run in runs))
-    assert torch.equal(continued(runs[0], batch, 8), torch.cat(alone))
-
-
-def test_joined_encoder_decoder_rows_go_on_as_they_would_alone() -> None:
-    model = hfgen.mix_into(tiny.t5())
-    torch.manual_seed(1)
-    prompts = [torch.randint(3, 60, (2, 9)), torch.randint(3, 60, (1, 4))]
-    runs = [started(model, n, input_ids=ids) for n, ids in zip((3, 5), prompts, strict=True)]
-    alone = [
-        continued(run, batch_of(started(model, n, input_ids=ids)), 6)
-        for run, n, ids in zip(runs, (3, 5), prompts, strict=True)
-    ]
-    batch, other = map(batch_of, runs)
-    batch.append(other)
-    assert torch.equal(continued(runs[0], batch, 6), torch.cat(alone))
 
 
 def test_taken_rows_go_on_as_they_would_alone() -> None:

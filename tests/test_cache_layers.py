@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from typing import Any
 
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     LlamaConfig,
     MistralConfig,
     MistralForCausalLM,
@@ -22,10 +19,10 @@ from transformers import (
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 import hfgen
-from hfgen.memory.caches import growing, layers
+from hfgen.memory.caches import layers
 from hfgen.memory.caches.dynamic import GrowingCache
 from hfgen.memory.caches.joining import append
-from tests import SHIPPED, tiny
+from tests import tiny
 from tests.parity.family import seeded
 
 WINDOW = 6
@@ -45,78 +42,6 @@ def mistral() -> PreTrainedModel:
         initializer_range=0.3,
     )
     return seeded(lambda: MistralForCausalLM(config))
-
-
-def lfm2() -> PreTrainedModel:
-    """Convolutions, whose state has the rows first, beside full attention."""
-    config = Lfm2Config(
-        **tiny.SPECIAL,
-        vocab_size=tiny.VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-        initializer_range=0.3,
-    )
-    return seeded(lambda: Lfm2ForCausalLM(config))
-
-
-MODELS = {"llama": tiny.llama, "mistral": mistral, "lfm2": lfm2}
-
-
-def decode(
-    model: Any, cache: Any, ids: Tensor, n: int, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """``n`` greedy tokens behind ``ids``, of which the cache lacks some; and the last logits."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    for _ in range(n):
-        new = ids[:, cache.get_seq_length() :]
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        logits = model(
-            input_ids=new, attention_mask=mask, position_ids=positions, past_key_values=cache
-        ).logits[:, -1]
-        ids = torch.cat([ids, logits.argmax(-1)[:, None]], dim=1)
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-    return ids, logits
-
-
-@pytest.mark.parametrize("concatenated", [0, SHIPPED])
-@pytest.mark.parametrize("lengths", [(4, 13), (13, 4), (9, 9)])
-@pytest.mark.parametrize("family", MODELS)
-@torch.no_grad()
-def test_two_joined_batches_go_on_as_each_alone(
-    family: str, lengths: tuple[int, int], concatenated: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(growing, "CONCATENATED", concatenated)
-    model = MODELS[family]()
-    ids, caches, alone = [], [], []
-    for rows, length in zip((2, 1), lengths, strict=True):
-        cache = GrowingCache(config=model.config)
-        prompt, _ = decode(model, cache, tiny.prompt(rows, length, seed=length), 2)
-        alone.append(decode(model, copy.deepcopy(cache), prompt, 8))
-        ids.append(prompt)
-        caches.append(cache)
-    before = [copy.deepcopy(layer.values) for layer in caches[1].layers if hasattr(layer, "values")]
-    append(caches[0], caches[1])
-    padding = [max(lengths) - length for length in lengths]
-    joined = torch.cat(
-        [torch.nn.functional.pad(i, (n, 0)) for i, n in zip(ids, padding, strict=True)]
-    )
-    mask = torch.cat(
-        [
-            torch.nn.functional.pad(torch.ones_like(i), (n, 0))
-            for i, n in zip(ids, padding, strict=True)
-        ]
-    )
-    assert layers.count(caches[0]) == 3
-    result, logits = decode(model, caches[0], joined, 8, mask)
-    for rows, (tokens, last), n in zip((slice(2), slice(2, 3)), alone, padding, strict=True):
-        assert torch.equal(result[rows, n:], tokens)
-        torch.testing.assert_close(logits[rows], last, atol=1e-5, rtol=1e-5)
-    after = [layer.values for layer in caches[1].layers if hasattr(layer, "values")]
-    assert all(map(torch.equal, before, after))
 
 
 def test_appended_columns_by_hand() -> None:

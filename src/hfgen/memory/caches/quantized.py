@@ -159,13 +159,6 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         for states in self.states.values():
             states.map_rows(take)
 
-    def offload(self) -> None:
-        self._map_rows(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self._map_rows(lambda tensor: tensor.to(self.device, non_blocking=True))
-
     @property
     def n_bytes(self) -> int:
         """Bytes of what is kept between updates."""

@@ -134,11 +134,6 @@ class Pooled:
         state = {k: _compact(v) for k, v in vars(self).items() if not k.startswith("_")}
         return _restored, (upstream_kind(self), state)
 
-    def __copy__(self) -> Any:
-        twin: Any = type(self).__new__(type(self))
-        vars(twin).update(vars(self))
-        return twin
-
 
 @stands_for(StaticLayer)
 class PooledLayer(Pooled, StaticLayer):

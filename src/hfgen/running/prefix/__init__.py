@@ -79,6 +79,6 @@ def begin(model: Any, call: Call, prompt: Prompt) -> None:
         return prefix_request.refuse(layout)
     prefixes = prefix_request.prefixes
     session = PrefixSession(prefixes, model, call.config, cache, rows, layout)
-    session.fill(call.config)
+    session.fill()
     call.prefix_session = session
     return None

@@ -1,13 +1,11 @@
 """One call with a ``PrefixCache``: fills the call's cache from the store, and adds to the store.
 
-Columns are positions in the padded batch. The cache is filled up to the same column ``end`` in all rows,
-and the ordinary prefill goes on from there. Rows with a shorter stored prefix are forwarded up to ``end``
-first: they catch up.
+Columns are positions in the padded batch. The cache is filled up to the same column in all rows, and the
+ordinary prefill goes on from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +15,13 @@ from torch import Tensor
 from ...memory import fingerprint
 from ...state.call import ModelKwargs, Prompt, SharedPrompt
 from ...state.run import Run, Step
-from ..prefill import forward_up_to
 from . import windows
 from .cache import PrefixCache
 from .eligibility import Reason
-from .radix import KeyValues, Match, Offset, bytes_per_token, size
+from .radix import KeyValues, Offset, bytes_per_token, size
 from .windows import attention_layers, key_values
 
 TOO_LARGE = "the prompt is larger than `max_bytes`"
-
-#: What a forward pass costs besides its tokens, in tokens.
-FORWARD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +63,6 @@ class Layout:
         return self.ids[row, self.pads[row] : end].long()
 
 
-def lagging(starts: Sequence[int], end: int) -> dict[int, list[int]]:
-    """Rows that start before column ``end``, by the column from which on they catch up together."""
-    groups: dict[int, list[int]] = {}
-    for start, row in sorted((start, row) for row, start in enumerate(starts) if start < end):
-        last = max(groups, default=-FORWARD)
-        groups.setdefault(start if start - last >= FORWARD else last, []).append(row)
-    return groups
-
-
-def best_end(starts: Sequence[int], length: int) -> int:
-    """Up to which column to fill the cache, so that the least is forwarded."""
-
-    def cost(end: int) -> int:
-        groups = lagging(starts, end).items()
-        caught_up = sum(FORWARD + len(rows) * (end - start) for start, rows in groups)
-        return caught_up + len(starts) * (length - end)
-
-    return min((0, *sorted(set(starts))), key=cost)
-
-
 class PrefixSession:
     """Fills the cache of a call, then stores its prompt and what it generates."""
 
@@ -104,7 +78,7 @@ class PrefixSession:
         self.prefixes, self.model, self.cache = prefixes, model, cache
         # Not the config, which holds this call: the cache would outlive it by a cycle.
         self.eos, self.pad = config._eos_token_tensor, config._pad_token_tensor
-        self.ids, self.model_kwargs, self.layout = prompt.ids, prompt.model_kwargs, layout
+        self.ids, self.layout = prompt.ids, layout
         self.identity = fingerprint.identity(model)
         self.keys = [(self.identity, offset) for offset in layout.offsets]
         self.is_prompt_stored = False
@@ -120,66 +94,34 @@ class PrefixSession:
         windows.stop(self.cache)
         self.cache = None
 
-    def fill(self, config: Any) -> None:
-        """Fill the call's empty cache with stored states of all but the last token of each prompt."""
-        length = self.ids.shape[1]
-        tokens = [self.layout.tokens(row, length - 1) for row in range(len(self.ids))]
-        matches = self.prefixes._match(self.keys, tokens)
-        starts = [pad + m.length for pad, m in zip(self.layout.pads, matches, strict=True)]
-        end = best_end(starts, length) if any(match.length for match in matches) else 0
-        groups = lagging(starts, end)
-        ends = {row: start for start, rows in groups.items() for row in rows}
-        saved = [ends.get(row, end) - pad for row, pad in enumerate(self.layout.pads)]
-        self.prefixes._count(tokens, saved)
-        windows.start(self.cache)
-        if end:
-            caught_up = [
-                (rows, self._catch_up(start, rows, matches, end, config))
-                for start, rows in groups.items()
-            ]
-            self._fill(self.cache, range(len(self.ids)), matches, end, caught_up)
+    def fill(self) -> None:
+        """Fill the call's empty cache with stored states of all but the last token of each prompt.
 
-    def _fill(
-        self,
-        cache: Any,
-        rows: Sequence[int],
-        matches: list[Match],
-        end: int,
-        caught_up: Sequence[tuple[list[int], KeyValues]] = (),
-    ) -> None:
-        """Put the first ``end`` columns of ``rows`` into ``cache``: stored ones or ``caught_up``."""
-        sample: KeyValues = next(m.nodes[0].states for m in matches if m.nodes)
+        It is filled up to the first column in which a row needs a state that is not stored.
+        """
+        n_rows, length = self.ids.shape
+        pads = self.layout.pads
+        tokens = [self.layout.tokens(row, length - 1) for row in range(n_rows)]
+        matches = self.prefixes._match(self.keys, tokens)
+        end = min(pad + match.length for pad, match in zip(pads, matches, strict=True))
+        self.prefixes._count(tokens, [end - pad for pad in pads])
+        windows.start(self.cache)
+        if not any(end > pad for pad in pads):
+            return
+        sample = next(match.nodes[0].states for match in matches if match.nodes)
 
         def filled(index: int) -> Tensor:
             """The keys, or the values, of one layer."""
             heads, _, head_size = sample[index].shape
-            states = sample[index].new_zeros(len(rows), heads, end, head_size)
-            for place, row in enumerate(rows):
-                pad = self.layout.pads[row]
-                for start, run in matches[row].runs(end - pad):
+            states = sample[index].new_zeros(n_rows, heads, end, head_size)
+            for row, (pad, match) in enumerate(zip(pads, matches, strict=True)):
+                for start, run in match.runs(end - pad):
                     column = pad + start
-                    states[place, :, column : column + run[index].shape[1]] = run[index]
-            for group, group_states in caught_up:
-                states[group] = group_states[index]
+                    states[row, :, column : column + run[index].shape[1]] = run[index]
             return states
 
-        for i, layer in enumerate(attention_layers(cache)):
+        for i, layer in enumerate(self.layers):
             layer.update(filled(2 * i), filled(2 * i + 1))
-
-    def _catch_up(
-        self, start: int, rows: list[int], matches: list[Match], end: int, config: Any
-    ) -> KeyValues:
-        """Forward columns ``start`` to ``end`` of ``rows``; returns all states up to ``end``."""
-        cache = windows.recording_cache(self.model, end)
-        if start:
-            self._fill(cache, rows, matches, start)
-        model_kwargs: ModelKwargs = {"past_key_values": cache}
-        for name in ("attention_mask", "position_ids"):
-            if (tensor := self.model_kwargs.get(name)) is not None:
-                is_shared = tensor.shape[-2] == 1  # positions of prompts without padding
-                model_kwargs[name] = tensor if is_shared else tensor[..., rows, :]
-        forward_up_to(end, self.model, self.ids[rows], config, model_kwargs)
-        return key_values(attention_layers(cache))
 
     def add(self, run: Run, strategy: Any, step: Step) -> None:
         """Store the prompts after the first step; later steps do nothing."""

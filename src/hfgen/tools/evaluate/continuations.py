@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...running import shared_prefix
-from ...running.prefix.session import FORWARD
 from ...running.shared_prefix import Forwarded, Prefixes
 
 #: Without a batch size: tokens that are forwarded at once. Logits of prompts are made some positions
@@ -24,7 +23,7 @@ HELD = 2**29
 
 #: What a forward costs besides its tokens, in tokens: no batch has more padding. On an accelerator, an
 #: estimate: launching a forward takes some 20 ms, and models forward 30,000 to 300,000 tokens per second.
-ON_CPU, ON_ACCELERATOR = FORWARD, 2048
+ON_CPU, ON_ACCELERATOR = 64, 2048
 
 #: How many forwards a prefix that contexts share has to save: it costs its own, and batches of fewer rows.
 WORTH = 4
