@@ -26,10 +26,15 @@ from transformers import (
 
 import hfgen
 from hfgen.decoding.drafters import Acceptance, Draft, DraftContext
-from hfgen.decoding.drafters.costs import Costs, relative_cost
 from hfgen.decoding.drafters.early_exit import first_layers
 from hfgen.decoding.drafters.lookup import PromptLookup
-from hfgen.decoding.drafters.schedule import Adaptive, Constant, Heuristic
+from hfgen.decoding.drafters.schedule import (
+    Adaptive,
+    Constant,
+    Costs,
+    Heuristic,
+    relative_cost,
+)
 from hfgen.decoding.strategies.verification import (
     DraftColumn,
     GreedyMatch,

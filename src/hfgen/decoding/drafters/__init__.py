@@ -1,47 +1,30 @@
 """Drafters: they guess the next tokens, and ``decoding/strategies/assisted.py`` verifies them; one file per drafter.
 
-``DRAFTERS`` says which call drafts how. To add one, write a subclass of ``Drafter`` and add a row.
+``make_drafter`` says which call drafts how. To add one, write a subclass of ``Drafter`` and make it there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from .assistant import Assistant
 from .base import Acceptance, Adapted, Draft, DraftContext, Drafter, Setup
-from .costs import Costs
+from .checks import has_foreign_generator
 from .early_exit import EarlyExit
 from .forced import ForcedTokens
 from .lookup import PromptLookup, n_allowed
-from .schedule import (
-    DEFAULT_TOKENS,
-    SCHEDULES,
-    Adaptive,
-    Constant,
-    Heuristic,
-    Schedule,
-    schedule_named,
-)
+from .schedule import DEFAULT_TOKENS, Costs, Heuristic, Schedule, schedule_named
 from .translated import BySharedTokens, ByText
-from .upstream import FromGenerators, make_newer, make_overridden
+from .upstream import from_hook, has_own_hook, one_per_row
 
 __all__ = [
-    "DRAFTERS",
-    "SCHEDULES",
     "Acceptance",
-    "Adaptive",
-    "Assistant",
-    "Constant",
     "Draft",
     "DraftContext",
     "Drafter",
-    "EarlyExit",
     "ForcedTokens",
-    "FromGenerators",
-    "Heuristic",
-    "PromptLookup",
     "Schedule",
     "Setup",
     "make_drafter",
@@ -49,76 +32,53 @@ __all__ = [
 ]
 
 
-def early_exit(setup: Setup) -> Drafter | None:
-    n_layers = setup.run.config.assistant_early_exit
-    return None if n_layers is None else EarlyExit(setup, int(n_layers))
+def make_drafter(setup: Setup) -> Drafter:
+    """The drafter that the call asks for."""
+    config, assistant = setup.run.config, setup.assistant_model
+    if has_own_hook(setup.run.model):
+        return from_hook(setup)
+    if config.assistant_early_exit is not None:
+        return EarlyExit(setup, int(config.assistant_early_exit))
+    if config.prompt_lookup_num_tokens is not None:
+        return _prompt_lookup(setup)
+    if hasattr(assistant, "get_candidates"):
+        return one_per_row(setup, assistant)
+    if has_foreign_generator(config, assistant):
+        return from_hook(setup)
+    if isinstance(assistant, Drafter):
+        return assistant
+    if hasattr(assistant, "draft"):
+        return Adapted(assistant)
+    if assistant is None:
+        raise ValueError(
+            "Assisted decoding needs something that drafts: `assistant_model`, "
+            "`prompt_lookup_num_tokens` or `assistant_early_exit`."
+        )
+    if None in (setup.tokenizer, setup.assistant_tokenizer):
+        return Assistant(setup)
+    return BySharedTokens(setup) if config.do_sample else ByText(setup)
 
 
-def prompt_lookup(setup: Setup) -> Drafter | None:
+def _prompt_lookup(setup: Setup) -> PromptLookup:
+    """A lookup drafts beyond the last token where upstream's does, and that shows: in draws and logits.
+
+    Logits depend, in the last digits, on how many tokens are forwarded.
+    """
     run, config = setup.run, setup.run.config
-    if config.prompt_lookup_num_tokens is None:
-        return None
-    allowed = None
+    allowed: Any = None
     if run.processors and (
         setup.is_exact or setup.is_streamed_row
     ):  # draws, or chunks, show drafts
         allowed = partial(n_allowed, run.processors, run.model.config.get_text_config().vocab_size)
-    max_ngram = config.max_matching_ngram_size or 2
-    return PromptLookup(int(max_ngram), config._eos_token_tensor, allowed, _overshoots(setup))
-
-
-def _overshoots(setup: Setup) -> bool:
-    """Whether a lookup drafts beyond the last token, as upstream's does.
-
-    For draws, and for logits: they depend, in the last digits, on how many tokens are forwarded.
-    """
-    run, config = setup.run, setup.run.config
     model_config = run.model.config.get_text_config(decoder=True)
     positions = getattr(model_config, "max_position_embeddings", None) or math.inf
     fits = setup.max_length + config.prompt_lookup_num_tokens <= positions
     shows = len(run.ids) == 1 and config.return_dict_in_generate and config.output_logits
-    return setup.is_exact or bool(shows and fits)
-
-
-def own(setup: Setup) -> Drafter | None:
-    """The caller's own object."""
-    drafter = setup.assistant_model
-    if isinstance(drafter, Drafter):
-        return drafter
-    return Adapted(drafter) if hasattr(drafter, "draft") else None
-
-
-def translated(setup: Setup) -> Drafter | None:
-    """An assistant with another tokenizer."""
-    if None in (setup.assistant_model, setup.tokenizer, setup.assistant_tokenizer):
-        return None
-    return BySharedTokens(setup) if setup.run.config.do_sample else ByText(setup)
-
-
-def assistant(setup: Setup) -> Drafter | None:
-    return None if setup.assistant_model is None else Assistant(setup)
-
-
-#: Asked in this order; the first that answers drafts.
-DRAFTERS: tuple[Callable[[Setup], Drafter | None], ...] = (
-    make_overridden,
-    early_exit,
-    prompt_lookup,
-    make_newer,
-    own,
-    translated,
-    assistant,
-)
-
-
-def make_drafter(setup: Setup) -> Drafter:
-    """The drafter that the call asks for."""
-    for make in DRAFTERS:
-        if (drafter := make(setup)) is not None:
-            return drafter
-    raise ValueError(
-        "Assisted decoding needs something that drafts: `assistant_model`, "
-        "`prompt_lookup_num_tokens` or `assistant_early_exit`."
+    return PromptLookup(
+        int(config.max_matching_ngram_size or 2),
+        config._eos_token_tensor,
+        allowed,
+        overshoots=setup.is_exact or bool(shows and fits),
     )
 
 

@@ -23,7 +23,7 @@ from ...state.call import ModelKwargs, Request
 from ...state.run import Run
 from ..loop import commit
 from .base import Draft, DraftContext, Drafter, Setup
-from .costs import relative_cost
+from .schedule import relative_cost
 
 
 class Assistant(Drafter):
@@ -148,6 +148,7 @@ class Assistant(Drafter):
         if model.config.is_encoder_decoder:
             name, model_kwargs = "decoder_input_ids", self.encoded(model_kwargs, config, ids)
         request = Request(
+            inputs=model_kwargs.pop("inputs", None),
             generation_config=config,
             logits_processor=LogitsProcessorList(self.shared_processors(target)),
             kwargs={name: ids, **model_kwargs},
@@ -245,7 +246,7 @@ class Assistant(Drafter):
     def encoded(
         self, kwargs: ModelKwargs, config: GenerationConfig, ids: torch.Tensor
     ) -> ModelKwargs:
-        """``kwargs`` with what the assistant's own encoder makes of the encoder's input."""
+        """``kwargs`` with the input of the assistant's own encoder."""
         encoder_input: Any = self.setup.encoder_input
         if encoder_input is None or (
             not encoder_input.is_floating_point() and (encoder_input < 0).any()
@@ -253,14 +254,5 @@ class Assistant(Drafter):
             return kwargs | {"encoder_outputs": self.setup.run.model_kwargs["encoder_outputs"]}
         repeats = len(ids) // len(encoder_input)
         encoder_input = encoder_input.repeat_interleave(repeats, dim=0).to(ids.device)
-        model = self.model
-        if model.main_input_name == "input_ids" and encoder_input.is_floating_point():
-            kwargs["inputs_embeds"], encoder_input = encoder_input, None
-        encoder_input, name, kwargs = model._prepare_model_inputs(
-            encoder_input, config.bos_token_id, kwargs
-        )
-        kwargs = model._maybe_prepare_encoder_kwargs_for_generation(
-            encoder_input, kwargs, name, config
-        )
-        kwargs.pop("inputs_embeds", None)
-        return kwargs
+        is_embeds = self.model.main_input_name == "input_ids" and encoder_input.is_floating_point()
+        return kwargs | {"inputs_embeds" if is_embeds else "inputs": encoder_input}

@@ -26,7 +26,6 @@ from ...running.row_states import is_replaced
 from ...state.call import ModelKwargs
 from ...state.run import Run
 from .base import Draft, DraftContext, Drafter, Setup, draft_of_rows
-from .checks import has_foreign_generator
 from .schedule import DEFAULT_TOKENS, Constant
 
 #: More than a generator drafts at once, unless the call has room for still more.
@@ -196,34 +195,25 @@ def _padding(run: Run) -> list[int]:
     return counts
 
 
-def make_overridden(setup: Setup) -> FromGenerators | None:
-    """What a model's own ``_get_candidate_generator`` returns."""
-    hook = setup.run.model._get_candidate_generator
-    is_inherited = getattr(hook, "__func__", None) is GenerationMixin._get_candidate_generator
-    is_upstreams = is_inherited and not is_replaced("_get_candidate_generator")
-    return None if is_upstreams else _from_hook(setup)
+def has_own_hook(model: Any) -> bool:
+    """Whether ``_get_candidate_generator`` of ``model`` is not transformers' own."""
+    hook = getattr(model._get_candidate_generator, "__func__", None)
+    is_inherited = hook is GenerationMixin._get_candidate_generator
+    return not is_inherited or is_replaced("_get_candidate_generator")
 
 
-def make_newer(setup: Setup) -> FromGenerators | None:
-    """The kinds that upstream's ``_get_candidate_generator`` makes and hfgen has no drafter for."""
-    if hasattr(setup.assistant_model, "get_candidates"):
-        return _made(setup, setup.assistant_model)
-    is_foreign = has_foreign_generator(setup.run.config, setup.assistant_model)
-    return _from_hook(setup) if is_foreign else None
-
-
-def _from_hook(setup: Setup) -> FromGenerators:
+def from_hook(setup: Setup) -> FromGenerators:
     """What the model's hook makes: one generator, or one for each row."""
     first = _call_hook(setup)
     if isinstance(first, SINGLE_POSITION) and first.num_assistant_tokens is None:
         first.num_assistant_tokens = setup.run.config.num_assistant_tokens or DEFAULT_TOKENS
     if _is_known(first):
-        return _made(setup, first)
+        return one_per_row(setup, first)
     others = (_call_hook(setup, row) for row in range(1, len(setup.run.ids)))
     return FromGenerators(setup, [first, *others])
 
 
-def _made(setup: Setup, generator: Any) -> FromGenerators:
+def one_per_row(setup: Setup, generator: Any) -> FromGenerators:
     """From one generator that is there, twins for all rows: the same weights, caches of their own."""
     run, rows = setup.run, len(setup.run.ids)
     if _is_known(generator):

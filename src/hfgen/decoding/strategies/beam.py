@@ -106,7 +106,14 @@ class Beam(NextToken):
         observed = outputs.observe(run, model_outputs)
         del model_outputs
         candidates, scores = self.propose(run, logits.log_softmax(dim=-1))
-        self.go_on(run, self.advance(run, candidates))
+        self.running = self.advance(run, candidates)
+        parents = self.running.parents[..., -1].flatten()
+        self.reorder_cache(run, parents)
+        for function in self.followers:
+            function.reorder(parents)
+        run.ids = self.running.ids.flatten(
+            0, 1
+        )  # a view: what a processor writes changes the beams
         return Step(
             tokens=run.ids[:, -1:],
             scores=(scores,),
@@ -213,15 +220,6 @@ class Beam(NextToken):
         """Scores by generated length to the power of the length penalty."""
         return scores / (length - self.prompt_length) ** float(run.config.length_penalty)
 
-    def go_on(self, run: Run, chosen: Hypotheses) -> None:
-        """Let ``chosen (batch, beams)`` be the running beams."""
-        self.running = chosen
-        parents = chosen.parents[..., -1].flatten()
-        self.reorder_cache(run, parents)
-        for function in self.followers:
-            function.reorder(parents)
-        run.ids = chosen.ids.flatten(0, 1)  # a view: what a processor writes changes the beams
-
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
         """Let each row of the cache be that of the beam which the row now continues."""
         if (name := families.cache_name(run.model_kwargs)) is None:
@@ -245,7 +243,21 @@ class Beam(NextToken):
             )
 
     def stop(self, run: Run) -> None:
-        self.update_can_improve(run)
+        """End the search of a prompt whose best running beam cannot beat its worst ended one.
+
+        With ``early_stopping="never"``, by its best score at any length; else by its score now.
+        """
+        config = run.config
+        is_never = config.early_stopping == "never" and config.length_penalty > 0.0
+        lengths = [config.max_length if is_never else run.ids.shape[1]]
+        if is_never and run.rows is not None:  # each prompt has its own greatest length
+            lengths = run.rows.values("max_length")
+        best = self.running.scores[:, :1]
+        parts = zip(best.split(len(best) // len(lengths)), lengths, strict=True)
+        possible = torch.cat([self.normalised(run, part, length) for part, length in parts])
+        worst = self.finished.scores.min(dim=1, keepdim=True)[0]
+        worst = torch.where(self.finished.is_done, worst, NEG_INF)
+        self.can_improve = self.can_improve & (possible > worst).any(dim=-1, keepdim=True)
         if self.stops_by_length_only and not run.ids.is_cpu:  # nothing to wait for
             run.finished = run.ids.shape[1] >= run.criteria.max_length
             return
@@ -268,25 +280,6 @@ class Beam(NextToken):
         if run.config.early_stopping is not True:
             return self.can_improve
         return self.can_improve & ~self.finished.is_done.all(dim=1, keepdim=True)
-
-    def update_can_improve(self, run: Run) -> None:
-        """Whether the best running beam of a prompt may still beat its worst ended one.
-
-        With ``early_stopping="never"``, by its best score at any length; else by its score now.
-        """
-        config = run.config
-        is_never = config.early_stopping == "never" and config.length_penalty > 0.0
-        best = self.running.scores[:, :1]
-        if not is_never or run.rows is None:
-            length = config.max_length if is_never else run.ids.shape[1]
-            possible = self.normalised(run, best, length)
-        else:  # each prompt has its own greatest length
-            lengths = run.rows.values("max_length")
-            parts = zip(best.split(len(best) // len(lengths)), lengths, strict=True)
-            possible = torch.cat([self.normalised(run, part, length) for part, length in parts])
-        worst = self.finished.scores.min(dim=1, keepdim=True)[0]
-        worst = torch.where(self.finished.is_done, worst, NEG_INF)
-        self.can_improve = self.can_improve & (possible > worst).any(dim=-1, keepdim=True)
 
     def scored(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and newest tokens ``(m,)`` of what runs on and what has ended, if just now or before."""

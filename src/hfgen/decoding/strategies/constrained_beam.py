@@ -25,8 +25,8 @@ from ...state.run import Run
 from ...state.vocabularies import n_scores
 from .. import constraints
 from ..constraints import n_tokens, wanted
+from .group_beam import NBestBeam
 from .hypotheses import NEG_INF, Hypotheses
-from .nbest import NBestBeam, Selection
 
 #: Stands for the likeliest token that is no EOS, where the token is known only after the forward.
 ANY = -1
@@ -150,8 +150,7 @@ class ConstrainedBeam(NBestBeam):
         #: ``(batch, width)``: the same on the device, beams and tokens.
         columns = torch.tensor(self.forced, device=run.ids.device).view(self.batch, -1, 2)
         self.forced_beams, self.forced_tokens = columns.unbind(dim=2)
-        #: ``(batch, beams)``: which of the running beams meet all constraints.
-        self.is_met = torch.zeros(self.batch, self.beams, dtype=torch.bool, device=run.ids.device)
+        self.is_met = torch.zeros_like(self.is_met)
         self.n_returned = int(config.num_return_sequences)
         last = run.criteria.max_length or config.max_length
         #: Length at which constraints have to be met; a forced EOS takes the last place.
@@ -173,7 +172,9 @@ class ConstrainedBeam(NBestBeam):
         forced = beams * vocab + torch.where(tokens == ANY, best, tokens)
         return self.continued(run, totals, torch.cat([likeliest, forced], dim=1))
 
-    def select(self, run: Run, candidates: Hypotheses) -> Selection:
+    def select(
+        self, run: Run, candidates: Hypotheses
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ends, scores = self.ends(run, candidates), candidates.scores
         n, n_left = scores.shape[1], self.deadline - candidates.ids.shape[2]
         beams = candidates.parents[..., -1] - self.row_offsets
@@ -221,7 +222,7 @@ class ConstrainedBeam(NBestBeam):
         parts = torch.tensor(rows, device=ends.device).split(sizes, dim=1)
         indices, done, is_met, self.forced_beams, self.forced_tokens = parts
         self.is_met = is_met.bool()
-        return Selection(indices, ends, done.bool())
+        return indices, ends, done.bool()
 
     def divide(self, likeliest: list[Candidate], named: list[Candidate]) -> list[Candidate]:
         """The ``beams`` candidates that go on by the rules of dynamic beam allocation."""
@@ -234,9 +235,6 @@ class ConstrainedBeam(NBestBeam):
             banks, scores = [one.progress.bank for one in both], [one.score for one in both]
             chosen = [both[place] for place in allocate(banks, scores, self.beams)]
         return chosen + ended[: self.beams - len(chosen)]  # criteria may leave too few
-
-    def may_be_cut_off(self, chosen: Hypotheses) -> torch.Tensor:
-        return self.is_met
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         n = self.n_returned

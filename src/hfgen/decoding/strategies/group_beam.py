@@ -1,8 +1,10 @@
-"""Diverse beam search (Vijayakumar et al., "Diverse Beam Search", 2016).
+"""Diverse beam search, and what it shares with constrained beam search: a list of the best finished hypotheses.
 
-The beams of a prompt are divided into groups of ``size``. Within a step the groups choose one after
-the other, and a token costs ``diversity_penalty`` for each beam of an earlier group that has just
-chosen it. One forward serves all groups. Rows are ordered by prompt, group and beam.
+Both follow the rules of transformers 4.x, for equal tokens. They differ from ``Beam``'s in three points. A
+list is closed by the best candidate of a step, ended or not, and takes nothing afterwards. At the last step,
+what ended by itself enters before what is cut off. What is cut off enters only a list that is still open.
+
+A *search* is what fills one list: a prompt, or a group of its beams. ``batch`` counts searches here.
 """
 
 from __future__ import annotations
@@ -14,12 +16,120 @@ from transformers import GenerationConfig
 
 from ...logits.processors import DiversityPenalty, LogitsProcessorList
 from ...state.run import Run
-from .hypotheses import Hypotheses, ranking
-from .nbest import NBestBeam
+from .beam import Beam
+from .hypotheses import NEG_INF, Hypotheses, ranking
+
+#: Stands for minus infinity where an empty place has that score.
+LOWEST = torch.finfo(torch.float32).min
+
+
+class NBestBeam(Beam):
+    """Search until each list holds ``beams`` hypotheses that nothing can beat."""
+
+    drops_rows = streams = False
+    checks_late = may_record = True
+    # Lists close by the call's EOS tokens and greatest length.
+    fields_of_call = ("eos_token_id", "max_length", "max_new_tokens", "forced_eos_token_id")
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.finished.scores = torch.full_like(self.finished.scores, -torch.inf)
+        device = run.ids.device
+        self.is_closed = torch.zeros(self.batch, dtype=torch.bool, device=device)
+        #: ``(batch, beams)``: which running hypotheses count although they did not end by themselves.
+        self.is_met = torch.ones(self.batch, self.beams, dtype=torch.bool, device=device)
+
+    def advance(self, run: Run, candidates: Hypotheses) -> Hypotheses:
+        going_on, ends, finished = self.select(run, candidates)
+        is_last = self.is_last(candidates)
+        chosen = candidates.at(going_on)
+        # A place for which nothing is left holds a hypothesis that ended.
+        chosen.scores = chosen.scores + ends.gather(1, going_on) * NEG_INF
+        self.add(run, candidates, finished & ~self.is_closed[:, None])
+        self.close(run, candidates)
+        if not is_last.is_cpu or is_last.any():  # to look at an accelerator is to wait for it
+            is_cut_off = is_last & ~self.is_closed[:, None]
+            chosen.is_done = self.is_met
+            self.add(run, chosen, is_cut_off.expand_as(chosen.is_done))
+            self.is_closed = self.is_closed | is_last.squeeze(1)
+        return chosen
+
+    def end(self, searches: torch.Tensor) -> None:
+        self.is_closed = self.is_closed | searches.squeeze(1)
+
+    def is_last(self, candidates: Hypotheses) -> torch.Tensor:
+        """``(batch, 1)``: whether criteria leave a search nothing to go on with."""
+        return candidates.is_done[:, : self.n_candidates].all(dim=1, keepdim=True)
+
+    def ends(self, run: Run, candidates: Hypotheses) -> torch.Tensor:
+        """``(batch, n)``: candidates that end by themselves; at a last step, those with an EOS."""
+        eos = run.config._eos_token_tensor
+        newest, is_eos = candidates.ids[..., -1], torch.zeros_like(candidates.is_done)
+        if eos is not None:
+            is_eos = torch.isin(newest, eos.to(newest.device))
+        return torch.where(self.is_last(candidates), is_eos, candidates.is_done)
+
+    def select(
+        self, run: Run, candidates: Hypotheses
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Choose those that do not end to go on; those that end count if they are the likeliest.
+
+        Return indices ``(batch, beams)`` of what goes on, and two masks ``(batch, n)``: what may not go on,
+        and what ends and goes to the list.
+        """
+        ends = self.ends(run, candidates)
+        going_on = ends.to(torch.int8).argsort(dim=1, stable=True)[:, : self.beams]
+        return going_on, ends, ends & self.may_end
+
+    def add(self, run: Run, newcomers: Hypotheses, is_let_in: torch.Tensor) -> None:
+        """Let ``newcomers (batch, n)`` in where they are better; those that are done go first."""
+        if is_let_in.is_cpu and not is_let_in.any():
+            return
+        scores = self.normalised(run, newcomers.scores, newcomers.ids.shape[2])
+        scores = scores.clamp(min=LOWEST)  # better than an empty place
+        scores, is_done = scores.masked_fill(~is_let_in, -torch.inf), newcomers.is_done & is_let_in
+        let_in = Hypotheses(newcomers.ids, newcomers.parents, scores, is_done)
+        merged = self.finished.beside(let_in, self.fill)
+        self.finished = merged.at(ranking(merged)[:, : self.beams])
+
+    def close(self, run: Run, candidates: Hypotheses) -> None:
+        """Close full lists whose worst entry is as good as the best candidate may get.
+
+        With ``early_stopping=True``, all full lists. With ``"never"``, a candidate may get what its
+        score is at the greatest length; else its score as it is, a heuristic.
+        """
+        config = run.config
+        is_full = self.finished.is_done.all(dim=1)
+        if config.early_stopping is not True:
+            is_never = config.early_stopping is not False and config.length_penalty > 0.0
+            length = config.max_length if is_never else candidates.ids.shape[2]
+            best = self.normalised(run, candidates.scores[:, 0], length)
+            is_full = is_full & (self.finished.scores.amin(dim=1) >= best)
+        self.is_closed = self.is_closed | is_full
+
+    def stop(self, run: Run) -> None:
+        if self.stops_by_length_only and not run.ids.is_cpu:  # nothing to wait for
+            run.finished = run.ids.shape[1] >= run.criteria.max_length
+            return
+
+        def settle(values: list[int]) -> None:
+            run.finished = bool(values[0])
+
+        self.check(run, settle, self.is_closed.all())
+
+    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+        scores = self.finished.scores
+        self.finished.scores = scores.masked_fill(scores <= LOWEST, -torch.inf)
+        return super().result(run)
 
 
 class GroupBeam(NBestBeam):
-    """A search per group; the best of all groups are returned."""
+    """Diverse beam search (Vijayakumar et al. 2016): a search per group; the best of all groups are returned.
+
+    Within a step the groups of ``size`` beams choose one after the other, and a token costs
+    ``diversity_penalty`` for each beam of an earlier group that has just chosen it. One forward serves
+    all groups. Rows are ordered by prompt, group and beam.
+    """
 
     joins = checks_late = may_record = True
 
@@ -83,7 +193,7 @@ class GroupBeam(NBestBeam):
 
     def tokens_of(self, run: Run, candidates: Hypotheses, searches: slice) -> torch.Tensor:
         """What a group has chosen, ``(prompts, size)``: pads where its list is closed."""
-        tokens = candidates.ids[..., -1].gather(1, self.select(run, candidates).going_on)
+        tokens = candidates.ids[..., -1].gather(1, self.select(run, candidates)[0])
         if (pad := run.config._pad_token_tensor) is None:
             return tokens
         return torch.where(self.is_closed[searches, None], pad.to(tokens.device), tokens)
