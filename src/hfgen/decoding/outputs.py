@@ -35,6 +35,8 @@ OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
 def _recorded_fields(run: Run) -> list[str]:
     """The fields of a ``Step`` to record, as the config asks for them."""
     config = run.config
+    if not config.return_dict_in_generate:
+        return []
     flags = {
         "logits": config.output_logits,
         "attentions": config.output_attentions,
@@ -46,16 +48,13 @@ def _recorded_fields(run: Run) -> list[str]:
 
 def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
     """The attentions and hidden states of a forward, as fields of a ``Step``, if asked for."""
-    config = run.config
-    is_asked = config.output_attentions or config.output_hidden_states
-    if not (is_asked and config.return_dict_in_generate):
+    if not (run.config.output_attentions or run.config.output_hidden_states):
         return {}
     prefix = "decoder_" if run.is_encoder_decoder else ""
-    names = {name: prefix + name for name in ("attentions", "hidden_states")}
+    names = {"attentions": prefix + "attentions", "hidden_states": prefix + "hidden_states"}
     names["cross_attentions"] = "cross_attentions"
-    return {
-        name: (getattr(outputs, names[name]),) for name in _recorded_fields(run) if name in names
-    }
+    fields = [name for name in _recorded_fields(run) if name in names]
+    return {name: (getattr(outputs, names[name]),) for name in fields}
 
 
 def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> dict[str, Any]:
@@ -101,9 +100,7 @@ class Recording:
     """One entry per generated token for each thing that the config asks for."""
 
     def __init__(self, run: Run) -> None:
-        self.recorded: dict[str, list[Any]] = {}
-        for field in _recorded_fields(run) if run.config.return_dict_in_generate else ():
-            self.recorded[field] = []
+        self.recorded: dict[str, list[Any]] = {name: [] for name in _recorded_fields(run)}
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
         """Take what ``step`` holds; its scores are in ``run`` already, where criteria need them."""
@@ -117,23 +114,16 @@ class Recording:
         """The return value of ``generate``: ``result``'s sequences alone, or all in an output."""
         if not run.config.return_dict_in_generate:
             return result["sequences"]
-        output: Any = self._output(run, result)
-        # A recipe may run on a model that is not mixed, whose config lacks the field.
-        if getattr(run.config, "output_speculation", False):
-            output.speculation = run.speculation
-        for name, value in run.extras.items():
-            setattr(output, name, value)
-        return output
-
-    def _output(self, run: Run, result: dict[str, Any]) -> GenerateOutput:
+        config = run.config
         recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
         prefix = "decoder_" if run.is_encoder_decoder else ""
-        cache = None if run.rows_have_left else families.returned_cache(run.model_kwargs)
         fields: dict[str, Any] = {
             **result,
             "scores": run.scores,
             "logits": recorded.get("logits"),
-            "past_key_values": cache,
+            "past_key_values": (
+                None if run.rows_have_left else families.returned_cache(run.model_kwargs)
+            ),
             prefix + "attentions": recorded.get("attentions"),
             prefix + "hidden_states": recorded.get("hidden_states"),
         }
@@ -141,9 +131,15 @@ class Recording:
             encoder = run.model_kwargs.get("encoder_outputs") or {}
             fields["cross_attentions"] = recorded.get("cross_attentions")
             for name in ("attentions", "hidden_states"):
-                is_asked = getattr(run.config, f"output_{name}")
+                is_asked = getattr(config, f"output_{name}")
                 fields[f"encoder_{name}"] = encoder.get(name) if is_asked else None
-        return OUTPUTS[run.is_encoder_decoder, "beam_indices" in result](**fields)
+        output: Any = OUTPUTS[run.is_encoder_decoder, "beam_indices" in result](**fields)
+        # A recipe may run on a model that is not mixed, whose config lacks the field.
+        if getattr(config, "output_speculation", False):
+            output.speculation = run.speculation
+        for name, value in run.extras.items():
+            setattr(output, name, value)
+        return output
 
 
 def compute_transition_scores(
@@ -166,9 +162,8 @@ def compute_transition_scores(
         beam_indices = beam_indices.expand(-1, len(scores))
     n_steps = int((beam_indices >= 0).sum(-1).max())
     beam_indices = beam_indices[:, :n_steps]
-    last = torch.stack(scores).permute(
-        1, 2, 0
-    )  # (rows, vocab, steps): rounds as upstream's softmax
+    # (rows, vocab, steps): rounds as upstream's softmax
+    last = torch.stack(scores).permute(1, 2, 0)
     last = last.log_softmax(dim=1) if normalize_logits else last
     flat = beam_indices.clamp(min=0) * vocab + sequences[:, sequences.shape[1] - n_steps :]
     found = last.reshape(rows * vocab, len(scores)).gather(0, flat)

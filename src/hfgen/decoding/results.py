@@ -51,7 +51,11 @@ class Ending:
     def of(
         cls, run: Run, causes: list[Any], row: int, n_rows: int, ids: list[int], is_end: bool
     ) -> Ending:
-        """That of a row of ``n_rows`` with ``causes``; ``is_end``: it ended with the last of its ``ids``."""
+        """That of a row of ``n_rows`` with ``causes``; ``is_end``: it ended with the last of its ``ids``.
+
+        A processor that made it end with an EOS may give another reason for that, by a method
+        ``finish_reason_of(row, ids) -> str | None`` on generated ids.
+        """
         lost = None if run.invalid is None else run.invalid.step_of(row, n_rows)
         if lost is not None and not (is_end and ids):
             return cls(ids[:lost], FinishReason("error"))
@@ -60,7 +64,12 @@ class Ending:
         n, reason, cause = (at_end if is_end else first)(causes, ids)
         if lost is not None and reason == "unfinished":
             reason = FinishReason("error")
-        return cls(ids[:n], own_reason(run, row, ids[:n], reason), cause)
+        for processor in run.processors if reason == "eos" else ():
+            say = getattr(processor, "finish_reason_of", None)
+            if say is not None and (own := say(row, ids[:n])) is not None:
+                reason = FinishReason(own, reason.stop)
+                break
+        return cls(ids[:n], reason, cause)
 
 
 class Results:
@@ -90,7 +99,16 @@ class Results:
             n_rows = len(result["sequences"])  # known without a look at them
             run.extras["finish_reasons"] = [FinishReason("length")] * n_rows
             return
-        endings = self.endings(run, result)
+        # How each returned row ended. Of hypotheses, whose length is known, only the end is looked at.
+        rows = result["sequences"][:, self.prompt_length :].tolist()
+        causes = Causes.of_run(run, self.prompt_length)
+        if is_search := (parents := result.get("beam_indices")) is not None:
+            lengths = (parents >= 0).sum(dim=1).tolist()
+            rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
+        endings = [
+            Ending.of(run, causes.of(row, len(rows), is_search), row, len(rows), ids, is_search)
+            for row, ids in enumerate(rows)
+        ]
         run.extras["finish_reasons"] = [ending.reason for ending in endings]
         if has_texts:
             run.extras["texts"] = [
@@ -98,19 +116,6 @@ class Results:
             ]
         if self.has_metrics:
             run.extras["metrics"] = self.metrics(run, [len(ending.ids) for ending in endings])
-
-    def endings(self, run: Run, result: dict[str, Any]) -> list[Ending]:
-        """How each returned row ended. Of hypotheses, whose length is known, only the end is looked at."""
-        rows = result["sequences"][:, self.prompt_length :].tolist()
-        causes = Causes.of_run(run, self.prompt_length)
-        if (parents := result.get("beam_indices")) is not None:
-            lengths = (parents >= 0).sum(dim=1).tolist()
-            rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
-        is_search = parents is not None
-        return [
-            Ending.of(run, causes.of(row, len(rows), is_search), row, len(rows), ids, is_search)
-            for row, ids in enumerate(rows)
-        ]
 
     def metrics(self, run: Run, lengths: list[int]) -> Metrics:
         """The times up to now; ``lengths``: generated tokens of each returned row."""
@@ -129,19 +134,6 @@ class Results:
             decode_tokens_per_second=(sum(lengths) - len(lengths)) / rest if n_steps > 0 else None,
             peak_bytes=peak,
         )
-
-
-def own_reason(run: Run, row: int, ids: list[int], reason: FinishReason) -> FinishReason:
-    """``reason``, or what a processor says in its place that made the row end with an EOS.
-
-    Such a processor has a method ``finish_reason_of(row, ids) -> str | None`` on generated ids.
-    """
-    if reason == "eos":
-        for processor in run.processors:
-            say = getattr(processor, "finish_reason_of", None)
-            if say is not None and (own := say(row, ids)) is not None:
-                return FinishReason(own, reason.stop)
-    return reason
 
 
 def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList
-from transformers.utils import ModelOutput
 
 from ... import families
 from ... import running as execution
@@ -25,6 +24,9 @@ from ..loop import commit
 from .base import Draft, DraftContext, Drafter, Setup
 from .schedule import relative_cost
 
+#: The probability below which an assistant's draft ends, where no config says; upstream's default.
+DEFAULT_THRESHOLD = 0.4
+
 
 class Assistant(Drafter):
     """Decodes with the assistant, on a cache of its own that keeps what was accepted.
@@ -39,7 +41,9 @@ class Assistant(Drafter):
         # An adapter's layers are in the model that PEFT has wrapped.
         model = getattr(model, "get_base_model", lambda: model)()
         self.model = setup.run.model._mixed_view(model)
-        self.threshold = setup.threshold
+        threshold = setup.of_assistant("assistant_confidence_threshold")
+        #: The probability of a token below which a draft ends.
+        self.threshold = float(DEFAULT_THRESHOLD if threshold is None else threshold)
         self.cost = relative_cost(self.model, setup.run.model)
         #: Other processes that take part in each forward, if parameters are sharded.
         self.company = ranks.of_config(setup.run.config)
@@ -118,17 +122,16 @@ class Assistant(Drafter):
         """Forward what the cache does not hold of ``run.ids``: logits ``(rows, vocab)``."""
         length = run.ids.shape[1]
         run.model_kwargs = execution.resized(run, length - self.length)
-        outputs = self.forward(run)
-        commit(run, outputs)
-        self.cached, self.length = length, length + 1
-        return execution.last_logits(outputs, run.ids.device)
-
-    def forward(self, run: Run) -> ModelOutput:
         if self.company is not None:
             ranks.announce(self.company)
         if self.cached == 0:
-            return execution.prefill(run.model, run.ids, run.config, run.model_kwargs, False)
-        return self.executor.forward(run, n_new=run.ids.shape[1] - self.cached)
+            kwargs = run.model_kwargs
+            outputs = execution.prefill(run.model, run.ids, run.config, kwargs, False)
+        else:
+            outputs = self.executor.forward(run, n_new=length - self.cached)
+        commit(run, outputs)
+        self.cached, self.length = length, length + 1
+        return execution.last_logits(outputs, run.ids.device)
 
     def forget(self, n_valid: int) -> None:
         """Keep the first ``n_valid`` positions of the cache: what follows was not accepted."""

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from .schedule import Schedule
 
 
-#: The probability below which an assistant's draft ends, where no config says; upstream's default.
-DEFAULT_THRESHOLD = 0.4
-
-
 @dataclass(frozen=True, slots=True)
 class DraftContext:
     """What a drafter has to go by.
@@ -249,9 +245,3 @@ class Setup:
         if value is not None and (always or not self.is_exact):
             return value
         return getattr(getattr(model, "generation_config", None), name, None)
-
-    @property
-    def threshold(self) -> float:
-        """The probability of a token below which an assistant's draft ends."""
-        threshold = self.of_assistant("assistant_confidence_threshold")
-        return float(DEFAULT_THRESHOLD if threshold is None else threshold)

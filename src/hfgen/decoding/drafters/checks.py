@@ -50,10 +50,19 @@ def check_drafting(
     assistant = mode_kwargs.get("assistant_model")
     is_drafter = hasattr(assistant, "draft") or hasattr(assistant, "get_candidates")
     if mode == GenerationMode.ASSISTED_GENERATION:
-        _check_fields(config, assistant)
-        _check_model(model, config)
+        _check_fields(model, config, assistant)
         if _uses_heads(config):
-            _check_heads(model)
+            name = type(model).__name__
+            if not getattr(model.config.get_text_config(), "num_mtp_layers", None):
+                raise ValueError(
+                    f"`use_mtp=True` drafts with layers that predict further tokens, but {name} has none: "
+                    "its config has no `num_mtp_layers`. Leave it out."
+                )
+            if not model.config.name_or_path:
+                raise ValueError(
+                    "`use_mtp=True` loads the layers that draft from the model's checkpoint, but this "
+                    f"{name} was not loaded from one."
+                )
         elif assistant is not None and not is_drafter:
             _check_kind(model, config, assistant)
     if assistant is not None and not is_drafter and not _is_dflash(config):
@@ -62,7 +71,7 @@ def check_drafting(
             vocabularies.check_translation(model, assistant, config, mode_kwargs)
 
 
-def _check_fields(config: GenerationConfig, assistant: Any) -> None:
+def _check_fields(model: Any, config: GenerationConfig, assistant: Any) -> None:
     schedule_named(config.num_assistant_tokens_schedule, default="constant")
     drafting = {
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
@@ -83,9 +92,6 @@ def _check_fields(config: GenerationConfig, assistant: Any) -> None:
             f"`assistant_ensemble_weight` (={config.assistant_ensemble_weight}) mixes the scores of "
             "two models, and prompt lookup (`prompt_lookup_num_tokens`) has none. Leave one out."
         )
-
-
-def _check_model(model: Any, config: GenerationConfig) -> None:
     if model._is_stateful:
         raise ValueError(
             f"{type(model).__name__} keeps a state that cannot be rolled back, so candidate "
@@ -98,20 +104,6 @@ def _check_model(model: Any, config: GenerationConfig) -> None:
             raise ValueError(
                 f"`assistant_early_exit` has to be a layer of the model, 1 to {n_all}, but is {n}."
             )
-
-
-def _check_heads(model: Any) -> None:
-    name = type(model).__name__
-    if not getattr(model.config.get_text_config(), "num_mtp_layers", None):
-        raise ValueError(
-            f"`use_mtp=True` drafts with layers that predict further tokens, but {name} has none: its "
-            "config has no `num_mtp_layers`. Leave it out."
-        )
-    if not model.config.name_or_path:
-        raise ValueError(
-            "`use_mtp=True` loads the layers that draft from the model's checkpoint, but this "
-            f"{name} was not loaded from one."
-        )
 
 
 def _check_kind(model: Any, config: GenerationConfig, assistant: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.utils import ModelOutput
 
 from ...running.ranks import RankError
 from ...running.views import view_of
@@ -41,9 +40,9 @@ class EarlyExit(Assistant):
         outputs = copy.deepcopy(self.setup.run.model_kwargs["encoder_outputs"])
         return kwargs | {"encoder_outputs": outputs}
 
-    def forward(self, run: Run) -> ModelOutput:
+    def next_logits(self, run: Run) -> torch.Tensor:
         with self.explained():
-            return super().forward(run)
+            return super().next_logits(run)
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -99,6 +99,7 @@ class UniversalDrafter(Assistant):
         if pads != self.pads or is_lost:
             self.run, self.cached, self.length, n_kept = None, 0, 0, 0
         self.pads, self.fed, self.n_kept = pads, rows, n_kept
+        self.forget(n_kept)
         end = int(min(longest + n_tokens, self.positions))
         if longest >= end:
             return None
@@ -119,9 +120,6 @@ class UniversalDrafter(Assistant):
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
         """The target's tokens for the assistant's ``drafted`` ones, of which there are some."""
         raise NotImplementedError
-
-    def forget(self, n_valid: int) -> None:
-        super().forget(min(n_valid, self.n_kept))
 
     # --- the assistant's own run ----------------------------------------------------------------
 

@@ -216,14 +216,24 @@ def from_hook(setup: Setup) -> FromGenerators:
 def one_per_row(setup: Setup, generator: Any) -> FromGenerators:
     """From one generator that is there, twins for all rows: the same weights, caches of their own."""
     run, rows = setup.run, len(setup.run.ids)
-    if _is_known(generator):
-        _check_prompt(run, generator)
-    elif rows > 1:
+    kind = type(generator).__name__
+    cache = run.model_kwargs.get("past_key_values")
+    if not _is_known(generator) and rows > 1:
         raise ValueError(
-            f"`assistant_model` is one {type(generator).__name__}, which follows one sequence, and "
+            f"`assistant_model` is one {kind}, which follows one sequence, and "
             f"there are {rows}. Return one from `_get_candidate_generator` of the model's class, "
             "which is called for each, or pass a `hfgen.Drafter`."
         )
+    if _is_known(generator):  # the prompt has to be all there
+        if run.model_kwargs.get("inputs_embeds") is not None and not run.is_encoder_decoder:
+            raise ValueError(
+                f"{kind} reads the ids of the prompt: pass `input_ids` in place of `inputs_embeds`."
+            )
+        if cache is not None and (n_cached := cache.get_seq_length()) > 0:
+            raise ValueError(
+                f"{kind} reads the hidden states of the whole prompt, and `past_key_values` holds "
+                f"{n_cached} tokens already. Leave it out."
+            )
     if rows == 1:
         return FromGenerators(setup, [generator])
     twins = []
@@ -276,18 +286,3 @@ class _ForRow(LogitsProcessor):
         ids = torch.cat([self.pads, input_ids], dim=1).expand(self.rows, -1)
         processed: Any = self.processors(ids, scores.repeat(self.rows, 1))
         return processed[self.row : self.row + 1]
-
-
-def _check_prompt(run: Run, generator: Any) -> None:
-    """Raise ``ValueError`` for a prompt that is not all there: of embeddings, or in a cache."""
-    kind = type(generator).__name__
-    if run.model_kwargs.get("inputs_embeds") is not None and not run.is_encoder_decoder:
-        raise ValueError(
-            f"{kind} reads the ids of the prompt: pass `input_ids` in place of `inputs_embeds`."
-        )
-    cache = run.model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            f"{kind} reads the hidden states of the whole prompt, and `past_key_values` holds "
-            f"{cache.get_seq_length()} tokens already. Leave it out."
-        )

@@ -55,7 +55,6 @@ from ..drafters.forced import under_grammar
 from ..loop import commit
 from .drafted_rows import DraftedRows
 from .verification import (
-    ChoiceMatch,
     GreedyMatch,
     PlainMatch,
     SpeculativeSampling,
@@ -88,11 +87,13 @@ class Assisted:
         self.schedule = make_schedule(setup, self.drafter)
         self.drafter = under_grammar(self.drafter, run.processors)
         weight = config.assistant_ensemble_weight
-        self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
-        if setup.run.row_choice is not None:
-            self.verification = ChoiceMatch(setup.run.row_choice)
+        self.verification: GreedyMatch | SpeculativeSampling
+        if run.row_choice is not None:
+            self.verification = GreedyMatch(row_choice=run.row_choice)
         elif config.do_sample:
             self.verification = SpeculativeSampling(weight, is_upstreams=setup.is_exact)
+        else:
+            self.verification = GreedyMatch(weight)
         self.plain = PlainMatch(run) if is_plain(run, self.verification) else None
         #: Arguments of the model's forward that the drafter asks for.
         self.overrides = self.drafter.forward_arguments
@@ -152,9 +153,13 @@ class Assisted:
         rows = self.rows
         self.draft, self.n_new = None, 0
         tokens = rows.tokens[:, :0]
+        n, room = self.schedule.n_tokens, self.max_length - 1 - start
+        if not self.drafter.is_always_asked and not (self.drafter.overshoots and room > 0):
+            n = min(n, room)  # the last token is not forwarded
+        n = int(min(n, layers.capacity(self.cache) - start))
         if all(rows.has_ended):  # known to the end, not yet in the cache
             self.n_new = 0 if run.finished else max(rows.known) - 1 - start
-        elif (n := self.room(start)) > 0:
+        elif n > 0:
             tokens, filled = self.ask(start, n)
             each = zip(rows.known, filled, rows.has_ended, strict=True)
             ahead = [max(known - start, length) for known, length, ended in each if not ended]
@@ -166,14 +171,6 @@ class Assisted:
             if len(columns):
                 self.n_new = min(self.n_new, int(columns[0]))
                 rows.place(tokens, start, self.n_new)
-
-    def room(self, start: int) -> int:
-        """How many tokens to draft from ``start`` on."""
-        n = self.schedule.n_tokens
-        room = self.max_length - 1 - start  # the last token is not forwarded
-        if not self.drafter.is_always_asked and not (self.drafter.overshoots and room > 0):
-            n = min(n, room)
-        return int(min(n, layers.capacity(self.cache) - start))
 
     def ask(self, start: int, n: int) -> tuple[torch.Tensor, Sequence[int]]:
         """Up to ``n`` tokens a row from ``start`` on, ``(rows, …)``, and how many columns each fills."""

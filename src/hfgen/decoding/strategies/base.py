@@ -87,17 +87,12 @@ class InvalidScoresError(ValueError, RuntimeError):
     """No token can be chosen from a row of scores. Upstream's sampling raises RuntimeError here."""
 
     def __init__(self, rows: list[int], step: int) -> None:
-        super().__init__(invalid_at(rows, step))
-
-
-def invalid_at(rows: list[int], step: int) -> str:
-    """What is wrong with ``rows`` since ``step``, and what may help."""
-    return (
-        f"The scores of row {', '.join(map(str, rows))} are NaN or infinite at step {step}, so no "
-        "token can be chosen. Check the attention mask, the dtype (float16 overflows), and what "
-        "rules tokens out (a `grammar` with `min_new_tokens`, a processor), or set "
-        "`remove_invalid_values=True`."
-    )
+        super().__init__(
+            f"The scores of row {', '.join(map(str, rows))} are NaN or infinite at step {step}, so no "
+            "token can be chosen. Check the attention mask, the dtype (float16 overflows), and what "
+            "rules tokens out (a `grammar` with `min_new_tokens`, a processor), or set "
+            "`remove_invalid_values=True`."
+        )
 
 
 class InvalidScores:
@@ -157,8 +152,8 @@ class InvalidScores:
         """At the end of a call: one warning for the rows that are lost. Raises if all are."""
         if steps := self.steps():
             rows = [row for row, step in enumerate(steps) if step >= 0]
-            text = invalid_at(rows, min(steps[row] for row in rows))
-            logger.warning(f"{text} These rows have ended there, with the finish reason 'error'.")
+            error = InvalidScoresError(rows, min(steps[row] for row in rows))
+            logger.warning(f"{error} These rows have ended there, with the finish reason 'error'.")
 
     def step_of(self, row: int, n_rows: int) -> int | None:
         """The step at which row ``row`` of ``n_rows`` was lost; ``None`` if it was not."""

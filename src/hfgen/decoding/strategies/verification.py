@@ -32,13 +32,15 @@ class DraftColumn:
 
 
 class GreedyMatch:
-    """Accepts what the target would choose; with a weight ``w``, what ``w * p + (1 - w) * q`` would."""
+    """Accepts what the target would choose; with a weight ``w``, what ``w * p + (1 - w) * q`` would.
 
-    #: Whether tokens are drawn: then there has to be one that can be, as in sampling without drafts.
-    draws = False
+    With a ``row_choice``, the choice of a row is fixed by its seed.
+    """
 
-    def __init__(self, weight: float | None = None) -> None:
-        self.weight = weight
+    def __init__(self, weight: float | None = None, row_choice: RowChoice | None = None) -> None:
+        self.weight, self.row_choice = weight, row_choice
+        #: Whether tokens are drawn: then there has to be one that can be, as in sampling without drafts.
+        self.draws = row_choice is not None
 
     def begin(self, logits: torch.Tensor, has_draft_logits: bool) -> None:
         """Start a round whose logits are ``(rows, n_drafted + 1, vocab)``."""
@@ -47,7 +49,10 @@ class GreedyMatch:
         self, position: int, scores: torch.Tensor, guess: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``(rows,)`` for ``scores (rows, vocab)``, and in which rows it is the draft's."""
-        tokens = scores.argmax(dim=-1)
+        if self.row_choice is not None:
+            tokens, _ = self.row_choice.choose(scores, guess.length)
+        else:
+            tokens = scores.argmax(dim=-1)
         if self.weight is not None and guess.logits is not None:
             mixed = self.weight * scores.softmax(dim=-1)
             mixed = mixed + (1.0 - self.weight) * guess.logits.softmax(dim=-1)
@@ -104,22 +109,6 @@ class SpeculativeSampling:
         is_usable = guess.is_drafted[:, None] & (total > torch.finfo(p.dtype).tiny)
         tokens = gumbel_choice(torch.where(is_usable, residual / total, p), noise)
         return torch.where(is_accepted, guess.tokens, tokens), is_accepted
-
-
-class ChoiceMatch(GreedyMatch):
-    """Accepts what a row would choose without a draft, where its choice is fixed by its seed."""
-
-    draws = True
-
-    def __init__(self, row_choice: RowChoice) -> None:
-        super().__init__()
-        self.row_choice = row_choice
-
-    def choose(
-        self, position: int, scores: torch.Tensor, guess: DraftColumn
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, _ = self.row_choice.choose(scores, guess.length)
-        return tokens, guess.is_drafted & (tokens == guess.tokens)
 
 
 Verification: TypeAlias = GreedyMatch | SpeculativeSampling
@@ -210,7 +199,7 @@ def is_plain(run: Run, verification: Verification) -> bool:
             return False
     return (
         type(verification) is GreedyMatch
-        and verification.weight is None
+        and (verification.weight, verification.row_choice) == (None, None)
         and not run.processors
         and {MaxLengthCriteria} <= kinds <= {MaxLengthCriteria, EosTokenCriteria}
     )
