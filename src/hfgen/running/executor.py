@@ -36,7 +36,8 @@ _numbers = itertools.count()
 class Executor:
     """Runs the model of one call, through the hooks of its class.
 
-    Decoding steps may be compiled, or recorded: then each forward overwrites what the last one returned.
+    It launches decoding steps in one of three ways: plain, compiled, or recorded. A recorded forward
+    overwrites the outputs of the last one.
     """
 
     def __init__(self, run: Run, may_compile: bool = False, may_record: bool = False) -> None:
@@ -48,7 +49,7 @@ class Executor:
             self.call = recorded
         elif may_compile:
             self.call = fastest_forward(run.model, run.config, run.model_kwargs)
-        #: Whether the host has asked for a forward long before the device has computed it.
+        #: Whether the host launches a forward long before the device has computed it.
         self.is_quick_to_launch = isinstance(self.call, Recorded | Compiled)
         #: Whether a forward writes to what the last one returned.
         self.overwrites = isinstance(self.call, Recorded)
@@ -63,7 +64,7 @@ class Executor:
             )
 
     def forward(self, run: Run, ids: torch.Tensor | None = None, n_new: int = 1) -> ModelOutput:
-        """``next_token``, compiled where possible."""
+        """Forward the newest ``n_new`` tokens of each row, by the way that was chosen."""
         return next_token(run, self.call, ids, n_new)
 
     def verify(
@@ -91,7 +92,7 @@ class Executor:
 def next_token(
     run: Run, execute: Callable, ids: torch.Tensor | None = None, n_new: int = 1
 ) -> ModelOutput:
-    """Forward the ``n_new`` last tokens of ``ids (rows, length)`` or ``run.ids``; all without a cache."""
+    """Forward the last ``n_new`` tokens of ``ids (rows, length)`` or ``run.ids``; all of them without a cache."""
     model_inputs = run.model.prepare_inputs_for_generation(
         run.ids if ids is None else ids,
         next_sequence_length=n_new if run.model_kwargs["use_cache"] else None,
@@ -100,20 +101,7 @@ def next_token(
     return execute(**model_inputs, return_dict=True)
 
 
-def prefill(
-    model: Any,
-    ids: torch.Tensor,
-    config: GenerationConfig,
-    model_kwargs: ModelKwargs,
-    is_first_iteration: bool = True,
-) -> ModelOutput:
-    """Forward ``ids (rows, length)`` by the model's hook, as far as the cache does not hold them."""
-    return model._prefill(ids, config, model_kwargs, is_first_iteration=is_first_iteration)
-
-
-def call(model: Any, **inputs: Any) -> ModelOutput:
-    """Forward ``inputs`` as they are: guidance's second branch, which decodes beside the loop."""
-    return model(**inputs, return_dict=True)
+# ---------------------------------------------------------------- prompts
 
 
 def forward_prompt(
@@ -123,25 +111,17 @@ def forward_prompt(
     model_kwargs: ModelKwargs,
     is_first_iteration: bool = True,
 ) -> ModelOutput:
-    """Forward the prompt, or as much of it as the cache does not hold; returns the last outputs.
+    """Forward the part of a prompt that the cache does not hold; return the last outputs.
 
-    A continued prompt comes in full, or only its new tokens with a mask over all of it.
+    The hook ``_prefill``. A continued prompt comes in full, or as its new tokens with a mask over all of it.
     """
     reads_embeds = is_first_iteration and not self.config.is_encoder_decoder
     embeds = model_kwargs.get("inputs_embeds") if reads_embeds else None
     new_length = uncached_length(self, input_ids, generation_config, model_kwargs, embeds)
     if generation_config.prefill_chunk_size is not None:
         execute = fastest_forward(self, generation_config, model_kwargs)
-        return prefill_in_chunks(
-            self,
-            execute,
-            input_ids,
-            embeds,
-            generation_config,
-            model_kwargs,
-            new_length,
-            is_first_iteration,
-        )
+        prompt = input_ids, embeds, new_length, is_first_iteration
+        return prefill_in_chunks(self, execute, generation_config, model_kwargs, *prompt)
     model_inputs = self.prepare_inputs_for_generation(
         input_ids,
         next_sequence_length=new_length,
@@ -158,9 +138,9 @@ def uncached_length(
     model_kwargs: ModelKwargs,
     embeds: torch.Tensor | None = None,
 ) -> int | None:
-    """How many tokens of the prompt the cache does not hold; ``None`` for all that is given.
+    """Return how many tokens of the prompt the cache does not hold; ``None``: forward all of ``input_ids``.
 
-    Raises ``ValueError`` if it holds all that a decoder is given, so that nothing has logits.
+    Raises ``ValueError`` if the cache holds all decoder ids, so that no token would get logits.
     """
     if (cache := model_kwargs.get("past_key_values")) is None:
         return None
@@ -181,13 +161,11 @@ def uncached_length(
     return n_new
 
 
-def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
-    """The last position's logits ``(rows, vocab)``, float32: a copy, for a view keeps all alive."""
-    return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)
+# ---------------------------------------------------------------- how a step is launched
 
 
 def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:
-    """The model's forward, compiled where cache and device allow it."""
+    """Return the model's forward, compiled where cache and device allow it."""
     if model._valid_auto_compile_criteria(model_kwargs, config):
         return Compiled(model, config.compile_config, model_kwargs.get("past_key_values"))
     forward: Callable = model.__call__
@@ -216,5 +194,29 @@ def valid_auto_compile_criteria(
 
 
 def supports_logits_to_keep(self: Any) -> bool:
-    """Whether forward can leave out the logits of all but the last positions."""
+    """Return whether forward can leave out the logits of all but the last positions."""
     return "logits_to_keep" in parameters(self.forward)
+
+
+# ---------------------------------------------------------------- for callers without an executor
+
+
+def prefill(
+    model: Any,
+    ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: ModelKwargs,
+    is_first_iteration: bool = True,
+) -> ModelOutput:
+    """Forward ``ids (rows, length)`` by the model's hook, as far as the cache does not hold them."""
+    return model._prefill(ids, config, model_kwargs, is_first_iteration=is_first_iteration)
+
+
+def call(model: Any, **inputs: Any) -> ModelOutput:
+    """Forward ``inputs`` as they are: guidance's second branch, which decodes beside the loop."""
+    return model(**inputs, return_dict=True)
+
+
+def last_logits(outputs: ModelOutput, device: torch.device) -> torch.Tensor:
+    """The last position's logits ``(rows, vocab)``, float32: a copy, for a view keeps all alive."""
+    return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=device)

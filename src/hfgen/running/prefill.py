@@ -19,10 +19,10 @@ from .step_inputs import MEDIA, TOKEN_TYPES
 def prefill_in_chunks(
     self: Any,
     execute: Callable[..., ModelOutput],
-    input_ids: torch.Tensor,
-    embeds: torch.Tensor | None,
     config: GenerationConfig,
     model_kwargs: ModelKwargs,
+    input_ids: torch.Tensor,
+    embeds: torch.Tensor | None,
     new_length: int | None,
     is_first_iteration: bool,
 ) -> ModelOutput:
