@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, CompileConfig, MambaConfig, MambaForCausalLM
+from transformers import (
+    CompileConfig,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.running.exact import InexactError, is_exact, probe, spans
+from hfgen.running.exact import InexactError, followed, is_exact, probe, spans
+from hfgen.running.exact.followed import with_followed_calls
 from hfgen.tools.cli import app
 from tests import tiny
 from tests.parity import exact as trials
@@ -210,9 +219,9 @@ def test_what_cannot_be_exact_is_refused_and_stays_as_it_was(
 
 def test_families_are_refused_by_the_operation_that_is_not_exact() -> None:
     sizes = {"hidden_size": 32, "vocab_size": 90}
-    bloom = BloomForCausalLM(BloomConfig(n_head=2, n_layer=1, **sizes)).eval()
-    with pytest.raises(ValueError, match=r"Bloom.* computes attention by itself"):
-        hfgen.exact(bloom)
+    mpt = MptForCausalLM(MptConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=90)).eval()
+    with pytest.raises(ValueError, match=r"MptAttention makes its attention mask by itself"):
+        hfgen.exact(mpt)
     mamba = MambaForCausalLM(MambaConfig(num_hidden_layers=1, **sizes)).eval()
     before = state(mamba)
     with pytest.raises(ValueError, match="MambaMixer"):
@@ -334,14 +343,83 @@ def test_doctor_lists_operations(tmp_path: Any) -> None:
 
 
 def test_doctor_and_generate_say_why_a_model_cannot_be_exact(tmp_path: Any) -> None:
-    sizes = {"hidden_size": 32, "vocab_size": 2048}
-    BloomForCausalLM(BloomConfig(n_head=2, n_layer=1, **sizes)).save_pretrained(tmp_path)
+    config = MptConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=2048)
+    MptForCausalLM(config).save_pretrained(tmp_path)
     hfgen.builtin_model()[1].save_pretrained(tmp_path)
     result = command("doctor", "--exact", str(tmp_path))
     assert result.exit_code == 1
-    assert "Refused: BloomForCausalLM (bloom) computes attention by itself" in result.stdout
+    assert "Refused: MptAttention makes its attention mask by itself" in result.stdout
     result = command("generate", "x", "--exact", "--model", str(tmp_path))
     assert result.exit_code == 2
-    assert "--exact: BloomForCausalLM (bloom) computes attention by itself" in result.stderr
+    assert "--exact: MptAttention makes its attention mask by itself" in result.stderr
     result = command("generate", "x", "--exact", "--optimize", "--compile")
     assert "leave one out" in result.stderr
+
+
+# ------------------------------------------ attention that a module computes by itself
+
+
+class OwnAttention(torch.nn.Module):
+    """Attention of one head, as old models write it; ``change`` is applied to its scores."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, states: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        scores = torch.matmul(states, states.transpose(-1, -2)) / 4.0
+        scores = scores if mask is None else scores + mask
+        weights = torch.nn.functional.softmax(self.change(scores), dim=-1)
+        return torch.matmul(weights, states), weights
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scores: scores,
+        lambda scores: (scores.float() * 2 + torch.arange(9.0)).to(scores.dtype),
+        lambda scores: scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -1e9),
+        lambda scores: torch.where(torch.ones(9, 9).tril().bool(), scores, torch.tensor(-1e30)),
+        lambda scores: torch.max(scores, torch.tensor(torch.finfo(torch.float32).min)),
+        lambda scores: scores.view(2, 9, 9).view(2, 1, 9, 9),
+        lambda scores: torch.nn.functional.dropout(scores, 0.5, False).contiguous(),
+    ],
+)
+def test_attention_of_a_module_is_followed(change: Any) -> None:
+    module = OwnAttention(change)
+    states, mask = torch.randn(2, 1, 9, 16), spans.exact_mask(batch_size=2, q_length=9, kv_length=9)
+    expected, _ = module(states, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf))
+    output, weights = with_followed_calls(module, states, mask)
+    assert weights is None
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.tanh,
+        lambda scores: scores[..., :3],
+        lambda scores: scores.transpose(-1, -2),
+        lambda scores: torch.nn.functional.dropout(scores, 0.5, True),
+        lambda scores: scores.masked_fill(torch.ones(9, 9).bool(), 0.0),
+        lambda scores: torch.nn.functional.softmax(scores, dim=1),
+    ],
+)
+def test_what_is_not_known_of_attention_is_refused(change: Any) -> None:
+    with pytest.raises(ValueError, match=r"^exact: OwnAttention calls torch's matmul"):
+        with_followed_calls(OwnAttention(change), torch.randn(2, 1, 9, 16), None)
+
+
+def test_attention_that_is_misread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that differ by more than rounding from those without exact mode."""
+    monkeypatch.setattr(followed, "with_hidden", lambda product, hidden: product)
+    config = GPTNeoConfig(
+        hidden_size=32,
+        vocab_size=90,
+        num_layers=1,
+        num_heads=2,
+        window_size=4,
+        attention_types=[[["local"], 1]],
+    )
+    with pytest.raises(ValueError, match="not by rounding alone"):
+        hfgen.exact(GPTNeoForCausalLM(config).eval())

@@ -247,6 +247,11 @@ def position_pad(model: Any) -> int | None:
     return next((module.padding_idx for module in counting), None)
 
 
+def first_position(model: Any) -> int:
+    """The position of a text's first token in forward: PaliGemma's ``prepare_inputs_for_generation`` adds one."""
+    return int(model.config.model_type == "paligemma")
+
+
 def counts_positions_of_ids(model: Any) -> bool:
     """Whether positions that are not given are counted from ids, and begin behind the pad's: RoBERTa's do."""
     return any(hasattr(m, "create_position_ids_from_input_ids") for m in modules_of(model))

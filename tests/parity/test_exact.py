@@ -6,7 +6,8 @@ import pytest
 
 from tests.parity.exact import judge
 
-#: Full attention, windows, experts, a recurrence, learned positions, an encoder with position biases.
+#: Full attention, windows, experts, a recurrence, learned positions, an encoder with position biases; attention that
+#: models compute by themselves, with biases of keys, and windows of buffers.
 CASES = [
     ("llama", "float32"),
     ("gemma3_text", "bfloat16"),
@@ -14,6 +15,8 @@ CASES = [
     ("qwen3_next", "bfloat16"),
     ("gpt2", "bfloat16"),
     ("t5", "float32"),
+    ("bloom", "bfloat16"),
+    ("gpt_neo", "float32"),
 ]
 
 
@@ -25,8 +28,7 @@ def test_rows_have_the_same_bits_in_all_ways(family: str, dtype: str) -> None:
     assert is_exact, text
 
 
-def test_a_family_without_transformers_attention_is_refused() -> None:
-    assert judge("bloom", "float32") == (
-        None,
-        "BloomForCausalLM (bloom) computes attention by itself, not by transformers' AttentionInterface.",
-    )
+def test_a_family_with_a_scan_is_refused() -> None:
+    is_exact, text = judge("mamba", "float32")
+    assert is_exact is None
+    assert text.startswith("MambaMixer calls torch's matmul on activations")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .spans import KEYS, NAME, Span, in_tiles, spans_of
+from .spans import KEYS, NAME, Span, in_tiles, spans_of, spans_within
 
 #: Up to this many queries, heads that share keys are computed as queries of one head.
 FOLDED = 8
@@ -52,6 +52,10 @@ def exact_attention(
         spans = [_without_mask(query, key, bool(causal) and n_queries > 1)]
     elif (found := spans_of(attention_mask)) is not None:
         spans = found
+    elif (made := spans_within(attention_mask)) is not None:
+        spans, added = made
+        added = added.float().expand(len(added), query.shape[1], n_queries, -1)
+        position_bias = added if position_bias is None else position_bias + added
     else:
         raise ValueError(
             f"exact: {type(module).__name__} makes its attention mask by itself, not by transformers' "

@@ -43,11 +43,12 @@ POINTWISE = (
 )
 #: Numbers that torch computes at once, at most, and fewest numbers for which it uses another thread.
 VECTOR, GRAIN = 64, 32768
+#: Products of activations that ``followed.py`` follows, beside those of ``MATMUL``.
+ATTENDING = (*BMM, torch.baddbmm, Tensor.baddbmm, F.scaled_dot_product_attention)
 #: Products that are not computed in tiles: what calls them is refused.
 OTHERS = (
-    *(*BMM, torch.baddbmm, Tensor.baddbmm, torch.einsum, torch.addbmm),
-    *(torch.tensordot, torch.inner, torch.mv, torch.chain_matmul, Tensor.__rmatmul__),
-    *(F.scaled_dot_product_attention, F.multi_head_attention_forward, F.bilinear),
+    *(torch.einsum, torch.addbmm, torch.tensordot, torch.inner, torch.mv, torch.chain_matmul),
+    *(Tensor.__rmatmul__, F.multi_head_attention_forward, F.bilinear),
     *(torch.logcumsumexp, torch.cumprod, Tensor.cumprod),
 )
 
@@ -137,9 +138,15 @@ class ExactCalls(TorchFunctionMode):
             rows = args[0].shape[1]
             least = SMALLEST // args[1][0].numel() + 1
             return function(in_tiles(args[0], least), args[1])[:, :rows].contiguous()
-        if function in POINTWISE:
+        if function in POINTWISE and is_of_numbers((*args, *kwargs.values())):
             return in_vectors(function, *args, **kwargs)
         return function(*args, **kwargs)
+
+
+def is_of_numbers(args: tuple[Any, ...]) -> bool:
+    """Whether the first of ``args`` is the only tensor, with a dimension of its own."""
+    is_tensor = isinstance(args[0], Tensor) and args[0].dim() > 0
+    return is_tensor and not any(isinstance(value, Tensor) for value in args[1:])
 
 
 def in_vectors(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -182,20 +189,22 @@ def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
 def is_set_here(forward: Any) -> bool:
     """Whether exact mode has set ``forward`` on a module."""
     if isinstance(forward, partial):
-        return forward.func in (with_exact_calls, with_recurrence)
+        return forward.func.__module__.startswith(__package__)
     return isinstance(forward, TiledForward)
 
 
 class Recorder(TorchFunctionMode):
     """Within: notes which modules call matrix products by themselves.
 
-    ``callers``: modules with products that tiles serve. ``refused``: others, by class of module and function.
+    ``callers``: modules with products that tiles serve. ``attending``: those with products of activations, as
+    attention has, and the function. ``refused``: others, by class of module and function.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.stack: list[nn.Module] = []
         self.callers: dict[int, nn.Module] = {}
+        self.attending: dict[int, str] = {}
         self.refused: dict[str, str] = {}
 
     def __torch_function__(
@@ -218,10 +227,12 @@ class Recorder(TorchFunctionMode):
             if args[1].dim() == 2 and len(args) == 2:
                 self.callers[id(module)] = module
             elif args[0].shape[-1] > 1:  # the product of rotary positions has one summand
-                self.refused[type(module).__name__] = function.__name__
+                self.attending[id(module)] = function.__name__
         elif function in POINTWISE:
-            if needs_padding(args[0]):
+            if is_of_numbers(args) and needs_padding(args[0]):
                 self.callers[id(module)] = module
+        elif function in ATTENDING:
+            self.attending[id(module)] = function.__name__
         elif function in OTHERS:
             self.refused[type(module).__name__] = function.__name__
 

@@ -47,7 +47,8 @@ def token_logprobs(model: Any, input_ids: Tensor, attention_mask: Tensor | None 
         and families.position_pad(model) is None
     ):
         is_token = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        arguments["position_ids"] = (is_token.cumsum(dim=1) - 1).clamp(min=0)
+        positions = (is_token.cumsum(dim=1) - 1).clamp(min=0)
+        arguments["position_ids"] = positions + families.first_position(model)
     logits = model(**arguments).logits[:, :-1].float()
     tokens = input_ids[:, 1:, None].to(logits.device)
     logprobs: Tensor = logits.log_softmax(dim=-1).gather(2, tokens)[:, :, 0]

@@ -190,6 +190,22 @@ def _padded(model: Any, rows: list[Tensor], side: str) -> dict[str, Tensor]:
 Way = Callable[[], list[Tensor]]
 
 
+#: How far logits may be from those without exact mode, as a share of the largest.
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+@torch.no_grad()
+def logits_alone(model: Any) -> Tensor:
+    """The logits ``(tokens, vocab)`` of the rows of the trial, each forwarded alone."""
+    return torch.cat(ways(model)["alone"]())
+
+
+def are_close(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits ``(tokens, vocab)`` differ by rounding alone, at most tokens: a router may choose another expert."""
+    differences = (logits - expected).abs().amax(dim=1) / expected.abs().amax(dim=1)
+    return bool(differences.median() <= ROUNDING[logits.dtype])
+
+
 @torch.no_grad()
 def run_model(model: Any) -> None:
     """Forward the rows of the trial in all ways, for those who watch."""

@@ -25,6 +25,8 @@ KEYS = families.EXACT_KEYS
 TILE = 4
 #: Numbers of keys that the last block may have, in order, by dtype and size of a head: those that have passed.
 LAST_KEYS: dict[tuple[torch.dtype, int], tuple[int, ...]] = {}
+#: A number that hides a key if it is added to its score, or a smaller one.
+HIDDEN = -1e4
 #: The attribute of a mask with its ``Span``s.
 _SPANS = "hfgen_spans"
 
@@ -147,6 +149,34 @@ def spans_of(mask: Tensor) -> list[Span] | None:
         ]
         setattr(mask, _SPANS, spans)
         return spans
+    return None
+
+
+def spans_within(mask: Tensor) -> tuple[list[Span], Tensor] | None:
+    """The spans of a mask that a model has made of one of ``exact_mask``, and what it has added to it.
+
+    ``mask (rows or 1, heads or 1, queries, keys)``: bools, or numbers that are added to scores. ``None`` if no
+    newest mask of that shape hides less, or if the rows' first keys are others.
+    """
+    if mask.dim() != 4:
+        return None
+    is_seen = mask if mask.dtype == torch.bool else mask > HIDDEN
+    for whole in reversed(_newest.masks):
+        if whole.shape[2:] != mask.shape[2:] or len(mask) not in (1, len(whole)):
+            continue
+        if (is_seen & ~whole).any():
+            continue
+        spans: list[Span] = getattr(whole, _SPANS)
+        is_key = (is_seen & whole).any(dim=2).any(dim=1)
+        firsts = is_key.int().argmax(dim=1)
+        starts = torch.zeros_like(firsts)
+        for span in spans:
+            starts[span.rows] = span.start if span.columns is None else span.columns[0]
+        if (is_key.any(dim=1) & (firsts != starts)).any():
+            continue
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        return spans, mask.masked_fill(~whole, 0.0)
     return None
 
 

@@ -15,11 +15,13 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ... import families
 from ..linears import choice
 from ..linears.forward import PackedForward
 from ..row_states import foreign_code
 from . import probe
 from .attention import exact_attention
+from .followed import with_followed_calls
 from .layers import (
     Recorder,
     TiledForward,
@@ -78,25 +80,25 @@ def exact(model: T) -> T:
             an operation of it fails the probe on this machine. The message names it; the model stays as it was.
     """
     _check(model)
-    model_: Any = model
-    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    configs = {id(part.config): part.config for part in parts}.values()
+    configs = _configs(model)
     attention = tuple((c, c._attn_implementation) for c in configs)
     experts = tuple((c, getattr(c, "_experts_implementation", None)) for c in configs)
     vars(model)["exactness"] = Report((), attention, experts)
     try:
-        model_.set_attn_implementation(NAME)
-        if wrong := [c for c in configs if c._attn_implementation != NAME and _attends(c, parts)]:
-            raise ValueError(
-                f"exact: {type(model).__name__} ({wrong[0].model_type}) computes attention by itself, not by "
-                "transformers' AttentionInterface."
-            )
+        expected = probe.logits_alone(model)
+        for config in configs:  # of models that compute attention by themselves, too: masks read it
+            config._attn_implementation_internal = NAME
         for config, implementation in experts:
             if implementation is not None:
                 config._experts_implementation_internal = "eager"
         with torch.no_grad():
             shapes = _set_forwards(model)
             operations = _probed(model, shapes)
+        if not probe.are_close(probe.logits_alone(model), expected):
+            raise ValueError(
+                f"exact: {type(model).__name__} computes attention in a way that is not understood: its logits would be "
+                "others, not by rounding alone."
+            )
         vars(model)["exactness"] = Report(operations, attention, experts)
     except BaseException as error:
         undo(model)
@@ -143,13 +145,16 @@ def undo(model: nn.Module) -> None:
                 vars(module)["forward"] = forward.packed
 
 
-def _attends(config: Any, parts: list[PreTrainedModel]) -> bool:
-    """Whether a part with ``config`` has heads of attention."""
-    return any(
-        part.config is config
-        and any("attention" in type(m).__name__.lower() for m in part.modules())
-        for part in parts
-    )
+def _configs(model: nn.Module) -> list[Any]:
+    """The configs of a model and of its parts."""
+    found: dict[int, Any] = {}
+    pending = [m.config for m in model.modules() if isinstance(m, PreTrainedModel)]
+    while pending:
+        config = pending.pop()
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            pending += [getattr(config, name, None) for name in config.sub_configs]
+    return list(found.values())
 
 
 def _check(model: Any) -> None:
@@ -190,6 +195,11 @@ def _check(model: Any) -> None:
     if torch.is_autocast_enabled("cpu"):
         raise ValueError("exact: autocast changes dtypes between kernels. Leave torch.autocast.")
     check_dropout(model)
+    if families.keeps_other_state(model):
+        raise ValueError(
+            f"exact: {type(model).__name__} keeps positions or states of its rows besides the cache, in which "
+            "padding counts."
+        )
     for name, module in model.named_modules():
         forward = next((vars(module)[p] for p in choice.PLACES if p in vars(module)), None)
         if forward is not None and not isinstance(forward, PackedForward):
@@ -215,14 +225,23 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
     try:
         with _attention_unseen() as shapes, recorder.following():
             probe.run_model(model)
-    finally:
+    except Exception:  # a model with a scan does not take all ways
+        for module in model.modules():
+            if id(module) in recorder.attending:
+                recorder.refused.setdefault(type(module).__name__, recorder.attending[id(module)])
         _refuse(recorder)
+        raise
+    _refuse(recorder)
     for module in model.modules():
         if isinstance(packed := vars(module).get("forward"), PackedForward):
             vars(module)["forward"] = TiledForward(module, packed)
         elif type(module).forward is nn.Linear.forward:
             vars(module)["forward"] = TiledForward(module)
-        elif id(module) in recorder.callers and "forward" not in vars(module):
+        elif "forward" in vars(module):
+            continue
+        elif id(module) in recorder.attending:
+            set_forward(module, with_followed_calls)
+        elif id(module) in recorder.callers:
             set_forward(module, with_exact_calls)
     return shapes
 
@@ -232,7 +251,7 @@ def _refuse(recorder: Recorder) -> None:
     for name, function in recorder.refused.items():
         raise ValueError(
             f"exact: {name} calls torch's {function} on activations, which is not known to be exact. Models are "
-            "exact whose attention is transformers' AttentionInterface."
+            "exact whose attention is a softmax of scaled products, with masks of transformers."
         )
 
 
