@@ -332,7 +332,7 @@ COLUMNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
 def built(field: str, configs: list[Any], keys: torch.Tensor, each: int) -> Any:
     """The processor of a field for prompts with ``each`` rows."""
     rows = _Values(configs) if len(configs) > 1 else None
-    context = Context(None, configs[0], 2, rows=rows, of_sampling=True, seeds=keys)  # type: ignore[arg-type]
+    context = Context(None, configs[0], 2, rows=rows, seeds=keys)  # type: ignore[arg-type]
     for config in configs:
         config._eos_token_tensor = torch.tensor([2, 4])
     object.__setattr__(context, "model", type("M", (), {"config": tiny.llama().config}))

@@ -47,7 +47,7 @@ def tokenizer_of(call: Any) -> Any:
     return call.request.kwargs.get("tokenizer")
 
 
-def processor(context: Any) -> GrammarProcessor | None:
+def processor(_: Any, context: Any) -> GrammarProcessor | None:
     """One processor for all rows."""
     call = getattr(context.config, "_call", None)
     if call is None:
@@ -74,12 +74,12 @@ def thinking_of(config: Any, tokenizer: Any) -> Thinking | None:
     return Thinking(start, end, may_begin=config.thinking_token_budget is not None)
 
 
-def no_token_left(context: Any) -> NoTokenLeft:
+def no_token_left(_: Any, context: Any) -> NoTokenLeft:
     """The processor that reports a row without an allowed token."""
     return NoTokenLeft(context.config.num_beams or 1)
 
 
-def criterion(context: Any) -> GrammarCriterion | None:
+def criterion(_: Any, context: Any) -> GrammarCriterion | None:
     """The criterion, if a prompt has no EOS; it shares the rows' states with the processor."""
     call = getattr(context.config, "_call", None)
     processors = () if call is None else call.processors

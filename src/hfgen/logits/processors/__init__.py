@@ -7,8 +7,9 @@ Each row of a table builds one processor from the ``Context`` of the call, or ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from . import (
     samplers,
     vocabulary,
 )
-from .context import Builder, Context, OfAll, Row, built
+from .context import Builder, Context, Row, built
 from .guidance import guidance
 from .lists import (
     LogitsProcessorList,
@@ -61,13 +62,17 @@ __all__ = [
 ]
 
 
+#: Not for greedy prompts.
+_warper = partial(Row, of_sampling=True)
+
+
 def _keeping(field: str, kind: Callable[..., Any], **facts: Any) -> Row:
-    """A row for a class that leaves as many tokens as beams need."""
+    """A warper of a class that leaves as many tokens as beams need."""
 
     def build(value: Any, context: Context) -> Any:
         return kind(value, min_tokens_to_keep=context.min_tokens_to_keep)
 
-    return Row(field, build, keeps_tokens=True, **facts)
+    return _warper(field, build, keeps_tokens=True, **facts)
 
 
 def _is_negative(count: int) -> bool:
@@ -115,7 +120,7 @@ PROCESSORS: list[Builder] = [
     Row("min_new_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
     Row("min_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
     lambda c: c.prefix_allowed_tokens_fn and vocabulary.prefix_constrained(c),
-    OfAll("grammar", grammar.processor),
+    Row("grammar", grammar.processor, of_all=True),
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
     Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),
     Row("remove_invalid_values", lambda _, c: InfNanRemoveLogitsProcessor(), False, _is_not_true),
@@ -129,28 +134,28 @@ PROCESSORS: list[Builder] = [
 
 #: Run after the caller's own processors, when sampling.
 WARPERS: list[Row] = [
-    Row("dynatemp_range", samplers.dynamic_temperature, 0.0, reads=DYNATEMP),
-    Row("temperature", per_row.temperature, 1.0, neutral=1.0, reads=SPAN),
-    Row("smoothing_factor", lambda v, c: samplers.QuadraticSmoothing(v), 0.0),
+    _warper("dynatemp_range", samplers.dynamic_temperature, 0.0, reads=DYNATEMP),
+    _warper("temperature", per_row.temperature, 1.0, neutral=1.0, reads=SPAN),
+    _warper("smoothing_factor", lambda v, c: samplers.QuadraticSmoothing(v), 0.0),
     _keeping("top_n_sigma", samplers.TopNSigma, idle=0.0),
-    Row("top_h", lambda v, c: TopHLogitsWarper(v)),
-    Row("top_k", per_row.top_k, 0, neutral=0, keeps_tokens=True),
-    Row("top_p", per_row.top_p, 1.0, _is_all, neutral=1.0, keeps_tokens=True),
-    Row("min_p", per_row.min_p, neutral=0.0, keeps_tokens=True),
+    _warper("top_h", lambda v, c: TopHLogitsWarper(v)),
+    _warper("top_k", per_row.top_k, 0, neutral=0, keeps_tokens=True),
+    _warper("top_p", per_row.top_p, 1.0, _is_all, neutral=1.0, keeps_tokens=True),
+    _warper("min_p", per_row.min_p, neutral=0.0, keeps_tokens=True),
     _keeping("top_a", samplers.TopA, idle=0.0),
     _keeping("typical_p", TypicalLogitsWarper, idle=1.0, is_off=_is_all),
     _keeping("epsilon_cutoff", EpsilonLogitsWarper, idle=0.0, is_off=_is_no_cutoff),
-    Row("eta_cutoff", samplers.eta_cutoff, 0.0, _is_no_cutoff, keeps_tokens=True),
+    _warper("eta_cutoff", samplers.eta_cutoff, 0.0, _is_no_cutoff, keeps_tokens=True),
     _keeping("p_less", samplers.PLess, idle=False),
-    Row("xtc_probability", samplers.exclude_top_choices, 0.0, reads=XTC, keeps_tokens=True),
-    Row("mirostat", feedback.mirostat, 0, reads=("mirostat_tau", "mirostat_eta")),
-    Row("adaptive_target", feedback.adaptive_p, reads=("adaptive_decay",)),
+    _warper("xtc_probability", samplers.exclude_top_choices, 0.0, reads=XTC, keeps_tokens=True),
+    _warper("mirostat", feedback.mirostat, 0, reads=("mirostat_tau", "mirostat_eta")),
+    _warper("adaptive_target", feedback.adaptive_p, reads=("adaptive_decay",)),
 ]
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
     Row("thinking_token_budget", thinking_budget, reads=THINKING),
-    OfAll("grammar", grammar.no_token_left),
+    Row("grammar", grammar.no_token_left, of_all=True),
     Row("watermarking_config", vocabulary.watermark),
     Row("renormalize_logits", lambda flag, c: LogitNormalization(), False, _is_not_true),
 ]
@@ -193,15 +198,23 @@ def get_logits_processor(
     if order == "llama.cpp":
         context = _with_mirostat_alone(context, named)
     caller_processors = logits_processor if logits_processor is not None else []
-    early = PROCESSORS
+    early, late = PROCESSORS, WARPERS
     if named:
-        early = [b for b in PROCESSORS if getattr(b, "field", None) not in named]
+        rows = {row.field: row for row in (*PROCESSORS, *WARPERS) if isinstance(row, Row)}
+        early = [builder for builder in PROCESSORS if getattr(builder, "field", None) not in named]
+        late = [rows[field] for field in named] + [row for row in WARPERS if row.field not in named]
     processors = LogitsProcessorList(built(early, context))
     processors = self._merge_criteria_processor_list(processors, caller_processors)
-    if named:
-        processors.extend(_in_order(named, context, caller_processors))
+    if named:  # penalties may be among them, whose place a caller's processor of that class takes
+        kinds = {public_type(processor) for processor in caller_processors}
+        processors.extend(
+            processor
+            for row in late
+            for processor in built([row], context)
+            if row.of_sampling or public_type(processor) not in kinds
+        )
     elif generation_config.do_sample:
-        processors.extend(built(WARPERS, replace(context, of_sampling=True)))
+        processors.extend(built(late, context))
     processors.extend(built(FINAL, context))
     return processors
 
@@ -220,23 +233,3 @@ def _with_mirostat_alone(context: Context, named: tuple[str, ...]) -> Context:
     if rows is not None:
         rows = replace(rows, configs=[alone(config) for config in rows.configs])
     return replace(context, config=alone(context.config), rows=rows)
-
-
-def _in_order(named: tuple[str, ...], context: Context, caller_processors: Any) -> Iterator[Any]:
-    """The processors of the fields ``named``, in that order, and then the other warpers.
-
-    A caller's processor of the same class takes the place of the default.
-    """
-    warpers = {row.field: row for row in WARPERS}
-    builders = {getattr(builder, "field", None): builder for builder in PROCESSORS}
-    of_sampling = replace(context, of_sampling=True)
-    kinds = {public_type(processor) for processor in caller_processors}
-    for field in (*named, *(field for field in warpers if field not in named)):
-        if field in builders:
-            processor = builders[field](context)
-            if processor is not None and public_type(processor) not in kinds:
-                yield processor
-        elif context.config.do_sample:
-            processor = warpers[field](of_sampling)
-            if processor is not None:
-                yield processor

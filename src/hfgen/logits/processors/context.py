@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria
 
 from ...settings.fields import OWN_FIELDS
 from ...state.rows import RowParams, all_equal
-from .by_rows import ProcessorsByRows
-from .columns import as_column, expand, take_prompts
-
-__all__ = ["Builder", "Context", "OfAll", "Row", "expand"]
+from .by_rows import CriteriaByRows, ProcessorsByRows
+from .columns import as_column, take_prompts
 
 PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
 
@@ -29,7 +27,7 @@ def n_ending_tokens(config: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The facts of one ``generate`` call that decide which processors it needs.
+    """The facts of one ``generate`` call that decide which processors and stopping criteria it needs.
 
     ``prompt_length`` counts the ids that the decoder starts from, pads included; 0 if there are only
     embeddings. ``encoder_input_ids`` is the main input of the call, of any shape.
@@ -45,9 +43,8 @@ class Context:
     negative_prompt_ids: torch.Tensor | None = None
     negative_prompt_attention_mask: torch.Tensor | None = None
 
-    #: What each prompt asks for, where they differ; greedy prompts have no warpers.
+    #: The configs of the prompts, where they differ.
     rows: RowParams | None = None
-    of_sampling: bool = False
     #: ``(rows,)`` int64: keys of the noise of each row (``hfgen.state.seeds``), if the call has seeds.
     seeds: torch.Tensor | None = None
     #: The call's, if it was given one.
@@ -90,24 +87,15 @@ class Context:
             return 1
         return max(2, n_ending_tokens(self.config) + 1)
 
-    def values(self, name: str) -> list[Any]:
-        """A field's values, one per prompt; one in all where prompts do not differ."""
-        if self.rows is None:
-            return [getattr(self.config, name, None)]
-        return [
-            getattr(config, name, None) if config.do_sample or not self.of_sampling else None
-            for config in self.rows.configs
-        ]
+    @property
+    def configs(self) -> list[GenerationConfig]:
+        """One per prompt; one in all where prompts do not differ."""
+        return [self.config] if self.rows is None else self.rows.configs
 
     def own(self, name: str) -> Any:
         """The value of one of hfgen's own fields, or its default; upstream's configs lack them."""
         value = getattr(self.config, name, None)
         return OWN_FIELDS[name] if value is None else value
-
-    def by_rows(self, parts: list[tuple[Any, list[int]]]) -> Any:
-        """One processor that is each of ``parts`` for its prompts."""
-        assert self.rows is not None
-        return ProcessorsByRows(parts, len(self.rows), self.device)
 
     def of_prompts(self, prompts: list[int]) -> Context:
         """The context of those prompts, which ask for the same."""
@@ -141,26 +129,13 @@ def built(table: Iterable[Builder], context: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class OfAll:
-    """Builds one processor or criterion for all rows together, if a prompt sets ``field``."""
-
-    field: str
-    build: Callable[[Any], Any]
-    idle: ClassVar[Any] = None
-
-    def __call__(self, context: Any) -> Any:
-        is_set = any(value is not None for value in context.values(self.field))
-        return self.build(context) if is_set else None
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
     """Builds a processor or criterion from a config's ``field``.
 
     Nothing is built for ``None``, for the value ``idle``, and for those that ``is_off`` tells. Where prompts
     differ, ``build`` gets a tensor ``(prompts, 1)`` in place of the value if there is a ``neutral`` one,
     which leaves a row as it is. Else one is built for each value, or for each combination of the field and
-    those that the builder ``reads`` besides.
+    those that the builder ``reads`` besides; or one for all prompts together, if it is ``of_all``.
     """
 
     field: str
@@ -171,46 +146,49 @@ class Row:
     reads: tuple[str, ...] = ()
     #: Leaves ``min_tokens_to_keep`` tokens, whose number depends on the EOS tokens where there are beams.
     keeps_tokens: bool = False
+    #: Is not built for greedy prompts.
+    of_sampling: bool = False
+    of_all: bool = False
 
-    def __call__(self, context: Any) -> Any:
-        values = []
-        for value in context.values(self.field):
-            is_idle = value is None or value == self.idle
-            is_idle = is_idle or (self.is_off is not None and self.is_off(value))
-            values.append(None if is_idle else value)
-        if context.rows is None:
-            return None if values[0] is None else self.build(values[0], context)
+    def __call__(self, context: Context) -> Any:
+        values = [self.value(config) for config in context.configs]
         if all(value is None for value in values):
             return None
-        others_differ = context.rows.differ_in(*self.all_reads(context))
+        if context.rows is None or self.of_all:
+            return self.build(values[0], context)
+        reads = self.reads
+        if self.keeps_tokens and (context.config.num_beams or 1) > 1:
+            reads += ("eos_token_id", "stop_token_ids")
+        others_differ = context.rows.differ_in(*reads)
         if all_equal(values) and not others_differ:
             return self.build(values[0], context)
         if self.neutral is not None and not others_differ:
             column = [self.neutral if value is None else value for value in values]
             return self.build(as_column(column, context.device), context)
-        return self.build_groups(values, context)
-
-    def all_reads(self, context: Any) -> tuple[str, ...]:
-        """The fields that the builder reads besides its own."""
-        has_beams = self.keeps_tokens and (context.config.num_beams or 1) > 1
-        return (*self.reads, "eos_token_id", "stop_token_ids") if has_beams else self.reads
-
-    def build_groups(self, values: list[Any], context: Any) -> Any:
-        """One for each group of prompts that ask for the same."""
-        configs = context.rows.configs
         groups: list[tuple[tuple[Any, ...], list[int]]] = []
-        for index, value in enumerate(values):
-            if value is None:
-                continue
-            key = (
-                value,
-                *(getattr(configs[index], name, None) for name in self.all_reads(context)),
-            )
-            group = next((prompts for other, prompts in groups if all_equal([key, other])), None)
-            if group is None:
-                groups.append((key, [index]))
+        for index, (value, config) in enumerate(zip(values, context.configs, strict=True)):
+            key = (value, *(getattr(config, name, None) for name in reads))
+            for other, prompts in groups:
+                if all_equal([key, other]):
+                    prompts.append(index)
+                    break
             else:
-                group.append(index)
-        functions = [(self.build(key[0], context.of_prompts(p)), p) for key, p in groups]
+                groups.append((key, [index]))
+        functions = [
+            (self.build(key[0], context.of_prompts(prompts)), prompts)
+            for key, prompts in groups
+            if key[0] is not None
+        ]
         parts = [(function, prompts) for function, prompts in functions if function is not None]
-        return context.by_rows(parts) if parts else None
+        if not parts:
+            return None
+        is_criterion = isinstance(parts[0][0], StoppingCriteria)
+        kind = CriteriaByRows if is_criterion else ProcessorsByRows
+        return kind(parts, len(context.rows), context.device)
+
+    def value(self, config: Any) -> Any:
+        """The value of a config; ``None`` if it asks for nothing."""
+        value = getattr(config, self.field, None)
+        if value is None or value == self.idle or (self.of_sampling and not config.do_sample):
+            return None
+        return None if self.is_off is not None and self.is_off(value) else value

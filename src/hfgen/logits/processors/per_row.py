@@ -99,7 +99,8 @@ def top_p(mass: Any, context: Context) -> upstream.TopPLogitsWarper:
     n = context.min_tokens_to_keep
     if not isinstance(mass, torch.Tensor):
         return upstream.TopPLogitsWarper(mass, min_tokens_to_keep=n)
-    masses = [1.0 if value is None else value for value in context.values("top_p")]
+    # The column is rounded: a mass is subtracted from 1 before.
+    masses = [c.top_p if c.do_sample and c.top_p is not None else 1.0 for c in context.configs]
     return TopPPerRow(masses, context.device, n)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +12,8 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from ...settings.cancellation import Cancellation
 from ...settings.requirements import require_tokenizer
-from ...state.rows import RowParams
 from ..grammar import setup as grammar
-from ..processors.by_rows import CriteriaByRows
-from ..processors.context import Builder, OfAll, Row, built
+from ..processors.context import Builder, Context, Row, built
 from ..processors.lists import is_librarys, name_of
 from .causes import Causes, Notes, is_noted
 from .reasons import FinishReason
@@ -98,40 +95,6 @@ def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a builder of a stopping criterion may read."""
-
-    model: Any
-    config: Any
-    tokenizer: Any = None
-    rows: RowParams | None = None
-    device: Any = None
-    #: Tokens of each row that were not generated: nothing stops at them.
-    prompt_length: int = 0
-
-    @property
-    def min_tokens(self) -> int:
-        """Return how many tokens a row gets before anything but its length may end it."""
-        return getattr(self.config, "min_tokens", None) or 0
-
-    def values(self, name: str) -> list[Any]:
-        """A field's values, one per prompt; one in all where prompts do not differ."""
-        if self.rows is None:  # the config of a model that is not mixed lacks hfgen's own fields
-            return [getattr(self.config, name, None)]
-        return self.rows.values(name)
-
-    def by_rows(self, parts: list[tuple[Any, list[int]]]) -> CriteriaByRows:
-        """One criterion that is each of ``parts`` for its prompts."""
-        assert self.rows is not None
-        return CriteriaByRows(parts, len(self.rows), self.device)
-
-    def of_prompts(self, prompts: list[int]) -> Context:
-        """The context of those prompts, which ask for the same."""
-        assert self.rows is not None
-        return replace(self, config=self.rows.configs[prompts[0]], rows=None)
-
-
 def max_length(length: int | torch.Tensor, context: Context) -> MaxLengthCriteria:
     limit = getattr(context.model.config, "max_position_embeddings", None)
     if isinstance(length, torch.Tensor):
@@ -139,10 +102,15 @@ def max_length(length: int | torch.Tensor, context: Context) -> MaxLengthCriteri
     return MaxLengthCriteria(max_length=length, max_position_embeddings=limit)
 
 
+def min_tokens(context: Context) -> int:
+    """How many tokens a row gets before anything but its length may end it."""
+    return context.own("min_tokens") or 0
+
+
 def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
     require_tokenizer(context.tokenizer, "stop_strings", strings)
     criterion = StopStringCriteria(context.tokenizer, strings, context.prompt_length)
-    criterion.min_tokens = context.min_tokens
+    criterion.min_tokens = min_tokens(context)
     # Without an EOS, upstream lets rows run on until all have ended. A row that leaves cannot.
     criterion.ends_rows = bool(getattr(context.config, "drop_finished", False))
     return criterion
@@ -150,7 +118,7 @@ def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
 
 def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:
     criterion = StopRegexCriteria(context.tokenizer, patterns, context.prompt_length)
-    criterion.min_tokens = context.min_tokens
+    criterion.min_tokens = min_tokens(context)
     return criterion
 
 
@@ -182,11 +150,11 @@ CRITERIA: list[Builder] = [
     Row("stop_regex", stop_regex, reads=HELD),
     Row(
         "repetition_detection",
-        lambda detection, c: RepetitionCriteria(detection, c.prompt_length, c.min_tokens),
+        lambda detection, c: RepetitionCriteria(detection, c.prompt_length, min_tokens(c)),
         is_off=lambda detection: detection.max_pattern_size == 0,
         reads=HELD,
     ),
-    OfAll("grammar", grammar.criterion),
+    Row("grammar", grammar.criterion, of_all=True),
     Row(
         "assistant_confidence_threshold",
         assistant_confidence,
@@ -207,7 +175,9 @@ def get_stopping_criteria(
     prompt = getattr(call, "prompt", None)
     device = None if prompt is None else prompt.ids.device
     length = 0 if call is None else call.prompt_length
-    context = Context(self, generation_config, tokenizer, rows, device, length)
+    context = Context(
+        self, generation_config, length, device=device, rows=rows, tokenizer=tokenizer
+    )
     criteria = StoppingCriteriaList(built(CRITERIA, context))
     return self._merge_criteria_processor_list(criteria, stopping_criteria)
 
