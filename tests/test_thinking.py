@@ -133,36 +133,6 @@ def test_each_beam_has_its_budget(options: dict[str, Any]) -> None:
     assert all(row[3:7] == ends for row in output[:, len(PROMPT) + 3 :].tolist()), texts
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 4, "num_return_sequences": 4},
-        {"num_beams": 4, "do_sample": True},
-        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-        {"num_beams": 4, "force_words_ids": [[9, 11]]},
-        {"prompt_lookup_num_tokens": 5},
-        {"do_sample": True, "num_return_sequences": 3},
-    ],
-)
-def test_counts_follow_their_rows(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if each were read from all ids of its row."""
-    one, options = hfgen.mix_into(tiny.llama()), {"max_new_tokens": 30, **options}
-    budget = {"thinking_token_budget": 2, "thinking_message": [5, 6, 7]}
-    found = []
-    for _ in range(2):
-        for start, end in ((91, 1), (83, 76), (7, 24)):
-            torch.manual_seed(0)
-            markers = {"thinking_start": [start], "thinking_end": [end]}
-            found.append(one.generate(tiny.prompt(2), **options, **budget, **markers))
-        monkeypatch.setattr(
-            ThinkingBudget, "counts", property(lambda self: {}, lambda *_: None), raising=False
-        )
-    for counted, read in zip(found[:3], found[3:], strict=True):
-        assert torch.equal(counted, read)
-    texts = [" ".join(map(str, row)) for ids in found[3:] for row in ids.tolist()]
-    assert any("5 6 7" in text for text in texts)
-
-
 def test_a_plain_call_has_no_budget() -> None:
     one = hfgen.mix_into(tiny.llama())
     processors = one._get_logits_processor(hfgen.GenerationConfig(do_sample=False, num_beams=1))

@@ -133,13 +133,13 @@ def min_p(chain: Chain, warper: Any) -> bool:
     if keep > 1 and int((~drops).sum(dim=1).min()) < keep:
         return False  # which of equal probabilities are kept is up to upstream
 
-    def exact(rows: list[int], scores: Tensor) -> Tensor:
-        row_warpers = [MinPLogitsWarper(float(share[row]), min_tokens_to_keep=keep) for row in rows]
-        processed = [warp(None, own[None]) for warp, own in zip(row_warpers, scores, strict=True)]
-        return torch.cat(processed)
-
     is_near = ((p - share).abs() <= EXP * share + TINY) & (p > 0.0)
-    chain.keep(survivors, drops, is_near.any(dim=1), exact)
+    chain.keep(
+        survivors,
+        drops,
+        is_near.any(dim=1),
+        lambda rows, scores: MinPPerRow(share[rows], keep)(None, scores),
+    )
     return True
 
 

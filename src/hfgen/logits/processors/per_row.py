@@ -34,7 +34,7 @@ class MinPPerRow(upstream.MinPLogitsWarper):
         super().__init__(0.5, min_tokens_to_keep=min_tokens_to_keep)  # replaced at each call
         self.values = values
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
         values = expand(self.values, len(scores)).to(scores.device)
         self.min_p = values.to(scores.dtype)
         return torch.where(values == 0, scores, super().__call__(input_ids, scores))

@@ -145,21 +145,17 @@ def repetition_penalty(penalty: Any, context: Context) -> RepetitionPenaltyLogit
 
 
 def frequency_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
-    return OccurrencePenalty(_as_float(penalty), _of_output(context))
+    return OccurrencePenalty(penalty, _of_output(context))
 
 
 def presence_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
-    return OccurrencePenalty(_as_float(penalty), _of_output(context), of_presence=True)
+    return OccurrencePenalty(penalty, _of_output(context), of_presence=True)
 
 
 def diversity_penalty(penalty: float, context: Context) -> DiversityPenalty | None:
     config = context.config
     is_grouped = (config.num_beam_groups or 1) > 1 and (config.num_beams or 1) > 1
     return DiversityPenalty(float(penalty)) if is_grouped else None
-
-
-def _as_float(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) else float(value)
 
 
 def _of_output(context: Context) -> Counted:

@@ -10,9 +10,6 @@ from transformers import LogitsProcessor
 
 from ..markers import last, marker_ids
 
-#: So many lengths have their counts kept, for drafts that are rejected: these are shorter.
-N_LENGTHS = 256
-
 
 class ThinkingBudget(LogitsProcessor):
     """Forces the end of a thinking section that has ``budget`` tokens, those in the prompt included.
@@ -20,8 +17,6 @@ class ThinkingBudget(LogitsProcessor):
     A section begins behind the tokens ``start``, in the prompt or in the output, and ends with the tokens
     ``end``. The forced tokens are ``message`` and ``end``, which do not count. Each section has the whole
     budget. The meaning is that of vLLM's ``thinking_token_budget``.
-
-    The count of a length comes from the previous length, at a constant cost, or else from the ids.
     """
 
     def __init__(
@@ -38,8 +33,6 @@ class ThinkingBudget(LogitsProcessor):
         self.start, self.end, self.forced = (
             torch.tensor(ids, device=device) for ids in (start, end, [*message, *end])
         )
-        #: By length: the tokens of each row's open section, ``(rows,)``, -1 outside of one.
-        self.counts: dict[int, torch.Tensor] = {}
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores ``(rows, vocab)``; a row that has to end a section has one token left."""
@@ -56,32 +49,10 @@ class ThinkingBudget(LogitsProcessor):
 
         Those in the prompt count as ``budget`` tokens at most: the end is forced from its first token on.
         """
-        n_rows, length = input_ids.shape
-        before = self.counts.get(length - 1)
-        if before is not None and len(before) == n_rows:
-            n_thought = torch.where(before >= 0, before + 1, before)
-            n_thought = n_thought.masked_fill(ends_in(input_ids, self.start), 0)
-            n_thought = n_thought.masked_fill(ends_in(input_ids, self.end), -1)
-        else:
-            opened, closed = last(input_ids, self.start), last(input_ids, self.end)
-            n_in_prompt = (self.prompt_length - opened).clamp(min=0, max=self.budget)
-            n_thought = n_in_prompt + length - opened.clamp(min=self.prompt_length)
-            n_thought = n_thought.masked_fill(opened <= closed, -1)
-        self.counts[length] = n_thought
-        self.counts.pop(length - N_LENGTHS, None)
-        return n_thought
-
-    def reorder(self, index: torch.Tensor) -> None:
-        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
-        newest = max(self.counts, default=0)
-        self.counts = {n: counts[index] for n, counts in self.counts.items() if n == newest}
-
-
-def ends_in(ids: torch.Tensor, marker: torch.Tensor) -> torch.Tensor:
-    """Which of ``ids (rows, length)`` end in ``marker (n,)``: ``(rows,)``."""
-    if ids.shape[1] < len(marker):
-        return ids.new_zeros(len(ids), dtype=torch.bool)
-    return (ids[:, -len(marker) :] == marker).all(dim=1)
+        opened, closed = last(input_ids, self.start), last(input_ids, self.end)
+        n_in_prompt = (self.prompt_length - opened).clamp(min=0, max=self.budget)
+        n_thought = n_in_prompt + input_ids.shape[1] - opened.clamp(min=self.prompt_length)
+        return n_thought.masked_fill(opened <= closed, -1)
 
 
 def thinking_budget(budget: int, context: Any) -> ThinkingBudget:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from ...settings.cancellation import Cancellation
@@ -20,7 +20,6 @@ from .reasons import FinishReason
 from .strings import StopRegexCriteria, StopStringCriteria
 from .tokens import (
     RepetitionCriteria,
-    RowEosCriteria,
     RowLengthCriteria,
     StopTokenCriteria,
 )
@@ -126,13 +125,6 @@ def stop_tokens(tokens: Any, context: Context) -> StopTokenCriteria:
     return StopTokenCriteria(tokens if isinstance(tokens, list) else [tokens], context.device)
 
 
-def eos(context: Context) -> StoppingCriteria | None:
-    if context.rows is not None and context.rows.differ_in("_eos_token_tensor"):
-        return RowEosCriteria(context.rows.values("_eos_token_tensor"))
-    tokens = getattr(context.config, "_eos_token_tensor", None)
-    return None if tokens is None else EosTokenCriteria(eos_token_id=tokens)
-
-
 def assistant_confidence(threshold: float, context: Context) -> ConfidenceCriteria | None:
     return ConfidenceCriteria(threshold) if context.config.is_assistant else None
 
@@ -145,7 +137,7 @@ CRITERIA: list[Builder] = [
     Row("max_length", max_length, neutral=0),
     Row("max_time", lambda seconds, c: MaxTimeCriteria(max_time=seconds)),
     Row("stop_strings", stop_strings, reads=HELD),
-    eos,
+    Row("_eos_token_tensor", lambda tokens, c: EosTokenCriteria(eos_token_id=tokens)),
     Row("stop_token_ids", stop_tokens, []),
     Row("stop_regex", stop_regex, reads=HELD),
     Row(

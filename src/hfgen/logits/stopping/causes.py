@@ -17,7 +17,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from ..processors.by_rows import CriteriaByRows
 from ..processors.lists import name_of
 from .reasons import FinishReason
-from .tokens import RowEosCriteria, RowLengthCriteria
+from .tokens import RowLengthCriteria
 
 if TYPE_CHECKING:
     from ...state.run import Run
@@ -102,8 +102,8 @@ def is_noted(criterion: Any) -> bool:
     """Whether a criterion has to be noted, since the ids do not tell what it decided."""
     if isinstance(criterion, CriteriaByRows):
         return any(is_noted(part) for part, _ in criterion.parts)
-    known = (EosTokenCriteria, MaxLengthCriteria, RowEosCriteria)
-    return not (isinstance(criterion, known) or hasattr(criterion, "reason"))
+    is_known = isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)
+    return not (is_known or hasattr(criterion, "reason"))
 
 
 class Causes:
@@ -134,8 +134,6 @@ class Causes:
         """The cause of a criterion, or a list of one for each prompt; ``None`` if it is noted."""
         if isinstance(part, EosTokenCriteria):
             return Eos(frozenset(part.eos_token_id.tolist()))
-        if isinstance(part, RowEosCriteria):
-            return [Eos(frozenset(tokens)) for tokens in part.tokens.tolist()]
         if isinstance(part, RowLengthCriteria):
             return [Length(n - self.prompt_length) for n in part.lengths.flatten().tolist()]
         if isinstance(part, MaxLengthCriteria):

@@ -109,15 +109,19 @@ class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
         super().__init__(tokenizer, prompt_length)
         strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         self.stop_strings = tuple(strings)
-        self.strings_of = _StringsOf(self.pieces, self.stop_strings)
+        self.spelled = [(string, string.encode()) for string in strings]
         #: A token has a byte at least, so no string begins further back.
-        self.n_tokens = max(len(string.encode()) for string in strings)
+        self.n_tokens = max(len(spelled) for _, spelled in self.spelled)
 
     def find(self, ids: Sequence[int], n_before: int = 0) -> Found | None:
-        if not ids or not (strings := self.strings_of[ids[-1]]):
+        if not ids:
+            return None
+        newest = self.pieces[ids[-1]]
+        strings = [pair for pair in self.spelled if pair[1][-1] in newest]
+        if not strings:
             return None
         text = b"".join(self.pieces.of(ids))
-        n_old = len(text) - len(self.pieces[ids[-1]])
+        n_old = len(text) - len(newest)
         places = []
         for string, spelled in strings:
             start = text.find(spelled, max(0, n_old - len(spelled) + 1))
@@ -130,7 +134,7 @@ class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
 
     def n_begun(self, ids: Sequence[int]) -> int:
         text = b"".join(self.pieces.of(ids))
-        return max(_n_begun(text, spelled) for _, spelled in self.strings_of.strings)
+        return max(_n_begun(text, spelled) for _, spelled in self.spelled)
 
 
 def _n_begun(text: bytes, spelled: bytes) -> int:
@@ -139,19 +143,6 @@ def _n_begun(text: bytes, spelled: bytes) -> int:
     while start >= 0 and not spelled.startswith(text[start:]):
         start = text.find(spelled[0], start + 1)
     return len(text) - start if start >= 0 else 0
-
-
-class _StringsOf(dict[int, tuple[tuple[str, bytes], ...]]):
-    """By token: the stop strings, and their bytes, whose last byte the token has."""
-
-    def __init__(self, pieces: Pieces, strings: tuple[str, ...]) -> None:
-        self.pieces = pieces
-        self.strings = [(string, string.encode()) for string in strings]
-
-    def __missing__(self, token: int) -> tuple[tuple[str, bytes], ...]:
-        piece = self.pieces[token]
-        self[token] = strings = tuple(pair for pair in self.strings if pair[1][-1] in piece)
-        return strings
 
 
 class StopRegexCriteria(TextCriteria):

@@ -32,24 +32,6 @@ class RowLengthCriteria(MaxLengthCriteria):
         return input_ids.shape[1] >= expand(self.lengths, len(input_ids)).squeeze(1)
 
 
-class RowEosCriteria(StoppingCriteria):
-    """Ends each row at the EOS tokens of its own prompt."""
-
-    ends_rows = True
-
-    def __init__(self, tokens: list[torch.Tensor | None]) -> None:
-        """``tokens``: ``(n_eos,)`` of each prompt."""
-        lists = [[] if eos is None else eos.tolist() for eos in tokens]
-        widest = max(map(len, lists))
-        padded = [eos + [-1] * (widest - len(eos)) for eos in lists]
-        device = next(eos.device for eos in tokens if eos is not None)
-        self.tokens = torch.tensor(padded, device=device)  # (prompts, n)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        tokens = expand(self.tokens, len(input_ids)).to(input_ids.device)
-        return (input_ids[:, -1:] == tokens).any(dim=1)
-
-
 class StopTokenCriteria(StoppingCriteria):
     """Ends a row at one of ``stop_token_ids``, as at an EOS; also with ``ignore_eos``."""
 
