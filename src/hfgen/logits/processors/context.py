@@ -151,10 +151,13 @@ class Row:
     of_all: bool = False
 
     def __call__(self, context: Context) -> Any:
+        if context.rows is None:
+            value = self.value(context.config)
+            return None if value is None else self.build(value, context)
         values = [self.value(config) for config in context.configs]
         if all(value is None for value in values):
             return None
-        if context.rows is None or self.of_all:
+        if self.of_all:
             return self.build(values[0], context)
         reads = self.reads
         if self.keeps_tokens and (context.config.num_beams or 1) > 1:
