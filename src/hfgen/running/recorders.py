@@ -97,21 +97,16 @@ class NoReads(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        is_copy = name == "copy_" and args[0].device.type != args[1].device.type
+        if name == "_to_copy" and (target := kwargs.get("device")) is not None:
+            is_copy = torch.device(target).type != args[0].device.type
         leaves = tree_leaves((args, kwargs))
         devices = (leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         if any(isinstance(d, torch.device) and d.type == self.kind for d in devices) and (
-            _is_copy(name, args, kwargs) or reads(name, args, kwargs)
+            is_copy or reads(name, args, kwargs)
         ):
             raise RuntimeError(f"{name} waits for the device, or copies between it and the host")
         return func(*args, **kwargs)
-
-
-def _is_copy(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this operation copies from one kind of device to another."""
-    if name == "copy_":
-        return bool(args[0].device.type != args[1].device.type)
-    target = kwargs.get("device") if name == "_to_copy" else None
-    return target is not None and torch.device(target).type != args[0].device.type
 
 
 def reads(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -114,7 +114,6 @@ def optimize(
     _check_model(model)
     folder = None if offload is None else Folder(offload)
     layers, left_alone = _layers(model)
-    _check_weights(layers, weights)
     chosen = _chosen(layers, weights, kernels, left_alone)
     shapes: dict[str, str] = {}
     extra_bytes = read_bytes = file_bytes = 0
@@ -265,26 +264,25 @@ def _layers(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     return layers, left_alone
 
 
-def _check_weights(layers: dict[str, nn.Linear], weights: str | None) -> None:
-    """Raise for weights that what was asked for cannot hold."""
-    if weights == "fp16":
-        for name, module in layers.items():
-            if (reason := overflow(module.weight)) is not None:
-                raise ValueError(f"weights='fp16': {name + '.weight'!r} does not fit, {reason}.")
-    if weights == "int4" and layers:
-        reasons = {name: named("int4").misfit(module.weight) for name, module in layers.items()}
-        if all(reasons.values()):
-            name, reason = next(iter(reasons.items()))
-            raise ValueError(f"weights='int4' fits no layer: of {name + '.weight'!r}, {reason}.")
-
-
 def _chosen(
     layers: dict[str, nn.Linear],
     weights: str | None,
     kernels: Kernels | None,
     left_alone: dict[str, str],
 ) -> dict[str, Kernel]:
-    """The kernel of each layer that gets one; adds to ``left_alone`` why others do not."""
+    """Return the kernel of each layer that gets one; add to ``left_alone`` why others do not.
+
+    Raises ``ValueError`` for ``weights`` or ``kernels`` that do not fit.
+    """
+    if weights == "fp16":
+        for name, module in layers.items():
+            if (reason := overflow(module.weight)) is not None:
+                raise ValueError(f"weights='fp16': {name + '.weight'!r} does not fit, {reason}.")
+    if weights == "int4" and layers:
+        misfits = {name: named("int4").misfit(module.weight) for name, module in layers.items()}
+        if all(misfits.values()):
+            name, reason = next(iter(misfits.items()))
+            raise ValueError(f"weights='int4' fits no layer: of {name + '.weight'!r}, {reason}.")
     names = kernels if isinstance(kernels, Mapping) else dict.fromkeys(layers, kernels)
     if unknown := [name for name in names if name not in layers]:
         why = left_alone.get(unknown[0], "the model has no such linear layer")
