@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
 from ... import families
@@ -290,7 +291,7 @@ def _check_cache(run: Run, cache: Any) -> None:
             "does not work with it."
         )
     for layer in layers.layers_of(cache):
-        if layers.is_static_layer(layer) and layers.is_foreign_part(layer):
+        if isinstance(layer, StaticLayer) and layers.is_foreign_part(layer):
             raise ValueError(
                 f"{type(run.model).__name__} has a static cache of its own kind "
                 f"({type(layer).__name__}), out of which drafted tokens cannot be taken back. Use a "

@@ -218,7 +218,8 @@ def _fit_rows(cache: Cache, batch_size: int, wanted: int, will_fan_out: bool) ->
     if rows is None or rows == wanted:
         return cache
     if isinstance(cache, StaticCache) and int(cache.get_seq_length()) == 0:
-        layers.empty_rows(cache)
+        for layer in layers.layers_of(cache):
+            layer.is_initialized = False  # allocated anew by the next update
         return cache
     if rows == batch_size and hasattr(cache, "batch_repeat_interleave"):
         cache = copy.deepcopy(cache)

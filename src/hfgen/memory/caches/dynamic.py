@@ -126,11 +126,6 @@ class GrowingLayer(MapsRows, DynamicLayer):
         spare = self._growth.spare
         return self._keys.reserve(n, spare), self._values.reserve(n, spare), start
 
-    def share_prompt(self) -> None:
-        """Take all tokens so far to be alike in all rows of a prompt."""
-        for states in (self._keys, self._values):
-            states.shared = self.get_seq_length() and states.view.shape[-2]
-
     def reorder_beams(self, rows: Tensor) -> None:
         """``reorder_cache`` where each row goes on as one of its own prompt: moves what differs."""
         if self.get_seq_length() > 0:

@@ -59,14 +59,9 @@ def is_foreign_part(part: Any) -> bool:
     return module != Cache.__module__ and not module.startswith(f"{PACKAGE}.")
 
 
-def is_static_layer(layer: Any) -> bool:
-    """Whether a layer has a fixed number of rows and tokens."""
-    return isinstance(layer, StaticLayer)
-
-
 def is_static(cache: Any) -> bool:
     """Whether some layers have a fixed number of rows and tokens."""
-    return any(map(is_static_layer, layers_of(cache)))
+    return any(isinstance(layer, StaticLayer) for layer in layers_of(cache))
 
 
 def check_known(cache: Any, operation: str) -> None:
@@ -156,7 +151,8 @@ def repeat(cache: Any, rows: Tensor) -> None:
     take(cache, rows)
     for layer in layers_of(cache):
         if isinstance(layer, GrowingLayer):
-            layer.share_prompt()
+            for states in (layer._keys, layer._values):
+                states.shared = layer.get_seq_length() and states.view.shape[-2]
 
 
 def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
@@ -172,12 +168,6 @@ def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
             layer.reorder_beams(rows)
         else:
             layer.reorder_cache(rows)
-
-
-def empty_rows(cache: Any) -> None:
-    """Release the rows of a static cache that ``reset()`` emptied: the next update sets their number."""
-    for layer in layers_of(cache):
-        layer.is_initialized = False  # allocated anew by the next update
 
 
 # ---------------------------------------------------------------- taking tokens back

@@ -18,7 +18,7 @@ from ...state.run import Run, Step
 from . import windows
 from .cache import PrefixCache
 from .eligibility import Reason
-from .radix import KeyValues, Offset, bytes_per_token, size
+from .radix import Offset, bytes_per_token, size
 from .windows import attention_layers, key_values
 
 TOO_LARGE = "the prompt is larger than `max_bytes`"
@@ -136,7 +136,11 @@ class PrefixSession:
             self.give_up(f"{name} puts another cache in the place of its own")
         elif not is_even or any(layer.keys.shape[-2] < length - 1 for layer in layers):
             self.give_up(f"{name} does not cache one state per token")
-        elif self._bytes_of_longest(key_values(layers)) > self.prefixes.max_bytes:
+        elif self.prefixes.max_bytes < size(
+            self.ids.shape[1] - min(self.layout.pads),
+            bytes_per_token(key_values(layers)),
+            2 * len(layers),
+        ):
             self.give_up(TOO_LARGE)
         elif not self._has_changed():
             repeats = len(run.ids) // len(self.ids)
@@ -144,11 +148,6 @@ class PrefixSession:
                 row, is_repeated = divmod(run_row, repeats)
                 if not is_repeated:
                     self._store(row, cache_row, self.layout.tokens(row))
-
-    def _bytes_of_longest(self, states: KeyValues) -> int:
-        """Bytes of the longest prompt when it is stored with keys and values like ``states``."""
-        n_tokens = self.ids.shape[1] - min(self.layout.pads)
-        return size(n_tokens, bytes_per_token(states), len(states))
 
     def _has_changed(self) -> bool:
         """Give up if the model is another than when the call began: an adapter was switched."""
