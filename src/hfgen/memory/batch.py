@@ -125,10 +125,10 @@ class Batch:
 
     def joined_arguments(self, other: Batch) -> ModelKwargs:
         """The arguments of both without caches. Raises ``ValueError`` if ``other`` cannot be appended."""
-        ours, theirs = _with_masks(self, other)
+        arguments, added = _with_masks(self, other)
         joined: ModelKwargs = {}
-        for name in ours.keys() | theirs.keys():
-            values = ours.get(name), theirs.get(name)
+        for name in arguments.keys() | added.keys():
+            values = arguments.get(name), added.get(name)
             if not any(isinstance(value, Cache) for value in values):
                 joined[name] = _joined(name, *values, (len(self), len(other)))
         if self.caches.keys() != other.caches.keys():
@@ -274,6 +274,6 @@ def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]
         parts = [growing.padded(tensor, columns, length) for tensor in parts]
     shapes = [(*t.shape[:dim], *t.shape[dim + 1 :]) for t in parts]
     if shapes[0] != shapes[1]:
-        given = f"{tuple(one.shape)} and {tuple(two.shape)}"
-        raise ValueError(f"Rows cannot be joined: `{name}` has the shapes {given}.")
+        pair = f"{tuple(one.shape)} and {tuple(two.shape)}"
+        raise ValueError(f"Rows cannot be joined: `{name}` has the shapes {pair}.")
     return torch.cat([parts[0], parts[1].to(parts[0].device)], dim=dim)

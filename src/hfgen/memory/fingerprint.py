@@ -67,20 +67,20 @@ def _inspect(model: Any) -> tuple[list[Tensor], tuple[Hashable, ...]]:
     """The parameters and buffers of a model, and all of its identity but settings and values."""
     hooks: list[tuple[int, int]] = []
     weights: list[Tensor] = []
-    passing: list[Tensor] = []  # rotary frequencies, which some models write anew in each forward
+    rewritten: list[Tensor] = []  # rotary frequencies, which some models write anew in each forward
     modules = list(model.modules())  # walking through a model takes time
     for index, module in enumerate(modules):
         attributes = vars(module)
         weights += [t for t in attributes["_parameters"].values() if t is not None]
         for name, buffer in attributes["_buffers"].items():
             if buffer is not None:
-                is_passing = name in attributes["_non_persistent_buffers_set"]
-                (passing if is_passing else weights).append(buffer)
+                is_rewritten = name in attributes["_non_persistent_buffers_set"]
+                (rewritten if is_rewritten else weights).append(buffer)
         if attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]:
             hooks += [(index, handle) for handle in _hooks(attributes)]
     places = tuple(map(_place, weights))
     plain = _plain_attributes(model.config, modules, _number)
-    return weights + passing, (_number(model), *plain, tuple(hooks), places)
+    return weights + rewritten, (_number(model), *plain, tuple(hooks), places)
 
 
 def _plain_attributes(
@@ -138,10 +138,10 @@ def content(model: Any) -> dict[str, str]:
         "forward hooks": any(list(_hooks(vars(module))) for module in model.modules()),
         "offloaded weights": any(tensor.is_meta for tensor in model.parameters()),
     }
-    for what, is_there in unknown.items():
-        if is_there:
+    for reason, applies in unknown.items():
+        if applies:
             raise ValueError(
-                f"Prefixes of a model with {what} cannot be saved or loaded: their effect on keys and "
+                f"Prefixes of a model with {reason} cannot be saved or loaded: their effect on keys and "
                 "values cannot be compared."
             )
     configs, modules = _plain_attributes(

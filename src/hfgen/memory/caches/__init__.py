@@ -208,14 +208,14 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
         )
 
 
-def _fit_rows(cache: Cache, batch_size: int, wanted: int, will_fan_out: bool) -> Cache:
-    """The caller's cache, for the ``wanted`` rows that ``batch_size`` prompts are expanded to.
+def _fit_rows(cache: Cache, batch_size: int, n_rows: int, will_fan_out: bool) -> Cache:
+    """The caller's cache, for the ``n_rows`` rows that ``batch_size`` prompts are expanded to.
 
     Expanded caches are copies, expanded after the prefill if the call fans out then. A static cache that
     ``reset()`` emptied takes any number of rows. Raises ``ValueError`` for another number of rows.
     """
     rows = layers.count(cache)
-    if rows is None or rows == wanted:
+    if rows is None or rows == n_rows:
         return cache
     if isinstance(cache, StaticCache) and int(cache.get_seq_length()) == 0:
         for layer in layers.layers_of(cache):
@@ -224,11 +224,11 @@ def _fit_rows(cache: Cache, batch_size: int, wanted: int, will_fan_out: bool) ->
     if rows == batch_size and hasattr(cache, "batch_repeat_interleave"):
         cache = copy.deepcopy(cache)
         if not will_fan_out:
-            layers.take(cache, torch.arange(rows).repeat_interleave(wanted // batch_size))
+            layers.take(cache, torch.arange(rows).repeat_interleave(n_rows // batch_size))
         return cache
     raise ValueError(
         f"`past_key_values` holds {rows} sequences, but the call has {batch_size} prompts"
-        + (f", expanded to {wanted} rows." if wanted != batch_size else ".")
+        + (f", expanded to {n_rows} rows." if n_rows != batch_size else ".")
     )
 
 

@@ -45,13 +45,13 @@ def grows_in_place(states: Tensor) -> bool:
 UPSTREAM_KINDS: dict[type, type] = {}
 
 
-def stands_for(theirs: type) -> Callable[[type], Any]:
+def stands_for(upstream: type) -> Callable[[type], Any]:
     """Let a layer stand for a kind of upstream's, and have its name, since some code asks for that."""
 
-    def register(own: type) -> type:
-        UPSTREAM_KINDS[own] = theirs
-        own.__name__ = theirs.__name__
-        return own
+    def register(kind: type) -> type:
+        UPSTREAM_KINDS[kind] = upstream
+        kind.__name__ = upstream.__name__
+        return kind
 
     return register
 
@@ -211,7 +211,7 @@ class GrowingHybridSlidingLayer(
 
 
 #: Which layer stands for which of upstream's; other kinds, models' own among them, stay.
-KINDS = {theirs: own for own, theirs in UPSTREAM_KINDS.items()}
+KINDS = {upstream: kind for kind, upstream in UPSTREAM_KINDS.items()}
 
 
 def as_growing(layer: Any, growth: GrowthPolicy) -> Any:

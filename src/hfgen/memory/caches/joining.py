@@ -92,7 +92,9 @@ def bytes_of_row(cache: Any, n_tokens: int) -> int:
     layers = decoder_cache(cache).layers
     total = sum(slots.bytes_of_row(layer, n_tokens, length) for layer in layers)
     if isinstance(cache, EncoderDecoderCache):
-        total += sum(slots.bytes_of_row(each, 0, -1) for each in cache.cross_attention_cache.layers)
+        total += sum(
+            slots.bytes_of_row(layer, 0, -1) for layer in cache.cross_attention_cache.layers
+        )
     return total
 
 
@@ -104,10 +106,10 @@ def check(cache: Any, other: Any) -> None:
     """
     check_declared(cache)
     check_declared(other)
-    for part, theirs in zip(_parts(cache), _parts(other), strict=True):
-        if len(part.layers) != len(theirs.layers):
+    for part, added_part in zip(_parts(cache), _parts(other), strict=True):
+        if len(part.layers) != len(added_part.layers):
             raise ValueError(
-                f"Rows of a cache of {len(theirs.layers)} layers cannot be put into one of "
+                f"Rows of a cache of {len(added_part.layers)} layers cannot be put into one of "
                 f"{len(part.layers)} layers."
             )
     for layer, added in zip(_layers(cache), _layers(other), strict=True):

@@ -86,8 +86,10 @@ def states_of(layer: Any) -> dict[Place, Tensor]:
 
 def growables_of(layer: Any) -> dict[Place, GrowableTensor]:
     """The storage of the states that grow in place. No other tensor of them may be held meanwhile."""
-    found = {(name, i): vars(layer).get(f"_{name}") for name, i in states_of(layer)}
-    return {place: states for place, states in found.items() if isinstance(states, GrowableTensor)}
+    storages = {(name, i): vars(layer).get(f"_{name}") for name, i in states_of(layer)}
+    return {
+        place: states for place, states in storages.items() if isinstance(states, GrowableTensor)
+    }
 
 
 def set_state(layer: Any, place: Place, tensor: Tensor) -> None:

@@ -60,7 +60,7 @@ class VisibleLength:
         self.is_open = False
 
     def _alive(self) -> list[SlicedStaticLayer]:
-        return [layer for each in self.layers if (layer := each()) is not None]
+        return [layer for layer_ref in self.layers if (layer := layer_ref()) is not None]
 
 
 class Pooled:

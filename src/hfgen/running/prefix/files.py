@@ -89,10 +89,12 @@ def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[st
         raise NotAPrefixFile(path, reason)
     if texts.pop("checksum", None) != fingerprint.digest_of_text(sorted(texts.items())):
         raise NotAPrefixFile(path, "its metadata are not those that were saved")
-    theirs, ours = dict(json.loads(texts["content"])), fingerprint.content(model)
-    differing = [name for name, value in ours.items() if theirs.get(name) != value]
+    saved, current = dict(json.loads(texts["content"])), fingerprint.content(model)
+    differing = [name for name, value in current.items() if saved.get(name) != value]
     if differing:
-        pairs = ", ".join(f"{name} {theirs.get(name)!r}, not {ours[name]!r}" for name in differing)
+        pairs = ", ".join(
+            f"{name} {saved.get(name)!r}, not {current[name]!r}" for name in differing
+        )
         raise ValueError(
             f"{os.fspath(path)!r} has prefixes of another model, or of this one as it was: {pairs}."
         )
