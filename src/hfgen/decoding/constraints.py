@@ -203,10 +203,10 @@ def of_config(config: GenerationConfig) -> list[Any]:
 
     Raises ``ValueError`` or ``TypeError`` for what cannot be a constraint.
     """
-    given = [] if config.constraints is None else config.constraints
-    if not isinstance(given, list | tuple):
-        raise TypeError(f"`constraints` has to be a list of constraints, but is {given!r}.")
-    for constraint in given:
+    passed = [] if config.constraints is None else config.constraints
+    if not isinstance(passed, list | tuple):
+        raise TypeError(f"`constraints` has to be a list of constraints, but is {passed!r}.")
+    for constraint in passed:
         methods = ("advance", "does_advance", "update", "remaining", "copy")
         lacks = [name for name in methods if not callable(getattr(constraint, name, None))]
         if lacks:
@@ -216,7 +216,7 @@ def of_config(config: GenerationConfig) -> list[Any]:
             )
         if not isinstance(constraint, _Words):
             check_can_be_met(constraint.copy(stateful=False))
-    built = [constraint.copy(stateful=False) for constraint in given]
+    built = [constraint.copy(stateful=False) for constraint in passed]
     if config.force_words_ids is not None:
         built += _of_words(config.force_words_ids)
     if not built:

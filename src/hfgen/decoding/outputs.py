@@ -85,14 +85,16 @@ def observe_each(run: Run, outputs: ModelOutput, width: int, n_tokens: int) -> d
 
 def _windows(run: Run, n_layers: int) -> list[float] | None:
     """How many keys a position sees in each layer; one that reads another's keys, those of its kind."""
-    found = cache_layers.windows(run.model_kwargs.get("past_key_values"))
-    if found is None:
+    windows = cache_layers.windows(run.model_kwargs.get("past_key_values"))
+    if windows is None:
         return None
     kinds = getattr(run.model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if not len(found) == len(kinds) == n_layers:
-        return [math.inf] * n_layers if len(found) != n_layers else [w or math.inf for w in found]
-    of_kind = {k: window for k, window in zip(kinds, found, strict=True) if window is not None}
-    pairs = zip(kinds, found, strict=True)
+    if len(windows) != n_layers:
+        return [math.inf] * n_layers
+    if len(kinds) != n_layers:
+        return [window or math.inf for window in windows]
+    of_kind = {k: window for k, window in zip(kinds, windows, strict=True) if window is not None}
+    pairs = zip(kinds, windows, strict=True)
     return [of_kind.get(kind, math.inf) if own is None else own for kind, own in pairs]
 
 
@@ -166,5 +168,5 @@ def compute_transition_scores(
     last = torch.stack(scores).permute(1, 2, 0)
     last = last.log_softmax(dim=1) if normalize_logits else last
     flat = beam_indices.clamp(min=0) * vocab + sequences[:, sequences.shape[1] - n_steps :]
-    found = last.reshape(rows * vocab, len(scores)).gather(0, flat)
-    return found.masked_fill(beam_indices < 0, 0)
+    chosen = last.reshape(rows * vocab, len(scores)).gather(0, flat)
+    return chosen.masked_fill(beam_indices < 0, 0)

@@ -46,10 +46,9 @@ class Assistant(Drafter):
         self.threshold = float(DEFAULT_THRESHOLD if threshold is None else threshold)
         self.cost = relative_cost(self.model, setup.run.model)
         #: Other processes that take part in each forward, if parameters are sharded.
-        self.company = ranks.of_config(setup.run.config)
-        is_own = setup.assistant_model is None
-        if self.company is not None and not self.company.forwards_beside(self.model, is_own):
-            self.company = None
+        group, is_own = ranks.of_config(setup.run.config), setup.assistant_model is None
+        is_beside = group is not None and group.forwards_beside(self.model, is_own)
+        self.process_group = group if is_beside else None
         #: Made with the first draft, when the prompt is known.
         self.run: Run | None = None
         #: EOS ids ``(n,)``, or ``(rows, n)`` where prompts have their own; -1 stands for none.
@@ -80,7 +79,7 @@ class Assistant(Drafter):
         processors = run.processors
         if not all(map(is_row_wise, processors)):  # what has a state is not to see drafts
             processors = copy.deepcopy(processors)
-        kept: list[torch.Tensor] = []
+        all_scores: list[torch.Tensor] = []
         for position in range(first, context.end):
             run.ids = ids[:, :position]
             logits = self.next_logits(run)
@@ -96,7 +95,8 @@ class Assistant(Drafter):
             tokens[:, column] = torch.where(is_known | is_open, chosen, -1)
             if self.setup.needs_logits:
                 # Positions that a row knows have no scores of their own.
-                kept += [scores] if kept else [torch.zeros_like(scores)] * n_known + [scores]
+                all_scores += [] if all_scores else [torch.zeros_like(scores)] * n_known
+                all_scores.append(scores)
             ends = self.ends(run, chosen, scores)
             was_open, is_open = is_open, is_open & (is_known | ~ends)
             if not may_look:
@@ -106,7 +106,9 @@ class Assistant(Drafter):
             if not is_open.any():
                 break
         drafted = tokens[:, : position + 1 - context.start]
-        return Draft(drafted, torch.stack(kept, dim=1) if kept else None, tuple(lengths))
+        return Draft(
+            drafted, torch.stack(all_scores, dim=1) if all_scores else None, tuple(lengths)
+        )
 
     def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Which rows' drafts end with ``tokens (rows,)``."""
@@ -122,8 +124,8 @@ class Assistant(Drafter):
         """Forward what the cache does not hold of ``run.ids``: logits ``(rows, vocab)``."""
         length = run.ids.shape[1]
         run.model_kwargs = execution.resized(run, length - self.length)
-        if self.company is not None:
-            ranks.announce(self.company)
+        if self.process_group is not None:
+            ranks.announce(self.process_group)
         if self.cached == 0:
             kwargs = run.model_kwargs
             outputs = execution.prefill(run.model, run.ids, run.config, kwargs, False)
@@ -137,10 +139,10 @@ class Assistant(Drafter):
         """Keep the first ``n_valid`` positions of the cache: what follows was not accepted."""
         if self.run is None or self.cached == 0:
             return
-        kept = min(self.cached, n_valid)
+        n_kept = min(self.cached, n_valid)
         of_images = families.layers_of_images(self.model)
-        roll_back(self.run.model_kwargs["past_key_values"], self.cached - kept, of_images)
-        self.cached = kept
+        roll_back(self.run.model_kwargs["past_key_values"], self.cached - n_kept, of_images)
+        self.cached = n_kept
 
     def prepare(self, ids: torch.Tensor) -> Run:
         """The assistant's own run on ``ids (rows, length)``."""
@@ -177,11 +179,11 @@ class Assistant(Drafter):
             return
         run.processors = LogitsProcessorList(self.shared_processors(target))
         none = run.ids.new_full((1,), -1)
-        each = [config._eos_token_tensor for config in target.configs]
+        eos_ids = [config._eos_token_tensor for config in target.configs]
         padded = pad_sequence(
-            [none if eos is None else eos.to(none) for eos in each], True, padding_value=-1
+            [none if eos is None else eos.to(none) for eos in eos_ids], True, padding_value=-1
         )
-        self.eos = padded.repeat_interleave(len(run.ids) // len(each), dim=0)
+        self.eos = padded.repeat_interleave(len(run.ids) // len(eos_ids), dim=0)
 
     def shared_processors(self, target: Run) -> list[Any]:
         """The target's processors that the assistant decodes with too.
@@ -205,7 +207,7 @@ class Assistant(Drafter):
         graph = getattr(target, "use_cuda_graph", False)
         vars(config).update(OWN_FIELDS | {"use_cuda_graph": graph})
         # Chunks of a decoder's prompt are not worth it, and others would forward one of them.
-        if self.model.config.is_encoder_decoder or self.company is not None:
+        if self.model.config.is_encoder_decoder or self.process_group is not None:
             config.prefill_chunk_size = None
         config.num_return_sequences = 1  # the rows are expanded already
         if isinstance(starts := config.decoder_start_token_id, list):
@@ -224,7 +226,7 @@ class Assistant(Drafter):
         if not target.is_encoder_decoder:
             # Of embeddings, and of a prompt that the target's cache holds, it reads what comes after.
             columns = [target.model_kwargs.get(name) for name in ("attention_mask", "position_ids")]
-            if any(each is not None and each.shape[-1] != ids.shape[1] for each in columns):
+            if any(one is not None and one.shape[-1] != ids.shape[1] for one in columns):
                 dropped += ["attention_mask", "position_ids"]
         if not model._supports_logits_to_keep():
             dropped.append("logits_to_keep")

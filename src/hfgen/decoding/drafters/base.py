@@ -116,13 +116,13 @@ class Adapted(Drafter):
     """A caller's object that has ``draft`` and ``observe`` alone."""
 
     def __init__(self, drafter: Any) -> None:
-        self.own = drafter
+        self.adapted = drafter
         self.draft, self.observe = drafter.draft, drafter.observe  # type: ignore[method-assign]
 
 
 def name_of(drafter: Drafter) -> str:
     """What errors call it."""
-    return type(drafter.own if isinstance(drafter, Adapted) else drafter).__name__
+    return type(drafter.adapted if isinstance(drafter, Adapted) else drafter).__name__
 
 
 def check(name: str, draft: Any, context: DraftContext) -> Draft | None:

@@ -78,10 +78,10 @@ def _check_fields(model: Any, config: GenerationConfig, assistant: Any) -> None:
         "assistant_early_exit": config.assistant_early_exit,
         "assistant_model": assistant,
     }
-    given = [f"`{name}`" for name, value in drafting.items() if value is not None]
-    if len(given) > 1:
+    names = [f"`{name}`" for name, value in drafting.items() if value is not None]
+    if len(names) > 1:
         raise ValueError(
-            f"{' and '.join(given)} are given, but only one of them can draft. Leave the others out."
+            f"{' and '.join(names)} are given, but only one of them can draft. Leave the others out."
         )
     if config.use_cache is False:
         raise ValueError(

@@ -34,7 +34,7 @@ class EarlyExit(Assistant):
         self, kwargs: ModelKwargs, config: GenerationConfig, ids: torch.Tensor
     ) -> ModelKwargs:
         """``kwargs`` with what the encoder makes of its input, or has made: ranks run it once, together."""
-        if self.company is None:
+        if self.process_group is None:
             return super().encoded(kwargs, config, ids)
         # Some decoders write to what they are given: Moonshine's.
         outputs = copy.deepcopy(self.setup.run.model_kwargs["encoder_outputs"])

@@ -39,10 +39,10 @@ class ForcedTokens(Drafter):
 class UnderGrammar(Drafter):
     """Another drafter's drafts, as far as the grammars of the rows allow them; forced tokens go first."""
 
-    def __init__(self, own: Drafter, follower: Follower) -> None:
-        self.own, self.follower, self.see = own, follower, own.see  # type: ignore[method-assign]
-        self.forward_arguments, self.overshoots = own.forward_arguments, own.overshoots
-        self.is_always_asked = own.is_always_asked
+    def __init__(self, drafter: Drafter, follower: Follower) -> None:
+        self.drafter, self.follower, self.see = drafter, follower, drafter.see  # type: ignore[method-assign]
+        self.forward_arguments, self.overshoots = drafter.forward_arguments, drafter.overshoots
+        self.is_always_asked = drafter.is_always_asked
         #: Whether the last draft asked the other drafter, too.
         self.has_asked = False
 
@@ -59,7 +59,7 @@ class UnderGrammar(Drafter):
         logits = None
         if self.has_asked:
             context = replace(context, needs_all=False)  # what is forced will do
-            draft = check(name_of(self.own), self.own.draft(context), context)
+            draft = check(name_of(self.drafter), self.drafter.draft(context), context)
             if draft is not None:
                 # A token that is not drawn from scores has none, and then no row has.
                 logits = None if any(rows) else draft.logits
@@ -73,7 +73,7 @@ class UnderGrammar(Drafter):
 
     def observe(self, verdict: Acceptance) -> None:
         if self.has_asked:
-            self.own.observe(verdict)
+            self.drafter.observe(verdict)
 
 
 def under_grammar(drafter: Drafter, processors: Any) -> Drafter:

@@ -128,15 +128,15 @@ class Depths:
 
     def rates(self, limit: int) -> list[float]:
         """Of the first ``limit`` tokens."""
-        found: list[float] = []
+        rates: list[float] = []
         rate = self.FIRST_GUESS
         for index, first in enumerate(self.BORDERS):
             seen = self.went_on[index] + self.stopped[index]
             rate = (self.went_on[index] + rate) / (seen + 1)
             is_last = index + 1 == len(self.BORDERS)
             n = limit + 1 - first if is_last else self.BORDERS[index + 1] - first
-            found += [min(rate, 0.99)] * max(min(n, limit + 1 - first), 0)
-        return found
+            rates += [min(rate, 0.99)] * max(min(n, limit + 1 - first), 0)
+        return rates
 
 
 class Adaptive(Constant):

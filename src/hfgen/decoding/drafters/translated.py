@@ -161,10 +161,13 @@ class UniversalDrafter(Assistant):
 
     def translate_encoder_input(self) -> None:
         """Encode text for the assistant's encoder anew; features of other media stay as they are."""
-        given = self.setup.encoder_input
-        if not self.model.config.is_encoder_decoder or given is None or given.is_floating_point():
+        encoder_input: Any = self.setup.encoder_input
+        has_encoder = self.model.config.is_encoder_decoder and encoder_input is not None
+        if not has_encoder or encoder_input.is_floating_point():
             return
-        rows = [list(self.own.tokenizer.encode(self.target.text(row))) for row in given.tolist()]
+        rows = [
+            list(self.own.tokenizer.encode(self.target.text(row))) for row in encoder_input.tolist()
+        ]
         width = max(1, *map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])

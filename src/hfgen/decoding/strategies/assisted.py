@@ -162,8 +162,8 @@ class Assisted:
             self.n_new = 0 if run.finished else max(rows.known) - 1 - start
         elif n > 0:
             tokens, filled = self.ask(start, n)
-            each = zip(rows.known, filled, rows.has_ended, strict=True)
-            ahead = [max(known - start, length) for known, length, ended in each if not ended]
+            triples = zip(rows.known, filled, rows.has_ended, strict=True)
+            ahead = [max(known - start, length) for known, length, ended in triples if not ended]
             self.n_new = min(self.schedule.width(ahead), n)
         rows.place(tokens, start, self.n_new)
         if self.position_pad is not None:  # no further than the first such token of a row
@@ -196,9 +196,9 @@ class Assisted:
             is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
             tokens, lengths = tokens.masked_fill(is_media, -1), None
         if lengths is None or tokens.is_cpu:  # reading is asked for, or free
-            found = n_filled(name, tokens, context, self.vocab)
+            filled = n_filled(name, tokens, context, self.vocab)
             # What a drafter says holds on all devices alike: draws depend on it.
-            lengths = found if lengths is None else lengths
+            lengths = filled if lengths is None else lengths
         return tokens.to(rows.tokens.device), lengths
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:

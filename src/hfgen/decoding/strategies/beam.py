@@ -65,7 +65,7 @@ class Beam(NextToken):
         #: How many candidates each prompt has, where prompts have ending tokens of their own.
         self.n_own: list[int] | None = None
         if run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids"):
-            self.n_own = [self.n_candidates_of(each) for each in run.rows.configs]
+            self.n_own = [self.n_candidates_of(config) for config in run.rows.configs]
             self.n_candidates = max(self.n_own)
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
@@ -283,9 +283,9 @@ class Beam(NextToken):
 
     def scored(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and newest tokens ``(m,)`` of what runs on and what has ended, if just now or before."""
-        found = [each for each in (self.running, self.finished) if each.parents.shape[2]]
-        rows = torch.cat([each.parents[..., -1].flatten() for each in found])
-        tokens = torch.cat([each.ids[..., -1].flatten() for each in found])
+        searches = [one for one in (self.running, self.finished) if one.parents.shape[2]]
+        rows = torch.cat([one.parents[..., -1].flatten() for one in searches])
+        tokens = torch.cat([one.ids[..., -1].flatten() for one in searches])
         return rows.clamp(min=0).long(), tokens.clamp(min=0)
 
     def settled(self, run: Run) -> torch.Tensor:
@@ -326,11 +326,12 @@ class Beam(NextToken):
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         self.invalid.conclude()
-        n, found = run.config.num_return_sequences, self.finished
-        parents = found.parents[:, :n].flatten(0, 1)
+        n, finished = run.config.num_return_sequences, self.finished
+        scores = finished.scores[:, :n].flatten() if run.config.output_scores else None
+        parents = finished.parents[:, :n].flatten(0, 1)
         n_steps = int((parents >= 0).sum(dim=1).max())
         return {
-            "sequences": found.ids[:, :n, : self.prompt_length + n_steps].flatten(0, 1),
-            "sequences_scores": found.scores[:, :n].flatten() if run.config.output_scores else None,
+            "sequences": finished.ids[:, :n, : self.prompt_length + n_steps].flatten(0, 1),
+            "sequences_scores": scores,
             "beam_indices": parents[:, :n_steps],
         }

@@ -184,12 +184,12 @@ class ConstrainedBeam(NBestBeam):
         table = torch.cat([fact.to(scores.dtype) for fact in facts], dim=1).tolist()
         going_on, finished = [], []
         for prompt, (*row, n_finished, is_closed) in enumerate(table):
-            found = []
+            options = []
             columns = row[:n], row[n : 2 * n], row[2 * n : 3 * n], row[3 * n :]
             for i, (beam, token, score, end) in enumerate(zip(*columns, strict=True)):
                 progress = self.progress[prompt][int(beam)].after(int(token))
-                found.append(Candidate(i, int(beam), int(token), score, bool(end), progress))
-            likeliest, forced = found[: self.n_candidates], found[self.n_candidates :]
+                options.append(Candidate(i, int(beam), int(token), score, bool(end), progress))
+            likeliest, forced = options[: self.n_candidates], options[self.n_candidates :]
             # Behind the forced ones are empty places.
             forced = forced[: len(self.forced[prompt])]
             tokens = zip(forced, self.forced[prompt], strict=True)
@@ -201,7 +201,7 @@ class ConstrainedBeam(NBestBeam):
             chosen = self.divide(likeliest, named)
             n_lacking = 0 if is_closed else self.n_returned - int(n_finished) - len(ended)
             guard(chosen, likeliest + forced, n_lacking, n_left)
-            finished.append([one.index in ended for one in found])
+            finished.append([one.index in ended for one in options])
             going_on.append([one.index for one in chosen])
             self.progress[prompt] = [one.progress for one in chosen]
             self.forced[prompt] = [
@@ -256,10 +256,10 @@ def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
     return order[:n]
 
 
-def guard(chosen: list[Candidate], found: list[Candidate], n: int, n_left: int) -> None:
+def guard(chosen: list[Candidate], options: list[Candidate], n: int, n_left: int) -> None:
     """Let ``n`` of ``chosen`` be able to meet the constraints within ``n_left`` more tokens.
 
-    The furthest and likeliest such candidates in ``found`` take the places of the last that are not.
+    The furthest and likeliest such candidates in ``options`` take the places of the last that are not.
     """
 
     def can_make_it(one: Candidate) -> bool:
@@ -269,7 +269,7 @@ def guard(chosen: list[Candidate], found: list[Candidate], n: int, n_left: int) 
     if n_lacking <= 0:
         return
     taken = {(one.beam, one.token) for one in chosen}
-    spare = {(one.beam, one.token): one for one in found if can_make_it(one)}
+    spare = {(one.beam, one.token): one for one in options if can_make_it(one)}
     spare = {key: one for key, one in spare.items() if key not in taken}
     best_first = sorted(spare.values(), key=lambda one: (-one.progress.bank, -one.score))
     places = [place for place, one in enumerate(chosen) if not can_make_it(one)][::-1]

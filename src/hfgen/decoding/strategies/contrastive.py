@@ -242,10 +242,10 @@ def _last_hidden(run: Run, outputs: Any) -> torch.Tensor:
     layers = outputs.get("decoder_hidden_states" if run.is_encoder_decoder else "hidden_states")
     hidden: Any = layers[-1] if layers else None
     if hidden is None or hidden.ndim != 3:
-        given = "none" if hidden is None else f"some of shape {tuple(hidden.shape)}"
+        shape = "none" if hidden is None else f"some of shape {tuple(hidden.shape)}"
         raise ValueError(
             f"Contrastive search compares hidden states (rows, length, size), but "
-            f"{type(run.model).__name__} returns {given}. Leave `penalty_alpha` out."
+            f"{type(run.model).__name__} returns {shape}. Leave `penalty_alpha` out."
         )
     return hidden
 

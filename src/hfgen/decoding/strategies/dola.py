@@ -89,11 +89,11 @@ class Dola(Sample):
         """The logits ``(rows, vocab)`` that a layer's hidden states would give."""
         states = model_outputs.get("hidden_states") or ()
         size = getattr(self.head, "in_features", states[-1].shape[-1] if states else "size")
-        given = tuple(states[layer].shape) if layer < len(states) - 1 else ()
-        if len(given) != 3 or given[-1] != size:
+        shape = tuple(states[layer].shape) if layer < len(states) - 1 else ()
+        if len(shape) != 3 or shape[-1] != size:
             raise ValueError(
                 f"DoLa reads hidden states (rows, length, {size}) with the output embeddings, but "
-                f"those of layer {layer} are {given or 'none'}. Leave `dola_layers` out."
+                f"those of layer {layer} are {shape or 'none'}. Leave `dola_layers` out."
             )
         logits: torch.Tensor = self.head(states[layer][:, -1])
         return logits

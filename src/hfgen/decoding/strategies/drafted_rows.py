@@ -98,9 +98,9 @@ class DraftedRows:
         self.write_padding(start, width)
         drafted = (self.guesses >= 0).sum(dim=1)
         state = torch.stack([self.device_known, self.device_ended, invalid_at, drafted], dim=1)
-        found = torch.cat([state, self.tokens[:, start : start + width]], dim=1).cpu()
-        self.host_tokens[:, start : start + width] = found[:, 4:]
-        self.known, ended, invalid, self.drafted = found[:, :4].T.tolist()
+        table = torch.cat([state, self.tokens[:, start : start + width]], dim=1).cpu()
+        self.host_tokens[:, start : start + width] = table[:, 4:]
+        self.known, ended, invalid, self.drafted = table[:, :4].T.tolist()
         self.has_ended = [bool(e) for e in ended]
         self.check(invalid)
 

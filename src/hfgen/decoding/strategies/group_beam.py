@@ -200,6 +200,6 @@ class GroupBeam(NBestBeam):
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         per_prompt = [f.unflatten(0, (-1, self.groups)).flatten(1, 2) for f in self.finished.fields]
-        found = Hypotheses(*per_prompt)
-        self.finished = found.at(ranking(found)[:, : run.config.num_return_sequences])
+        hypotheses = Hypotheses(*per_prompt)
+        self.finished = hypotheses.at(ranking(hypotheses)[:, : run.config.num_return_sequences])
         return super().result(run)

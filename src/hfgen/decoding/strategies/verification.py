@@ -220,10 +220,10 @@ class PlainMatch:
         start, width = run.ids.shape[1], logits.shape[1]
         choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
         is_nan = logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
-        found = torch.cat([choice, is_nan, rows.guesses], dim=1).cpu()
+        table = torch.cat([choice, is_nan, rows.guesses], dim=1).cpu()
         known, ended, invalid_at = [*rows.known], [*rows.has_ended], []
         rows.drafted = []
-        for row, facts in enumerate(found.tolist()):
+        for row, facts in enumerate(table.tolist()):
             tokens, invalid, guesses = facts[:width], facts[width : 2 * width], facts[2 * width :]
             rows.drafted.append(sum(guess >= 0 for guess in guesses))
             first = end = known[row] - start
@@ -234,7 +234,7 @@ class PlainMatch:
                 end += 1
             known[row] = start + end
             invalid_at.append(next((start + i for i in range(first, end) if invalid[i]), -1))
-            rows.host_tokens[row, start + first : start + end] = found[row, first:end]
+            rows.host_tokens[row, start + first : start + end] = table[row, first:end]
         if rows.host_tokens is not rows.tokens:
             window = slice(start, start + width)
             rows.tokens[:, window] = rows.host_tokens[:, window].to(rows.tokens.device)
