@@ -10,7 +10,7 @@ from ...state.vocabularies import n_scores
 from ..markers import marker_ids
 from .follower import Follower, Thinking
 from .llguidance import LLGuidance, library_of
-from .processor import GrammarCriterion, GrammarProcessor, NoTokenLeft
+from .processor import GrammarCriterion, GrammarProcessor
 
 
 def check(model: Any, call: Any) -> None:
@@ -72,11 +72,6 @@ def thinking_of(config: Any, tokenizer: Any) -> Thinking | None:
     if not start or not end:
         return None
     return Thinking(start, end, may_begin=config.thinking_token_budget is not None)
-
-
-def no_token_left(_: Any, context: Any) -> NoTokenLeft:
-    """The processor that reports a row without an allowed token."""
-    return NoTokenLeft(context.config.num_beams or 1)
 
 
 def criterion(_: Any, context: Any) -> GrammarCriterion | None:

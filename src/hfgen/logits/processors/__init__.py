@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from transformers import (
     EpsilonLogitsWarper,
+    EtaLogitsWarper,
     ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TopHLogitsWarper,
     TypicalLogitsWarper,
@@ -26,6 +29,7 @@ from transformers import (
 
 from ...settings.sampler_order import fields_of
 from ..grammar import setup as grammar
+from ..grammar.processor import NoTokenLeft
 from . import (
     dry,
     feedback,
@@ -119,10 +123,18 @@ PROCESSORS: list[Builder] = [
     Row("min_length", lengths.min_length, 0, _is_negative, neutral=0, reads=ENDING),
     Row("min_new_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
     Row("min_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
-    lambda c: c.prefix_allowed_tokens_fn and vocabulary.prefix_constrained(c),
+    lambda c: (
+        PrefixConstrainedLogitsProcessor(c.prefix_allowed_tokens_fn, c.config.num_beams)
+        if c.prefix_allowed_tokens_fn
+        else None
+    ),
     Row("grammar", grammar.processor, of_all=True),
     Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
-    Row("forced_eos_token_id", lengths.forced_eos, reads=("max_length",)),
+    Row(
+        "forced_eos_token_id",
+        lambda t, c: ForcedEOSTokenLogitsProcessor(c.config.max_length, t, device=c.device),
+        reads=("max_length",),
+    ),
     Row("remove_invalid_values", lambda _, c: InfNanRemoveLogitsProcessor(), False, _is_not_true),
     Row("exponential_decay_length_penalty", lengths.exponential_decay, reads=EOS),
     Row(
@@ -145,17 +157,32 @@ WARPERS: list[Row] = [
     _keeping("top_a", samplers.TopA, idle=0.0),
     _keeping("typical_p", TypicalLogitsWarper, idle=1.0, is_off=_is_all),
     _keeping("epsilon_cutoff", EpsilonLogitsWarper, idle=0.0, is_off=_is_no_cutoff),
-    _warper("eta_cutoff", samplers.eta_cutoff, 0.0, _is_no_cutoff, keeps_tokens=True),
+    _warper(
+        "eta_cutoff",
+        lambda v, c: EtaLogitsWarper(v, min_tokens_to_keep=c.min_tokens_to_keep, device=c.device),
+        0.0,
+        _is_no_cutoff,
+        keeps_tokens=True,
+    ),
     _keeping("p_less", samplers.PLess, idle=False),
     _warper("xtc_probability", samplers.exclude_top_choices, 0.0, reads=XTC, keeps_tokens=True),
-    _warper("mirostat", feedback.mirostat, 0, reads=("mirostat_tau", "mirostat_eta")),
-    _warper("adaptive_target", feedback.adaptive_p, reads=("adaptive_decay",)),
+    _warper(
+        "mirostat",
+        lambda v, c: feedback.Mirostat(v, c.own("mirostat_tau"), c.own("mirostat_eta")),
+        0,
+        reads=("mirostat_tau", "mirostat_eta"),
+    ),
+    _warper(
+        "adaptive_target",
+        lambda v, c: feedback.AdaptiveP(v, c.own("adaptive_decay")),
+        reads=("adaptive_decay",),
+    ),
 ]
 
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
     Row("thinking_token_budget", thinking_budget, reads=THINKING),
-    Row("grammar", grammar.no_token_left, of_all=True),
+    Row("grammar", lambda _, c: NoTokenLeft(c.config.num_beams or 1), of_all=True),
     Row("watermarking_config", vocabulary.watermark),
     Row("renormalize_logits", lambda flag, c: LogitNormalization(), False, _is_not_true),
 ]

@@ -25,15 +25,11 @@ class _OfPrompts:
     def is_row_wise(self) -> bool:
         return all(is_row_wise(function) for function, _ in self.parts)
 
-    def rows(self, prompts: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """The rows of ``prompts (n,)`` among ``n_rows``."""
-        return rows_of(prompts, n_rows // self.n_prompts)
-
     def reorder(self, index: torch.Tensor) -> None:
         """Reorder rows within their prompts: row ``i`` becomes old row ``index[i]``."""
         for function, prompts in self.parts:
             if hasattr(function, "reorder"):
-                rows = self.rows(prompts, len(index)).to(index.device)
+                rows = rows_of(prompts, len(index) // self.n_prompts).to(index.device)
                 function.reorder(torch.searchsorted(rows, index[rows].to(rows.dtype)))
 
 
@@ -43,7 +39,7 @@ class ProcessorsByRows(_OfPrompts, LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
         for processor, prompts in self.parts:
-            rows = self.rows(prompts, len(scores))
+            rows = rows_of(prompts, len(scores) // self.n_prompts)
             scores[rows] = processor(input_ids[rows], scores[rows])
         return scores
 
@@ -51,10 +47,8 @@ class ProcessorsByRows(_OfPrompts, LogitsProcessor):
 class CriteriaByRows(_OfPrompts, StoppingCriteria):
     """Lets each criterion end rows of its own prompts."""
 
-    def __init__(self, parts: Parts, n_prompts: int, device: Any) -> None:
-        super().__init__(parts, n_prompts, device)
-        #: Rows may end before the others do, and are padded then.
-        self.ends_rows = True
+    #: Rows may end before the others do, and are padded then.
+    ends_rows = True
 
     def of_row(self, row: int, n_rows: int) -> Any:
         """The criterion of a row of ``n_rows``; ``None`` if it has none."""
@@ -64,6 +58,6 @@ class CriteriaByRows(_OfPrompts, StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
         for criterion, prompts in self.parts:
-            rows = self.rows(prompts, len(input_ids))
+            rows = rows_of(prompts, len(input_ids) // self.n_prompts)
             is_done[rows] = criterion(input_ids[rows], scores, **kwargs)
         return is_done

@@ -7,8 +7,6 @@ import math
 import torch
 from transformers import LogitsProcessor
 
-from .context import Context
-
 
 class Feedback(LogitsProcessor):
     """Base of warpers with a state ``(rows, n)`` that each drawn token updates.
@@ -128,12 +126,3 @@ class AdaptiveP(Feedback):
         distance = (log_probs.exp() - aim).abs() / self.WIDTH
         shaped = self.PEAK - self.SHARPNESS * distance.square() / (1 + distance)
         return shaped.masked_fill(scores == -math.inf, -math.inf), log_probs
-
-
-def mirostat(version: int, context: Context) -> Mirostat:
-    tau, eta = float(context.own("mirostat_tau")), float(context.own("mirostat_eta"))
-    return Mirostat(int(version), tau, eta)
-
-
-def adaptive_p(target: float, context: Context) -> AdaptiveP:
-    return AdaptiveP(float(target), float(context.own("adaptive_decay")))

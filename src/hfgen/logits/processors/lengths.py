@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import ExponentialDecayLengthPenalty, ForcedEOSTokenLogitsProcessor
+from transformers import ExponentialDecayLengthPenalty
 from transformers.generation import logits_process as upstream
 
 from ...settings.requirements import require_eos
@@ -63,10 +63,6 @@ def min_new_tokens(n: Any, context: Context) -> MinNewTokensLengthLogitsProcesso
     processor = MinNewTokensLengthLogitsProcessor(start, number, ending, device=context.device)
     processor.min_new_tokens = n
     return processor
-
-
-def forced_eos(token: Any, context: Context) -> ForcedEOSTokenLogitsProcessor:
-    return ForcedEOSTokenLogitsProcessor(context.config.max_length, token, device=context.device)
 
 
 def exponential_decay(penalty: Any, context: Context) -> ExponentialDecayLengthPenalty:

@@ -6,7 +6,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from transformers import EtaLogitsWarper, LogitsProcessor
+from transformers import LogitsProcessor
 
 from ...state import seeds
 from .columns import quotient
@@ -155,10 +155,4 @@ def exclude_top_choices(probability: Any, context: Context) -> ExcludeTopChoices
         return None
     return ExcludeTopChoices(
         probability, threshold, context.min_tokens_to_keep, context.seeds, context.prompt_length
-    )
-
-
-def eta_cutoff(cutoff: float, context: Context) -> EtaLogitsWarper:
-    return EtaLogitsWarper(
-        cutoff, min_tokens_to_keep=context.min_tokens_to_keep, device=context.device
     )

@@ -9,7 +9,6 @@ import torch
 from transformers import (
     LogitsProcessor,
     NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
 )
 from transformers.generation import logits_process as upstream
 
@@ -61,11 +60,6 @@ class SuppressTokensAtBeginLogitsProcessor(Banning, upstream.SuppressTokensAtBeg
         if input_ids.shape[-1] != self.begin_index:
             return scores
         return self.without(self.begin_suppress_tokens, scores)
-
-
-def prefix_constrained(context: Context) -> PrefixConstrainedLogitsProcessor:
-    allowed: Any = context.prefix_allowed_tokens_fn
-    return PrefixConstrainedLogitsProcessor(allowed, context.config.num_beams)
 
 
 class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
