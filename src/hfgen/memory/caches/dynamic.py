@@ -46,7 +46,7 @@ UPSTREAM_KINDS: dict[type, type] = {}
 
 
 def stands_for(upstream: type) -> Callable[[type], Any]:
-    """Let a layer stand for a kind of upstream's, and have its name, since some code asks for that."""
+    """Register a layer for a class of upstream's, and give it the name, by which some code asks."""
 
     def register(kind: type) -> type:
         UPSTREAM_KINDS[kind] = upstream
@@ -67,7 +67,7 @@ class MapsRows:
     _map_rows: Callable[[Callable[[Tensor], Tensor]], None]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``i`` go on as row ``beam_idx[i]``; there may be more or fewer rows than before."""
+        """Row ``i`` becomes old row ``beam_idx[i]``; there may be more or fewer rows than before."""
         self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -127,7 +127,7 @@ class GrowingLayer(MapsRows, DynamicLayer):
         return self._keys.reserve(n, spare), self._values.reserve(n, spare), start
 
     def reorder_beams(self, rows: Tensor) -> None:
-        """``reorder_cache`` where each row goes on as one of its own prompt: moves what differs."""
+        """``reorder_cache`` within the rows of a prompt: only the part that they do not share moves."""
         if self.get_seq_length() > 0:
             for name in self._names:
                 states = vars(self)[name]
