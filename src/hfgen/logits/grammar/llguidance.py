@@ -127,7 +127,8 @@ def library_of(tokenizer: Any) -> LLGuidance:
     if llguidance is None:
         raise ImportError("`grammar` needs the package llguidance: pip install 'hfgen[grammar]'")
     size = len(tokenizer)
-    kept = _LIBRARIES.get(tokenizer)
-    if kept is None or kept[0] != size:
-        _LIBRARIES[tokenizer] = kept = (size, LLGuidance(tokenizer))
-    return kept[1]
+    known_size, library = _LIBRARIES.get(tokenizer, (-1, None))
+    if library is None or known_size != size:
+        library = LLGuidance(tokenizer)
+        _LIBRARIES[tokenizer] = size, library
+    return library

@@ -78,6 +78,6 @@ def criterion(_: Any, context: Any) -> GrammarCriterion | None:
     """The criterion, if a prompt has no EOS; it shares the rows' states with the processor."""
     call = getattr(context.config, "_call", None)
     processors = () if call is None else call.processors
-    found = (p for p in processors if isinstance(p, GrammarProcessor))
-    follower = next((p.follower for p in found), None)
+    followers = (p.follower for p in processors if isinstance(p, GrammarProcessor))
+    follower = next(followers, None)
     return None if follower is None or all(follower.eos) else GrammarCriterion(follower)

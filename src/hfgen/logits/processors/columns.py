@@ -16,11 +16,11 @@ def take_prompts(value: Any, prompts: torch.Tensor, n_prompts: int) -> Any:
     return value[rows_of(prompts, len(value) // n_prompts)]
 
 
-def rows_of(prompts: torch.Tensor, each: int) -> torch.Tensor:
-    """The rows ``(n * each,)`` of ``prompts (n,)``, where each prompt has ``each`` rows."""
-    if each == 1:
+def rows_of(prompts: torch.Tensor, n_each: int) -> torch.Tensor:
+    """The rows ``(n * n_each,)`` of ``prompts (n,)``, where each prompt has ``n_each`` rows."""
+    if n_each == 1:
         return prompts
-    return (prompts[:, None] * each + torch.arange(each, device=prompts.device)).flatten()
+    return (prompts[:, None] * n_each + torch.arange(n_each, device=prompts.device)).flatten()
 
 
 def as_column(values: list[Any], device: Any) -> Any:

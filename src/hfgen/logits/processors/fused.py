@@ -147,7 +147,7 @@ def top_p(chain: Chain, warper: Any) -> bool:
     """Drop the least likely tokens whose probabilities sum to at most ``rest (rows, 1)``."""
     n_rows, keep = len(chain.scores), warper.min_tokens_to_keep
     is_per_row = isinstance(warper, TopPPerRow)
-    rest = warper.rest(n_rows) if is_per_row else torch.full((n_rows, 1), 1 - warper.top_p)
+    rest = expand(warper.rest if is_per_row else torch.full((1, 1), 1 - warper.top_p), n_rows)
     survivors, outside = chain.survivors, torch.zeros(1, 1)
     if survivors is None:
         if (likeliest := _likeliest(chain, rest, keep)) is None:
