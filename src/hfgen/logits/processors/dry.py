@@ -83,14 +83,14 @@ def repeats(tokens: Any, least: int, longest: int) -> dict[int, int]:
 class DryPenalty(LogitsProcessor):
     """Takes ``multiplier * base ** (n - allowed)`` off tokens that would continue a repeat of ``n`` tokens.
 
-    Repeats shorter than ``allowed`` are free. Pads of the prompt, ``n_pads (rows,)`` columns, do not count.
+    Repeats shorter than ``allowed`` are free. ``n_pads`` columns at the start of each row do not count.
     """
 
     multiplier: float
     base: float
     allowed: int
     breakers: Breakers
-    n_pads: torch.Tensor | None = None
+    n_pads: list[int] | None = None
     last_n: int | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class DryPenalty(LogitsProcessor):
         rows: list[int] = []
         tokens: list[int] = []
         penalties: list[float] = []
-        n_pads = [0] * len(scores) if self.n_pads is None else self.n_pads.tolist()
+        n_pads = self.n_pads or [0] * len(scores)
         for row, (ids, n) in enumerate(zip(input_ids.cpu().numpy(), n_pads, strict=True)):
             for token, length in self.lengths(ids[n:]).items():
                 if token < scores.shape[-1] and not self.breakers.is_breaker(token):
@@ -136,4 +136,5 @@ def dry(multiplier: float, context: Context) -> DryPenalty | None:
     breakers = Breakers(DEFAULT_BREAKERS if breakers is None else breakers, context.tokenizer)
     base, allowed = float(context.own("dry_base")), int(context.own("dry_allowed_length"))
     last_n = None if last_n == -1 else last_n
-    return DryPenalty(float(multiplier), base, allowed, breakers, context.n_pads, last_n)
+    n_pads = None if context.n_pads is None else context.n_pads.tolist()
+    return DryPenalty(float(multiplier), base, allowed, breakers, n_pads, last_n)
