@@ -374,7 +374,6 @@ def check_invariants(engine: Engine, requests: list[Any]) -> None:
     )
     for rows in steps.joined:
         assert len(rows.ids) == len(rows.owners)
-        assert len(rows) == len(rows.owners) or rows.fixed_shapes
         for request in joined:
             if request.decoding in rows.moves:
                 ids = request.decoding.run.ids

@@ -162,10 +162,9 @@ def test_a_prefix_cache(plain, compiled):
     assert compiled.optimization.graph.failure is None
 
 
-@pytest.mark.parametrize("fixed_shapes", [False, True])
-def test_the_engine(plain, compiled, fixed_shapes):
+def test_the_engine(plain, compiled):
     prompts = [tiny.prompt(1, length, seed=length) for length in (3, 9, 5, 17, 4)]
-    engine = hfgen.Engine(compiled, fixed_shapes=fixed_shapes)
+    engine = hfgen.Engine(compiled)
     requests = [engine.add(ids, max_new_tokens=12, eos_token_id=None) for ids in prompts]
     for _ in engine.events():
         pass

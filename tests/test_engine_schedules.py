@@ -108,7 +108,6 @@ def schedules(draw: Any, asked: Any, most: int, n_bytes: int) -> Schedule:
         "max_rows": draw(st.sampled_from([32, 8, 5, 2])),
         "prefill_tokens": draw(st.sampled_from([2048, 8, 3, 1])),
         "policy": draw(st.sampled_from(["fcfs", "srpt", "priority"])),
-        "fixed_shapes": draw(st.booleans()),
         "optimistic": draw(st.booleans()),
     }
     # Bytes for one to three requests of the longest kind, by a guess that is refined by the engine.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,19 +38,14 @@ def get_deprecated_gen_repo(
     """The hub repository that upstream moved a mode to: none, since every mode runs here."""
 
 
-def batching(name: str) -> Callable[..., Any]:
-    """The method of continuous batching of that name; the engine is imported when it is first called."""
+@functools.wraps(transformers.GenerationMixin.generate_batch)
+def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    from .engine import upstream  # only now: the engine imports the mixin
 
-    @functools.wraps(getattr(transformers.GenerationMixin, name))
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from .engine import upstream
+    return upstream.generate_batch(self, *args, **kwargs)
 
-        return getattr(upstream, name)(self, *args, **kwargs)
 
-    method.__doc__ = (
-        f"See ``hfgen.engine.upstream.{name}``; arguments and results are transformers'."
-    )
-    return method
+generate_batch.__doc__ = "See ``hfgen.engine.upstream``; arguments and results are transformers'."
 
 
 #: Arguments of ``generate`` that continuous batching does not take: they know the rows of a batch.

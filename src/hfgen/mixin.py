@@ -291,9 +291,7 @@ class GenerationMixin(transformers.GenerationMixin):
     compute_transition_scores = outputs.compute_transition_scores
 
     # Continuous batching
-    init_continuous_batching = delegate.batching("init_continuous_batching")
-    continuous_batching_context_manager = delegate.batching("continuous_batching_context_manager")
-    generate_batch = delegate.batching("generate_batch")
+    generate_batch = delegate.generate_batch
 
     # For drafters, which a model that generates makes: prepare another model, or look at it.
     _prepare_call = prepare

@@ -51,8 +51,6 @@ class Engine:
         policy: ``"fcfs"``, ``"srpt"`` or ``"priority"``; see ``scheduler.Scheduler``.
         max_queue: Requests that may wait; ``QueueFullError`` beyond that.
         prefix_cache: A ``hfgen.PrefixCache`` for all requests that can use one.
-        fixed_shapes: Whether the model decodes 1, 2, 4, 8, … rows, for compiled and graph execution: there
-            are up to twice the rows then.
         optimistic: Whether requests are admitted before all of their growth fits. When bytes run out,
             some are taken out of the batch, to the host, and go on later.
     """
@@ -68,7 +66,6 @@ class Engine:
         policy: str = "fcfs",
         max_queue: int | None = None,
         prefix_cache: Any = None,
-        fixed_shapes: bool = False,
         optimistic: bool = False,
     ) -> None:
         check_arguments(model, tokenizer, prefix_cache)
@@ -84,7 +81,7 @@ class Engine:
             max_queue=max_queue,
             optimistic=optimistic,
         )
-        self.steps = Steps(self.model, self.scheduler, row_memory, fixed_shapes=fixed_shapes)
+        self.steps = Steps(self.model, self.scheduler, row_memory)
         self._probe()
         #: Requests whose result was not handed over, by id. The caller keeps those that are done; the engine
         #: keeps the last ones, in ``_done``.

@@ -41,30 +41,25 @@ class Moves(Cache):
 class JoinedRows:
     """The decoding rows of several requests, at first of ``decodings``: the rows of ``batch``.
 
-    Reads like a ``Run`` for ``running.next_token``. With ``fixed_shapes``, the model sees 1, 2, 4, 8, …
-    rows: spare rows, whose outputs are dropped, repeat another row, or are what a request has left behind.
+    Reads like a ``Run`` for ``running.next_token``.
     """
 
-    def __init__(
-        self, model: Any, decodings: Sequence[Decoding], batch: Batch, *, fixed_shapes: bool = False
-    ) -> None:
-        self.model, self.batch, self.fixed_shapes = model, batch, fixed_shapes
-        #: The request that each row belongs to; ``None`` for a spare row.
-        self.owners: list[Decoding | None] = []
+    def __init__(self, model: Any, decodings: Sequence[Decoding], batch: Batch) -> None:
+        self.model, self.batch = model, batch
+        #: The request that each row belongs to.
+        self.owners: list[Decoding] = []
         self.moves: dict[Decoding, Moves] = {}
         #: No other request may join.
         self.is_closed = False
         #: The same object for all batches whose rows could be in one.
         self.kind = object()
-        #: What spare rows repeat may have left.
-        self._are_spares_old = False
         self.choices = Choices()
         for decoding in decodings:
             self._own(decoding)
 
     def __len__(self) -> int:
-        """How many rows belong to requests."""
-        return len(self.owners) - self.owners.count(None)
+        """How many rows there are."""
+        return len(self.owners)
 
     @property
     def members(self) -> list[Decoding]:
@@ -95,7 +90,6 @@ class JoinedRows:
 
     def absorb(self, other: JoinedRows) -> None:
         """Add all rows of another batch. Raises ``ValueError``, before anything is changed, as ``join``."""
-        other._drop_spares(len(other.owners))
         self._append(other.batch)
         for decoding, moves in other.moves.items():
             decoding.places = [len(self.owners) + place for place in decoding.places]
@@ -104,15 +98,12 @@ class JoinedRows:
         other.owners, other.moves = [], {}
 
     def _append(self, batch: Batch) -> None:
-        """Append the rows of ``batch`` in place of spare rows. Raises ``ValueError`` if it cannot join."""
+        """Append the rows of ``batch``. Raises ``ValueError`` if it cannot join."""
         length, other = (_encoder_length(each) for each in (self.batch, batch))
         # The mask over frames of speech has another unit than the states of its encoder.
         is_speech = self.model.main_input_name != "input_ids"
         if length != other and is_speech:
             raise ValueError(f"Encoder's states of {other} cannot be padded to {length}.")
-        if None in self.owners:
-            self.batch.joined_arguments(batch)
-            self._drop_spares(len(batch))
         self.batch.append(batch)
 
     def _own(self, decoding: Decoding) -> None:
@@ -126,11 +117,7 @@ class JoinedRows:
         """Remove the rows of a request; the last rows move into their places."""
         del self.moves[decoding]
         for place in sorted(decoding.places, reverse=True):
-            if self.fixed_shapes:
-                self.owners[place] = None
-                self._are_spares_old = True
-            else:
-                self._remove(place)
+            self._remove(place)
         decoding.places = []
         if not self.moves:
             self.owners = []
@@ -152,44 +139,19 @@ class JoinedRows:
         owner = self.owners.pop()
         if place != last:
             self.owners[place] = owner
-            if owner is not None:
-                owner.places[owner.places.index(last)] = place
+            owner.places[owner.places.index(last)] = place
 
     def rows_of(self, decoding: Decoding) -> list[int]:
         """The row of the cache that each row of a request continues: beams may have changed places."""
         index = self.moves[decoding].index
         return decoding.places if index is None else [decoding.places[i] for i in index.tolist()]
 
-    # ------------------------------------------------------------ spare rows
-
-    def _drop_spares(self, n_rows: int) -> None:
-        """Drop up to ``n_rows`` spare rows, the last ones first: most move no other row."""
-        spare = [place for place, owner in enumerate(self.owners) if owner is None]
-        for place in spare[::-1][:n_rows]:
-            self._remove(place)
-
-    def _fit(self) -> None:
-        """Make the number of rows a power of two, with as few spare rows as that takes."""
-        n_rows = 1 << (len(self) - 1).bit_length()
-        self._drop_spares(max(len(self.owners) - n_rows, 0))
-        model_row = next(iter(self.moves)).places[0]
-        if (n_more := n_rows - len(self.owners)) > 0:
-            self.batch.append(self.batch.extract(torch.tensor([model_row] * n_more)))
-            self.owners += [None] * n_more
-        if self._are_spares_old and None in self.owners:
-            # Else positions could go beyond those of the model, where no row of a request does.
-            rows = [model_row if owner is None else i for i, owner in enumerate(self.owners)]
-            self.batch.take_arguments(torch.tensor(rows))
-        self._are_spares_old = False
-
     # ------------------------------------------------------------ batches that become two, or one
 
     def split(self, leaving: list[Decoding]) -> JoinedRows:
         """Move some of the requests, not all, to another batch, which is returned."""
         places = torch.tensor([place for decoding in leaving for place in decoding.places])
-        other = JoinedRows(
-            self.model, leaving, self.batch.extract(places), fixed_shapes=self.fixed_shapes
-        )
+        other = JoinedRows(self.model, leaving, self.batch.extract(places))
         other.kind = self.kind
         staying = [decoding for decoding in self.moves if decoding not in other.moves]
         self.batch.take(torch.tensor([place for each in staying for place in each.places]))
@@ -210,8 +172,6 @@ class JoinedRows:
 
     def forward(self) -> ModelOutput:
         """Forward the newest token of each row; the outputs have a row for each."""
-        if self.fixed_shapes:
-            self._fit()
         outputs = next_token(self, self.model.__call__)  # type: ignore[arg-type]
         self.batch.model_kwargs = self.model._update_model_kwargs_for_generation(
             outputs,
@@ -254,7 +214,7 @@ class JoinedRows:
         self._apply_moves()
         parts, n = ([], 0) if tokens is None else ([tokens], len(tokens))
         index_of = {decoding: i for i, decoding in enumerate(chose)}
-        index = [0] * len(self.owners)  # a spare row gets any token
+        index = [0] * len(self.owners)
         for decoding in self.moves:
             if decoding in index_of:
                 index[decoding.places[0]] = index_of[decoding]

@@ -59,9 +59,7 @@ def groups(may_be_grouped: dict[Chunk, bool]) -> list[list[Chunk]]:
     return grouped
 
 
-def forward(
-    model: Any, decodings: list[Decoding], *, fixed_shapes: bool
-) -> tuple[JoinedRows, list[ModelOutput]]:
+def forward(model: Any, decodings: list[Decoding]) -> tuple[JoinedRows, list[ModelOutput]]:
     """Forward whole prompts at once; returns their rows, and the outputs of each request."""
     parts = []
     for decoding in decodings:
@@ -80,5 +78,5 @@ def forward(
     outputs = execution.prefill(model, batch.ids, config, kwargs)
     assert layers.decoder_cache(kwargs["past_key_values"]).get_seq_length() == length
     batch.model_kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
-    rows = JoinedRows(model, decodings, batch, fixed_shapes=fixed_shapes)
+    rows = JoinedRows(model, decodings, batch)
     return rows, [rows.outputs_of(decoding, outputs) for decoding in decodings]

@@ -34,11 +34,8 @@ CANCELLED, TIMEOUT, ERROR = map(FinishReason, ("cancelled", "timeout", "error"))
 class Steps:
     """The requests of an engine that are not done, and what a step does with them."""
 
-    def __init__(
-        self, model: Any, scheduler: Scheduler, memory: Memory, *, fixed_shapes: bool = False
-    ) -> None:
+    def __init__(self, model: Any, scheduler: Scheduler, memory: Memory) -> None:
         self.model, self.scheduler, self.memory = model, scheduler, memory
-        self.fixed_shapes = fixed_shapes
         self.stats = EngineStats()
         #: Batches of decoding rows: for each form of caches, and there for rows of similar length.
         self.joined: list[JoinedRows] = []
@@ -136,7 +133,7 @@ class Steps:
     def _forward_group(self, chunks: list[Chunk], decodings: list[Decoding]) -> None:
         """Forward whole prompts at once; their rows join those that decode."""
         try:
-            rows, outputs = forward(self.model, decodings, fixed_shapes=self.fixed_shapes)
+            rows, outputs = forward(self.model, decodings)
         except Exception as error:
             for decoding in decodings:
                 self.end(decoding.request, error)
@@ -232,7 +229,7 @@ class Steps:
         ]
         if not join_nearest([decoding], may_join, lambda rows: rows.join(decoding, batch)):
             batch = Batch(batch.ids.clone(), dict(batch.model_kwargs))
-            rows = JoinedRows(self.model, [decoding], batch, fixed_shapes=self.fixed_shapes)
+            rows = JoinedRows(self.model, [decoding], batch)
             rows.is_closed = decoding.is_apart
             self.joined.append(rows)
 

@@ -1,82 +1,56 @@
-"""transformers' methods for continuous batching, run by hfgen's engine."""
+"""transformers' ``generate_batch`` on hfgen's engine: its arguments and results are translated here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.utils import logging
 
+from .. import families
 from ..prepare import rows, validate
 from ..prepare.config import resolve
 from ..state.call import Request
-from .manager import Manager, logger
+from .engine import Engine
+from .request import EngineEvent, EngineRequest
+
+logger = logging.get_logger("ContinuousBatchingLogger")
 
 #: Arguments of ``Engine.add`` that are not those of ``generate``.
 OF_ENGINE = ("priority", "timeout", "stop")
 
+#: Fields of a ``ContinuousBatchingConfig`` that are arguments of ``Engine``.
+OPTIONS = {
+    "max_requests_per_batch": "max_rows",
+    "max_batch_tokens": "prefill_tokens",
+    "max_memory_percent": "memory",
+}
 
-def init_continuous_batching(
-    self: Any,
-    generation_config: GenerationConfig | None = None,
-    continuous_batching_config: ContinuousBatchingConfig | None = None,
-    workload_hints: Any = None,
-) -> Manager:
-    """A manager of requests that are decoded together; ``start()`` it, add requests, ``stop()`` it.
+#: Fields that apply here, or whose other values ask for what the engine always does.
+HOLD = (
+    "scheduler_type max_queue_size return_logprobs seed auto_switch_to_flash allow_block_sharing "
+    "per_request_processors drop_unsupported_processors"
+).split()
 
-    Args:
-        generation_config: Of requests that have no arguments of their own. Default: the model's.
-        continuous_batching_config: Of it hold ``max_requests_per_batch``, ``max_batch_tokens`` (of a
-            step's prefill), ``max_memory_percent``, ``max_queue_size``, ``scheduler_type`` (also
-            ``"srpt"`` and ``"priority"``), ``return_logprobs``, and ``seed``: the ``i``-th request has
-            ``seed + i``. Other fields that differ from their defaults are named by a warning.
-        workload_hints: Not needed here.
+#: Finish reasons of sequences that count as failed.
+FAILURES = ("error", "cancelled", "timeout")
 
-    A manager that was kept with ``keep_for_next_session`` is returned again.
-    """
-    config = generation_config or self.generation_config
-    manager = getattr(self, "_cached_continuous_batching_manager", None)
-    if isinstance(manager, Manager):
-        manager.generation_config = config
-        return manager
-    batching = continuous_batching_config
-    if not isinstance(batching, ContinuousBatchingConfig):
-        batching = getattr(config, "continuous_batching_config", None)
-    if not isinstance(batching, ContinuousBatchingConfig):
-        batching = ContinuousBatchingConfig()
-    return Manager(self, config, batching, workload_hints)
+#: Upstream's attention for continuous batching: it takes only upstream's packed batches.
+PAGED = "paged|eager"
 
-
-@contextmanager
-def continuous_batching_context_manager(
-    self: Any,
-    generation_config: GenerationConfig | None = None,
-    block: bool = True,
-    timeout: float | None = None,
-    continuous_batching_config: ContinuousBatchingConfig | None = None,
-    persistent_manager: bool = False,
-    warmup: bool = True,
-    workload_hints: Any = None,
-) -> Iterator[Manager]:
-    """A manager that runs within the context; arguments as of ``init_continuous_batching`` and ``stop``.
-
-    At the end of the context its requests are decoded to their ends; after an exception they fail.
-    ``warmup`` is not needed here.
-    """
-    manager = init_continuous_batching(
-        self, generation_config, continuous_batching_config, workload_hints
-    )
-    manager.start()
-    hard_stop = True
-    try:
-        yield manager
-        hard_stop = False
-    finally:
-        manager.stop(block, timeout, persistent_manager, hard_stop)
+#: How many calls use a config whose attention is ``PAGED``, by its id.
+_users: Counter[int] = Counter()
+_users_lock = threading.Lock()
 
 
 def generate_batch(
@@ -95,11 +69,13 @@ def generate_batch(
     Args:
         inputs: Prompts: lists of ids, or what else ``Engine.add`` takes.
         generation_config: Of all prompts. Default: the model's.
-        continuous_batching_config: See ``init_continuous_batching``.
-        record_timestamps: Fill ``timestamps`` of the results.
+        continuous_batching_config: Of it hold ``max_requests_per_batch``, ``max_batch_tokens`` (of a
+            step's prefill), ``max_memory_percent``, ``scheduler_type`` (also ``"srpt"`` and
+            ``"priority"``), ``return_logprobs``, and ``seed``: the ``i``-th prompt has ``seed + i``. Other
+            fields that differ from their defaults are named by a warning.
+        record_timestamps: Fill ``timestamps`` with the ``time.perf_counter()`` of each token.
         progress_bar: Show one, of sequences.
-        persistent_manager: Keep the manager for the next call.
-        warmup: Not needed here.
+        persistent_manager: Not needed here, as ``warmup``.
         kwargs: Those of ``generate``, for all prompts.
 
     Returns:
@@ -112,28 +88,134 @@ def generate_batch(
     """
     if not inputs:
         return {}
-    each = _arguments(self, len(inputs), generation_config, kwargs)
-    context = self.continuous_batching_context_manager(
-        generation_config if isinstance(generation_config, GenerationConfig) else None,
-        continuous_batching_config=continuous_batching_config,
-        persistent_manager=persistent_manager,
-    )
-    results: dict[str, GenerationOutput] = {}
-    with context as manager:
-        names: list[str] = []
-        for prompt, arguments in zip(inputs, each, strict=True):
-            names += manager.enter(prompt, None, arguments, False, record_timestamps).names
-        manager.stop(block=False)
-        outputs = tqdm(manager, total=len(names), unit="sequence") if progress_bar else manager
-        results |= {output.request_id: output for output in outputs}
+    config = generation_config
+    arguments = _arguments(self, len(inputs), config, kwargs)
+    config = config if isinstance(config, GenerationConfig) else self.generation_config
+    batching = continuous_batching_config or getattr(config, "continuous_batching_config", None)
+    if not isinstance(batching, ContinuousBatchingConfig):
+        batching = ContinuousBatchingConfig()
+    with _eager_for_paged(self), Engine(self.eval(), **_engine_options(batching)) as engine:
+        waiting = deque(
+            _Sequences(self, config, batching, index, prompt, own)
+            for index, (prompt, own) in enumerate(zip(inputs, arguments, strict=True))
+        )
+        names = [output.request_id for sequences in waiting for output in sequences.outputs]
+        bar = tqdm(total=len(names), unit="sequence") if progress_bar else None
+        results: dict[str, GenerationOutput] = {}
+        running: dict[EngineRequest, _Sequences] = {}
+        while waiting or running:
+            done: list[_Sequences] = []
+            while waiting and engine.n_waiting < engine.scheduler.max_rows:
+                sequences = waiting.popleft()
+                try:
+                    running[sequences.add(engine)] = sequences
+                except (
+                    Exception
+                ) as error:  # one that the engine refuses fails, and the others go on
+                    sequences.end(error)
+                    done.append(sequences)
+            for event in engine.step() if running else ():
+                running[event.request].gain(event, record_timestamps)
+            for request in [request for request in running if request.done]:
+                done.append(sequences := running.pop(request))
+                result = request.result()
+                reason = RuntimeError(f"The request ended as {result.finish_reason!s}.")
+                sequences.end(result.error or reason)
+            for sequences in done:
+                results |= {output.request_id: output for output in sequences.outputs}
+                if bar is not None:
+                    bar.update(len(sequences.outputs))
+    if bar is not None:
+        bar.close()
     if failed := [output for output in results.values() if output.error is not None]:
         first = failed[0]
         logger.error(f"{len(failed)} of {len(names)} failed; {first.request_id}: {first.error}")
     return {name: results[name] for name in names}
 
 
+class _Sequences:
+    """The sequences of one prompt, by upstream's ids: those of its children, then its own."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: GenerationConfig,
+        batching: ContinuousBatchingConfig,
+        index: int,
+        prompt: Any,
+        arguments: dict[str, Any],
+    ) -> None:
+        self.model, self.config, self.batching, self.index = model, config, batching, index
+        self.prompt, self.arguments, self.ids = prompt, arguments, _ids_of(prompt)
+        counts = (
+            arguments.get("num_return_sequences"),
+            getattr(arguments.get("generation_config", config), "num_return_sequences", None),
+            model.generation_config.num_return_sequences,
+        )
+        n = next((n for n in counts if n is not None), 1)
+        names = [*(f"req_{index}__child#{i}" for i in range(n - 1)), f"req_{index}"]
+        self.outputs = [GenerationOutput(name, self.ids) for name in names]
+
+    def add(self, engine: Engine) -> EngineRequest:
+        """Give the prompt to the engine. Raises what ``Engine.add`` raises."""
+        request = engine.add(self.prompt, **self.request_arguments())
+        if not self.ids:  # a text, or a chat
+            self.ids += _ids_of(request.arguments.kwargs)
+        #: By the clock of upstream's times, which need not be the engine's.
+        self.entered = request.added + time.perf_counter() - time.monotonic()
+        return request
+
+    def request_arguments(self) -> dict[str, Any]:
+        """The arguments of ``Engine.add``: the prompt's own ones override the config, which the model's."""
+        model, batching = self.model, self.batching
+        kwargs = {name: value for name, value in self.arguments.items() if value is not None}
+        config = kwargs.pop("generation_config", self.config)
+        configs = config, model.generation_config
+
+        def is_set(name: str) -> bool:
+            return name in kwargs or any(getattr(c, name, None) is not None for c in configs)
+
+        if batching.return_logprobs and not is_set("logprobs"):
+            kwargs |= {"logprobs": 0, "logprobs_mode": "processed_logprobs"}
+        if batching.seed is not None and not is_set("seed"):
+            kwargs["seed"] = (batching.seed + self.index) % 2**63
+        if not is_set("max_new_tokens") and not is_set("max_length"):
+            positions = families.max_positions(model)
+            n_before = 1 if model.config.is_encoder_decoder else len(self.ids)
+            if positions is not None and n_before > 0:
+                kwargs["max_new_tokens"] = max(positions - n_before, 1)
+        eos = kwargs.get("eos_token_id", config.eos_token_id)
+        if eos is not None and any(token < 0 for token in rows.each(eos)):  # which stand for none
+            valid = [token for token in rows.each(eos) if token >= 0]
+            kwargs |= {"eos_token_id": valid} if valid else {"eos_token_id": 0, "ignore_eos": True}
+        if config is model.generation_config:
+            return kwargs
+        config, kwargs = rows.with_fields(config, kwargs)
+        return kwargs | {"generation_config": config}
+
+    def gain(self, event: EngineEvent, record_timestamps: bool) -> None:
+        """Add an event to the result of its sequence."""
+        output, now = self.outputs[event.row], time.perf_counter()
+        if output.status == RequestStatus.PENDING:
+            output.status = RequestStatus.DECODING
+            output.lifespan = self.entered + (event.request.times.queue_time or 0.0), -1
+        output.generated_tokens += event.token_ids
+        output.logprobs += [entry.logprob for entry in event.logprobs or ()]
+        if record_timestamps:
+            output.timestamps = [*(output.timestamps or ()), *[now] * len(event.token_ids)]
+        if event.finish_reason is not None and event.finish_reason not in FAILURES:
+            output.status = RequestStatus.FINISHED
+            output.lifespan = output.lifespan[0], now
+
+    def end(self, error: BaseException) -> None:
+        """Fail the sequences that have not come to their end."""
+        for output in self.outputs:
+            if output.status < RequestStatus.FINISHED:
+                output.status, output.error = RequestStatus.FAILED, str(error) or repr(error)
+
+
 def _arguments(model: Any, n: int, config: Any, kwargs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The arguments of ``add_request`` for each of ``n`` prompts; what none could have is raised."""
+    """The arguments of each of ``n`` prompts; what none could have is raised."""
     of_engine = {name: kwargs.pop(name) for name in OF_ENGINE if name in kwargs}
     if isinstance(config, GenerationConfig):
         config, kwargs = rows.with_fields(config, kwargs)
@@ -155,3 +237,52 @@ def _arguments(model: Any, n: int, config: Any, kwargs: dict[str, Any]) -> list[
         | of_engine
         for each in requests
     ]
+
+
+def _engine_options(config: ContinuousBatchingConfig) -> dict[str, Any]:
+    """The arguments of ``Engine`` for a config; warns of its fields that do not apply."""
+    defaults = vars(ContinuousBatchingConfig())
+    changed = {name for name, value in vars(config).items() if value != defaults.get(name)}
+    ignored = sorted(changed - {*OPTIONS, *HOLD})
+    policy = {"fifo": "fcfs"}.get(config.scheduler_type, config.scheduler_type)
+    if policy not in ("fcfs", "srpt", "priority"):  # as upstream: the default, and a warning
+        ignored, policy = [*ignored, f"scheduler_type={policy!r}"], "fcfs"
+    if ignored:
+        logger.warning_once(
+            f"Of the continuous batching config, hfgen's engine does not need {', '.join(ignored)}: it "
+            "has no pages, graphs or streams that these would set."
+        )
+    values = {new: getattr(config, old) for old, new in OPTIONS.items()}
+    return {name: v for name, v in values.items() if v is not None} | {"policy": policy}
+
+
+def _ids_of(prompt: Any) -> list[int]:
+    """The ids of a prompt that is given as such; none of a text or a chat."""
+    ids: Any = prompt.get("input_ids") if isinstance(prompt, Mapping) else prompt
+    if isinstance(ids, Tensor):
+        return ids.flatten().tolist()
+    is_ids = isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids)
+    return [*ids] if is_ids else []
+
+
+@contextmanager
+def _eager_for_paged(model: Any) -> Iterator[None]:
+    """Run ``"paged|eager"`` attention as ``"eager"``, until the last call of the model has ended."""
+    parts = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    with _users_lock:
+        configs = [
+            config
+            for key, config in parts.items()
+            if _users[key] or getattr(config, "_attn_implementation", None) == PAGED
+        ]
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        _users.update(map(id, configs))
+    try:
+        yield
+    finally:
+        with _users_lock:
+            _users.subtract(map(id, configs))
+            for config in configs:
+                if not _users[id(config)]:
+                    config._attn_implementation_internal = PAGED

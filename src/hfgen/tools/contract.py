@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1]
 
 #: Names of the mixin that are hfgen's own, or of modes that transformers has moved to repositories.
 OWN = frozenset(
-    "stream astream init_continuous_batching continuous_batching_context_manager generate_batch "
+    "stream astream generate_batch "
     "_prepare_call _mixed_view _contrastive_search _dola_decoding _group_beam_search "
     "_constrained_beam_search".split()
 )
@@ -27,10 +27,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
     ),
     "_experts_implementation_internal": ("configuration_utils.py", "hfgen.exact"),
     "_bos_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
-    "_cached_continuous_batching_manager": (
-        "generation/continuous_batching/continuous_api.py",
-        "the engine behind generate_batch",
-    ),
     "_can_compile_fullgraph": ("modeling_utils.py", "which models mask a static cache"),
     "_compile_all_devices": ("generation/configuration_utils.py", "compilation on the CPU"),
     "_decoder_start_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
@@ -54,7 +50,6 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "_streaming": ("cli/serving/response.py", "hfgen serve"),
     "_validate_request": ("cli/serving/utils.py", "hfgen serve"),
     "_tp_size": ("generation/utils.py", "the ranks of tensor parallelism"),
-    "_timestamps": ("generation/continuous_batching/requests.py", "times of generate_batch"),
 }
 
 
