@@ -282,7 +282,9 @@ class Play:
         """What a step changes, if there is something to do."""
         stats = self.engine.stats
         numbers = [getattr(stats, name) for name in stats.__slots__ if name != "n_steps"]
-        return numbers, [played.request.state for played in self.played]
+        requests = [played.request for played in self.played]
+        lengths = [r.decoding and r.decoding.run.ids.shape[1] for r in requests]  # of beams, too
+        return numbers, lengths, [request.state for request in requests]
 
     # -------------------------------------------------------- forwards that fail
 
