@@ -367,3 +367,27 @@ def test_sound_of_different_length_equals_its_own_calls(family: str) -> None:
         assert output.error is None, output.error
         solo = model.generate(**each, max_new_tokens=6 + i)
         assert torch.equal(output.generate_output.sequences, solo)
+
+
+class Panic(BaseException):
+    """What a Rust library raises: it is no ``Exception``."""
+
+
+def test_a_panic_in_a_processor_ends_only_its_request() -> None:
+    model = hfgen.mix_into(tiny.llama())
+    n_calls = 0
+
+    def panics(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 3:
+            raise Panic("index out of bounds")
+        return scores
+
+    ids = tiny.prompt(1, 5)
+    options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": None}
+    engine = Engine(model)
+    failing = engine.add(ids, logits_processor=[panics], **options)
+    neighbour = engine.add(ids, **options)
+    assert isinstance(failing.result().error.__cause__, Panic)
+    assert neighbour.result().generate_output.sequences.equal(model.generate(ids, **options))

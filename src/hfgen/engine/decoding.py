@@ -18,7 +18,6 @@ from ..running import graphs, prefix
 from ..running.prefill import forward_part
 from ..running.prefix import eligibility
 from ..state import seeds
-from ..state.call import Call
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
 
@@ -42,7 +41,13 @@ class Decoding:
             if self.call.prompt is not None and self.call.prompt.batch_size != 1:
                 n_prompts = self.call.prompt.batch_size
                 raise ValueError(f"A request has one prompt, but its inputs are of {n_prompts}.")
-            _draw_keys(self.call)
+            config: Any = self.call.config
+            prompt = self.call.prompt
+            joins = getattr(self.call.strategy, "joins", False)
+            if joins and config.do_sample and self.call.row_keys is None and prompt is not None:
+                # A random seed for each row, so that no draw depends on other requests.
+                n = len(prompt.ids) // config.num_beams
+                self.call.row_keys = seeds.keys_of([None], n, prompt.ids.device)
             self.run, self.strategy = self.call.start(model)
         except BaseException:
             self.call.release()
@@ -171,13 +176,3 @@ class Decoding:
             self.steps.close()  # type: ignore[attr-defined]
         self.waiting_rows = None
         self.call.release()
-
-
-def _draw_keys(call: Call) -> None:
-    """Draw a random seed for rows that sample without one, so that no draw depends on other requests."""
-    config: Any = call.config
-    if call.row_keys is not None or not config.do_sample or call.prompt is None:
-        return
-    if getattr(call.strategy, "joins", False):
-        n = len(call.prompt.ids) // config.num_beams
-        call.row_keys = seeds.keys_of([None], n, call.prompt.ids.device)

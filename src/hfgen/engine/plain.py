@@ -25,6 +25,7 @@ from ..running.prefix.session import PrefixSession
 from ..state import seeds
 from ..streaming import StreamEvent
 from .decoding import Decoding
+from .errors import as_exception
 
 #: Index tensors that are kept: those of a few steps in which rows have joined or left.
 MAX_INDICES = 256
@@ -176,8 +177,10 @@ class Choices:
                     run = row.decoding.run
                     group_scores = run.processors(run.ids, group_scores)
                 scores[index] = group_scores.to(scores.dtype)  # a processor may return float64
-            except Exception as error:  # a processor of the caller
-                failures |= dict.fromkeys(places, error)
+            except BaseException as error:  # a processor of the caller, or a panic of its library
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                failures |= dict.fromkeys(places, as_exception(error))
                 scores[index] = 0.0
         return scores
 

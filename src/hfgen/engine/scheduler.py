@@ -250,15 +250,14 @@ class Scheduler:
             before, item.n_reserved = item.n_reserved, self._to_reserve(item)
             self.n_bytes += item.n_reserved - before
 
-    def victims(self, needed: float | None = None) -> list[Item]:
-        """Items to take out of the batch to free ``needed`` bytes; by default, those beyond ``max_bytes``.
+    def victims(self) -> list[Item]:
+        """Items to take out of the batch until what is held is within ``max_bytes``.
 
         The last in policy order first; those that were taken out before only if the others do not do.
         For each: ``readmit``, after its states are kept elsewhere; or ``leave``.
         """
         in_use = sorted(self.prefilling + self.decoding, key=_key, reverse=True)
-        if needed is None:
-            needed = sum(item.n_held for item in in_use) - self.max_bytes
+        needed = sum(item.n_held for item in in_use) - self.max_bytes
         victims: list[Item] = []
         for item in sorted(in_use, key=attrgetter("was_taken_out")):
             if needed <= 0:
