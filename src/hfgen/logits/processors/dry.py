@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from transformers import LogitsProcessor
 
@@ -66,17 +67,14 @@ def repeats(tokens: Any, least: int, longest: int) -> dict[int, int]:
 
     ``tokens`` is a numpy array ``(length,)``, ``n`` is from ``least`` to ``longest``.
     """
-    lengths: dict[int, int] = {}
     places = (tokens[:-1] == tokens[-1:]).nonzero()[0]
-    for n in range(1, longest + 1):
-        if not len(places):
-            break
-        # Compare all occurrences one token further back.
-        goes_on = (places >= n) & (tokens[places - n] == tokens[-1 - n]) & (n < longest)
-        if n >= least:
-            lengths.update(dict.fromkeys(tokens[places[~goes_on] + 1].tolist(), n))
-        places = places[goes_on]
-    return lengths
+    back = numpy.arange(min(longest, len(tokens) - 1))
+    index = places[:, None] - back
+    is_same = (index >= 0) & (tokens[index] == tokens[-1 - back])  # (places, tokens back)
+    lengths = is_same.cumprod(axis=1).sum(axis=1)
+    order = lengths.argsort()
+    pairs = zip(tokens[places[order] + 1].tolist(), lengths[order].tolist(), strict=True)
+    return {token: n for token, n in pairs if n >= least}
 
 
 @dataclass(eq=False)
