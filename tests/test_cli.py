@@ -540,13 +540,14 @@ def test_json_is_the_same_without_control_codes(folder: str) -> None:
     assert not any(unicodedata.category(c) == "Cc" for c in out.removesuffix("\n"))
 
 
-def test_messages_are_without_control_codes(loaded: loading.Loaded) -> None:
+def test_messages_are_without_control_codes() -> None:
     assert (
         report.one_line("no model \x1b[31mred\x9b2J at \x1b]0;t\x07here") == "no model red at here"
     )
-    escape, tab = tokenizer()("\x1b\t").input_ids
+    words = tokenizer()
+    escape, tab = words("\x1b\t").input_ids
     output = SimpleNamespace(logits=[])
-    line = compare.find_difference(loaded, 0, [escape], [tab], output).markup()
+    line = compare.described(compare.find_difference(0, [escape], [tab], output), words)
     assert not any(unicodedata.category(c) == "Cc" for c in line)
 
 
