@@ -47,6 +47,7 @@ REFUSALS = (
     "It is not known how rows join and leave",
     "without a cache of a known kind",
     "keeps per-row state on its modules",
+    "`prefix_cache` cannot be used",
     # Early exits of Gemma 4, whose later layers read earlier keys, and of LFM, whose first ones have none.
     "list assignment index out of range",
     "`get_seq_length` can only be called on Attention layers",
@@ -370,6 +371,12 @@ def reason_of(text: str) -> str:
         return "an attention mask of its own"
     if match := re.match(r"\w+ calls torch's (\w+) on activations", text):
         return f"`{match[1]}` of activations: scans, recurrences, indexers"
+    if "besides the cache, in which padding counts" in text:
+        return "states of rows besides the cache"
+    if "counts positions by columns" in text:
+        return "padding counts as positions in `generate`"
+    if "could not be tried" in text and ("pixel_values" in text or "image" in text):
+        return "a forward that needs an image"
     if match := re.search(r"is not exact padded on the (\w+)", text):
         return f"padding on the {match[1]} counts as positions"
     if "is not exact in steps with a cache" in text:
@@ -410,7 +417,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     names = options.families
     if options.all:
-        names = [f.name for f in FAMILIES.values() if f.kind in ("decoder", "encoder-decoder")]
+        kinds = ("decoder", "encoder-decoder", "vision")
+        names = [f.name for f in FAMILIES.values() if f.kind in kinds]
     exact: list[str] = []
     refused: dict[str, str] = {}
     n_wrong = 0

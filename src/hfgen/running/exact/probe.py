@@ -190,6 +190,17 @@ def _padded(model: Any, rows: list[Tensor], side: str) -> dict[str, Tensor]:
 Way = Callable[[], list[Tensor]]
 
 
+def drops_positions(model: Any) -> bool:
+    """Whether ``generate`` forwards the model without positions, so that padding on the left counts."""
+    if model.config.is_encoder_decoder or "position_ids" not in families.parameters(model.forward):
+        return False
+    inputs = _padded(model, _rows(model), "left")
+    prepared = model.prepare_inputs_for_generation(
+        **inputs, is_first_iteration=True, use_cache=False
+    )
+    return "position_ids" in inputs and prepared.get("position_ids") is None
+
+
 #: How far logits may be from those without exact mode, as a share of the largest.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 

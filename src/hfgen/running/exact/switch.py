@@ -94,6 +94,10 @@ def exact(model: T) -> T:
         with torch.no_grad():
             shapes = _set_forwards(model)
             operations = _probed(model, shapes)
+            if probe.drops_positions(model):
+                raise ValueError(
+                    f"exact: {type(model).__name__} counts positions by columns in generate(), padding included."
+                )
         forwards = (vars(module).get("forward") for module in model.modules())
         is_followed = any(getattr(f, "func", None) is with_followed_calls for f in forwards)
         if is_followed and not probe.are_close(probe.logits_alone(model), expected):
