@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 import hfgen
 from hfgen import families
-from hfgen.running.exact import probe
+from hfgen.running.exact import trial as whole_model
 from hfgen.state.vocabularies import n_scores
 from tests.parity.family import Limit
 from tests.parity.harness import FAMILIES, forget_models, ours
@@ -327,7 +327,7 @@ def differences(model: Any, family: str = "") -> list[str]:
 def first_operation(trial: Trial) -> str:
     """The first layer whose output for a prompt differs in a padded batch from that of the prompt alone."""
     if trial.is_seq2seq:
-        return probe.try_model(trial.model) or "no layer differs"
+        return whole_model.try_model(trial.model) or "no layer differs"
     model, inputs = trial.model, padded(trial.rows)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
 
@@ -340,8 +340,8 @@ def first_operation(trial: Trial) -> str:
 
     for row, (own, beside) in enumerate(zip(alone(), together(), strict=True)):
         if not torch.equal(own, beside):
-            return probe.first_difference(model, alone, together, row)
-    return probe.try_model(model) or "no layer differs"
+            return whole_model.first_difference(model, alone, together, row)
+    return whole_model.try_model(model) or "no layer differs"
 
 
 def prepared(family: str, dtype: torch.dtype) -> Any:

@@ -19,7 +19,7 @@ from ... import families
 from ..linears import choice
 from ..linears.forward import PackedForward
 from ..row_states import foreign_code
-from . import probe
+from . import probe, trial
 from .attention import exact_attention
 from .followed import with_followed_calls
 from .layers import (
@@ -85,7 +85,7 @@ def exact(model: T) -> T:
     experts = tuple((c, getattr(c, "_experts_implementation", None)) for c in configs)
     vars(model)["exactness"] = Report((), attention, experts)
     try:
-        expected = probe.logits_alone(model)
+        expected = trial.logits_alone(model)
         for config in configs:  # of models that compute attention by themselves, too: masks read it
             config._attn_implementation_internal = NAME
         for config, implementation in experts:
@@ -94,13 +94,13 @@ def exact(model: T) -> T:
         with torch.no_grad():
             shapes = _set_forwards(model)
             operations = _probed(model, shapes)
-            if probe.drops_positions(model):
+            if trial.drops_positions(model):
                 raise ValueError(
                     f"exact: {type(model).__name__} counts positions by columns in generate(), padding included."
                 )
         forwards = (vars(module).get("forward") for module in model.modules())
         is_followed = any(getattr(f, "func", None) is with_followed_calls for f in forwards)
-        if is_followed and not probe.are_close(probe.logits_alone(model), expected):
+        if is_followed and not trial.are_close(trial.logits_alone(model), expected):
             raise ValueError(
                 f"exact: {type(model).__name__} computes attention in a way that is not understood: its logits would be "
                 "others, not by rounding alone."
@@ -230,7 +230,7 @@ def _set_forwards(model: nn.Module) -> set[tuple[int, ...]]:
     recorder = Recorder()
     try:
         with _attention_unseen() as shapes, recorder.following():
-            probe.run_model(model)
+            trial.run_model(model)
     except Exception:  # a model with a scan does not take all ways
         for module in model.modules():
             if id(module) in recorder.attending:
@@ -298,7 +298,7 @@ def _probed(model: Any, shapes: set[tuple[int, ...]]) -> tuple[Operation, ...]:
                 f"({operation.differs}). Another dtype or number of threads may be.",
                 tuple(found),
             )
-    if (difference := probe.try_model(model)) is not None:
+    if (difference := trial.try_model(model)) is not None:
         raise InexactError(
             f"exact: {type(model).__name__} is not exact {difference}.", tuple(found)
         )
@@ -325,7 +325,7 @@ def _inputs_of_layers(model: nn.Module) -> dict[str, tuple[nn.Module, Tensor]]:
         if not any(module.children()) and not isinstance(module, _ConvNd)
     ]
     try:
-        probe.run_model(model)
+        trial.run_model(model)
     finally:
         for handle in handles:
             handle.remove()
