@@ -400,6 +400,7 @@ def test_attention_of_a_module_is_followed(change: Any) -> None:
         torch.tanh,
         lambda scores: scores[..., :3],
         lambda scores: scores.transpose(-1, -2),
+        lambda scores: scores * -1.0,
         lambda scores: torch.nn.functional.dropout(scores, 0.5, True),
         lambda scores: scores.masked_fill(torch.ones(9, 9).bool(), 0.0),
         lambda scores: torch.nn.functional.softmax(scores, dim=1),

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from ..linears.forward import own_forward
 from .attention import exact_attention
-from .layers import BMM, MATMUL, ExactCalls
+from .layers import ATTENDING, BADDBMM, MATMUL, ExactCalls
 from .spans import HIDDEN, spans_of
 
-BADDBMM = (torch.baddbmm, Tensor.baddbmm)
 #: Products of activations that may be attention.
-FOLLOWED = (*MATMUL, *BMM, *BADDBMM, F.scaled_dot_product_attention)
+FOLLOWED = (*MATMUL, *ATTENDING)
 
 #: Methods by their names, since operators and functions of torch share them.
 FACTS = "__get__ size dim numel is_contiguous is_floating_point stride".split()
@@ -144,8 +143,9 @@ class FollowedCalls(ExactCalls):
         elif name in FACTORS and len(others) == 1 and _is_number(others[0]):
             factor = float(others[0]) ** FACTORS[name]
             biases = tuple(bias * factor for bias in product.biases)
+            if factor <= 0:  # it would make the largest score of a hidden one, minus infinity
+                raise self.refusal(product.function)
             known = replace(product, scale=product.scale * factor, biases=biases)
-            known = known if product.mask is None or factor > 0 else None
         elif name in SUMS and len(others) == 1 and isinstance(others[0], Tensor):
             known = self.with_mask(product, others[0])
         elif name in ("masked_fill", "masked_fill_") and is_first and float(others[1]) <= HIDDEN:
@@ -242,6 +242,8 @@ def is_of_activations(function: Any, operands: tuple[Any, ...]) -> bool:
 
 def in_four_dimensions(term: Tensor, n_rows: int, n_heads: int) -> Tensor:
     """A bias as ``(rows or 1, heads or 1, queries or 1, keys)``."""
+    if term.dim() == 4:
+        return term
     if term.dim() == 3 and len(term) == n_rows * n_heads:
         return term.reshape(n_rows, n_heads, *term.shape[1:])
     return term.reshape((1,) * (4 - term.dim()) + tuple(term.shape))

@@ -44,7 +44,8 @@ POINTWISE = (
 #: Numbers that torch computes at once, at most, and fewest numbers for which it uses another thread.
 VECTOR, GRAIN = 64, 32768
 #: Products of activations that ``followed.py`` follows, beside those of ``MATMUL``.
-ATTENDING = (*BMM, torch.baddbmm, Tensor.baddbmm, F.scaled_dot_product_attention)
+BADDBMM = (torch.baddbmm, Tensor.baddbmm)
+ATTENDING = (*BMM, *BADDBMM, F.scaled_dot_product_attention)
 #: Products that are not computed in tiles: what calls them is refused.
 OTHERS = (
     *(torch.einsum, torch.addbmm, torch.tensordot, torch.inner, torch.mv, torch.chain_matmul),

@@ -29,6 +29,8 @@ LAST_KEYS: dict[tuple[torch.dtype, int], tuple[int, ...]] = {}
 HIDDEN = -1e4
 #: The attribute of a mask with its ``Span``s.
 _SPANS = "hfgen_spans"
+#: The attribute of a mask that a model has made of one, with what ``spans_within`` returns.
+_WITHIN = "hfgen_spans_within"
 
 
 class _Newest(threading.local):
@@ -160,6 +162,9 @@ def spans_within(mask: Tensor) -> tuple[list[Span], Tensor] | None:
     """
     if mask.dim() != 4:
         return None
+    if (known := getattr(mask, _WITHIN, None)) is not None:  # another layer has asked
+        found: tuple[list[Span], Tensor] = known
+        return found
     is_seen = mask if mask.dtype == torch.bool else mask > HIDDEN
     for whole in reversed(_newest.masks):
         if whole.shape[2:] != mask.shape[2:] or len(mask) not in (1, len(whole)):
@@ -174,9 +179,12 @@ def spans_within(mask: Tensor) -> tuple[list[Span], Tensor] | None:
             starts[span.rows] = span.start if span.columns is None else span.columns[0]
         if (is_key.any(dim=1) & (firsts != starts)).any():
             continue
+        added = mask
         if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-        return spans, mask.masked_fill(~whole, 0.0)
+            added = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        found = spans, added.masked_fill(~whole, 0.0)
+        setattr(mask, _WITHIN, found)
+        return found
     return None
 
 
