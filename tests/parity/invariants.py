@@ -55,10 +55,11 @@ MANY_EOS = list(range(8, 60, 4))
 
 #: Families of which upstream decodes other tokens with a static cache, besides those that look up keys by an
 #: index: masks or positions depend on how long it is (of LED and Moshi, for a batch of several rows); a
-#: static layer of Unlimited-OCR goes on with the keys of before when its rows are reordered.
+#: static layer of Unlimited-OCR goes on with the keys of before when its rows are reordered; upstream makes
+#: PP-FormulaNet's cross-attention as long as the image is high, and its decoder attends to the empty rest.
 STATIC_COUNTS = (
     *("fsmt", "gpt_neo", "imagegpt", "kyutai_speech_to_text", "led", "moshi", "nllb_moe"),
-    "unlimited_ocr",
+    *("pp_formulanet", "unlimited_ocr"),
 )
 
 #: Families that compute a row with the states of the others (``(rows, 1, size) + (rows, size)``).
