@@ -37,7 +37,7 @@ from tests.parity.harness import (
     _has_nan,
     check,
     compare,
-    drafts_at_padding,
+    tokens_by_drafts,
     is_expanded,
     ours,
     prefill_of_each_row,
@@ -150,7 +150,7 @@ def unlike_upstream(
         with prefill_of_each_row():
             each = mine()
         found = unlike(theirs, each, tolerance) + unlike(each, shared, tolerance_of(case))
-    if found and drafts_at_padding(case, theirs):
+    if found and tokens_by_drafts(case, theirs):
         found = unlike_greedy(case, shared)
     return found
 
