@@ -8,7 +8,7 @@ from tests.parity import caches, invariants, speculation
 from tests.parity.cache_kinds import Cached
 from tests.parity.harness import Case, check, sequences
 from tests.parity.invariants import Lawful
-from tests.parity.options import ASSISTED, BEAM, GREEDY, SAMPLE
+from tests.parity.options import ASSISTED, BEAM, BEAM_SAMPLE, GREEDY, SAMPLE
 from tests.parity.speculation import Speculated
 from tests.versions import IS_5_23
 
@@ -63,6 +63,15 @@ CACHED = {
         "prefix",
         (Case("blt", BEAM, seed=886, options={"eos_token_id": MANY_EOS}),),
         {"seed": 411, "max_bytes": 200_000},
+    ),
+    "two scores that differ in the last digit, between which top_k cuts": Cached(
+        "continued",
+        (
+            Case(
+                "codegen", BEAM_SAMPLE, 3, True, 156, {"eos_token_id": None, "outputs": ["scores"]}
+            ),
+        ),
+        {"how": "full", "by": "upstream", "n_before": 3, "n_new": 0},
     ),
 }
 
