@@ -37,12 +37,12 @@ from tests.parity.harness import (
     _has_nan,
     check,
     compare,
-    tokens_by_drafts,
     is_expanded,
     ours,
     prefill_of_each_row,
     run,
     sequences,
+    tokens_by_drafts,
     unlike_greedy,
     upstream,
 )
