@@ -17,7 +17,7 @@ from .forced import ForcedTokens
 from .lookup import PromptLookup, n_allowed
 from .schedule import DEFAULT_TOKENS, Costs, Heuristic, Schedule, schedule_named
 from .translated import BySharedTokens, ByText
-from .upstream import from_hook, has_own_hook, one_per_row
+from .upstream import FromGenerator, has_own_hook
 
 __all__ = [
     "Acceptance",
@@ -36,15 +36,15 @@ def make_drafter(setup: Setup) -> Drafter:
     """The drafter that the call asks for."""
     config, assistant = setup.run.config, setup.assistant_model
     if has_own_hook(setup.run.model):
-        return from_hook(setup)
+        return FromGenerator(setup)
     if config.assistant_early_exit is not None:
         return EarlyExit(setup, int(config.assistant_early_exit))
     if config.prompt_lookup_num_tokens is not None:
         return _prompt_lookup(setup)
     if hasattr(assistant, "get_candidates"):
-        return one_per_row(setup, assistant)
+        return FromGenerator(setup, assistant)
     if has_foreign_generator(config, assistant):
-        return from_hook(setup)
+        return FromGenerator(setup)
     if isinstance(assistant, Drafter):
         return assistant
     if hasattr(assistant, "draft"):
