@@ -831,8 +831,18 @@ def test_other_devices_are_kept_company(model: Any) -> None:
 
 def _early_exit_watched(model: Any, hook: Any) -> Tensor:
     """Drafts with the first of two layers; ``hook`` is called in every forward of that layer."""
-    with model.model.layers[0].register_forward_hook(lambda *_: hook()):
+    layer = model.model.layers[0]
+    forward = layer.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        hook()
+        return forward(*args, **kwargs)
+
+    layer.forward = watched
+    try:
         result: Tensor = model.generate(IDS[:1], assistant_early_exit=1, max_new_tokens=6)
+    finally:
+        del layer.forward
     return result
 
 

@@ -427,10 +427,6 @@ def change_attention(model: Any) -> None:
     model.set_attn_implementation("eager")
 
 
-def add_hook(model: Any) -> None:
-    model.model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
-
-
 def change_config(model: Any) -> None:
     model.config.rms_norm_eps = 0.5
 
@@ -480,7 +476,6 @@ CHANGES = (
     load_state,
     change_dtype,
     change_attention,
-    add_hook,
 )
 
 
@@ -493,6 +488,22 @@ def test_states_of_a_model_that_has_changed_are_not_reused(change: Callable[[Any
     assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 14
     change(model)
     assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 0
+    assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 14
+
+
+def test_hooks_see_the_whole_prompt() -> None:
+    """What a hook does may depend on all tokens of a forward: nothing is left out, and nothing stored."""
+    model, prefixes, ids = llama(), hfgen.PrefixCache(), tokens(15)[None]
+    model.generate(ids, prefix_cache=prefixes, **GREEDY)
+
+    def shift(module: Any, args: Any, out: Tensor) -> Tensor:
+        return out + out.mean(dim=1, keepdim=True) * (out.shape[1] > 1)
+
+    with model.model.layers[0].register_forward_hook(shift):
+        for _ in range(2):
+            assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 0
+    (reason,) = prefixes.stats.bypassed
+    assert "hooks would not see" in reason
     assert check_same(model, prefixes, input_ids=ids, **GREEDY) == 14
 
 
@@ -1291,7 +1302,7 @@ def test_threads_that_save_to_one_path(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_files_of_models_with_hooks(tmp_path: Path) -> None:
     model, prefixes = llama(), hfgen.PrefixCache()
-    add_hook(model)
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out * 1.5)
     model.generate(tokens(9)[None], prefix_cache=prefixes, **GREEDY)
     with pytest.raises(ValueError, match="forward hooks"):
         prefixes.save(tmp_path / "file", model)

@@ -31,6 +31,7 @@ from .layer_graphs import (
     forward_layer,
     stand_ins,
 )
+from .views import HOOKS
 
 #: What ``torch.compile`` compiles with.
 BACKEND = "inductor"
@@ -44,8 +45,7 @@ MOST_GRAPHS = 32
 NUMBERS = r"L\['hfgen_layer'\].*\.layer_idx"
 #: Older ones know no patterns like ``NUMBERS``: each layer would have a graph of its own.
 OLDEST_TORCH = "2.8"
-#: Where a module keeps its hooks, and those of all modules.
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+#: Hooks of all modules.
 OF_ALL = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
 
 _names = itertools.count()

@@ -17,7 +17,9 @@ from transformers import Cache, GenerationConfig
 from transformers import GenerationMixin as UpstreamMixin
 from transformers.utils import ModelOutput
 
+from .. import families
 from ..families import parameters
+from ..memory.caches import layers
 from ..state.call import ModelKwargs
 from ..state.run import Run
 from . import shared_prompt
@@ -86,7 +88,12 @@ class Executor:
         if "logits_to_keep" in model_inputs:
             model_inputs["logits_to_keep"] = n_new + 1
         execute = run.model if is_first else self.call
-        return execute(**model_inputs | overrides)
+        cache = model_inputs.get("past_key_values")
+        before = layers.n_keys(cache)
+        outputs = execute(**model_inputs | overrides)
+        of_images = families.layers_of_images(run.model)
+        layers.check_growth(cache, before, n_new + 1 if n_fed is None else n_fed, of_images)
+        return outputs
 
 
 def next_token(

@@ -9,6 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from .row_states import is_of
+
+#: Where a module keeps its forward hooks.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
 #: Attributes that are bound to their module, and made anew where they are missing.
 COMPILED = ("_compiled_call", "_last_compile_config", "_compiled_call_impl")
 
@@ -27,6 +32,20 @@ def view_of(module: Any) -> Any:
             view.__dict__[key] = bound = partial(value.func, *args, **value.keywords)
             bound.__dict__.update(vars(value))
     view._modules = dict(module._modules)
+    return view
+
+
+def without_own_hooks(module: Any) -> Any:
+    """A view of ``module`` and of all its parts without forward hooks of no library that is known.
+
+    What code leaves on the parts of the view does not reach the module.
+    """
+    view = view_of(module)
+    for name in HOOKS:
+        hooks = vars(module)[name]
+        view.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if is_of(hook))
+    for name, part in module._modules.items():
+        view._modules[name] = None if part is None else without_own_hooks(part)
     return view
 
 

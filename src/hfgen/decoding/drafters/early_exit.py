@@ -11,7 +11,8 @@ import torch
 from transformers import GenerationConfig
 
 from ...running.ranks import RankError
-from ...running.views import view_of
+from ...running.row_states import has_own_hooks
+from ...running.views import view_of, without_own_hooks
 from ...state.call import ModelKwargs
 from ...state.run import Run
 from .assistant import Assistant
@@ -61,8 +62,11 @@ class EarlyExit(Assistant):
 def first_layers(model: Any, n_layers: int) -> Any:
     """A view of ``model`` whose decoder has ``n_layers`` layers; the model itself is not touched.
 
-    The modules from the model down to the list of layers and their configs are copied, all else shared.
+    The modules from the model down to the list of layers and their configs are copied, all else shared. Hooks
+    of no library that is known are left out.
     """
+    if has_own_hooks(model):  # which would see drafts of a cache that is not the model's
+        model = without_own_hooks(model)
     decoder, owner, name = decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is owner)
     configs: dict = {}  # of `deepcopy`: modules that share a config share its copy

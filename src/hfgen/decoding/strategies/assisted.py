@@ -39,6 +39,7 @@ from ... import families
 from ...memory.caches import layers
 from ...memory.caches.layers import roll_back
 from ...running import Executor, prefill, ranks, shared_prompt
+from ...running.row_states import has_own_hooks
 from ...state.call import Call
 from ...state.run import Run, Speculation, Step
 from .. import outputs
@@ -128,7 +129,10 @@ class Assisted:
         mask = run.model_kwargs.get(name)
         masks_a_row = mask is not None and mask.ndim == 2 and not (mask != 0).any(dim=1).all()
         is_shifted = self.position_pad is not None and bool((run.ids == self.position_pad).any())
-        if not (is_shared or is_alone or masks_a_row or is_shifted or run.synced_gpus):
+        # A hook may drop keys of the prompt, and is not to see drafts among its tokens.
+        is_watched = has_own_hooks(run.model)
+        alone = is_shared, is_alone, masks_a_row, is_shifted, is_watched, run.synced_gpus
+        if not any(alone):
             return None
         self.is_first = False
         self.stats.forwards += 1

@@ -18,7 +18,14 @@ from transformers.utils import ModelOutput
 from ... import families
 from ...memory.batch import Batch, map_outputs
 from ...memory.caches.growing import GrowableTensor
-from ...memory.caches.layers import layers_of, newest_column, recording, roll_back
+from ...memory.caches.layers import (
+    check_growth,
+    layers_of,
+    n_keys,
+    newest_column,
+    recording,
+    roll_back,
+)
 from ...state.run import Run, Step
 from .sample import Sample
 
@@ -144,7 +151,7 @@ class Contrastive(Sample):
             batch.repeat(k)
             run.model_kwargs, self.n_expanded = batch.model_kwargs, k
         ids = run.ids.repeat_interleave(k, dim=0)
-        outputs = self.executor.forward(run, torch.cat([ids, tokens.reshape(-1, 1)], dim=1))
+        outputs = self.forward_candidates(run, torch.cat([ids, tokens.reshape(-1, 1)], dim=1))
         best = self.best(probabilities, _last_hidden(run, outputs)[:, -1].view(rows, k, -1))
         chosen = best + torch.arange(rows, device=best.device) * k
         _let_rows_agree(run.model_kwargs[self.cache_name], chosen.repeat_interleave(k))
@@ -160,7 +167,7 @@ class Contrastive(Sample):
         probabilities, tokens = self.candidates
         cache, hidden = run.model_kwargs[self.cache_name], []
         for candidate in tokens.split(1, dim=1):
-            outputs = self.executor.forward(run, torch.cat([run.ids, candidate], dim=1))
+            outputs = self.forward_candidates(run, torch.cat([run.ids, candidate], dim=1))
             newest = _last_hidden(run, outputs)[:, -1]
             hidden.append(newest.clone() if self.executor.overwrites else newest)
             roll_back(cache, 1)
@@ -168,6 +175,14 @@ class Contrastive(Sample):
         chosen = tokens.gather(1, best[:, None])
         self.chosen = self.executor.forward(run, torch.cat([run.ids, chosen], dim=1))
         return chosen.squeeze(1)
+
+    def forward_candidates(self, run: Run, ids: torch.Tensor) -> ModelOutput:
+        """Forward the last of ``ids (rows, length)``, which the cache has to keep until one is chosen."""
+        cache = run.model_kwargs[self.cache_name]
+        before = n_keys(cache)
+        outputs = self.executor.forward(run, ids)
+        check_growth(cache, before, 1, families.layers_of_images(run.model))
+        return outputs
 
     def best(self, probabilities: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Which of the candidates ``(rows, k)`` is worth most; it joins the context: ``(rows,)``."""

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 )
 
 from ... import families
-from .dynamic import GrowingLayer, upstream_kind
+from .dynamic import KINDS, GrowingLayer, upstream_kind
 from .static_layers import SlicedStaticLayer
 
 PACKAGE = __name__.partition(".")[0]
@@ -191,6 +191,39 @@ def recording(cache: Any) -> Iterator[None]:
         for layer in layers_of(cache):
             if _recorder(layer) is not None:
                 del layer.update
+
+
+def n_keys(cache: Any) -> list[int]:
+    """How many tokens each layer holds keys of; 0 if it is empty, or drops or rewrites keys by itself."""
+    return [
+        int(layer.keys.shape[-2])
+        if upstream_kind(layer) in KINDS
+        and layer.is_initialized
+        and (not layer.is_sliding or layer.record_past)
+        else 0
+        for layer in layers_of(cache)
+    ]
+
+
+def check_growth(
+    cache: Any, before: Sequence[int], n_tokens: int, of_images: Sequence[int] = ()
+) -> None:
+    """Raise ``ValueError`` if ``n_tokens`` new tokens cannot be rolled back: layers had ``before`` keys.
+
+    Layers have to keep all new keys, and have the same length; those ``of_images`` may stay as they are.
+    """
+    layers = layers_of(cache)
+    first = next((layer for layer in layers if isinstance(layer, DynamicLayer)), None)
+    for index, (old, new) in enumerate(zip(before, n_keys(cache), strict=False)):
+        is_short = 0 < new < old + n_tokens
+        is_uneven = 0 < old < new and layers[index].get_seq_length() != first.get_seq_length()
+        if (is_short or is_uneven) and index not in of_images:
+            raise ValueError(
+                f"Layer {index} of the cache had keys of {old} tokens, was fed {n_tokens}, and has {new}"
+                + (", another number than the first" if is_uneven else "")
+                + ": code outside of hfgen, such as a forward hook, drops keys. Drafts and candidates cannot "
+                "be taken back out of such a cache: decode without them."
+            )
 
 
 def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:

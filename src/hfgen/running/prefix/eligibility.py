@@ -13,6 +13,7 @@ from ...memory.caches import cache_kind
 from ...memory.caches.dynamic import GrowingCache, upstream_kind
 from ...state.call import Call, ModelKwargs, Prompt
 from ...state.run import Run
+from ..row_states import has_own_hooks
 
 #: Inputs whose influence on a token's keys and values is known.
 KNOWN = ("attention_mask", "input_ids", "logits_to_keep", "position_ids", "use_cache")
@@ -101,6 +102,8 @@ def of_model(model: Any) -> Reason | None:
     for name in PER_ROW:
         if any(name in getattr(hook, "keywords", ()) for hook in hooks):
             return Reason(f"`{name}` gives rows adapters of their own")
+    if has_own_hooks(model):
+        return Reason("forward hooks would not see the stored part of a prompt", is_choice=False)
     if families.keeps_other_state(model):
         return Reason(f"{type(model).__name__} keeps states elsewhere", is_choice=False)
     text = model.config.get_text_config(decoder=True)
