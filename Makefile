@@ -53,6 +53,9 @@ $(VENV)-clients/installed: pyproject.toml constraints.txt
 	@# It declares older versions of rich and jiter than those that it runs with here.
 	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --no-deps instructor docstring-parser
+	@# It declares transformers before 5.3.
+	@$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --no-deps kvpress cachetools fire termcolor
 	@touch $@
 
 check: $(VENV)/installed ## Check format, lint and types.

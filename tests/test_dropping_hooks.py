@@ -103,6 +103,14 @@ def test_drafts_are_refused_if_their_keys_are_dropped(drafts: str) -> None:
         decode(hfgen.mix_into(build()), ALWAYS, ids, **DRAFTS[drafts]())
 
 
+def test_sampled_drafts_are_refused_behind_a_prompt_that_lost_keys() -> None:
+    """Speculative sampling draws as transformers does, from the first forward with drafts on."""
+    ids = tiny.prompt(1, length=12).repeat(1, 2)
+    options = {"assistant_model": build(), "do_sample": True}
+    with pytest.raises(ValueError, match=r"was fed \d+, and has \d+: .* hook, drops keys"):
+        decode(hfgen.mix_into(build()), OF_PROMPTS, ids, **options)
+
+
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_candidates_behind_a_prompt_that_lost_keys(low_memory: bool) -> None:
     ids = tiny.prompt(2, length=24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -62,15 +63,17 @@ class Streamer:
 def counted(model: Any) -> Iterator[list[int]]:
     """The lengths of what the model forwards within."""
     lengths: list[int] = []
+    forward = type(model).forward
 
-    def count(module: Any, arguments: Any, kwargs: Any) -> None:
-        lengths.append(kwargs["input_ids"].shape[1])
+    @functools.wraps(forward)
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is model:
+            lengths.append(kwargs["input_ids"].shape[1])
+        return forward(self, *args, **kwargs)
 
-    handle = model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", counting)
         yield lengths
-    finally:
-        handle.remove()
 
 
 def observed(model: Any, **kwargs: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Executor:
         before = layers.n_keys(cache)
         outputs = execute(**model_inputs | overrides)
         of_images = families.layers_of_images(run.model)
-        layers.check_growth(cache, before, n_new + 1 if n_fed is None else n_fed, of_images)
+        layers.check_growth(cache, before, ids.shape[1] if n_fed is None else n_fed, of_images)
         return outputs
 
 

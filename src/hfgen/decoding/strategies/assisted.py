@@ -97,6 +97,8 @@ class Assisted:
         else:
             self.verification = GreedyMatch(weight)
         self.plain = PlainMatch(run) if is_plain(run, self.verification) else None
+        #: Whether the tokens do not depend on what is drafted.
+        self.is_free_of_drafts = run.row_choice is not None or not (config.do_sample or weight)
         #: Arguments of the model's forward that the drafter asks for.
         self.overrides = self.drafter.forward_arguments
         self.executor = Executor(run, may_record=True)
@@ -129,8 +131,9 @@ class Assisted:
         mask = run.model_kwargs.get(name)
         masks_a_row = mask is not None and mask.ndim == 2 and not (mask != 0).any(dim=1).all()
         is_shifted = self.position_pad is not None and bool((run.ids == self.position_pad).any())
-        # A hook may drop keys of the prompt, and is not to see drafts among its tokens.
-        is_watched = has_own_hooks(run.model)
+        # A hook may drop keys of the prompt, and should not see drafts among its tokens; an ensemble and
+        # speculative sampling choose other tokens without these drafts.
+        is_watched = self.is_free_of_drafts and has_own_hooks(run.model)
         alone = is_shared, is_alone, masks_a_row, is_shifted, is_watched, run.synced_gpus
         if not any(alone):
             return None
