@@ -172,6 +172,19 @@ def test_embeddings_are_prefilled_in_chunks(with_ids):
     assert theirs is None or not torch.equal(theirs, whole)
 
 
+def test_guidance_on_an_encoder_decoder():
+    (upstream, model), ids = both(tiny.t5), tiny.prompt(2)
+    options = {
+        "guidance_scale": 2.0,
+        "negative_prompt_ids": tiny.prompt(2, seed=1),
+        "max_new_tokens": 5,
+    }
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        upstream.generate(ids, **options)
+    guided = model.generate(ids, **options)
+    assert not torch.equal(guided, model.generate(ids, max_new_tokens=5))
+
+
 def test_guidance_away_from_a_negative_prompt_with_beams():
     (upstream, model), ids = both(), tiny.prompt(2)
     negative = tiny.prompt(2, length=4, seed=1)

@@ -10,8 +10,6 @@ import pytest
 import torch
 import transformers
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     ClassifierFreeGuidanceLogitsProcessor,
     GenerationConfig,
     LogitsProcessor,
@@ -22,7 +20,7 @@ from transformers import (
 import hfgen
 from hfgen.logits import processors
 from hfgen.logits.processors import LogitsProcessorList
-from hfgen.logits.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from hfgen.logits.processors.guidance import EncoderDecoderGuidance
 from hfgen.logits.processors.lists import public_type
 from hfgen.logits.processors.repetition import RepetitionPenaltyLogitsProcessor
 from tests import tiny
@@ -435,31 +433,113 @@ def test_guidance_with_a_negative_prompt_of_another_batch() -> None:
         processor(torch.zeros(3, 1, dtype=torch.long), torch.zeros(3, 2))
 
 
-@torch.no_grad()
-def test_guidance_on_an_encoder_decoder_is_upstreams() -> None:
-    config = BartConfig(
-        vocab_size=20,
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        max_position_embeddings=16,
-    )
+@pytest.fixture(scope="module")
+def t5() -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        bart = BartForConditionalGeneration(config).eval()
-    negative = torch.tensor([[3, 4, 5, 1], [6, 7, 1, 2]])
-    kinds = (
-        UnbatchedClassifierFreeGuidanceLogitsProcessor,
-        transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=20, d_model=8, num_layers=1, num_heads=2, d_kv=4, d_ff=8
+            )
+        ).eval()
+
+
+PROMPT = torch.tensor([[3, 4, 5, 1], [6, 7, 1, 0]])
+PROMPT_MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@torch.no_grad()
+def test_encoder_decoder_guidance_by_its_own_prompt_changes_nothing(
+    t5: Any, use_cache: bool
+) -> None:
+    guidance = EncoderDecoderGuidance(3.0, t5, PROMPT, PROMPT_MASK, use_cache=use_cache)
+    steps = [
+        [[0], [0], [0], [0]],
+        [[0, 3], [0, 4], [0, 5], [0, 6]],
+        [[0, 4, 8], [0, 4, 9], [0, 6, 8], [0, 5, 9]],  # the beams have changed places
+        [[0, 4, 8, 2], [0, 4, 9, 2], [0, 6, 8, 3], [0, 5, 9, 3]],
+    ]
+    prompt = PROMPT.repeat_interleave(2, dim=0)
+    mask = PROMPT_MASK.repeat_interleave(2, dim=0)
+    for step in steps:
+        ids = torch.tensor(step)
+        scores = t5(prompt, attention_mask=mask, decoder_input_ids=ids).logits[:, -1]
+        torch.testing.assert_close(guidance(ids, scores), scores.log_softmax(dim=-1))
+
+
+@torch.no_grad()
+def test_encoder_decoder_guidance_defaults_to_the_last_token_that_is_no_pad(t5: Any) -> None:
+    processor = build_for(t5, {"attention_mask": PROMPT_MASK.repeat_interleave(2, dim=0)})
+    ids = torch.zeros(4, 1, dtype=torch.long)
+    scores = torch.arange(80.0).view(4, 20)
+    last = t5(torch.ones(4, 1).long(), decoder_input_ids=ids).logits[:, -1].log_softmax(dim=-1)
+    expected = 2 * (scores.log_softmax(dim=-1) - last) + last
+    torch.testing.assert_close(processor(ids, scores), expected)
+
+
+def build_for(model: Any, model_kwargs: dict[str, Any]) -> LogitsProcessorList:
+    config = GenerationConfig(guidance_scale=2.0)
+    model._merge_criteria_processor_list = lambda defaults, custom: defaults
+    return processors.get_logits_processor(
+        model,
+        config,
+        input_ids_seq_length=1,
+        encoder_input_ids=PROMPT,
+        model_kwargs=model_kwargs,
     )
-    ours, theirs = (kind(3.0, bart, negative) for kind in kinds)
+
+
+@torch.no_grad()
+def test_encoder_decoder_guidance_masks_the_decoder_prompt(t5: Any) -> None:
+    padded, plain = (
+        EncoderDecoderGuidance(2.0, t5, PROMPT[:1], decoder_attention_mask=mask)
+        for mask in (torch.tensor([[0, 1]]), None)
+    )
+    ids, scores = torch.tensor([[9, 0]]), torch.zeros(1, 20)
+    changed = torch.tensor([[8, 0]])
+    torch.testing.assert_close(padded(ids, scores), padded(changed, scores))
+    assert not torch.allclose(plain(ids, scores), plain(changed, scores))
+
+
+def test_encoder_decoder_guidance_needs_something_to_encode(t5: Any) -> None:
+    with pytest.raises(ValueError, match=r"guidance_scale.*negative_prompt_ids.*T5"):
+        EncoderDecoderGuidance(2.0, t5)(torch.zeros(1, 1).long(), torch.zeros(1, 20))
+
+
+@torch.no_grad()
+def test_encoder_decoder_guidance_stays_upstreams_where_that_works() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        bart = transformers.BartForConditionalGeneration(
+            transformers.BartConfig(
+                vocab_size=20,
+                d_model=8,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=8,
+                decoder_ffn_dim=8,
+                max_position_embeddings=16,
+            )
+        ).eval()
+    ours = EncoderDecoderGuidance(3.0, bart, PROMPT)
+    theirs = transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor(3.0, bart, PROMPT)
+    padded = EncoderDecoderGuidance(3.0, bart, PROMPT, PROMPT_MASK)
+    ours_uncached, theirs_uncached = (
+        kind(3.0, bart, PROMPT, PROMPT_MASK, use_cache=False)
+        for kind in (
+            EncoderDecoderGuidance,
+            transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+        )
+    )
     for step in ([[2], [2]], [[2, 5], [2, 6]], [[2, 5, 9], [2, 6, 9]]):
         ids, scores = torch.tensor(step), torch.arange(40.0).view(2, 20)
         assert torch.equal(ours(ids, scores), theirs(ids, scores))
+        assert torch.equal(ours_uncached(ids, scores), theirs_uncached(ids, scores))
+        scores = bart(PROMPT, attention_mask=PROMPT_MASK, decoder_input_ids=ids).logits[:, -1]
+        torch.testing.assert_close(padded(ids, scores), scores.log_softmax(dim=-1))
 
 
 # The list

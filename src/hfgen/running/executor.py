@@ -220,7 +220,7 @@ def prefill(
 
 
 def call(model: Any, **inputs: Any) -> ModelOutput:
-    """Forward ``inputs`` as they are, beside the loop."""
+    """Forward ``inputs`` as they are: guidance's second branch, which decodes beside the loop."""
     return model(**inputs, return_dict=True)
 
 

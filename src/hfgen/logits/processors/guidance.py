@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from transformers.generation import logits_process as upstream
+from transformers.modeling_outputs import BaseModelOutput
 
+from ... import running as execution
 from ...running.ranks import Ranks, announce, of_config
 from .columns import expand
 from .context import Context
@@ -18,10 +20,9 @@ from .context import Context
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(
     upstream.UnbatchedClassifierFreeGuidanceLogitsProcessor
 ):
-    """Guidance; all beams of a prompt use its negative prompt.
+    """Guidance for decoder-only models; all beams of a prompt use its negative prompt.
 
-    ``guidance_scale`` may be a column ``(prompts, 1)``, in which 1 leaves a row as it is. An encoder-decoder
-    gets the negative prompt without decoder ids, as in transformers: BART derives these from it, T5 raises.
+    ``guidance_scale`` may be a column ``(prompts, 1)``, in which 1 leaves a row as it is.
     """
 
     #: The processes that take part in each forward, if parameters are sharded.
@@ -47,18 +48,115 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
         return super().get_unconditional_logits(input_ids)
 
 
+class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
+    """Guidance for encoder-decoders.
+
+    transformers gives the negative prompt to the model without decoder ids. Where models derive these from
+    the encoder's ids (BART, mBART), the same is done here, for equal tokens. Where that raises, or would
+    for a padded negative prompt, the encoder reads that prompt and the decoder the tokens so far.
+    """
+
+    def __init__(
+        self,
+        guidance_scale: float,
+        model: Any,
+        unconditional_ids: torch.Tensor | None = None,
+        unconditional_attention_mask: torch.Tensor | None = None,
+        use_cache: bool = True,
+        default_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(
+            guidance_scale, model, unconditional_ids, unconditional_attention_mask, use_cache
+        )
+        self.encoder_ids = default_ids if unconditional_ids is None else unconditional_ids
+        self.encoder_mask = None if unconditional_ids is None else unconditional_attention_mask
+        self.decoder_mask, self.use_cache = decoder_attention_mask, use_cache
+        #: Arguments of the decoder besides ids, once the negative prompt was encoded.
+        self.encoded: dict[str, Any] | None = None
+        #: The decoder's cache, and the ids that it holds.
+        self.past: Any = None
+        self.cached_ids: Any = None
+
+    def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``(rows, n, vocab)``; raises ``ValueError`` without a prompt for the encoder."""
+        if self.encoded is None:
+            first_pass, mask = self.unconditional_context["first_pass"], self.encoder_mask
+            # The second token would fail: its mask covers more ids than the encoder is given.
+            fails = first_pass and self.use_cache and mask is not None and bool((mask == 0).any())
+            try:
+                if not fails:
+                    return super().get_unconditional_logits(input_ids)
+            except (RuntimeError, TypeError, ValueError):
+                if not first_pass:
+                    raise
+            self.encoded = self._encode(len(input_ids))
+        return self._decode(input_ids, self.encoded)
+
+    def _encode(self, rows: int) -> dict[str, Any]:
+        """The decoder's arguments for the negative prompt, for ``rows`` sequences."""
+        ids, mask = self.encoder_ids, self.encoder_mask
+        if ids is None:
+            raise ValueError(
+                f"`guidance_scale` (={self.guidance_scale}) needs `negative_prompt_ids` here: the "
+                f"input of {type(self.model).__name__} is not token ids, so there is no default."
+            )
+        mask = torch.ones_like(ids) if mask is None else mask
+        encoder = self.model.get_encoder()
+        states = encoder(ids, attention_mask=mask, return_dict=True).last_hidden_state
+        outputs = BaseModelOutput(last_hidden_state=_expand(states, rows))
+        return {"encoder_outputs": outputs, "attention_mask": _expand(mask, rows)}
+
+    def _decode(self, input_ids: torch.Tensor, encoded: dict[str, Any]) -> torch.Tensor:
+        """Logits ``(rows, n, vocab)`` of the ``input_ids`` behind the cache; of all if beams were reordered."""
+        length, n_cached = input_ids.shape[1], 0
+        if self.past is not None and self.cached_ids.shape[1] < length:
+            n_cached = self.cached_ids.shape[1]
+            if not self.cached_ids.equal(input_ids[:, :n_cached]):
+                n_cached = 0
+        if (mask := self.decoder_mask) is not None:
+            mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+            encoded = encoded | {"decoder_attention_mask": mask}
+        outputs = execution.call(
+            self.model,
+            decoder_input_ids=input_ids[:, n_cached:],
+            past_key_values=self.past if n_cached else None,
+            use_cache=self.use_cache,
+            **encoded,
+        )
+        self.past, self.cached_ids = outputs.get("past_key_values"), input_ids.clone()
+        return outputs.logits
+
+
 def guidance(scale: Any, context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor:
-    processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(
+    branch = {
+        "unconditional_ids": context.negative_prompt_ids,
+        "unconditional_attention_mask": context.negative_prompt_attention_mask,
+        "use_cache": context.config.use_cache,
+    }
+    if not context.is_encoder_decoder:
+        processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, context.model, **branch)
+        ranks = of_config(context.config)
+        if ranks is not None and ranks.forwards_beside(context.model, is_own=True):
+            processor.ranks = ranks
+        return processor
+    return EncoderDecoderGuidance(
         scale,
         context.model,
-        unconditional_ids=context.negative_prompt_ids,
-        unconditional_attention_mask=context.negative_prompt_attention_mask,
-        use_cache=context.config.use_cache,
+        **branch,
+        default_ids=_last_encoder_token(context),
+        decoder_attention_mask=context.model_kwargs.get("decoder_attention_mask"),
     )
-    ranks = of_config(context.config)
-    if ranks is not None and ranks.forwards_beside(context.model, is_own=True):
-        processor.ranks = ranks
-    return processor
+
+
+def _last_encoder_token(context: Context) -> torch.Tensor | None:
+    """The last token ``(rows, 1)`` that the encoder attends to: the default negative prompt."""
+    ids, mask = context.encoder_ids, context.model_kwargs.get("attention_mask")
+    if ids is None or mask is None:
+        return None if ids is None else ids[:, -1:]
+    mask = mask[:: len(mask) // len(ids)]  # the mask is expanded to beams, the input is not
+    positions = torch.arange(ids.shape[1], device=ids.device)
+    return ids.gather(1, (positions * (mask != 0)).argmax(dim=1, keepdim=True))
 
 
 def _expand(tensor: torch.Tensor, rows: int) -> torch.Tensor:

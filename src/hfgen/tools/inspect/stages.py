@@ -29,6 +29,7 @@ NAMES = {
     "no bad words": "bad words",
     "quadratic smoothing": "smoothing",
     "unbatched classifier free guidance": "guidance",
+    "encoder decoder guidance": "guidance",
 }
 
 #: Attributes that say nothing about what was asked for.
