@@ -275,38 +275,6 @@ def test_each_prompt_gets_what_it_asked_for(llama: Any) -> None:
     assert [{len(e.top) for e in found[row] if e is not None} for row in (0, 2)] == [{2}, {0}]
 
 
-@pytest.mark.parametrize("start", [None, 0, 2])
-@pytest.mark.parametrize("ids", [[3, 50], [[4], [5, 6, 7], []], torch.tensor([[4, 5], [6, -1]])])
-def test_ids_that_are_named_for_each_position(llama: Any, ids: Any, start: int | None) -> None:
-    inputs = padded()
-    logprobs = forwarded(llama, **inputs)
-    options: dict[str, Any] = {"prompt_logprob_token_ids": ids, "max_new_tokens": 2}
-    options |= {"prompt_logprob_start": start, "prompt_logprobs": 1 if start else None}
-    found = decode(llama, inputs, **options).prompt_logprobs
-    lists = ids.tolist() if isinstance(ids, Tensor) else ids
-    for row, entries in enumerate(found):
-        n_pads = int((inputs["attention_mask"][row] == 0).sum())
-        assert entries[: n_pads + 1] == [None] * (n_pads + 1)
-        for place, entry in enumerate(entries[n_pads + 1 :]):
-            position = place - (start or 0)
-            named = lists if isinstance(lists[0], int) else dict(enumerate(lists)).get(position, [])
-            named = [] if position < 0 else [token for token in named if token >= 0]
-            before = logprobs[row, n_pads + place]
-            assert [token for token, _ in entry.asked] == named
-            values = [value for _, value in entry.asked]
-            assert values == pytest.approx(before[named].tolist(), abs=1e-5)
-    with pytest.raises(ValueError, match="`prompt_logprob_token_ids` has 9 lists"):
-        decode(llama, inputs, prompt_logprob_token_ids=[[1]] * 9)
-
-
-def test_prompts_name_ids_of_their_own(llama: Any) -> None:
-    options: dict[str, Any] = {"prompt_logprob_token_ids": [[[3]], None, [[4, 5], [6]]]}
-    found = decode(llama, padded(), max_new_tokens=1, **options).prompt_logprobs
-    assert [token for token, _ in found[0][1].asked] == [3]
-    assert found[1] is None
-    assert [token for token, _ in found[2][1].asked] == [4, 5]
-
-
 def test_half_precision_is_measured_in_full(llama: Any) -> None:
     model = hfgen.mix_into(tiny.llama().bfloat16())
     found = decode(model, {"input_ids": tiny.prompt(2)}, max_new_tokens=1, prompt_logprobs=-1)

@@ -35,8 +35,6 @@ TAKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "min_tokens": (2, {"min_tokens": 2}),
     "logprobs": (4, {"logprobs": 4}),
     "prompt_logprobs": (2, {"prompt_logprobs": 2}),
-    "prompt_logprob_token_ids": ([[1], [2]], {"prompt_logprob_token_ids": [[1], [2]]}),
-    "prompt_logprob_start": (3, {"prompt_logprob_start": 3}),
     "logprob_token_ids": ([1, 2], {"logprob_token_ids": [1, 2]}),
     "skip_special_tokens": (False, {"skip_special_tokens": False}),
     "include_stop_str_in_output": (True, {"include_stop_str_in_output": True}),

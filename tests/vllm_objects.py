@@ -24,7 +24,6 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"stop": "ab", "include_stop_str_in_output": True, "min_tokens": 2, "max_tokens": 9},
     {"logprobs": 4, "prompt_logprobs": 2, "flat_logprobs": True, "skip_special_tokens": False},
     {"logprobs": True, "prompt_logprobs": True, "extra_args": {}, "skip_clone": True},
-    {"prompt_logprob_token_ids": [[1, 2], [3, -1]], "prompt_logprob_start": 1},
     {"logprob_token_ids": [1, 2], "skip_reading_prefix_cache": True},
     {"structured_outputs": {"json": {"type": "object"}, "disable_any_whitespace": True}},
     {"structured_outputs": {"json_object": True}},

@@ -55,8 +55,7 @@ NOT_BATCHED = (
 
 #: Fields of which a tensor of ids has nothing.
 NOT_IDS = (
-    "logprobs logprob_token_ids prompt_logprobs prompt_logprob_token_ids logprobs_support "
-    "output_speculation output_metrics"
+    "logprobs logprob_token_ids prompt_logprobs logprobs_support output_speculation output_metrics"
 ).split()
 
 

@@ -82,7 +82,7 @@ def begin(run: Run) -> Recording:
     run.observers = [recording]
     if run.config.return_dict_in_generate:
         run.observers.append(Results(run))
-        if run.asks_for("prompt_logprobs", "prompt_logprob_token_ids"):
+        if run.asks_for("prompt_logprobs"):
             run.observers.append(PromptRecorder(run))
         has_support = getattr(run.config, "logprobs_support", None)
         if has_support or run.asks_for("logprobs", "logprob_token_ids"):

@@ -38,7 +38,6 @@ from .kinds import (
     STRINGS,
     TOKEN,
     TOKEN_LIST,
-    TOKEN_TABLE,
     TOKENS,
     WATERMARK,
     WORDS,
@@ -219,8 +218,6 @@ PER_ROW: dict[str, Field] = {
     "logprobs": Field(SIZE, N_BEST, is_own=True),
     "logprob_token_ids": Field(TOKEN_LIST, outside=ValueError, is_own=True),
     "prompt_logprobs": Field(SIZE, N_BEST, is_own=True),
-    "prompt_logprob_token_ids": Field(TOKEN_TABLE, outside=ValueError, is_own=True),
-    "prompt_logprob_start": Field(SIZE, INT64, is_own=True),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.

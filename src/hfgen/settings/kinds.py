@@ -75,10 +75,6 @@ def _is_token_list(value: Any) -> bool:
     return is_collection and all(map(_is_token, value))
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 2
-
-
 def _is_tokens(value: Any) -> bool:
     return _is_token(value) or _is_token_list(value)
 
@@ -193,15 +189,6 @@ FLOAT = Kind("a number", is_number, float, "a number", False, (float,))
 TOKEN = Kind("a token id", _is_token, int, "an integer", False, (int,))
 TOKENS = Kind("a token id or a list of them", _is_tokens, _plain_tokens, plain_types=(int,))
 TOKEN_LIST = Kind("a list of token ids", _is_token_list, _plain_tokens)
-TOKEN_TABLE = Kind(
-    "a list of token ids, or a list of such lists, one for each position",
-    lambda value: _is_token_list(value) or (_is_list(value) and all(map(_is_token_list, value))),
-    lambda value: (
-        _plain_tokens(value)
-        if _is_token_list(value)
-        else [[int(token) for token in ids if token >= 0] for ids in value]  # -1 fills arrays
-    ),
-)
 STRINGS = Kind("a non-empty string of Unicode or a list of them", _is_strings)
 MARKER = Kind(
     "a non-empty string of Unicode or a non-empty list of token ids",

@@ -117,8 +117,8 @@ PARAMS: dict[str, Param] = {
     "min_tokens": Param(0, lambda value: {"min_tokens": value} if value else {}),
     "logprobs": Param(None, _count("logprobs")),
     "prompt_logprobs": Param(None, _count("prompt_logprobs")),
-    "prompt_logprob_token_ids": Param(None, _named("prompt_logprob_token_ids")),
-    "prompt_logprob_start": Param(None, _named("prompt_logprob_start")),
+    "prompt_logprob_token_ids": Param(None, reason="`prompt_logprobs=-1` has all tokens"),
+    "prompt_logprob_start": Param(None, reason="`prompt_logprobs` begin at the second token"),
     "logprob_token_ids": Param(None, _named("logprob_token_ids")),
     "flat_logprobs": Param(False),  # `output.logprobs` always has flat tensors
     "detokenize": Param(True),  # texts are returned only if `generate` gets a `tokenizer`

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from ...running.prompt_logits import Body, PromptLogits
 from ...state.run import Run, Step, Strategy
 from .result import Logprobs, Measures, measure
-from .settings import Asked, Settings, ids_at, mode_of
+from .settings import Asked, Settings, mode_of
 
 
 class PromptRecorder:
@@ -22,8 +22,8 @@ class PromptRecorder:
 
     def __init__(self, run: Run) -> None:
         self.prompt = PromptLogits(run)
-        asked = [Asked.of_prompt(config) for config in run.configs]
-        self.settings, self.configs = Settings(asked, mode_of(run.config)), run.configs
+        counts = [getattr(config, "prompt_logprobs", None) for config in run.configs]
+        self.settings = Settings([Asked(n_top) for n_top in counts], mode_of(run.config))
         run.body = Body.of_prefill(run)
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
@@ -43,19 +43,17 @@ class PromptRecorder:
 
         Raises ``ValueError`` for a model that does not predict each token from those before.
         """
-        ids, vocab, start, asked = self.prompt.ids, 0, 0, self.asked_ids()
+        ids, vocab, start = self.prompt.ids, 0, 0
         measures: list[Measures] = []
         for logits in self.prompt.of(body):
             n, vocab = logits.shape[1:]
             tokens = ids[:, start + 1 : start + 1 + n].to(logits.device)
-            of_tokens = asked[:, start + 1 : start + 1 + n].to(logits.device)
             start += n
             logits = logits[:, : tokens.shape[1]]
             flat = measure(
                 logits.flatten(0, 1).float(),
                 tokens.clamp(0, vocab - 1).flatten(),  # some are outside of the vocabulary
                 self.settings,
-                of_tokens.clamp(min=0).flatten(0, 1),
             )
             measures.append(Measures(*(column.unflatten(0, tokens.shape) for column in flat)))
             del logits  # before the next ones are computed
@@ -73,19 +71,4 @@ class PromptRecorder:
         )
         # One more position in front, for the first token.
         padded = (pad(column, (*(0, 0) * (column.ndim - 2), 1, 0)) for column in columns)
-        return Logprobs.of(ids, is_token, Measures(*padded), asked, self.settings, is_prompt=True)
-
-    def asked_ids(self) -> Tensor:
-        """``(prompts, length, m)``: ids to score at each token, padded with -1."""
-        ids = self.prompt.ids
-        if all(config.prompt_logprob_token_ids is None for config in self.configs):
-            return ids.new_zeros((*ids.shape, 0))
-        n_pads = (self.prompt.is_token.cumsum(dim=1) == 0).sum(dim=1).tolist()
-        each = len(ids) // len(self.configs)
-        rows = [
-            [ids_at(self.configs[row // each], place - pads) for place in range(ids.shape[1])]
-            for row, pads in enumerate(n_pads)
-        ]
-        width = max(len(asked) for row in rows for asked in row)
-        padded = [[asked + [-1] * (width - len(asked)) for asked in row] for row in rows]
-        return torch.tensor(padded, dtype=torch.long, device=ids.device).view(*ids.shape, width)
+        return Logprobs.of(ids, is_token, Measures(*padded), None, self.settings, is_prompt=True)

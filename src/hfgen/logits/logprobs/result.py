@@ -51,8 +51,8 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
     on first access, from tensors on the model's device:
 
     ``token_ids``, ``token_logprobs``, ``ranks``: ``(rows, n)``. ``top_token_ids``, ``top_logprobs``:
-    ``(rows, n, k)`` with the largest ``k`` of any row. ``asked_token_ids (rows, m)``, of prompts ``(rows, n,
-    m)`` and padded with -1; ``asked_logprobs (rows, n, m)``. Where a row has no token, ``is_token (rows, n)``
+    ``(rows, n, k)`` with the largest ``k`` of any row. ``asked_token_ids (rows, m)``,
+    ``asked_logprobs (rows, n, m)``. Where a row has no token, ``is_token (rows, n)``
     is ``False``, values are NaN and ranks 0.
     """
 
@@ -145,10 +145,7 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
             return None
         k = self.top_token_ids.shape[-1]
         k = k if asked.n_top < 0 else min(asked.n_top, k)
-        m, n = len(asked.token_ids), self.token_ids.shape[1]
-        asked_at = [asked.token_ids] * n
-        if self.is_prompt:
-            asked_at, m = self.asked_token_ids[row].tolist(), self.asked_token_ids.shape[-1]
+        m = len(asked.token_ids)
         numbers = (self.is_token[row], self.token_ids[row], self.ranks[row])
         integers = torch.cat([torch.stack(numbers, dim=1), self.top_token_ids[row, :, :k]], dim=1)
         logprobs = (
@@ -162,8 +159,7 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         ):
             if is_token:
                 top = tuple(zip(ids, values[:k], strict=True))
-                pairs = zip(asked_at[place], values[k:], strict=True)
-                asked_pairs = tuple((id_, value) for id_, value in pairs if id_ >= 0)
+                asked_pairs = tuple(zip(asked.token_ids, values[k:], strict=True))
                 support: tuple[int, ...] = ()
                 if self.support is not None:
                     rows_and_tokens, scored_rows = self.support[place]

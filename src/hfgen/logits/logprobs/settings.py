@@ -34,14 +34,6 @@ class Asked:
         has_more = ids is not None or getattr(config, "logprobs_support", None)
         return cls(0 if n_top is None and has_more else n_top, tuple(ids or ()))
 
-    @classmethod
-    def of_prompt(cls, config: Any) -> Asked:
-        """The request for the prompt's tokens, whose ``prompt_logprob_token_ids`` are in ``ids_at``."""
-        n_top, ids = (
-            getattr(config, f"prompt_{n}", None) for n in ("logprobs", "logprob_token_ids")
-        )
-        return cls(0 if n_top is None and ids is not None else n_top)
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -79,18 +71,6 @@ class Settings:
         return ids.repeat_interleave(n_rows // len(ids), dim=0, output_size=n_rows)
 
 
-def ids_at(config: Any, place: int) -> list[int]:
-    """The ids to score as predictions of a prompt's token ``place``, counted from 0.
-
-    The config has one list for all tokens, or one for each.
-    """
-    ids = getattr(config, "prompt_logprob_token_ids", None) or []
-    place -= 1 + (getattr(config, "prompt_logprob_start", None) or 0)  # nothing predicts the first
-    if place < 0 or not ids or not isinstance(ids[0], list):
-        return ids if place >= 0 else []
-    return ids[place] if place < len(ids) else []
-
-
 def mode_of(config: Any) -> str:
     """The mode that a config asks for."""
     return getattr(config, "logprobs_mode", None) or MODES[0]
@@ -98,7 +78,8 @@ def mode_of(config: Any) -> str:
 
 def asks_for_any(config: Any) -> bool:
     """Whether a config asks for log-probabilities, of the prompt or of what follows it."""
-    return any(asked.n_top is not None for asked in (Asked.of(config), Asked.of_prompt(config)))
+    of_prompt = getattr(config, "prompt_logprobs", None)
+    return of_prompt is not None or Asked.of(config).n_top is not None
 
 
 def reads(run: Run, which: str) -> bool:

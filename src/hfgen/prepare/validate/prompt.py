@@ -17,9 +17,8 @@ from ...settings.kinds import tokens_in
 from ...settings.logs import logger
 from ...state.call import Call, Prompt
 
-#: Fields that ask for log-probabilities of the prompt; and all that ask for log-probabilities.
-OF_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids")
-LOGPROBS = ("logprobs", "logprob_token_ids", "logprobs_support", *OF_PROMPT)
+#: Fields that ask for log-probabilities.
+LOGPROBS = ("logprobs", "logprob_token_ids", "logprobs_support", "prompt_logprobs")
 #: Fields with token ids that the vocabulary has to have.
 TOKEN_FIELDS = [(name, row) for name, row in FIELDS.items() if row.outside is not None]
 
@@ -221,16 +220,8 @@ def _check_logprobs(model: Any, call: Call, prompt: Prompt) -> None:
             f"`{min(logprob_fields)}` is an attribute of hfgen's output, but {type(model).__name__}.generate() "
             "returns one of its own. Leave it out."
         )
-    if logprob_fields.isdisjoint(OF_PROMPT):
+    if "prompt_logprobs" not in logprob_fields:
         return
-    for config in call.configs:
-        table, start = config.prompt_logprob_token_ids, config.prompt_logprob_start or 0
-        n_rows = len(table) if table and isinstance(table[0], list) else 0
-        if not model.config.is_encoder_decoder and start + n_rows >= prompt.main_input.shape[1]:
-            raise ValueError(
-                f"`prompt_logprob_token_ids` has {n_rows} lists from `prompt_logprob_start`={start} on, but "
-                f"the prompt has {prompt.main_input.shape[1]} tokens, and nothing predicts the first."
-            )
     cache = families.given_cache(prompt.model_kwargs)
     try:
         is_filled = cache is not None and int(cache.get_seq_length()) > 0

@@ -152,8 +152,6 @@ TOPICS: dict[str, dict[str, str]] = {
         "logprobs": "show log-probabilities and the N best tokens",
         "logprob_token_ids": "show log-probabilities of these tokens too",
         "prompt_logprobs": "show log-probabilities of the prompt too",
-        "prompt_logprob_token_ids": "show these tokens at each place of the prompt",
-        "prompt_logprob_start": "of a list per place: the first one's",
         "logprobs_support": "return the tokens that sampling kept",
         "logprobs_mode": "raw_ or processed_, then logprobs or logits",
         "skip_special_tokens": "leave special tokens out of texts: the default",

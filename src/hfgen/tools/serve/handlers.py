@@ -115,10 +115,9 @@ class Handler:
             raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
         if type(body.get("priority", 0)) is not int:
             raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
-        for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
-            if body.get(name) is not None:
-                advice = "a completion with `echo` and `logprobs` has the prompt's"
-                raise ValueError(f"`{name}` is not supported: {advice}.")
+        if body.get("prompt_logprobs") is not None:
+            advice = "a completion with `echo` and `logprobs` has the prompt's"
+            raise ValueError(f"`prompt_logprobs` is not supported: {advice}.")
         most = self.served.service.engine.scheduler.max_rows
         for name, field in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
             if (n_rows := fields.get(field) or 1) > most:
