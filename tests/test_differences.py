@@ -185,6 +185,23 @@ def test_guidance_on_an_encoder_decoder():
     assert not torch.equal(guided, model.generate(ids, max_new_tokens=5))
 
 
+@pytest.mark.parametrize("build", [tiny.bart, tiny.t5])
+@pytest.mark.parametrize("n_decoder_ids", [0, 5])
+def test_chunks_of_a_decoders_prompt_leave_the_encoders_mask_whole(build, n_decoder_ids):
+    (upstream, model), ids = both(build), tiny.prompt(2)
+    call = {"attention_mask": torch.tensor([[0, 0, *[1] * 5], [1] * 7]), "max_new_tokens": 8}
+    start = torch.full((2, 1), model.config.decoder_start_token_id)
+    prompt = torch.cat([start, tiny.prompt(2, 5, seed=1)[:, :n_decoder_ids]], dim=1)
+    call |= {"decoder_input_ids": prompt, "num_beams": 3}
+    whole = upstream.generate(ids, **call)
+    for size in (1, 2, 4):
+        assert torch.equal(model.generate(ids, prefill_chunk_size=size, **call), whole)
+    theirs = None
+    with contextlib.suppress(RuntimeError):
+        theirs = upstream.generate(ids, prefill_chunk_size=1, **call)
+    assert theirs is None or not torch.equal(theirs, whole)
+
+
 def test_guidance_away_from_a_negative_prompt_with_beams():
     (upstream, model), ids = both(), tiny.prompt(2)
     negative = tiny.prompt(2, length=4, seed=1)

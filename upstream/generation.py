@@ -248,8 +248,23 @@ def ngrams_of_padding() -> None:
 
 
 @defect(
+    RuntimeError,
+    "must match the size",
+    cause="generation/utils.py, _prefill: cuts `attention_mask` to the chunk, which is the encoder's in an encoder-decoder",
+    mend="cut `decoder_attention_mask` there",
+    lines=4,
+)
+def chunks_of_an_encoder_decoder() -> None:
+    """`prefill_chunk_size` works on encoder-decoders with padded inputs"""
+    mask = torch.tensor([[0, 0, *[1] * 5], [1] * 7])
+    call = {"attention_mask": mask, "decoder_input_ids": prompt(2, 5), "max_new_tokens": 4}
+    chunked = bart().generate(prompt(2), prefill_chunk_size=2, **call)
+    assert torch.equal(chunked, bart().generate(prompt(2), **call))
+
+
+@defect(
     ValueError,
-    "decoder_input_ids|input_ids or inputs_embeds",
+    "input_ids or inputs_embeds",
     cause="generation/logits_process.py, UnbatchedClassifierFreeGuidanceLogitsProcessor: passes the decoder's ids to the encoder",
     mend="encode the negative prompt once, and pass ids as `decoder_input_ids`",
     lines=12,

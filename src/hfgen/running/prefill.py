@@ -43,12 +43,15 @@ def prefill_in_chunks(
     encoded = model_kwargs.get("mm_encoder_outputs") if is_first_iteration else None
     media = _media_by_chunk(self, prompt, chunks, encoded or {})
     past = cache.get_seq_length()
+    # `attention_mask` of an encoder-decoder is the encoder's, which is not cut.
+    prefix = "decoder_" if self.config.is_encoder_decoder else ""
+    mask_name, positions_name = prefix + "attention_mask", prefix + "position_ids"
     for index, chunk in enumerate(chunks):
         end = past + chunk.shape[1]
         kwargs = {name: v for name, v in model_kwargs.items() if name != "mm_encoder_outputs"}
-        for name in ("attention_mask", "position_ids", *TOKEN_TYPES):
+        for name in (mask_name, positions_name, *TOKEN_TYPES):
             if (tensor := kwargs.pop(name, None)) is not None:
-                is_cut = name == "position_ids" and tensor.shape[-1] > 1  # one is that of all
+                is_cut = name == positions_name and tensor.shape[-1] > 1  # one is that of all
                 kwargs[name] = tensor[..., past if is_cut else 0 : end]
         if embeds is not None:
             kwargs["inputs_embeds"] = chunk

@@ -213,7 +213,7 @@ def check_growth(
     Layers have to keep all new keys, and have the same length; those ``of_images`` may stay as they are.
     """
     layers = layers_of(cache)
-    first = next((layer for layer in layers if isinstance(layer, DynamicLayer)), None)
+    first: Any = next((layer for layer in layers if isinstance(layer, DynamicLayer)), None)
     for index, (old, new) in enumerate(zip(before, n_keys(cache), strict=False)):
         is_short = 0 < new < old + n_tokens
         is_uneven = 0 < old < new and layers[index].get_seq_length() != first.get_seq_length()
