@@ -266,7 +266,7 @@ def test_an_option_per_field_of_the_table() -> None:
         (["generate", "x", "--n-predict", "1"], ["the nearest is --max-new-tokens"]),
         (["generate", "x", "--n_ctx", "1"], ["no option --n_ctx; --help lists"]),
         (["generate", "x", "--zzzzzz", "1"], ["no option --zzzzzz; --help lists"]),
-        (["generate", "x", "--prompt", "y"], ["--prompt", "the nearest is --prompt-logprob-start"]),
+        (["generate", "x", "--prompt", "y"], ["--prompt", "the nearest is --prompt-logprobs"]),
         (["generate", "x", "--device", "cuda:99"], ["--device cuda:99", "cannot be used here"]),
         (["generate", "x", "--device", "meta"], ["--device meta"]),
         (["chat"], ["needs a model", "--model", "hfgen generate"]),
