@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import hfgen
 from hfgen.decoding.strategies import Sample
-from hfgen.logits.logprobs import Asked, Settings
+from hfgen.logits.logprobs import LogprobRequest, Settings
 from hfgen.logits.logprobs.result import measure
 from tests import tiny
 from tests.markov import Markov
@@ -307,7 +307,7 @@ def test_by_hand() -> None:
 def test_ranks_of_equals() -> None:
     """Those with a higher value count, equals do not."""
     scores = torch.tensor([[1.0, 3.0, 3.0, 2.0, 1.0]]).expand(5, -1)
-    found = measure(scores, torch.arange(5), Settings([Asked(0)]))
+    found = measure(scores, torch.arange(5), Settings([LogprobRequest(0)]))
     assert found.ranks.tolist() == [4, 1, 1, 3, 4]
     total = math.log(2 * math.e + 2 * math.e**3 + math.e**2)
     assert found.logprobs.tolist() == pytest.approx([value - total for value in (1, 3, 3, 2, 1)])

@@ -30,7 +30,7 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
         while unfinished(run):
             if outputs is None:
                 outputs = strategy.forward(run)
-            if run.synced_gpus and run.finished:  # other devices still decode: keep them company
+            if run.synced_gpus and run.finished:  # other devices still decode: forward as often
                 commit(run, outputs)
                 outputs = None
                 continue
@@ -41,7 +41,7 @@ def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
                 if run.ahead is not None and run.ahead.pending_flags is not None:
                     outputs = ahead.forward_ahead(run, strategy)
                 yield step
-            except BaseException as error:  # the others go on to the next forward
+            except BaseException as error:  # the other devices go on to the next forward
                 ranks.end_with(run, strategy, error)
                 raise
 
@@ -69,8 +69,8 @@ def finish(run: Run, strategy: Strategy) -> GenerateOutput | torch.Tensor:
             pass
     except RuntimeError as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        is_ours = frame.f_globals["__name__"].startswith("hfgen.")
-        if is_ours and isinstance(error.__cause__, StopIteration):
+        is_in_hfgen = frame.f_globals["__name__"].startswith("hfgen.")
+        if is_in_hfgen and isinstance(error.__cause__, StopIteration):
             raise error.__cause__ from None  # Python replaces it where a generator raises it
         raise
     return conclude(run, strategy, recording)[1]
@@ -127,9 +127,9 @@ def unfinished(run: Run) -> bool:
 
 
 def commit(run: Run, outputs: ModelOutput, **num_new_tokens: int) -> None:
-    """Take a forward's cache, and one more mask column and position, into ``run.model_kwargs``.
+    """Write a forward's cache, one more mask column and one more position to ``run.model_kwargs``.
 
-    ``num_new_tokens`` is passed by strategies that draft alone: some models' hooks do not take it.
+    Only strategies that draft pass ``num_new_tokens``: some models' hooks do not take it.
     """
     run.model_kwargs = run.model._update_model_kwargs_for_generation(
         outputs, run.model_kwargs, is_encoder_decoder=run.is_encoder_decoder, **num_new_tokens
@@ -139,7 +139,7 @@ def commit(run: Run, outputs: ModelOutput, **num_new_tokens: int) -> None:
 def has_unfinished_sequences(
     self: Any, this_peer_finished: bool, synced_gpus: bool, device: torch.device
 ) -> bool:
-    """The hook behind ``unfinished``: with sync it asks all devices (``ranks.any_unfinished``)."""
+    """The hook behind ``unfinished``; with sync, the answer holds for all devices (``ranks.any_unfinished``)."""
     if not synced_gpus:
         return not this_peer_finished
     return ranks.any_unfinished(self, this_peer_finished, device)

@@ -96,28 +96,28 @@ class InvalidScoresError(ValueError, RuntimeError):
 
 
 class InvalidScores:
-    """At which step the scores of each row were first invalid; of beams, those of each prompt.
+    """The step at which the scores of each row, or of each prompt's beams, were first invalid.
 
-    Such a row is lost: it ends there, and the others go on. ``InvalidScoresError`` is raised where no
-    row is left: at once on the CPU, else when the call has ended.
+    An invalid row ends there, and the others go on. ``InvalidScoresError`` is raised if no valid row is
+    left: at once on the CPU, else at the end of the call.
     """
 
-    #: ``(rows,)``: the step, or -1; ``None`` as long as no scores were looked at on a device.
+    #: ``(rows,)``: the step, or -1; ``None`` while no row is known to be invalid.
     since: torch.Tensor | None = None
 
     def note(self, best: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
-        """Of the rows ``among (rows,)``, or of all, those whose ``best (rows,)`` score is NaN."""
+        """Mark the rows of ``among (rows,)``, or of all, whose ``best (rows,)`` score is NaN."""
         if not best.is_cpu or any(map(math.isnan, best.tolist())):
             self.mark(best.isnan(), step, among)
 
     def mark(self, is_invalid: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
-        """Of the rows ``among (rows,)``, or of all, those that ``is_invalid (rows,)`` tells."""
+        """Mark the rows of ``among (rows,)``, or of all, that are true in ``is_invalid (rows,)``."""
         if is_invalid.is_cpu and not is_invalid.any():
             return
         if self.since is None:
             self.since = torch.full_like(is_invalid, -1, dtype=torch.long)
-        counts = is_invalid if among is None else is_invalid & among
-        self.since = self.since.masked_fill(counts & (self.since < 0), step)
+        newly_invalid = is_invalid if among is None else is_invalid & among
+        self.since = self.since.masked_fill(newly_invalid & (self.since < 0), step)
         if is_invalid.is_cpu:
             self.steps()
 
@@ -126,7 +126,7 @@ class InvalidScores:
     ) -> torch.Tensor:
         """Indices ``(rows, n)`` into ``scores (rows, m)``, as ``torch.multinomial`` draws them by softmax.
 
-        Without replacement. Rows with NaN are noted, as by ``note``; their indices mean nothing.
+        Draws are without replacement. Rows with NaN are marked, as by ``note``; their indices mean nothing.
         """
         if (drawn := draws.draw(scores, n)) is not None:
             return drawn
@@ -141,7 +141,7 @@ class InvalidScores:
         return torch.multinomial(probabilities.masked_fill(totals.isnan()[:, None], 1.0), n)
 
     def steps(self) -> list[int]:
-        """``since`` on the host; empty if no row is lost. Raises if all are."""
+        """``since`` on the host; empty if no row is invalid. Raises ``InvalidScoresError`` if all are."""
         steps = [] if self.since is None else self.since.tolist()
         if steps and min(steps) >= 0:
             first = min(steps)
@@ -149,14 +149,14 @@ class InvalidScores:
         return steps if any(step >= 0 for step in steps) else []
 
     def conclude(self) -> None:
-        """At the end of a call: one warning for the rows that are lost. Raises if all are."""
+        """Warn once, at the end of a call, of its invalid rows. Raises ``InvalidScoresError`` if all are."""
         if steps := self.steps():
             rows = [row for row, step in enumerate(steps) if step >= 0]
             error = InvalidScoresError(rows, min(steps[row] for row in rows))
             logger.warning(f"{error} These rows have ended there, with the finish reason 'error'.")
 
     def step_of(self, row: int, n_rows: int) -> int | None:
-        """The step at which row ``row`` of ``n_rows`` was lost; ``None`` if it was not."""
+        """The step at which row ``row`` of ``n_rows`` was invalid; ``None`` if it never was."""
         steps = [] if self.since is None else self.since.tolist()
         step = steps[row * len(steps) // n_rows] if steps else -1
         return None if step < 0 else step

@@ -59,14 +59,16 @@ class Beam(NextToken):
         self.batch = rows // self.beams
         self.row_choice = run.row_choice
         #: Processors and criteria that remember rows.
-        self.followers = [f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")]
+        self.stateful_functions = [
+            f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")
+        ]
         device, eos = run.ids.device, config._eos_token_tensor
         self.n_candidates = self.n_candidates_of(config)
         #: How many candidates each prompt has, where prompts have ending tokens of their own.
-        self.n_own: list[int] | None = None
+        self.n_per_prompt: list[int] | None = None
         if run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids"):
-            self.n_own = [self.n_candidates_of(config) for config in run.rows.configs]
-            self.n_candidates = max(self.n_own)
+            self.n_per_prompt = [self.n_candidates_of(config) for config in run.rows.configs]
+            self.n_candidates = max(self.n_per_prompt)
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
@@ -109,7 +111,7 @@ class Beam(NextToken):
         self.running = self.advance(run, candidates)
         parents = self.running.parents[..., -1].flatten()
         self.reorder_cache(run, parents)
-        for function in self.followers:
+        for function in self.stateful_functions:
             function.reorder(parents)
         run.ids = self.running.ids.flatten(
             0, 1
@@ -136,7 +138,7 @@ class Beam(NextToken):
         self.add_finished(run, candidates)
         self.is_over = self.is_over | are_done
         candidates.scores = candidates.scores + candidates.is_done.float() * NEG_INF
-        return candidates.best(self.beams, self.n_own)
+        return candidates.best(self.beams, self.n_per_prompt)
 
     def candidates(
         self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
@@ -175,34 +177,34 @@ class Beam(NextToken):
         is_done = run.criteria(ids.flatten(0, 1), run.scores).view(index.shape)
         scores = totals.gather(1, index)
         if self.invalid.since is not None:
-            lost = (self.invalid.since >= 0).repeat_interleave(
+            is_invalid = (self.invalid.since >= 0).repeat_interleave(
                 self.batch // len(self.invalid.since)
             )
-            self.end(lost[:, None])
-            scores = scores.masked_fill(lost[searches, None], 2 * NEG_INF)
-        if self.n_own is not None:
-            n_own = torch.tensor(self.n_own, device=index.device)[:, None]
-            is_others = torch.arange(index.shape[1], device=index.device) >= n_own
-            is_done = is_done | is_others
+            self.end(is_invalid[:, None])
+            scores = scores.masked_fill(is_invalid[searches, None], 2 * NEG_INF)
+        if self.n_per_prompt is not None:
+            n_per_prompt = torch.tensor(self.n_per_prompt, device=index.device)[:, None]
+            is_beyond = torch.arange(index.shape[1], device=index.device) >= n_per_prompt
+            is_done = is_done | is_beyond
         return Hypotheses(ids, parents, scores, is_done)
 
     def end(self, searches: torch.Tensor) -> None:
-        """End ``searches (batch, 1)`` with what they have found."""
+        """End ``searches (batch, 1)`` with their finished hypotheses."""
         self.is_over, self.can_improve = self.is_over | searches, self.can_improve & ~searches
 
     def likeliest(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
         """Indices ``(batch, n_candidates)`` of the highest of ``totals (batch, beams * vocab)``."""
-        if self.n_own is None:
+        if self.n_per_prompt is None:
             index = torch.topk(totals, k=self.n_candidates).indices
         else:
-            own = zip(totals, self.n_own, strict=True)
-            index = pad_sequence([row.topk(n).indices for row, n in own], batch_first=True)
+            pairs = zip(totals, self.n_per_prompt, strict=True)
+            index = pad_sequence([row.topk(n).indices for row, n in pairs], batch_first=True)
         best = totals.gather(1, index[:, :1])[:, 0]  # NaN counts as the largest
         self.invalid.note(best, run.ids.shape[1] - self.prompt_length)
         return index
 
     def add_finished(self, run: Run, candidates: Hypotheses) -> None:
-        """Let candidates that end replace worse ones, by score per length to the penalty's power."""
+        """Replace finished hypotheses by better candidates that end: by score per length to the penalty's power."""
         ends_now = candidates.is_done & self.may_end
         scores = self.normalised(run, candidates.scores, candidates.ids.shape[2])
         # Sums, not one mask: scores of candidates that may not enter keep the order of upstream's.
@@ -213,15 +215,15 @@ class Beam(NextToken):
         scores = scores + (~ends_now) * NEG_INF
         newcomers = Hypotheses(candidates.ids, candidates.parents, scores, ends_now)
         both = self.finished.beside(newcomers, self.fill)
-        n_own = self.n_own and [self.beams + n for n in self.n_own]
-        self.finished = both.best(self.beams, n_own, self.is_over)
+        n_per_prompt = self.n_per_prompt and [self.beams + n for n in self.n_per_prompt]
+        self.finished = both.best(self.beams, n_per_prompt, self.is_over)
 
     def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
         """Scores by generated length to the power of the length penalty."""
         return scores / (length - self.prompt_length) ** float(run.config.length_penalty)
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:
-        """Let each row of the cache be that of the beam which the row now continues."""
+        """Reorder the cache: each row becomes ``rows (rows,)``, that of the beam which it now continues."""
         if (name := families.cache_name(run.model_kwargs)) is None:
             return
         cache = run.model_kwargs[name]
@@ -282,7 +284,7 @@ class Beam(NextToken):
         return self.can_improve & ~self.finished.is_done.all(dim=1, keepdim=True)
 
     def scored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and newest tokens ``(m,)`` of what runs on and what has ended, if just now or before."""
+        """Rows and newest tokens ``(m,)`` of the running and of the finished hypotheses."""
         searches = [one for one in (self.running, self.finished) if one.parents.shape[2]]
         rows = torch.cat([one.parents[..., -1].flatten() for one in searches])
         tokens = torch.cat([one.ids[..., -1].flatten() for one in searches])

@@ -84,16 +84,16 @@ class DraftedRows:
         return self.tokens[:, :length] if self.is_row_wise else self.tokens[:, :length].contiguous()
 
     def end(self, ends: torch.Tensor) -> None:
-        """Let the rows in ``ends (rows,)`` end with what is known; without padding, all at once."""
+        """End the rows in ``ends (rows,)`` with their known tokens; without padding, all rows at once."""
         if not self.has_padding:
             self.is_hit = self.is_hit | ends
             ends = self.is_hit.all()
         self.device_ended = self.device_ended | ends
 
     def read(self, start: int, width: int, invalid_at: torch.Tensor) -> None:
-        """Take what the device has found out to the host: the one wait for it in a round.
+        """Copy the round's state to the host: the one wait for the device in a round.
 
-        Rows end whose scores are NaN, at the lengths ``invalid_at``, or -1; see ``check``.
+        Rows end at the lengths ``invalid_at (rows,)``, where their scores are NaN; -1 stands for nowhere.
         """
         self.write_padding(start, width)
         drafted = (self.guesses >= 0).sum(dim=1)
@@ -102,27 +102,27 @@ class DraftedRows:
         self.host_tokens[:, start : start + width] = table[:, 4:]
         self.known, ended, invalid, self.drafted = table[:, :4].T.tolist()
         self.has_ended = [bool(e) for e in ended]
-        self.check(invalid)
+        self.end_invalid(invalid)
 
-    def know(self, known: list[int], has_ended: list[bool]) -> None:
+    def set_known(self, known: list[int], has_ended: list[bool]) -> None:
         """Set how many tokens of each row are known, and which rows have ended."""
         self.known, self.has_ended = known, has_ended
         state = torch.tensor([known, has_ended], device=self.tokens.device)
         self.device_known, self.device_ended = state[0], state[1].bool()
 
-    def check(self, invalid_at: list[int]) -> None:
-        """End rows before scores that are NaN: at these lengths, -1 where none are. Raise if none is left."""
-        lost = {row: length for row, length in enumerate(invalid_at) if length >= 0}
-        if not lost:
+    def end_invalid(self, invalid_at: list[int]) -> None:
+        """End rows at the lengths where scores are NaN, -1 for nowhere; raise if no valid row is left."""
+        invalid_rows = {row: length for row, length in enumerate(invalid_at) if length >= 0}
+        if not invalid_rows:
             return
         if self.invalid.since is None:
             self.invalid.since = torch.full((len(self.known),), -1)
-        for row, length in lost.items():
+        for row, length in invalid_rows.items():
             self.invalid.since[row] = length - self.prompt_length
             self.known[row], self.has_ended[row] = length, True
         self.invalid.steps()
-        self.know(self.known, self.has_ended)
+        self.set_known(self.known, self.has_ended)
         self.has_padding = True
         self.pad = self.tokens.new_zeros(()) if self.pad is None else self.pad
-        first = min(lost.values())
+        first = min(invalid_rows.values())
         self.write_padding(first, self.tokens.shape[1] - first)

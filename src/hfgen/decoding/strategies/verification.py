@@ -46,18 +46,18 @@ class GreedyMatch:
         """Start a round whose logits are ``(rows, n_drafted + 1, vocab)``."""
 
     def choose(
-        self, position: int, scores: torch.Tensor, guess: DraftColumn
+        self, position: int, scores: torch.Tensor, draft: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens ``(rows,)`` for ``scores (rows, vocab)``, and in which rows it is the draft's."""
         if self.row_choice is not None:
-            tokens, _ = self.row_choice.choose(scores, guess.length)
+            tokens, _ = self.row_choice.choose(scores, draft.length)
         else:
             tokens = scores.argmax(dim=-1)
-        if self.weight is not None and guess.logits is not None:
+        if self.weight is not None and draft.logits is not None:
             mixed = self.weight * scores.softmax(dim=-1)
-            mixed = mixed + (1.0 - self.weight) * guess.logits.softmax(dim=-1)
-            tokens = torch.where(guess.is_drafted, mixed.argmax(dim=-1), tokens)
-        return tokens, guess.is_drafted & (tokens == guess.tokens)
+            mixed = mixed + (1.0 - self.weight) * draft.logits.softmax(dim=-1)
+            tokens = torch.where(draft.is_drafted, mixed.argmax(dim=-1), tokens)
+        return tokens, draft.is_drafted & (tokens == draft.tokens)
 
 
 class SpeculativeSampling:
@@ -86,29 +86,29 @@ class SpeculativeSampling:
         self.noise = exponential_noise((rows * n_noise, vocab), logits).view(rows, n_noise, vocab)
 
     def choose(
-        self, position: int, scores: torch.Tensor, guess: DraftColumn
+        self, position: int, scores: torch.Tensor, draft: DraftColumn
     ) -> tuple[torch.Tensor, torch.Tensor]:
         p = scores.softmax(dim=-1)
         if self.uniform is None:
             tokens = gumbel_choice(p, self.noise[:, position])
-            return tokens, guess.is_drafted & (tokens == guess.tokens)
+            return tokens, draft.is_drafted & (tokens == draft.tokens)
         noise = self.noise[:, 0]
         if position >= self.uniform.shape[1]:
-            return gumbel_choice(p, noise), torch.zeros_like(guess.is_drafted)
-        index = guess.tokens[:, None]
-        if guess.logits is None:  # drafted for certain
+            return gumbel_choice(p, noise), torch.zeros_like(draft.is_drafted)
+        index = draft.tokens[:, None]
+        if draft.logits is None:  # drafted for certain
             q = torch.zeros_like(p).scatter_(1, index, 1.0)
         else:
-            q = guess.logits.softmax(dim=-1)
+            q = draft.logits.softmax(dim=-1)
         ratio = (p.gather(1, index) / q.gather(1, index)).squeeze(1)
         if self.weight is not None:
             ratio = 1.0 - self.weight + self.weight * ratio
-        is_accepted = guess.is_drafted & (self.uniform[:, position] <= ratio)
+        is_accepted = draft.is_drafted & (self.uniform[:, position] <= ratio)
         residual = (p - q).clamp(min=0)
         total = residual.sum(dim=-1, keepdim=True)
-        is_usable = guess.is_drafted[:, None] & (total > torch.finfo(p.dtype).tiny)
+        is_usable = draft.is_drafted[:, None] & (total > torch.finfo(p.dtype).tiny)
         tokens = gumbel_choice(torch.where(is_usable, residual / total, p), noise)
-        return torch.where(is_accepted, guess.tokens, tokens), is_accepted
+        return torch.where(is_accepted, draft.tokens, tokens), is_accepted
 
 
 Verification: TypeAlias = GreedyMatch | SpeculativeSampling
@@ -131,13 +131,13 @@ def verify(
     logits: torch.Tensor,
     draft_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Take ``logits (rows, width, vocab)`` position by position; write what ``rows`` know after it.
+    """Verify ``logits (rows, width, vocab)`` position by position; write the tokens that ``rows`` gain.
 
     ``draft_logits (rows, n, vocab)``: the drafter's scores, if it gave any. Returns the processed
     scores.
 
-    Processors and criteria are asked once for each length, before and after its token. What those
-    that look at each row by itself say of rows further ahead or behind is left aside.
+    Processors and criteria are called once for each length, before and after its token. Their results
+    for rows that are further ahead or behind are not used.
     """
     start, width = run.ids.shape[1], logits.shape[1]
     had_ended, is_open = rows.device_ended, ~rows.device_ended
@@ -160,18 +160,18 @@ def verify(
         all_scores.append(scores := _processed(run, rows, raw, length))
         column = rows.tokens[:, length]
         is_drafted = is_active & (guesses[:, position] >= 0)
-        proposed = None
+        column_logits = None
         if draft_logits is not None and position < draft_logits.shape[1]:
-            proposed = draft_logits[:, position]
-        guess = DraftColumn(column, is_drafted, proposed, length)
-        tokens, is_accepted = verification.choose(position, scores, guess)
+            column_logits = draft_logits[:, position]
+        draft = DraftColumn(column, is_drafted, column_logits, length)
+        tokens, is_accepted = verification.choose(position, scores, draft)
         chosen = scores.gather(1, tokens[:, None]).squeeze(1)
         is_invalid = is_active & (chosen.isnan() | (chosen == -torch.inf) & verification.draws)
         invalid_at = torch.where(is_invalid & (invalid_at < 0), length, invalid_at)
         column.copy_(torch.where(is_active, tokens, column))
         rows.device_known = rows.device_known + is_active
-        so_far = None if run.scores is None else (*run.scores, *all_scores)
-        ends = is_active & run.criteria(rows.ids(length + 1), so_far)
+        scores_so_far = None if run.scores is None else (*run.scores, *all_scores)
+        ends = is_active & run.criteria(rows.ids(length + 1), scores_so_far)
         rows.end(ends)
         is_open = is_open & (is_accepted | ~is_active) & ~rows.device_ended
         if rows.may_look and not is_open.any():
@@ -216,7 +216,7 @@ class PlainMatch:
         self.eos = {token for tokens in eos for token in tokens}
 
     def verify(self, run: Run, rows: DraftedRows, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Write what ``rows`` know after ``logits (rows, width, vocab)``; return these by position."""
+        """Write the tokens that ``rows`` gain by ``logits (rows, width, vocab)``; return these by position."""
         start, width = run.ids.shape[1], logits.shape[1]
         choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
         is_nan = logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
@@ -238,7 +238,7 @@ class PlainMatch:
         if rows.host_tokens is not rows.tokens:
             window = slice(start, start + width)
             rows.tokens[:, window] = rows.host_tokens[:, window].to(rows.tokens.device)
-        rows.know(known, ended)
+        rows.set_known(known, ended)
         rows.write_padding(start, width)
-        rows.check(invalid_at)
+        rows.end_invalid(invalid_at)
         return logits.unbind(dim=1)

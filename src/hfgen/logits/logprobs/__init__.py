@@ -2,11 +2,11 @@
 
 from .recorder import Recorder
 from .result import Logprobs, TokenLogprob
-from .settings import MODES, Asked, Settings, asks_for_any, reads
+from .settings import MODES, LogprobRequest, Settings, asks_for_any, reads
 
 __all__ = [
     "MODES",
-    "Asked",
+    "LogprobRequest",
     "Logprobs",
     "Recorder",
     "Settings",

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from ...running.prompt_logits import Body, PromptLogits
 from ...state.run import Run, Step, Strategy
 from .result import Logprobs, Measures, measure
-from .settings import Asked, Settings, mode_of
+from .settings import LogprobRequest, Settings, mode_of
 
 
 class PromptRecorder:
@@ -23,7 +23,7 @@ class PromptRecorder:
     def __init__(self, run: Run) -> None:
         self.prompt = PromptLogits(run)
         counts = [getattr(config, "prompt_logprobs", None) for config in run.configs]
-        self.settings = Settings([Asked(n_top) for n_top in counts], mode_of(run.config))
+        self.settings = Settings([LogprobRequest(n_top) for n_top in counts], mode_of(run.config))
         run.body = Body.of_prefill(run)
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...state.run import Run, Step, Strategy
 from .result import Logprobs, Measures, measure
-from .settings import Asked, Settings, mode_of
+from .settings import LogprobRequest, Settings, mode_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Recorder:
     """
 
     def __init__(self, run: Run) -> None:
-        asked = [Asked.of(config) for config in run.configs]
-        self.settings, self.n_rows = Settings(asked, mode_of(run.config)), len(run.ids)
+        requests = [LogprobRequest.of(config) for config in run.configs]
+        self.settings, self.n_rows = Settings(requests, mode_of(run.config)), len(run.ids)
         self.nothing = run.ids[:, :0]
         self.has_support = bool(getattr(run.config, "logprobs_support", None))
         self.asked_ids = self.settings.token_ids(len(run.ids), run.ids.device)

@@ -140,12 +140,12 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         return [None if row is None else {"content": content(row, pieces)} for row in self]
 
     def _tokens_of(self, row: int) -> list[TokenLogprob | None] | None:
-        asked = self.settings.of_row(row, len(self))
-        if asked.n_top is None:
+        request = self.settings.of_row(row, len(self))
+        if request.n_top is None:
             return None
         k = self.top_token_ids.shape[-1]
-        k = k if asked.n_top < 0 else min(asked.n_top, k)
-        m = len(asked.token_ids)
+        k = k if request.n_top < 0 else min(request.n_top, k)
+        m = len(request.token_ids)
         numbers = (self.is_token[row], self.token_ids[row], self.ranks[row])
         integers = torch.cat([torch.stack(numbers, dim=1), self.top_token_ids[row, :, :k]], dim=1)
         logprobs = (
@@ -159,7 +159,7 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         ):
             if is_token:
                 top = tuple(zip(ids, values[:k], strict=True))
-                asked_pairs = tuple(zip(asked.token_ids, values[k:], strict=True))
+                asked_pairs = tuple(zip(request.token_ids, values[k:], strict=True))
                 support: tuple[int, ...] = ()
                 if self.support is not None:
                     rows_and_tokens, scored_rows = self.support[place]

@@ -20,14 +20,14 @@ ALL = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LogprobRequest:
     """The request of one row: the ``n_top`` likeliest tokens (``None``: nothing), and ``token_ids``."""
 
     n_top: int | None = None
     token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, config: Any) -> Asked:
+    def of(cls, config: Any) -> LogprobRequest:
         """The request for generated tokens. ``logprob_token_ids`` alone ask for the chosen token, too."""
         # A recipe may run on a model that is not mixed, whose config lacks the fields.
         n_top, ids = (getattr(config, name, None) for name in ("logprobs", "logprob_token_ids"))
@@ -40,13 +40,13 @@ class Settings:
     """The requests of the prompts of a call, and which scores they are about."""
 
     #: One per prompt, or a single one for all.
-    asked: Sequence[Asked]
+    requests: Sequence[LogprobRequest]
     mode: str = MODES[0]
 
     @property
     def n_top(self) -> int | None:
         """The largest ``n_top`` of any row; ``None`` if none asks for anything."""
-        counts = [asked.n_top for asked in self.asked if asked.n_top is not None]
+        counts = [request.n_top for request in self.requests if request.n_top is not None]
         return ALL if ALL in counts else max(counts, default=None)
 
     @property
@@ -57,16 +57,17 @@ class Settings:
     def is_logits(self) -> bool:
         return self.mode.endswith("logits")
 
-    def of_row(self, row: int, n_rows: int) -> Asked:
+    def of_row(self, row: int, n_rows: int) -> LogprobRequest:
         """The request of a row of ``n_rows``; rows of a prompt are next to each other."""
-        return self.asked[row * len(self.asked) // n_rows]
+        return self.requests[row * len(self.requests) // n_rows]
 
     def token_ids(self, n_rows: int, device: torch.device) -> torch.Tensor | None:
         """``(n_rows, m)``: the ids that rows ask for, padded with zeros."""
-        width = max(len(asked.token_ids) for asked in self.asked)
+        width = max(len(request.token_ids) for request in self.requests)
         if width == 0:
             return None
-        padded = [asked.token_ids + (width - len(asked.token_ids)) * (0,) for asked in self.asked]
+        rows_of_ids = [request.token_ids for request in self.requests]
+        padded = [token_ids + (width - len(token_ids)) * (0,) for token_ids in rows_of_ids]
         ids = torch.tensor(padded, device=device)
         return ids.repeat_interleave(n_rows // len(ids), dim=0, output_size=n_rows)
 
@@ -79,7 +80,7 @@ def mode_of(config: Any) -> str:
 def asks_for_any(config: Any) -> bool:
     """Whether a config asks for log-probabilities, of the prompt or of what follows it."""
     of_prompt = getattr(config, "prompt_logprobs", None)
-    return of_prompt is not None or Asked.of(config).n_top is not None
+    return of_prompt is not None or LogprobRequest.of(config).n_top is not None
 
 
 def reads(run: Run, which: str) -> bool:

@@ -21,7 +21,7 @@ WINDOW = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StopMatch:
     """A stop in the text of a row, and its place: in bytes of UTF-8 before the end of the text."""
 
     stop: str
@@ -62,14 +62,14 @@ class TextCriteria(StoppingCriteria):
             ends[rows] = True
         return ends
 
-    def find(self, ids: Sequence[int], n_before: int = 0) -> Found | None:
+    def find(self, ids: Sequence[int], n_before: int = 0) -> StopMatch | None:
         """The stop that ends a row with the last of ``ids``, which follow ``n_before`` generated tokens.
 
         Of several it is the one that is complete first, of those that end alike, the longest.
         """
         raise NotImplementedError
 
-    def found(self, ids: Sequence[int], n: int) -> Found | None:
+    def found(self, ids: Sequence[int], n: int) -> StopMatch | None:
         """``find`` of the first ``n`` generated ids."""
         start = max(0, n - self.n_tokens)
         return self.find(ids[start:n], start)
@@ -113,7 +113,7 @@ class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
         #: A token has a byte at least, so no string begins further back.
         self.n_tokens = max(len(spelled) for _, spelled in self.spelled)
 
-    def find(self, ids: Sequence[int], n_before: int = 0) -> Found | None:
+    def find(self, ids: Sequence[int], n_before: int = 0) -> StopMatch | None:
         if not ids:
             return None
         newest = self.pieces[ids[-1]]
@@ -130,7 +130,7 @@ class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
         if not places:
             return None
         end, start, string = min(places)
-        return Found(string, len(text) - start, len(text) - end)
+        return StopMatch(string, len(text) - start, len(text) - end)
 
     def n_begun(self, ids: Sequence[int]) -> int:
         text = b"".join(self.pieces.of(ids))
@@ -172,7 +172,7 @@ class StopRegexCriteria(TextCriteria):
                 partial_patterns.append(None)
         return partial_patterns
 
-    def find(self, ids: Sequence[int], n_before: int = 0) -> Found | None:
+    def find(self, ids: Sequence[int], n_before: int = 0) -> StopMatch | None:
         if not ids:
             return None
         pieces = self.pieces.of(ids)
@@ -189,7 +189,7 @@ class StopRegexCriteria(TextCriteria):
             return None
         end, start, stop = min(places)
         n_bytes = [len(text[at:].encode(errors="surrogateescape")) for at in (start, end)]
-        return Found(stop, *n_bytes)
+        return StopMatch(stop, *n_bytes)
 
     def n_begun(self, ids: Sequence[int]) -> int:
         text, whole = _decoded(self.pieces.of(ids))
@@ -221,7 +221,7 @@ def text_until(
     skip_special_tokens: bool,
     before: Sequence[int] = (),
 ) -> str:
-    """``decode`` without the ``n_bytes`` at the end of the text, which are counted as in ``Found``."""
+    """``decode`` without the ``n_bytes`` at the end of the text, which are counted as in ``StopMatch``."""
     remaining = list(ids)
     while remaining and 0 < n_bytes >= len(pieces[remaining[-1]]):
         n_bytes -= len(pieces[remaining.pop()])
