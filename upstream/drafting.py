@@ -269,3 +269,27 @@ def a_prompt_of_padding() -> None:
     call = {"attention_mask": torch.zeros_like(ids), "max_new_tokens": 5, "do_sample": False}
     out = model.generate(ids, assistant_model=llama(), **call)
     assert torch.equal(out, model.generate(ids, **call)), "other tokens"
+
+
+@defect(
+    AssertionError,
+    "other tokens",
+    cause="generation/utils.py, _assisted_decoding: `crop(-n)` takes back the last keys, whether or not a hook has dropped keys of drafts",
+    mend="forward the prompt without drafts, and raise if the cache has not grown by what was fed",
+    lines=6,
+)
+def keys_that_a_hook_drops() -> None:
+    """A hook that drops keys of the prompt does not change the tokens of drafting, or is refused"""
+
+    def drop(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        layer, n_fed = kwargs["past_key_values"].layers[module.layer_idx], output[0].shape[1]
+        if layer.keys.shape[-2] == n_fed:
+            layer.keys, layer.values = (x[:, :, n_fed // 2 :] for x in (layer.keys, layer.values))
+
+    model, ids = llama(), prompt(1, 24)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(drop, with_kwargs=True)
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+    with suppress(ValueError):
+        out = model.generate(ids, assistant_model=llama(), **options)
+        assert torch.equal(out, model.generate(ids, **options)), "other tokens"
