@@ -20,10 +20,12 @@ from transformers import (
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TopHLogitsWarper,
+    TopKLogitsWarper,
     TypicalLogitsWarper,
 )
 
@@ -70,11 +72,14 @@ __all__ = [
 _warper = partial(Row, of_sampling=True)
 
 
-def _keeping(field: str, kind: Callable[..., Any], **facts: Any) -> Row:
-    """A warper of a class that leaves as many tokens as beams need."""
+def _keeping(
+    field: str, kind: Callable[..., Any], of_column: Callable[..., Any] | None = None, **facts: Any
+) -> Row:
+    """A warper of a class that leaves as many tokens as beams need; of a column, one of ``of_column``."""
 
     def build(value: Any, context: Context) -> Any:
-        return kind(value, min_tokens_to_keep=context.min_tokens_to_keep)
+        make: Any = of_column if isinstance(value, torch.Tensor) else kind
+        return make(value, min_tokens_to_keep=context.min_tokens_to_keep)
 
     return _warper(field, build, keeps_tokens=True, **facts)
 
@@ -151,9 +156,9 @@ WARPERS: list[Row] = [
     _warper("smoothing_factor", lambda v, c: samplers.QuadraticSmoothing(v), 0.0),
     _keeping("top_n_sigma", samplers.TopNSigma, idle=0.0),
     _warper("top_h", lambda v, c: TopHLogitsWarper(v)),
-    _warper("top_k", per_row.top_k, 0, neutral=0, keeps_tokens=True),
+    _keeping("top_k", TopKLogitsWarper, per_row.TopKPerRow, idle=0, neutral=0),
     _warper("top_p", per_row.top_p, 1.0, _is_all, neutral=1.0, keeps_tokens=True),
-    _warper("min_p", per_row.min_p, neutral=0.0, keeps_tokens=True),
+    _keeping("min_p", MinPLogitsWarper, per_row.MinPPerRow, neutral=0.0),
     _keeping("top_a", samplers.TopA, idle=0.0),
     _keeping("typical_p", TypicalLogitsWarper, idle=1.0, is_off=_is_all),
     _keeping("epsilon_cutoff", EpsilonLogitsWarper, idle=0.0, is_off=_is_no_cutoff),

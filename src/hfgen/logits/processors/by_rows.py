@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from .columns import rows_of
 from .lists import is_row_wise
+from .per_row import rows_of
 
 #: Functions, each with the prompts that it holds for.
 Parts = list[tuple[Any, list[int]]]

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from ...settings.fields import OWN_FIELDS
 from ...state.rows import RowParams, all_equal
 from .by_rows import CriteriaByRows, ProcessorsByRows
-from .columns import as_column, take_prompts
+from .per_row import as_column, take_prompts
 
 PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
 

@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from ...state.survivors import Blocks, Survivors, is_large
-from .columns import expand
-from .per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow, cut_to_mass
+from .per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow, cut_to_mass, expand
 
 #: Relative error of torch's exponentials in float32 (of the vectorised ones: 20 units in the last place).
 EXP = 4e-6

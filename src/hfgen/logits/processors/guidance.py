@@ -13,8 +13,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ... import running as execution
 from ...running.ranks import Ranks, announce, of_config
-from .columns import expand
 from .context import Context
+from .per_row import expand
 
 
 class UnbatchedClassifierFreeGuidanceLogitsProcessor(

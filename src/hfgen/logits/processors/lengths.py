@@ -9,8 +9,8 @@ from transformers import ExponentialDecayLengthPenalty
 from transformers.generation import logits_process as upstream
 
 from ...settings.requirements import require_eos
-from .columns import expand
 from .context import Context
+from .per_row import expand
 from .vocabulary import Banning
 
 

@@ -1,20 +1,58 @@
-"""transformers' common warpers with a value per prompt; scores of each row are bit-identical to theirs.
+"""Values per prompt: a column has one number for each prompt of a batch, and each prompt has as many rows.
 
-Of other warpers, there is one for each value (``by_rows``).
+transformers' common warpers take columns here; scores of each row are bit-identical to theirs. Of other
+warpers, there is one for each value (``by_rows``).
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from transformers.generation import logits_process as upstream
 
-from .columns import expand, quotient
-
 if TYPE_CHECKING:
     from .context import Context
+
+Number = TypeVar("Number", float, int, torch.Tensor, float | torch.Tensor, int | torch.Tensor)
+
+
+def take_prompts(value: Any, prompts: torch.Tensor, n_prompts: int) -> Any:
+    """The rows of ``prompts (n,)`` in a tensor with as many rows for each of ``n_prompts``, or ``value``."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) % n_prompts:
+        return value
+    return value[rows_of(prompts, len(value) // n_prompts)]
+
+
+def rows_of(prompts: torch.Tensor, n_each: int) -> torch.Tensor:
+    """The rows ``(n * n_each,)`` of ``prompts (n,)``, where each prompt has ``n_each`` rows."""
+    if n_each == 1:
+        return prompts
+    return (prompts[:, None] * n_each + torch.arange(n_each, device=prompts.device)).flatten()
+
+
+def as_column(values: list[Any], device: Any) -> Any:
+    """The value that all of ``values`` are equal to, or a tensor ``(n, 1)`` of them."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    is_whole = all(isinstance(value, int) for value in values)
+    dtype = torch.long if is_whole else torch.float32
+    return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+
+def expand(column: Number, n_rows: int) -> Number:
+    """A number unchanged, or a column ``(prompts, 1)`` repeated to ``(n_rows, 1)``."""
+    if not isinstance(column, torch.Tensor) or len(column) == n_rows:
+        return column
+    return column.repeat_interleave(n_rows // len(column), dim=0)
+
+
+def quotient(scores: torch.Tensor, by: float | torch.Tensor) -> torch.Tensor:
+    """``scores / by``, the same for a number and for a column ``(rows, 1)`` of it."""
+    if scores.is_cpu or not isinstance(by, torch.Tensor):
+        return scores / by
+    return scores * by.reciprocal()  # what CUDA does for a number
 
 
 class TemperaturePerRow(upstream.TemperatureLogitsWarper):
@@ -87,11 +125,6 @@ def temperature(value: Any, context: Context) -> upstream.TemperatureLogitsWarpe
     return TemperaturePerRow(value) if is_column else upstream.TemperatureLogitsWarper(value)
 
 
-def top_k(count: Any, context: Context) -> upstream.TopKLogitsWarper:
-    kind = TopKPerRow if isinstance(count, torch.Tensor) else upstream.TopKLogitsWarper
-    return kind(count, min_tokens_to_keep=context.min_tokens_to_keep)
-
-
 def top_p(mass: Any, context: Context) -> upstream.TopPLogitsWarper:
     n = context.min_tokens_to_keep
     if not isinstance(mass, torch.Tensor):
@@ -99,8 +132,3 @@ def top_p(mass: Any, context: Context) -> upstream.TopPLogitsWarper:
     # The column is rounded: a mass is subtracted from 1 before.
     masses = [c.top_p if c.do_sample and c.top_p is not None else 1.0 for c in context.configs]
     return TopPPerRow(masses, context.device, n)
-
-
-def min_p(share: Any, context: Context) -> upstream.MinPLogitsWarper:
-    kind = MinPPerRow if isinstance(share, torch.Tensor) else upstream.MinPLogitsWarper
-    return kind(share, min_tokens_to_keep=context.min_tokens_to_keep)

@@ -12,8 +12,8 @@ from transformers import EncoderRepetitionPenaltyLogitsProcessor, LogitsProcesso
 from transformers.generation import logits_process as upstream
 
 from ... import families
-from .columns import expand, quotient
 from .context import Context
+from .per_row import expand, quotient
 
 
 @dataclass(frozen=True, slots=True)

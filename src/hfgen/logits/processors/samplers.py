@@ -9,8 +9,8 @@ import torch
 from transformers import LogitsProcessor
 
 from ...state import seeds
-from .columns import quotient
 from .context import Context
+from .per_row import quotient
 
 #: A dynamic temperature below it is 0: scores would grow beyond float32.
 LEAST = 1e-6

@@ -9,7 +9,7 @@ import torch
 from transformers import MaxLengthCriteria, StoppingCriteria
 
 from ...settings.repetition import RepetitionDetection
-from ..processors.columns import expand
+from ..processors.per_row import expand
 from .reasons import FinishReason
 
 
