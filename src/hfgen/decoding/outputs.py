@@ -20,7 +20,7 @@ from .. import families
 from ..memory.caches import layers as cache_layers
 from ..state.run import Run, Step, Strategy
 
-#: What ``generate`` returns if not a tensor of ids.
+#: The return type of ``generate`` if that is not a tensor of ids.
 GenerateOutput: TypeAlias = GenerateNonBeamOutput | GenerateBeamOutput
 
 #: The class of the output: of an encoder-decoder or not, with beams or without.

@@ -51,7 +51,7 @@ class Ending:
     def of(
         cls, run: Run, causes: list[Any], row: int, n_rows: int, ids: list[int], is_end: bool
     ) -> Ending:
-        """That of a row of ``n_rows`` with ``causes``; ``is_end``: it ended with the last of its ``ids``.
+        """The ending of a row of ``n_rows`` with ``causes``; ``is_end``: it ended with the last of its ``ids``.
 
         A processor that made it end with an EOS may give another reason for that, by a method
         ``finish_reason_of(row, ids) -> str | None`` on generated ids.

@@ -61,7 +61,7 @@ for _name, _default in OWN_FIELDS.items():  # of the class: what is saved stays 
 
 
 def _own_values(values: dict[str, Any]) -> dict[str, Any]:
-    """What stands for hfgen's own values where upstream validates: no new tokens, registered caches."""
+    """Substitutes for values that upstream's validation refuses: no new tokens, registered caches."""
     hidden: dict[str, Any] = {}
     if is_zero(values.get("max_new_tokens")):
         hidden["max_new_tokens"] = None

@@ -36,7 +36,7 @@ def each(value: Any) -> list[Any]:
 
 
 def lists_in(values: dict[str, Any]) -> dict[str, list[Any]]:
-    """Those of a config's fields that have a value per prompt."""
+    """The fields in ``values`` that have a value per prompt."""
     return {
         n: list(v)
         for n, v in values.items()

@@ -10,7 +10,7 @@ from typing import Any
 
 from .fields import with_suggestions
 
-#: What ``backend`` calls hfgen's own method, and upstream's.
+#: Names of hfgen's own method, and of upstream's, as ``backend``.
 OWN_BACKEND = "hfgen"
 UPSTREAM_BACKENDS = ("quanto", "hqq", "fp8")
 
@@ -42,7 +42,7 @@ def check_keys(options: Mapping[str, Any], implementation: str, known: Collectio
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``cache_config`` may say about the quantised cache.
+    """The fields of a ``cache_config`` for the quantised cache.
 
     ``bits``: per number. ``group_size``: numbers that share a scale: tokens of a key's channel, channels
     of a value. ``None``: 64 tokens, and the divisor of the head size that is nearest to 64 channels.
@@ -70,7 +70,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, config: Any) -> Settings:
-        """Those of a ``cache_config``; ``ValueError`` for what is unknown or does not fit ``config``."""
+        """The settings of a ``cache_config``; ``ValueError`` for a field that is unknown or does not fit ``config``."""
         options = as_dict(options)
         for key in ("axis_key", "axis_value"):
             if key in options:

@@ -72,7 +72,7 @@ class Field:
     range: Range | None = None
     #: The field that has to be on for this one to do anything: ``range`` holds only then.
     needs: str | None = None
-    #: What is raised for token ids outside of the vocabulary; ``None`` if they do no harm.
+    #: The error for token ids outside of the vocabulary; ``None`` if they do no harm.
     outside: type[Exception] | None = None
     #: Counts tokens of a sequence: as many as there are do as well as any more.
     within_sequence: bool = False

@@ -24,11 +24,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Kind(Range):
-    """What type of value a field takes. ``None`` is not tested."""
+    """The type of value that a field takes. ``None`` is not tested."""
 
     #: Makes plain numbers of what is accepted: of ``8.0``, ``numpy.int64(8)`` and ``tensor(8)``.
     plain: Callable[[Any], Any] = lambda value: value
-    #: What it is on the command line; ``None`` if it cannot be written as text.
+    #: Its form on the command line; ``None`` if it cannot be written as text.
     option: str | None = "text or JSON"
     #: Whether a value may itself be a list; then a list has no value per row.
     may_be_list: bool = True

@@ -35,7 +35,7 @@ class RepetitionDetection:
 
     @classmethod
     def of(cls, value: Any) -> RepetitionDetection:
-        """That of a dict, or of any object with the same attributes; raises as the class does."""
+        """The settings of a dict, or of any object with the same attributes; raises as the class does."""
         if not isinstance(value, dict):
             value = {field.name: getattr(value, field.name) for field in fields(cls)}
         try:

@@ -1,4 +1,4 @@
-"""What a field needs beside it, with the error of a call that lacks it."""
+"""Requirements of fields, with the error of a call that lacks one."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step of the loop yields.
+    """The result of one step of the loop.
 
     ``tokens (rows, n_new)``; ``scores`` and ``logits`` are ``n_new``-tuples of ``(rows, vocab)``
     float32, or ``None`` if not asked for; attentions and hidden states come as the model returned

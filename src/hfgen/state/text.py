@@ -79,7 +79,7 @@ class Detokenizer:
         return decode(self.tokenizer, ids, self.skip_special_tokens)
 
     def shorten(self, text: str) -> None:
-        """Let the window, whose text is ``text``, begin later, if its text then ends in the same way."""
+        """Move the start of the window, whose text is ``text``, if the shorter window's text ends in the same way."""
         window = self.window[-CONTEXT:]
         while window and _is_byte(self.tokenizer, window[0]):  # perhaps amid a character
             window = window[1:]

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from .. import families
 
-#: What an incomplete character is decoded to.
+#: The character that an incomplete one is decoded to.
 INCOMPLETE = "\ufffd"
 
 

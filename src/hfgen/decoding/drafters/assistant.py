@@ -173,7 +173,7 @@ class Assistant(Drafter):
         return run
 
     def use_parameters_of_rows(self, run: Run, target: Run) -> None:
-        """Let each row of ``run`` draft with what its prompt asks for, where prompts differ."""
+        """Set EOS ids and processors of each row to those of its prompt, where prompts differ."""
         self.eos = run.config._eos_token_tensor
         if len(target.configs) == 1:
             return
@@ -217,7 +217,7 @@ class Assistant(Drafter):
         return config
 
     def model_kwargs(self, target: Run, ids: torch.Tensor) -> ModelKwargs:
-        """What the assistant's forward takes of the target's."""
+        """The target's arguments that the assistant's forward takes."""
         model, known = self.model, accepted_names(self.model)
         dropped = (
             "past_key_values encoder_outputs inputs_embeds output_attentions output_hidden_states "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What a drafter has to go by.
+    """The input of ``Drafter.draft``.
 
     ``ids (rows, length)``: row ``r`` is known up to ``known[r]``, what follows in it means nothing.
     All rows are known up to ``start``, some further. ``n_tokens``: how many positions after
@@ -59,7 +59,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What became of a draft: tokens drafted and accepted of each row, and the new common length."""
+    """The result of a draft: drafted and accepted tokens of each row, and the new common length."""
 
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
@@ -121,7 +121,7 @@ class Adapted(Drafter):
 
 
 def name_of(drafter: Drafter) -> str:
-    """What errors call it."""
+    """The name of a drafter in errors: its class, or that of the caller's object."""
     return type(drafter.adapted if isinstance(drafter, Adapted) else drafter).__name__
 
 
@@ -199,7 +199,7 @@ def _wrong(kind: type[Exception], name: str, expected: str, returned: str) -> Ex
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a drafter may be made from: the call that it drafts for."""
+    """The call that a drafter is made for."""
 
     run: Any
     assistant_model: Any = None

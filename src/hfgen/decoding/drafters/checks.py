@@ -18,7 +18,7 @@ from .schedule import schedule_named
 GEMMA_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 GEMMA_TARGETS = ("Gemma4", "Gemma3n")
 
-#: What an assistant's config has if it denoises blocks of tokens.
+#: Fields of the config of an assistant that denoises blocks of tokens.
 BLOCK_FIELDS = ("target_layer_ids", "block_size", "mask_token_id")
 
 

@@ -19,7 +19,7 @@ from .base import (
 )
 from .schedule import Constant
 
-#: So many forced tokens are verified in one forward.
+#: The largest number of forced tokens that one forward verifies.
 LONGEST = 64
 
 

@@ -156,7 +156,7 @@ class Adaptive(Constant):
     MARGIN = 1.05
     #: In forwards of the target: see above.
     START, SHARE, MOST = 2.0, 0.01, 8.0
-    #: What it costs to ask for a draft, in the same: a search on the host, in a batch of small models.
+    #: The cost of one call of the drafter, in forwards: a search on the host, in a batch of small models.
     ASKED = 0.02
     #: The draft of a trial.
     TRIAL = 3

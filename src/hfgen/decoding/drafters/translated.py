@@ -54,7 +54,7 @@ class UniversalDrafter(Assistant):
         self.n_kept = 0
 
     def opening(self, text: str) -> list[int]:
-        """What the assistant's ids begin with, before ``text``."""
+        """The ids that the assistant's begin with, before ``text``."""
         if not self.model.config.is_encoder_decoder:
             return self.own.opening(text)
         start = self.model.generation_config.decoder_start_token_id
@@ -233,7 +233,7 @@ class Restriction:
     """A processor of the assistant's scores: those of shared tokens, as the target would process them."""
 
     is_row_wise = True
-    #: What the target knows before the draft, and the assistant's column in which the draft starts.
+    #: The target's known tokens before the draft, and the assistant's column in which the draft starts.
     context: DraftContext
     start: int
 

@@ -73,7 +73,7 @@ class Beam(NextToken):
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
         pad = config._pad_token_tensor
-        #: What follows the end of a sequence. Without an EOS only the caller's criteria end one early.
+        #: The token behind the end of a sequence. Without an EOS, only the caller's criteria end one early.
         self.fill = -1 if eos is None else int(eos[0] if pad is None else pad)
         shape = (self.batch, self.beams)
         ids = run.ids.reshape(*shape, self.prompt_length).clone()
@@ -88,11 +88,11 @@ class Beam(NextToken):
         self.can_improve = torch.ones((self.batch, 1), dtype=torch.bool, device=device)
         #: ``(batch, 1)``: whether the search of a prompt is over, as it would be alone.
         self.is_over = ~self.can_improve
-        #: So many tokens of each prompt are settled, and a streamer has them.
+        #: The number of tokens of each sequence that are settled; a streamer has them.
         self.n_settled = self.prompt_length
 
     def n_candidates_of(self, config: GenerationConfig) -> int:
-        """So many that beams go on even if each ends in every token that ends one."""
+        """The number of candidates that leaves enough beams even if all ending tokens are among them."""
         return max(2, 1 + n_ending_tokens(config)) * self.beams
 
     @staticmethod

@@ -257,7 +257,7 @@ def allocate(banks: list[int], scores: list[float], n: int) -> list[int]:
 
 
 def guard(chosen: list[Candidate], options: list[Candidate], n: int, n_left: int) -> None:
-    """Let ``n`` of ``chosen`` be able to meet the constraints within ``n_left`` more tokens.
+    """Make ``n`` of ``chosen`` candidates that can meet the constraints within ``n_left`` more tokens.
 
     The furthest and likeliest such candidates in ``options`` take the places of the last that are not.
     """

@@ -154,7 +154,7 @@ class Contrastive(Sample):
         outputs = self.forward_candidates(run, torch.cat([ids, tokens.reshape(-1, 1)], dim=1))
         best = self.best(probabilities, _last_hidden(run, outputs)[:, -1].view(rows, k, -1))
         chosen = best + torch.arange(rows, device=best.device) * k
-        _let_rows_agree(run.model_kwargs[self.cache_name], chosen.repeat_interleave(k))
+        _copy_rows(run.model_kwargs[self.cache_name], chosen.repeat_interleave(k))
         map_outputs(
             outputs,
             lambda states, dim: states.index_select(dim, chosen.to(states.device)),
@@ -265,8 +265,8 @@ def _last_hidden(run: Run, outputs: Any) -> torch.Tensor:
     return hidden
 
 
-def _let_rows_agree(cache: Any, rows: torch.Tensor) -> None:
-    """Let each row of the cache go on as that of ``rows (tried,)``.
+def _copy_rows(cache: Any, rows: torch.Tensor) -> None:
+    """Copy ``rows (tried,)`` of the cache: row ``i`` becomes old row ``rows[i]``.
 
     The rows of a sequence differ in their newest token only: its column is copied, or the whole
     layer where its place is not known.

@@ -82,7 +82,7 @@ class NBestBeam(Beam):
         return going_on, ends, ends & self.may_end
 
     def add(self, run: Run, newcomers: Hypotheses, is_let_in: torch.Tensor) -> None:
-        """Let ``newcomers (batch, n)`` in where they are better; those that are done go first."""
+        """Replace finished hypotheses by better ``newcomers (batch, n)``; those that are done go first."""
         if is_let_in.is_cpu and not is_let_in.any():
             return
         scores = self.normalised(run, newcomers.scores, newcomers.ids.shape[2])
@@ -192,7 +192,7 @@ class GroupBeam(NBestBeam):
         return tensor.unflatten(0, (-1, self.groups, self.size))[:, group]
 
     def tokens_of(self, run: Run, candidates: Hypotheses, searches: slice) -> torch.Tensor:
-        """What a group has chosen, ``(prompts, size)``: pads where its list is closed."""
+        """The tokens ``(prompts, size)`` that a group has chosen: pads where its list is closed."""
         tokens = candidates.ids[..., -1].gather(1, self.select(run, candidates)[0])
         if (pad := run.config._pad_token_tensor) is None:
             return tokens

@@ -40,7 +40,7 @@ class Hypotheses:
         return self.at(index)
 
     def at(self, index: torch.Tensor) -> Hypotheses:
-        """Those at ``index (batch, m)`` of each prompt."""
+        """The hypotheses at ``index (batch, m)`` of each prompt."""
         return Hypotheses(*(take(field, index) for field in self.fields))
 
     def beside(self, others: Hypotheses, fill: int) -> Hypotheses:

@@ -81,7 +81,7 @@ class MinimumBayesRisk(Sample):
         }
 
     def samples(self, run: Run, ids: torch.Tensor) -> list[Hashable]:
-        """What is compared: what each row of ``ids (rows, length)`` generated, without its EOS."""
+        """The generated part of each row of ``ids (rows, length)``, without its EOS: a text, or a tuple of ids."""
         eos = run.config._eos_token_tensor
         ends = set() if eos is None else set(eos.tolist())
         generated = ids[:, self.prompt_length :].tolist()

@@ -70,7 +70,7 @@ class Sample(NextToken):
         )
 
     def adjust(self, logits: torch.Tensor, model_outputs: ModelOutput) -> torch.Tensor:
-        """What the processors get, for the model's ``logits (rows, vocab)``."""
+        """The processors' input ``(rows, vocab)`` for the model's ``logits (rows, vocab)``."""
         return logits
 
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from .drafted_rows import DraftedRows
 
 @dataclass(frozen=True, slots=True)
 class DraftColumn:
-    """What was drafted for one position."""
+    """The draft for one position of all rows."""
 
     tokens: torch.Tensor  # (rows,)
     is_drafted: torch.Tensor  # (rows,): whether a row has a draft there
@@ -115,7 +115,7 @@ Verification: TypeAlias = GreedyMatch | SpeculativeSampling
 
 
 def exponential_noise(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-    """What ``torch.multinomial`` draws for one sample of each row of ``(rows, vocab)``."""
+    """The noise ``(rows, vocab)`` that ``torch.multinomial`` draws for one sample of each row."""
     return torch.empty(shape, dtype=torch.float32, device=like.device).exponential_()
 
 

@@ -190,7 +190,7 @@ class Follower:
         target.n_consumed = n_shared + self.consume(target, rest)
 
     def consume(self, row: Followed, tokens: list[int]) -> int:
-        """Let a row's matcher consume ``tokens`` up to an EOS; returns how many are allowed."""
+        """Feed ``tokens`` up to an EOS to a row's matcher; returns how many are allowed."""
         eos = self.eos[row.prompt]
         ends = (i for i, t in enumerate(tokens) if t in eos or not 0 <= t < self.n_tokens)
         end = next(ends, len(tokens))

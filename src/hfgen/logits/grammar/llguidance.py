@@ -20,7 +20,7 @@ try:
 except ImportError:  # an extra; `library_of` says so
     llguidance = None  # type: ignore[assignment]
 
-#: So many compiled grammars are kept per tokenizer.
+#: The number of compiled grammars that are kept per tokenizer.
 N_KEPT = 64
 
 #: llguidance's units of work for the states of a lexer: a tenth of its default. With it,

@@ -33,7 +33,7 @@ class TokenLogprob:
 
 
 class Measures(NamedTuple):
-    """What is recorded of scores: of ``(…)`` tokens, the ``k`` likeliest and the ``m`` asked ids there."""
+    """Recorded log-probabilities: of ``(…)`` tokens, the ``k`` likeliest and the ``m`` asked ids there."""
 
     logprobs: Tensor  # (…): of the tokens
     ranks: Tensor  # (…)

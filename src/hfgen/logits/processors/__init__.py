@@ -100,7 +100,7 @@ def _is_not_true(flag: Any) -> bool:
     return flag is not True
 
 
-#: What builders read besides their own field.
+#: Fields that builders read besides their own.
 EOS = ("eos_token_id",)
 ENDING = ("eos_token_id", "stop_token_ids")
 COUNTED = ("penalty_window", "penalty_exclude_ids")

@@ -34,7 +34,7 @@ class _OfPrompts:
 
 
 class ProcessorsByRows(_OfPrompts, LogitsProcessor):
-    """Lets each processor change the scores of its own prompts."""
+    """Calls each processor with the rows of its own prompts."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
@@ -45,7 +45,7 @@ class ProcessorsByRows(_OfPrompts, LogitsProcessor):
 
 
 class CriteriaByRows(_OfPrompts, StoppingCriteria):
-    """Lets each criterion end rows of its own prompts."""
+    """Calls each criterion with the rows of its own prompts."""
 
     #: Rows may end before the others do, and are padded then.
     ends_rows = True

@@ -1,4 +1,4 @@
-"""What a builder of a logits processor may read, and how it builds one for all rows or for each row."""
+"""The context that builders of processors and criteria read, and the rows of their tables."""
 
 from __future__ import annotations
 

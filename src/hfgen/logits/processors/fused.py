@@ -36,7 +36,7 @@ TINY = 1e-30
 #: Torch sums a row in at least so many lanes.
 LANES = 4
 
-#: So many tokens are tried first for a top-p.
+#: The number of tokens that a top-p is first tried with.
 FIRST = 64
 
 

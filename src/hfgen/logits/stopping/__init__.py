@@ -38,7 +38,7 @@ __all__ = [
 class StoppingCriteriaList(transformers.StoppingCriteriaList):
     """Criteria of which one suffices to end a row."""
 
-    #: What criteria say that cannot be asked again later, if somebody wants to know.
+    #: Answers of criteria that are no functions of the ids, by place in the list; ``None``: not noted.
     notes: dict[int, Notes] | None = None
     causes: Causes | None = None
 
@@ -77,7 +77,7 @@ class StoppingCriteriaList(transformers.StoppingCriteriaList):
 
 
 def _as_bools(criterion: Any, ends: Any, is_done: torch.Tensor) -> Any:
-    """What a criterion of the caller's returned, as one bool or bools ``(rows,)``."""
+    """``ends``, returned by a caller's ``criterion``, as one bool or bools ``(rows,)``."""
     if isinstance(ends, int):  # a bool, too
         return bool(ends)
     if not isinstance(ends, torch.Tensor):
@@ -129,7 +129,7 @@ def assistant_confidence(threshold: float, context: Context) -> ConfidenceCriter
     return ConfidenceCriteria(threshold) if context.config.is_assistant else None
 
 
-#: What holds back stops.
+#: Fields that hold stops back.
 HELD = ("min_tokens",)
 
 #: Rows in the order in which the criteria are asked; the caller's own follow.
