@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import families
+from ..mixin import mixed_view
 from ..running.prefix import PrefixCache
+from ..running.ranks import is_together
 from ..running.row_states import foreign_code
 from ..settings.logs import logger
 
@@ -64,11 +66,11 @@ def check_arguments(model: Any, tokenizer: Any, prefix_cache: Any) -> None:
     """Raise ``TypeError`` for a wrong argument of ``Engine``, ``ValueError`` for sharded parameters."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` has to be a model of transformers, but is {model!r:.80}.")
-    if families.is_sharded(model):
+    if families.is_sharded(model) and not is_together(mixed_view(model)):
         raise ValueError(
             "An engine does not support sharded parameters (FSDP, ZeRO-3): each rank has other "
-            "requests, but all ranks need the same number of forward passes. Call generate(), or load the "
-            "whole model on each rank."
+            "requests, but all ranks need the same number of forward passes. Call generate(), load the "
+            "whole model on each rank, or train with hfgen.trl.rollout()."
         )
     if isinstance(tokenizer, str):
         raise TypeError(f"`tokenizer` has to be a tokenizer that is loaded, but is {tokenizer!r}.")

@@ -11,7 +11,17 @@ that failed has ended.
 """
 
 from .agreement import Ranks
-from .in_step import RankError, announce, any_unfinished, end_with, explain, of_config, wait
+from .in_step import (
+    RankError,
+    announce,
+    any_unfinished,
+    end_with,
+    explain,
+    is_together,
+    of_config,
+    together,
+    wait,
+)
 
 __all__ = [
     "RankError",
@@ -20,6 +30,8 @@ __all__ = [
     "any_unfinished",
     "end_with",
     "explain",
+    "is_together",
     "of_config",
+    "together",
     "wait",
 ]

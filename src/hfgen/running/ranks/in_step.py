@@ -8,7 +8,8 @@ such forward. Ranks that have none to do wait before their next step, and forwar
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,50 @@ def wait(run: Run) -> None:
         execution.call(ranks.beside, **inputs, use_cache=False)  # so that nothing is left behind
 
 
+@contextmanager
+def together(model: Any) -> Iterator[None]:
+    """Within, ranks of a sharded ``model`` may forward as often as each likes: one that is done goes on with others.
+
+    Each forward waits for the other ranks. Raises ``RankError`` here and in forwards, once a rank has failed.
+    """
+    if not families.is_sharded(model):
+        yield
+        return
+    device, failure, is_done = families.device_of(model), None, False
+
+    def join(*_: Any) -> None:
+        nonlocal failure
+        if failure is not None:  # the other ranks have left
+            raise failure
+        try:
+            if not is_done:
+                any_unfinished(model, False, device)
+        except RankError as error:
+            failure = error
+            raise
+
+    join.is_row_wise = join.joins_ranks = True  # type: ignore[attr-defined]
+    handle = model.register_forward_pre_hook(join, prepend=True)  # before parameters are gathered
+    try:
+        yield
+        while failure is None and any_unfinished(model, True, device):
+            is_done = True
+            execution.call(
+                model, input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False
+            )
+    except BaseException as error:
+        if not isinstance(error, RankError):
+            _fail(error, device)
+        raise
+    finally:
+        handle.remove()
+
+
+def is_together(model: Any) -> bool:
+    """Whether ``together(model)`` is on."""
+    return any(getattr(hook, "joins_ranks", False) for hook in model._forward_pre_hooks.values())
+
+
 def _add_up(number: int, device: torch.device) -> int:
     """Return the sum of the ranks' numbers. Raises ``RankError`` if a rank has failed."""
     total = _sum(number, device)
@@ -98,8 +143,13 @@ def end_with(run: Run, strategy: Any, error: BaseException) -> None:
     make_up = getattr(strategy, "make_up", None)
     if make_up is not None and not make_up(run):
         return
+    _fail(error, run.ids.device)
+
+
+def _fail(error: BaseException, device: torch.device) -> None:
+    """Tell ``error`` to the other ranks, with the collective that comes before their next forward."""
     with suppress(Exception):  # what is raised is ``error``
-        _sum(FAILED, run.ids.device)
+        _sum(FAILED, device)
         exchange(text_of(error))
 
 

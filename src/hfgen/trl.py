@@ -1,0 +1,364 @@
+"""``hfgen.trl.rollout``: completions of TRL's ``GRPOTrainer`` by hfgen's engine, in the trainer's process.
+
+``GRPOTrainer(…, rollout_func=hfgen.trl.rollout())``. With ``exact=True`` the log-probabilities of the sampler are
+those of the trainer, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from trl.data_utils import is_conversational
+from trl.models.utils import unwrap_model_for_generation
+from trl.trainer.utils import FusedCausalLMOutput
+
+from . import families
+from .engine import Engine
+from .engine.request import EngineRequest, RequestOutput
+from .mixin import mixed_view
+from .running import ranks
+from .running.exact import exact as make_exact
+from .running.exact import restore
+from .running.exact.logprobs import scored
+from .running.exact.switch import is_exact
+
+#: Options of ``generate`` that the trainer sets from its ``GRPOConfig``, where its loss reads some of them, too.
+OF_TRAINER = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+#: Values with which these options change no score.
+NEUTRAL = {
+    "top_k": (None, 0),
+    "top_p": (None, 1.0),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+}
+
+#: Receives the prompts and their sequences; returns further fields, with a value for each prompt.
+Fields = Callable[[list[Any], list[RequestOutput]], dict[str, list[Any]]]
+
+
+def rollout(
+    engine: Engine | None = None,
+    *,
+    exact: bool = False,
+    seed: int | None = None,
+    fields: Fields | None = None,
+    max_rows: int = 32,
+    **kwargs: Any,
+) -> Rollout:
+    """A ``rollout_func`` of TRL's ``GRPOTrainer`` that generates with continuous batching.
+
+    Equal prompts that follow each other, as ``num_generations`` makes them, are forwarded once. The noise of a
+    sample is a function of ``seed``, the trainer's step, and the places of prompt and sample: two runs write the
+    same. The model is the trainer's, without a copy of its weights; it is in ``eval()`` meanwhile.
+
+    Args:
+        engine: Decodes in this engine, whose model has to be the trainer's. By default each call makes one.
+        exact: Make the model exact (``hfgen.exact``) at the first call, and let the trainer compute
+            log-probabilities as the sampler does. A model that will be sharded has to be exact before.
+        seed: By default the trainer's ``args.seed``.
+        fields: ``fields(prompts, outputs)`` returns further fields, as rewards of an environment: TRL hands them to the
+            reward functions. ``outputs`` are ``RequestOutput`` with one sequence for each prompt.
+        max_rows: Rows that decode at once, without an ``engine``.
+        kwargs: Arguments of ``generate`` beside those of ``GRPOConfig``: drafts, grammars, stop strings, ….
+
+    The result has ``prompt_ids``, ``completion_ids`` and ``logprobs`` (see ``docs/training.md`` for their meaning),
+    and ``kept_ids`` where samplers truncate: for each token the ids that were left to draw from.
+
+    Raises:
+        TypeError, ValueError: An argument is of another type, or names an option that ``GRPOConfig`` has.
+    """
+    if not isinstance(engine, Engine | None):
+        raise TypeError(
+            f"rollout(): `engine` has to be an hfgen.Engine, but is {type(engine).__name__}."
+        )
+    if not (seed is None or (isinstance(seed, int) and not isinstance(seed, bool))):
+        raise TypeError(f"rollout(): `seed` has to be an integer, but is {seed!r}.")
+    if doubled := [name for name in OF_TRAINER if name in kwargs]:
+        raise ValueError(
+            f"rollout(): `{doubled[0]}` is an option of GRPOConfig, which the trainer's loss has to know: set it "
+            "there (`max_completion_length` for `max_new_tokens`)."
+        )
+    return Rollout(engine, exact, seed, fields, max_rows, kwargs)
+
+
+class Rollout:
+    """What ``rollout`` returns; ``outputs`` are those of the last call, one for each prompt."""
+
+    def __init__(
+        self,
+        engine: Engine | None,
+        exact: bool,
+        seed: int | None,
+        fields: Fields | None,
+        max_rows: int,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.engine, self.exact, self.seed, self.fields = engine, exact, seed, fields
+        self.max_rows, self.kwargs = max_rows, kwargs
+        self.outputs: list[RequestOutput] = []
+        #: The trainer's mode and step of the last call, and how many calls it has had.
+        self._step: tuple[Any, int] = (None, 0)
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Generate a completion for each prompt. Raises what ``engine.add`` raises, and the error of a request."""
+        check(trainer)
+        arguments = {**trainer.generation_kwargs, **self.kwargs, "synced_gpus": False}
+        arguments |= log_probability_options(arguments, self.exact)
+        prompt_ids = tokenized(prompts, trainer)
+        seeds = self._seeds(trainer)
+        with generating(trainer) as model:
+            if self.exact:
+                prepare_exact(model, trainer)
+            self.outputs = self._decode(model, trainer, prompt_ids, arguments, seeds)
+        sequences = [output.sequences[0] for output in self.outputs]
+        result: dict[str, Any] = {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [sequence.token_ids for sequence in sequences],
+            "logprobs": [
+                [entry.logprob for entry in sequence.logprobs or ()] for sequence in sequences
+            ],
+        }
+        if arguments.get("logprobs_support"):
+            result["kept_ids"] = [
+                [list(entry.support or ()) for entry in sequence.logprobs or ()]
+                for sequence in sequences
+            ]
+        if self.fields is not None:
+            result |= checked_fields(self.fields(prompts, self.outputs), len(prompts))
+        return result
+
+    def _seeds(self, trainer: Any) -> Iterator[int]:
+        """Endless seeds of this call, the same in each run; ranks of a trainer have their own."""
+        step = (trainer.model.training, trainer.state.global_step)
+        n_calls = self._step[1] + 1 if self._step[0] == step else 0
+        self._step = (step, n_calls)
+        seed = trainer.args.seed if self.seed is None else self.seed
+        number = 0
+        while True:
+            place = (seed, *step, n_calls, trainer.accelerator.process_index, number)
+            yield int.from_bytes(
+                hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big"
+            )
+            number += 1
+
+    def _decode(
+        self,
+        model: Any,
+        trainer: Any,
+        prompt_ids: list[list[int]],
+        arguments: dict[str, Any],
+        seeds: Iterator[int],
+    ) -> list[RequestOutput]:
+        """An output with one sequence for each prompt."""
+        with ExitStack() as stack:
+            if (engine := self.engine) is None:
+                tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+                engine = stack.enter_context(Engine(model, tokenizer, max_rows=self.max_rows))
+            elif unwrapped(engine.model) is not unwrapped(mixed_view(model)):
+                raise ValueError(
+                    f"rollout(): the engine's model ({type(engine.model).__name__}) is not the trainer's. Make the "
+                    "engine of the model that the trainer gets, or leave it out."
+                )
+            requests: list[EngineRequest] = []
+            stack.callback(lambda: [request.cancel() for request in requests if not request.done])
+            for ids, equal in groupby(prompt_ids):
+                options = {
+                    **arguments,
+                    "num_return_sequences": len(list(equal)),
+                    "seed": next(seeds),
+                }
+                requests.append(engine.add(ids, **options))
+            while any(not request.done for request in requests):
+                engine.step()
+            outputs = []
+            for request in requests:
+                output = request.result()
+                if output.error is not None:
+                    raise output.error
+                for sequence in output.sequences:
+                    if sequence.finish_reason in ("cancelled", "timeout"):
+                        raise RuntimeError(
+                            f"rollout(): a completion was {sequence.finish_reason} in the engine."
+                        )
+                    outputs.append(
+                        RequestOutput(
+                            output.id, output.prompt_token_ids, [sequence], output.metrics
+                        )
+                    )
+            return outputs
+
+
+def check(trainer: Any) -> None:
+    """Raise ``ValueError`` for a trainer whose rollouts cannot be generated here."""
+    if getattr(trainer, "generation_kwargs", None) is None or trainer.use_vllm:
+        raise ValueError(
+            "rollout(): GRPOConfig has `use_vllm` or `use_transformers_continuous_batching`, which generate "
+            "elsewhere. Leave both out: hfgen's engine takes their place."
+        )
+    if trainer.tools or trainer.environment_factories is not None:
+        raise ValueError(
+            "rollout(): TRL's tool loop generates without log-probabilities, so tools and environments cannot go "
+            "with a rollout_func. Leave out `rollout_func`, and call hfgen.patch()."
+        )
+
+
+def log_probability_options(arguments: dict[str, Any], is_exact: bool) -> dict[str, Any]:
+    """Options of ``generate`` that record what the trainer computes: a softmax at the trainer's temperature.
+
+    Raises ``ValueError`` if exact log-probabilities would be of other scores than the trainer's.
+    """
+    temperature = arguments.get("temperature")
+    changes = [name for name, values in NEUTRAL.items() if arguments.get(name) not in values]
+    options: dict[str, Any] = {"logprobs": 0}
+    if temperature not in (None, 1.0):
+        if is_exact and changes:
+            raise ValueError(
+                f"rollout(exact=True): with a temperature of {temperature}, `{changes[0]}`="
+                f"{arguments[changes[0]]!r} gives log-probabilities that the trainer does not compute. Leave it out, "
+                "or take a temperature of 1."
+            )
+        options["logprobs_mode"] = "processed_logprobs"
+    if any(name != "repetition_penalty" for name in changes):
+        options["logprobs_support"] = True
+    return options
+
+
+def tokenized(prompts: list[Any], trainer: Any) -> list[list[int]]:
+    """The ids of each prompt, a text or a chat. Raises ``ValueError`` for images and for empty prompts."""
+    if not prompts:
+        raise ValueError("rollout(): TRL gave no prompts.")
+    tokenizer = trainer.processing_class
+    if is_conversational({"prompt": prompts[0]}):
+        parts = (part for prompt in prompts for message in prompt for part in _parts(message))
+        if other := next((part for part in parts if part.get("type") != "text"), None):
+            raise ValueError(
+                f"rollout(): a prompt has a part of type {other.get('type')!r}; allowed is text. Leave out "
+                "`rollout_func`, and call hfgen.patch()."
+            )
+        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        inputs = tokenizer.apply_chat_template(
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **template
+        )
+    else:
+        inputs = tokenizer(text=prompts)
+    ids: list[list[int]] = inputs["input_ids"]
+    if not all(ids):
+        raise ValueError(f"rollout(): prompt {prompts[ids.index([])]!r:.80} has no tokens.")
+    return ids
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return content if isinstance(content, list) else []
+
+
+@contextmanager
+def generating(trainer: Any) -> Iterator[Any]:
+    """The trainer's model, ready to generate: unwrapped, in ``eval()``, without gradients and checkpoints.
+
+    Ranks of a sharded model forward as often as each other within, whatever each has to decode. If one fails,
+    the others raise ``RankError``.
+    """
+    settings = {
+        "gather_deepspeed3_params": trainer.args.ds3_gather_for_generation,
+        "gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs,
+    }
+    was_training = trainer.model.training
+    base = mixed_view(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+    if (forward := vars(base).get("forward")) is not None:  # TRL's, whose head the sampler does not use
+        getattr(forward, "__func__", forward).is_row_wise = True
+    wrapped = unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **settings)
+    with wrapped as model, torch.no_grad():
+        model.eval()
+        try:
+            with ranks.together(mixed_view(model)):
+                yield model
+        finally:
+            model.train(was_training)
+
+
+def unwrapped(model: Any) -> Any:
+    """What is the same of a model and of all views of it: the module that embeds tokens."""
+    return model.get_input_embeddings()
+
+
+def checked_fields(fields: Any, n: int) -> dict[str, list[Any]]:
+    """``fields``, if they have a value for each of ``n`` prompts; else raises ``ValueError``."""
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"rollout(): `fields` has to return a dict of lists, but got {fields!r:.80}."
+        )
+    for name, values in fields.items():
+        if not isinstance(values, list) or len(values) != n:
+            raise ValueError(
+                f"rollout(): field {name!r} has to be a list with a value for each of {n} prompts, but is "
+                f"{values!r:.80}."
+            )
+    return fields
+
+
+# ------------------------------------------------------------ the trainer's side of exact mode
+
+
+def prepare_exact(model: Any, trainer: Any) -> None:
+    """Make ``model`` exact with its adapters, once, and let it score as the sampler does.
+
+    Raises ``ValueError`` if it cannot be exact, and with mixed precision.
+    """
+    if trainer.accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"rollout(exact=True): mixed precision ({trainer.accelerator.mixed_precision}) changes dtypes between "
+            "kernels. Load the model in one dtype, and set `bf16=False`, `fp16=False`."
+        )
+    base = next(part for part in model.modules() if isinstance(part, PreTrainedModel))
+    fused_forward = vars(base)["forward"]
+    if getattr(fused_forward, "temperature", None) == trainer.temperature and is_exact(base):
+        return
+    if not families.is_sharded(base):  # a sharded one has been made exact before
+        if is_exact(base):  # perhaps without the adapters
+            restore(base)
+        del base.forward  # TRL's own, which calls the class's
+        make_exact(base)
+    elif not is_exact(base):
+        raise ValueError(
+            "rollout(exact=True): call hfgen.exact(model) before the trainer shards the model."
+        )
+    base.forward = scoring(base, fused_forward, trainer.temperature)
+
+
+def scoring(
+    model: Any, fused_forward: Callable[..., Any], temperature: float
+) -> Callable[..., Any]:
+    """A forward in place of TRL's ``fused_forward``, whose log-probabilities are those of ``token_logprobs``."""
+
+    @functools.wraps(fused_forward)
+    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head or not is_exact(model):
+            return fused_forward(
+                *args, **({"fused_lm_head": True} if fused_lm_head else {}), **kwargs
+            )
+        input_ids, labels = kwargs["input_ids"], kwargs["labels"][:, 1:]
+        is_scored = labels != -100
+        n = labels.shape[1] - int(
+            is_scored.any(dim=0).int().argmax()
+        )  # those before are the prompts'
+        outputs = scored(
+            model, fused_forward, input_ids, kwargs.get("attention_mask"), n, temperature
+        )
+        logprobs, entropy = (
+            F.pad(x, (labels.shape[1] - n, 0)).masked_fill(~is_scored, 0) for x in outputs
+        )
+        loss = -logprobs.sum() / is_scored.sum().clamp(min=1)
+        return FusedCausalLMOutput(loss=loss, log_probs=logprobs, entropy=entropy)
+
+    forward.temperature = temperature  # type: ignore[attr-defined]
+    forward.is_row_wise = True  # type: ignore[attr-defined]
+    return forward
