@@ -25,7 +25,7 @@ FLOORS = (
     ("streaming",),
     ("mixin", "delegate", "patching"),
     ("engine",),
-    ("tools", "lm_eval", "ray", "run", "__main__"),
+    ("tools", "lm_eval", "ray", "run", "trl", "__main__"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import unittest.mock
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import hfgen
+from hfgen.running import ranks
 from hfgen.running.ranks import agreement
 from tests import tiny
 
@@ -265,3 +267,40 @@ def tensor_parallel(rank: int, folder: str, undivided: str) -> dict[str, Any]:
 
 def no_memory(*arguments: Any) -> None:
     raise MemoryError("no room")
+
+
+class Gathering(torch.nn.Linear):
+    """A cheap sharded model: each forward is a collective in which all ranks have to take part."""
+
+    device = torch.device("cpu")
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> int:
+        present = torch.ones(())
+        dist.all_reduce(present)
+        return int(present)
+
+
+def rounds_of_any_length(rank: int, n: int, fails_in: int | None) -> int:
+    """Forward as often as each rank likes in ``n`` rounds; one of rank 1 fails. Returns the forwards of this rank."""
+    model, lengths = Gathering(1, 1), random.Random(rank)
+    n_forwards = 0
+    with unittest.mock.patch("hfgen.families.is_sharded", return_value=True):
+        for number in range(n):
+            with ranks.together(model):
+                for _ in range(lengths.choice((0, 0, 1, 1, 2, 3, 9))):
+                    if number == fails_in and rank == 1:
+                        raise ArithmeticError("a rank fails")
+                    assert model(torch.zeros(1, 1)) == 2
+                    n_forwards += 1
+    return n_forwards
+
+
+def error_of_rounds(rank: int) -> str:
+    """The error of this rank where rank 1 fails in a round, while rank 0 forwards or waits."""
+    errors = []
+    for seed in range(20):
+        try:
+            rounds_of_any_length(rank + 2 * seed if rank == 0 else 1, 8, 3)
+        except (ArithmeticError, ranks.RankError) as error:
+            errors.append(type(error).__name__)
+    return " ".join(sorted(set(errors)))

@@ -13,6 +13,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 #: Pages whose code runs elsewhere: it needs a server, other libraries, or more checks.
 ELSEWHERE = {
     "serving.md": "clients/test_serving_limits.py",
+    "training.md": "clients/test_trl_rollout.py",
     "with-your-library.md": "clients/test_with_your_library.py",
     "write-a-strategy.md": "test_write_a_strategy.py",
 }

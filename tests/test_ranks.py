@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -196,3 +197,14 @@ def test_an_error_of_one_rank_is_told_by_the_others(divided: Any, case: str, err
 def test_times_may_end_ranks_that_go_in_step(divided: Any, alone: Any) -> None:
     expected = generated(alone, prompt(0), None, "greedy")
     assert [results["a time, in step"] for results in divided] == [expected] * 2
+
+
+def test_ranks_forward_as_often_as_each_likes() -> None:
+    """Rounds in which ranks have other numbers of forwards, as rollouts of a sharded model have: nothing hangs."""
+    n_rounds = 10_000 if os.environ.get("HFGEN_FUZZ") else 500
+    forwards = processes.run(rank_cases.rounds_of_any_length, n_rounds, None)
+    assert forwards[0] != forwards[1]
+
+
+def test_a_rank_that_fails_between_forwards_ends_the_others() -> None:
+    assert processes.run(rank_cases.error_of_rounds) == ["RankError", "ArithmeticError"]

@@ -5,6 +5,7 @@ Importing this registers it. ``python -m hfgen.lm_eval`` is lm_eval's command li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from os.path import commonprefix
@@ -22,6 +23,8 @@ from tqdm import tqdm
 
 from .engine.many import generate_many
 from .mixin import mixed_view
+from .running.exact import exact as make_exact
+from .running.exact.switch import is_exact
 from .running.prefix import PrefixCache
 from .tools.evaluate.continuations import Likelihoods
 
@@ -35,14 +38,25 @@ KEPT, SHARE = 2**29, 0.3
 
 @register_model("hfgen")
 class HfgenLM(HFLM):
-    """lm_eval's ``hf``, with its arguments, on hfgen. A model that is given stays as it is.
+    """lm_eval's ``hf``, with its arguments, on hfgen. A model that is passed stays as it is without ``exact``.
 
     ``batch_size``: answers that are decoded at once, and contexts that are forwarded at once for
     likelihoods. ``"auto"``, the default, tries nothing out: ``ROWS``, and what
-    ``evaluate.continuations`` says. Raises ``ValueError`` for an encoder-decoder, and for virtual tokens.
+    ``evaluate.continuations`` says. ``exact``: make the model exact (``hfgen.exact``), so that results have the
+    same bits at every batch size and in every order. Raises ``ValueError`` for a batch size below 1, an
+    encoder-decoder, virtual tokens, and a model that cannot be exact.
     """
 
-    def __init__(self, pretrained: Any, batch_size: int | str = "auto", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        pretrained: Any,
+        batch_size: int | str = "auto",
+        *,
+        exact: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not (str(batch_size).startswith("auto") or re.fullmatch("[1-9][0-9]*", str(batch_size))):
+            raise ValueError(f"`batch_size` has to be 'auto' or at least 1, but is {batch_size!r}.")
         super().__init__(pretrained, batch_size=batch_size, **kwargs)
         if self.backend != "causal":
             raise ValueError(
@@ -54,6 +68,8 @@ class HfgenLM(HFLM):
                 "lm_eval's model type 'hfgen' supports adapters of weights, but this one puts virtual "
                 "tokens before the prompt: use 'hf'."
             )
+        if exact and not is_exact(self.model):
+            make_exact(self.model)
         self.mixed = mixed_view(self.model)
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:

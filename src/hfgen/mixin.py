@@ -6,7 +6,6 @@ override and call it. Names and signatures are those of transformers 5.23.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -47,8 +46,8 @@ def mixed_view(model: Any) -> Any:
         model = next(parts, model)
     if not isinstance(model, transformers.GenerationMixin) or isinstance(model, GenerationMixin):
         return model
-    view = copy.copy(model)
-    view.__class__ = mixed_class(model.__class__)
+    view = object.__new__(mixed_class(model.__class__))  # a sharded class would call __init__
+    vars(view).update(vars(model))
     return view
 
 

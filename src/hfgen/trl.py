@@ -168,7 +168,7 @@ class Rollout:
                     "engine of the model that the trainer gets, or leave it out."
                 )
             requests: list[EngineRequest] = []
-            stack.callback(lambda: [request.cancel() for request in requests if not request.done])
+            stack.callback(cancel, requests)
             for ids, equal in groupby(prompt_ids):
                 options = {
                     **arguments,
@@ -196,12 +196,18 @@ class Rollout:
             return outputs
 
 
+def cancel(requests: list[EngineRequest]) -> None:
+    """Cancel the ``requests`` that are not done, as where one of them has failed."""
+    for request in requests:
+        if not request.done:
+            request.cancel()
+
+
 def check(trainer: Any) -> None:
     """Raise ``ValueError`` for a trainer whose rollouts cannot be generated here."""
-    if getattr(trainer, "generation_kwargs", None) is None or trainer.use_vllm:
+    if trainer.use_vllm:
         raise ValueError(
-            "rollout(): GRPOConfig has `use_vllm` or `use_transformers_continuous_batching`, which generate "
-            "elsewhere. Leave both out: hfgen's engine takes their place."
+            "rollout(): GRPOConfig has `use_vllm`, which generates elsewhere. Leave it out."
         )
     if trainer.tools or trainer.environment_factories is not None:
         raise ValueError(
@@ -271,18 +277,25 @@ def generating(trainer: Any) -> Iterator[Any]:
         "gather_deepspeed3_params": trainer.args.ds3_gather_for_generation,
         "gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs,
     }
-    was_training = trainer.model.training
-    base = mixed_view(trainer.accelerator.unwrap_model(trainer.model_wrapped))
-    if (forward := vars(base).get("forward")) is not None:  # TRL's, whose head the sampler does not use
+    base = transformers_model(trainer.accelerator.unwrap_model(trainer.model_wrapped))
+    own = vars(base)
+    if (forward := own.get("forward")) is not None:  # TRL's, whose head the sampler does not use
         getattr(forward, "__func__", forward).is_row_wise = True
+    was_training, of_fsdp = trainer.model.training, own.pop("generate", None)
     wrapped = unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **settings)
-    with wrapped as model, torch.no_grad():
-        model.eval()
-        try:
-            with ranks.together(mixed_view(model)):
-                yield model
-        finally:
-            model.train(was_training)
+    try:
+        with wrapped as model, torch.no_grad(), ranks.together(base):
+            model.eval()
+            yield model
+    finally:
+        trainer.model.train(was_training)
+        if of_fsdp is not None:
+            own["generate"] = of_fsdp
+
+
+def transformers_model(model: Any) -> Any:
+    """The model of transformers in ``model``, around which there may be adapters."""
+    return next(part for part in model.modules() if isinstance(part, PreTrainedModel))
 
 
 def unwrapped(model: Any) -> Any:
@@ -318,7 +331,7 @@ def prepare_exact(model: Any, trainer: Any) -> None:
             f"rollout(exact=True): mixed precision ({trainer.accelerator.mixed_precision}) changes dtypes between "
             "kernels. Load the model in one dtype, and set `bf16=False`, `fp16=False`."
         )
-    base = next(part for part in model.modules() if isinstance(part, PreTrainedModel))
+    base = transformers_model(model)
     fused_forward = vars(base)["forward"]
     if getattr(fused_forward, "temperature", None) == trainer.temperature and is_exact(base):
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ import hfgen
 from benchmarks import lm_eval_tails, lm_eval_tasks
 from hfgen import lm_eval
 from hfgen.lm_eval import HfgenLM
+from hfgen.tools.evaluate import continuations
 from tests import tiny
 
 CHOICES = [
@@ -316,22 +318,38 @@ def test_importing_registers_and_encoders_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_exact_model_has_the_same_bits_at_every_batch_size(dtype: torch.dtype) -> None:
+def test_exact_results_have_the_same_bits_in_every_way(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every batch size, in any order, and with or without contexts that are forwarded once."""
     model, tokenizer = hfgen.builtin_model()
-    hfgen.exact(model.to(dtype))
-    likelihoods = [
-        Instance("loglikelihood", {}, (prompt, choice), i)
-        for i, (prompt, choices) in enumerate(3 * CHOICES)
-        for choice in choices
-    ]
+    model = model.to(dtype)
+    examples = "import json\n\n\ndef parse(text):\n    return json.loads(text)\n\n\n"
     until = {"until": ["\n"], "max_gen_toks": 12}
-    answers = [
-        Instance("generate_until", {}, (prompt, until), i) for i, (prompt, _) in enumerate(CHOICES)
-    ]
+    requests = {
+        "loglikelihood": [
+            (examples + text, choice) for text, choices in CHOICES for choice in choices
+        ],
+        "generate_until": [(examples + text, until) for text, _ in CHOICES],
+        "loglikelihood_rolling": [(3 * text,) for text, _ in CHOICES],
+    }
     results = []
-    for batch_size in (1, 8, 64):
-        lm = HfgenLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=batch_size)
-        scores = lm.loglikelihood(likelihoods, disable_tqdm=True)
-        results.append((scores, lm.generate_until(answers, disable_tqdm=True)))
-    assert results[1] == results[0]
-    assert results[2] == results[0]
+    for batch_size, seed, shares in ((1, 0, True), (8, 1, True), (64, 2, False), ("auto", 3, True)):
+        if not shares:
+            monkeypatch.setattr(continuations.shared_prefix, "may_share", lambda *_: False)
+        lm = HfgenLM(model, batch_size, exact=True, tokenizer=tokenizer, device="cpu")
+        answers = {}
+        for kind, arguments in requests.items():
+            order = random.Random(seed).sample(range(len(arguments)), len(arguments))
+            instances = [Instance(kind, {}, arguments[number], number) for number in order]
+            values = getattr(lm, kind)(instances, disable_tqdm=True)
+            answers[kind] = [value for _, value in sorted(zip(order, values, strict=True))]
+        results.append(answers)
+        monkeypatch.undo()
+    assert all(answers == results[0] for answers in results)
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, "many", 1.5])
+def test_a_batch_size_that_is_none_is_named(batch_size: Any, builtin: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=f"'auto' or at least 1, but is {batch_size!r}"):
+        HfgenLM(builtin[0], batch_size, tokenizer=builtin[1], device="cpu")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests import processes
@@ -12,10 +14,12 @@ from tests.clients import grpo
 from tests.clients.conftest import model
 
 
-def test_grpo(tmp_path: Path, both: Callable) -> None:
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+def test_a_trainer(method: str, tmp_path: Path, both: Callable) -> None:
     def run() -> tuple[list[str], dict[str, torch.Tensor]]:
         settings = {"per_device_train_batch_size": 4, "max_completion_length": 8}
-        texts, trainer = grpo.trained(str(tmp_path), **settings)
+        train = partial(grpo.trained, **settings) if method == "GRPO" else grpo.trained_rloo
+        texts, trainer = train(str(tmp_path))
         return texts, trainer.model.state_dict()
 
     (their_texts, their_weights), (our_texts, our_weights) = both(run)
