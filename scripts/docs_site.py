@@ -29,7 +29,14 @@ SECTIONS = {
         "exact.md",
         "inspect.md",
     ],
-    "Serve, run, evaluate": ["engine.md", "serving.md", "batch-jobs.md", "scale.md", "evaluate.md", "training.md"],
+    "Serve, run, evaluate": [
+        "engine.md",
+        "serving.md",
+        "batch-jobs.md",
+        "scale.md",
+        "evaluate.md",
+        "training.md",
+    ],
     "Extend": ["architecture.md", "write-a-strategy.md"],
     "Rely on it": [
         "differences.md",

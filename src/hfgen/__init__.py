@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .decoding.card import Card, card
     from .decoding.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .decoding.drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
     from .decoding.recipes import minimum_bayes_risk, recipe
@@ -48,6 +49,7 @@ __all__ = [
     "AutoModelForSeq2SeqLM",
     "AutoModelForSpeechSeq2Seq",
     "Cancellation",
+    "Card",
     "Constraint",
     "DisjunctiveConstraint",
     "Draft",
@@ -66,6 +68,7 @@ __all__ = [
     "StreamEvent",
     "TokenLogprob",
     "builtin_model",
+    "card",
     "exact",
     "free_caches",
     "generate_many",
@@ -90,6 +93,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "memory.caches.pool": ["free_caches"],
     "settings.cancellation": ["Cancellation"],
     "prepare.generation_config": ["GenerationConfig", "SamplingParams"],
+    "decoding.card": ["Card", "card"],
     "decoding.constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
     "decoding.drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
     "engine": ["Engine"],

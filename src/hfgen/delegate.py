@@ -55,7 +55,8 @@ NOT_BATCHED = (
 
 #: Fields of which a tensor of ids has nothing.
 NOT_IDS = (
-    "logprobs logprob_token_ids prompt_logprobs logprobs_support output_speculation output_metrics"
+    "logprobs logprob_token_ids prompt_logprobs logprobs_support output_speculation output_metrics "
+    "output_card"
 ).split()
 
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from .engine.many import generate_many
 from .mixin import mixed_view
+from .running import environment
 from .running.exact import exact as make_exact
 from .running.exact.switch import is_exact
 from .running.prefix import PrefixCache
@@ -74,6 +75,10 @@ class HfgenLM(HFLM):
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:
         return ROWS  # `loglikelihood_rolling` asks for it
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval writes into the config of its results; ``card`` is ``hfgen.card`` of the model."""
+        return super().get_model_info() | {"card": environment.of(self.mixed, self.tokenizer)}
 
     def _autocast(self) -> Any:
         dtype = self.mixed_precision_dtype

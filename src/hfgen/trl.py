@@ -1,15 +1,12 @@
-"""``hfgen.trl.rollout``: completions of TRL's ``GRPOTrainer`` by hfgen's engine, in the trainer's process.
-
-``GRPOTrainer(…, rollout_func=hfgen.trl.rollout())``. With ``exact=True`` the log-probabilities of the sampler are
-those of the trainer, bit for bit.
-"""
+"""``GRPOTrainer(…, rollout_func=hfgen.trl.rollout())``: completions of TRL's trainer by hfgen's engine."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
@@ -21,9 +18,9 @@ from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import FusedCausalLMOutput
 
 from . import families
+from .decoding.card import Card, card
 from .engine import Engine
 from .engine.request import EngineRequest, RequestOutput
-from .mixin import mixed_view
 from .running import ranks
 from .running.exact import exact as make_exact
 from .running.exact import restore
@@ -89,23 +86,19 @@ def rollout(
     return Rollout(engine, exact, seed, fields, max_rows, kwargs)
 
 
+@dataclass(eq=False)
 class Rollout:
     """What ``rollout`` returns; ``outputs`` are those of the last call, one for each prompt."""
 
-    def __init__(
-        self,
-        engine: Engine | None,
-        exact: bool,
-        seed: int | None,
-        fields: Fields | None,
-        max_rows: int,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.engine, self.exact, self.seed, self.fields = engine, exact, seed, fields
-        self.max_rows, self.kwargs = max_rows, kwargs
-        self.outputs: list[RequestOutput] = []
-        #: The trainer's mode and step of the last call, and how many calls it has had.
-        self._step: tuple[Any, int] = (None, 0)
+    engine: Engine | None
+    exact: bool
+    seed: int | None
+    fields: Fields | None
+    max_rows: int
+    kwargs: dict[str, Any]
+    outputs: list[RequestOutput] = field(default_factory=list)
+    #: The trainer's mode and step of the last call, and how many calls this step had before it.
+    last_step: tuple[Any, int] = (None, 0)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Generate a completion for each prompt. Raises what ``engine.add`` raises, and the error of a request."""
@@ -113,11 +106,12 @@ class Rollout:
         arguments = {**trainer.generation_kwargs, **self.kwargs, "synced_gpus": False}
         arguments |= log_probability_options(arguments, self.exact)
         prompt_ids = tokenized(prompts, trainer)
-        seeds = self._seeds(trainer)
+        seeds = self._seeds(trainer, len(prompts))
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         with generating(trainer) as model:
             if self.exact:
                 prepare_exact(model, trainer)
-            self.outputs = self._decode(model, trainer, prompt_ids, arguments, seeds)
+            self.outputs = self._decode(model, tokenizer, prompt_ids, arguments, seeds)
         sequences = [output.sequences[0] for output in self.outputs]
         result: dict[str, Any] = {
             "prompt_ids": prompt_ids,
@@ -135,72 +129,55 @@ class Rollout:
             result |= checked_fields(self.fields(prompts, self.outputs), len(prompts))
         return result
 
-    def _seeds(self, trainer: Any) -> Iterator[int]:
-        """Endless seeds of this call, the same in each run; ranks of a trainer have their own."""
+    def card(self, trainer: Any) -> Card:
+        """``hfgen.card`` of the trainer's model as it is now."""
+        return card(transformers_model(trainer.model), trainer.processing_class)
+
+    def _seeds(self, trainer: Any, n: int) -> list[int]:
+        """``n`` seeds of this call, the same in each run; ranks of a trainer have their own."""
         step = (trainer.model.training, trainer.state.global_step)
-        n_calls = self._step[1] + 1 if self._step[0] == step else 0
-        self._step = (step, n_calls)
+        n_calls = self.last_step[1] + 1 if self.last_step[0] == step else 0
+        self.last_step = step, n_calls
         seed = trainer.args.seed if self.seed is None else self.seed
-        number = 0
-        while True:
-            place = (seed, *step, n_calls, trainer.accelerator.process_index, number)
-            yield int.from_bytes(
-                hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big"
-            )
-            number += 1
+        place = (seed, *step, n_calls, trainer.accelerator.process_index)
+        texts = (repr((*place, number)).encode() for number in range(n))
+        return [int.from_bytes(blake2b(text, digest_size=7).digest(), "big") for text in texts]
 
     def _decode(
         self,
         model: Any,
-        trainer: Any,
+        tokenizer: Any,
         prompt_ids: list[list[int]],
         arguments: dict[str, Any],
-        seeds: Iterator[int],
+        seeds: list[int],
     ) -> list[RequestOutput]:
         """An output with one sequence for each prompt."""
-        with ExitStack() as stack:
-            if (engine := self.engine) is None:
-                tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-                engine = stack.enter_context(Engine(model, tokenizer, max_rows=self.max_rows))
-            elif unwrapped(engine.model) is not unwrapped(mixed_view(model)):
-                raise ValueError(
-                    f"rollout(): the engine's model ({type(engine.model).__name__}) is not the trainer's. Make the "
-                    "engine of the model that the trainer gets, or leave it out."
-                )
-            requests: list[EngineRequest] = []
-            stack.callback(cancel, requests)
-            for ids, equal in groupby(prompt_ids):
-                options = {
-                    **arguments,
-                    "num_return_sequences": len(list(equal)),
-                    "seed": next(seeds),
-                }
-                requests.append(engine.add(ids, **options))
-            while any(not request.done for request in requests):
-                engine.step()
-            outputs = []
-            for request in requests:
-                output = request.result()
-                if output.error is not None:
-                    raise output.error
-                for sequence in output.sequences:
-                    if sequence.finish_reason in ("cancelled", "timeout"):
-                        raise RuntimeError(
-                            f"rollout(): a completion was {sequence.finish_reason} in the engine."
-                        )
-                    outputs.append(
-                        RequestOutput(
-                            output.id, output.prompt_token_ids, [sequence], output.metrics
-                        )
-                    )
-            return outputs
-
-
-def cancel(requests: list[EngineRequest]) -> None:
-    """Cancel the ``requests`` that are not done, as where one of them has failed."""
-    for request in requests:
-        if not request.done:
-            request.cancel()
+        parts = [m.get_input_embeddings() for m in (self.engine and self.engine.model, model) if m]
+        if parts[0] is not parts[-1]:  # views of a model share its parts
+            raise ValueError(
+                "rollout(): the engine's model is not the trainer's. Make the engine of the model that the trainer "
+                "gets, or leave it out."
+            )
+        context: Any = self.engine and nullcontext(self.engine)
+        requests: list[EngineRequest] = []
+        with context or Engine(model, tokenizer, max_rows=self.max_rows) as engine:
+            try:
+                for ids, equal in groupby(prompt_ids):
+                    options = {"num_return_sequences": len(list(equal)), "seed": seeds.pop(0)}
+                    requests.append(engine.add(ids, **arguments, **options))
+                while any(not request.done for request in requests):
+                    engine.step()
+                outputs = [request.result() for request in requests]
+            finally:
+                for request in requests:
+                    if not request.done:  # the engine may go on for others
+                        request.cancel()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            if reason := {"cancelled", "timeout"} & {one.finish_reason for one in output.sequences}:
+                raise RuntimeError(f"rollout(): a completion was {reason.pop()} in the engine.")
+        return [replace(o, sequences=[sequence]) for o in outputs for sequence in o.sequences]
 
 
 def check(trainer: Any) -> None:
@@ -296,11 +273,6 @@ def generating(trainer: Any) -> Iterator[Any]:
 def transformers_model(model: Any) -> Any:
     """The model of transformers in ``model``, around which there may be adapters."""
     return next(part for part in model.modules() if isinstance(part, PreTrainedModel))
-
-
-def unwrapped(model: Any) -> Any:
-    """What is the same of a model and of all views of it: the module that embeds tokens."""
-    return model.get_input_embeddings()
 
 
 def checked_fields(fields: Any, n: int) -> dict[str, list[Any]]:

@@ -284,7 +284,7 @@ def closed_in_a_step() -> Any:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (of_another_model, {}, "the engine's model .LlamaForCausalLM. is not the trainer's"),
+        (of_another_model, {}, "the engine's model is not the trainer's"),
         (closed, {}, "closed"),
         (closed_in_a_step, {}, "."),
         (lambda: hfgen.trl.rollout(exact=True), {"bf16": True}, "mixed precision .bf16."),

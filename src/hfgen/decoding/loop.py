@@ -12,6 +12,7 @@ import torch
 from ..logits import logprobs
 from ..logits.logprobs.prompt import PromptRecorder
 from ..running import ahead, ranks
+from .card import CardWriter
 from .outputs import GenerateOutput, Recording
 from .results import Results
 
@@ -87,6 +88,8 @@ def begin(run: Run) -> Recording:
         has_support = getattr(run.config, "logprobs_support", None)
         if has_support or run.asks_for("logprobs", "logprob_token_ids"):
             run.observers.append(logprobs.Recorder(run))
+        if getattr(run.config, "output_card", None):
+            run.observers.append(CardWriter(run))  # behind the log-probabilities
     if run.streamer is not None:
         run.observers.append(Streaming(run.streamer))
     if run.call is not None and run.call.prefix_session is not None:

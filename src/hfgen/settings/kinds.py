@@ -168,6 +168,12 @@ FLAG_OR_NEVER = Kind(
     lambda value: isinstance(value, int | float | str) and value in (True, False, "never"),
     option="true or false",
 )
+FLAG_OR_PROMPT = Kind(
+    "True, False or 'prompt'",
+    lambda value: isinstance(value, bool | str) and value in (True, False, "prompt"),
+    option="true or false",
+    may_be_list=False,
+)
 FLAG_OR_LAYERS = Kind(
     "True or False, or a list of layers",
     _is_flag_or_layers,

@@ -129,7 +129,8 @@ def validate_model_kwargs(self: Any, model_kwargs: dict[str, Any]) -> None:
 #: Own fields whose results are attributes of the output, which has to be one then. Upstream ignores
 #: its own such fields, with a warning; an error says what to do before time is spent.
 ON_OUTPUT = (
-    "output_speculation output_metrics logprobs logprob_token_ids prompt_logprobs logprobs_support"
+    "output_speculation output_metrics output_card logprobs logprob_token_ids prompt_logprobs "
+    "logprobs_support"
 ).split()
 
 

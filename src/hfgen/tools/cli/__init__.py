@@ -1,4 +1,4 @@
-"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo``, ``serve``, ``inspect`` and ``doctor``.
+"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo``, ``serve``, ``inspect``, ``doctor`` and ``replay``.
 
 Commands import torch and transformers when they run, so that ``--help`` does not wait.
 """
@@ -24,6 +24,7 @@ from . import (
     evaluate,
     generate,
     inspect,
+    replay,
     serve,
 )
 from .field_options import GenerationCommand
@@ -104,7 +105,7 @@ def hfgen(
 
 for _command in (generate.generate, chat.chat, inspect.inspect, compare.compare, batch.batch):
     app.command(cls=GenerationCommand)(_command)
-for _plain in (demo.demo, bench.bench, serve.serve, doctor.doctor):
+for _plain in (demo.demo, bench.bench, serve.serve, doctor.doctor, replay.replay):
     app.command(cls=PlainCommand)(_plain)
 _eval = typer.Typer(
     cls=OneLineErrors, help="Measure a model: perplexity of texts, metrics of completions."

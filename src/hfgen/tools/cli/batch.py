@@ -13,6 +13,7 @@ import typer
 
 from . import options
 from .field_options import generation_config
+from .files import check_output
 from .job_files import Line, Output, Requests
 from .loading import Loaded
 from .report import CliError, duration, err, say
@@ -45,6 +46,10 @@ def batch(
             "--policy", ("fcfs", "srpt"), "Order: fcfs, or srpt (short prompts first)."
         ),
     ] = "fcfs",
+    card: Annotated[
+        Path | None,
+        typer.Option(metavar="CARD.json", help="Write what all answers depend on (hfgen.card)."),
+    ] = None,
     *,
     source: options.ModelOptions,
     engine: options.EngineOptions,
@@ -55,6 +60,8 @@ def batch(
     GenerationConfig, as --temperature 0.7, hold where a request says nothing. The exit code is 0 if all
     requests have an answer, 1 if some have an error, 2 for wrong input.
     """
+    if card is not None:
+        check_output(card, (".json",), "--card")
     lines = Requests.of(requests, shard)
     if output.exists() and output.samefile(requests):
         raise CliError("-o is the file of requests: give another one")
@@ -74,6 +81,12 @@ def batch(
             if engine.chat_template is not None:
                 loaded.tokenizer.chat_template = engine.chat_template
             generation_config(context.obj, loaded.model, NEW_TOKENS)  # checks the fields
+            if card is not None:
+                from ...decoding.card import card as card_of
+
+                card.write_text(
+                    str(card_of(loaded.model, loaded.tokenizer)) + "\n", encoding="utf-8"
+                )
             made = engine.engine(loaded.model, loaded.tokenizer, policy=policy)
             progress = JobProgress(n_left)
             job = Job(loaded, lines, file, context.obj, progress)

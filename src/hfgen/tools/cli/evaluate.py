@@ -192,6 +192,8 @@ def generate(
     if output is not None:
         write(output, rows, scores)
     if as_json:
+        from ...decoding.card import card
+
         report = {
             "model": loaded.name,
             "options": plain(context.obj),
@@ -207,6 +209,7 @@ def generate(
             },
             "failed": failed,
             "failed_metrics": failed_metrics,
+            "card": asdict(card(loaded.model, loaded.tokenizer)),
         }
         print_json(report)
     else:

@@ -67,7 +67,8 @@ NEEDS = {name: n.split() for n, names in IDLE_WITHOUT.items() for name in names.
 
 #: Fields with results of their own, and the commands that do not show these.
 RESULTS = (
-    "logprobs logprob_token_ids logprobs_support prompt_logprobs output_metrics output_speculation"
+    "logprobs logprob_token_ids logprobs_support prompt_logprobs output_card output_metrics "
+    "output_speculation"
 )
 WITHOUT_RESULTS = ("chat", "compare", "inspect")
 

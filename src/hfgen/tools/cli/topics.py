@@ -157,6 +157,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "skip_special_tokens": "leave special tokens out of texts: the default",
         "return_dict_in_generate": "return an object: always on here",
         "output_metrics": "return times and memory",
+        "output_card": "return what the tokens depended on",
         "output_speculation": "return counts of drafted tokens",
         "output_scores": "return scores after all processors",
         "output_logits": "return scores of the model",

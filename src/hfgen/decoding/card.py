@@ -1,0 +1,334 @@
+"""The card of a call: what its tokens depended on, and digests of what came out. ``hfgen replay`` reads it.
+
+A card is plain data. It names no path, holds no code, and has no text or ids of a prompt unless that is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from ..running import environment
+from ..settings.fields import FIELDS, OWN_FIELDS
+from ..state.run import Run, Step, Strategy
+
+#: Of the format. A card of another one is refused.
+VERSION = 1
+#: Characters of a card, and levels of lists and dicts in it, at most.
+MAX_SIZE, MAX_DEPTH = 2**26, 6
+#: Fields that say what a call returns, or hold for a process; they decide no token.
+UNSAVED = ("output_card", "transformers_version", "_from_model_config", "compile_config")
+#: Arguments of ``generate`` that are in the card in another form, or decide no token.
+SAVED = (
+    "input_ids",
+    "inputs",
+    "attention_mask",
+    "generation_config",
+    "tokenizer",
+    "cancel",
+    "use_cache",
+)
+
+
+class CardError(ValueError):
+    """A file is no card, or a card cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """``output.card``: what the tokens of a call depended on. ``str()`` is JSON."""
+
+    #: Of hfgen, transformers, torch, Python.
+    versions: dict[str, str]
+    #: Processor, device, kernels' instructions, threads, precision.
+    machine: dict[str, str]
+    #: Class, dtype, attention and configs.
+    model: dict[str, str]
+    #: What ``hfgen.exact`` has probed, and what ``hfgen.optimize`` has chosen.
+    kernels: dict[str, str]
+    #: Digests by name.
+    weights: dict[str, str]
+    tokenizer: dict[str, str]
+    #: Digests of what each layer gives for the same few tokens.
+    operations: dict[str, str]
+    #: The resolved config of each prompt, or one for all.
+    parameters: list[dict[str, Any]] = field(default_factory=list)
+    #: What the call depended on and a card cannot hold.
+    beside: list[str] = field(default_factory=list)
+    #: ``digest``; with ``output_card="prompt"`` also ``input_ids`` and ``attention_mask``.
+    prompt: dict[str, Any] = field(default_factory=dict)
+    #: Of each returned row, digests up to each generated token; and one of all log-probabilities.
+    tokens: list[list[str]] = field(default_factory=list)
+    logprobs: str = ""
+    version: int = VERSION
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def read(cls, text: str) -> Card:
+        """The card that ``str()`` wrote. Raises ``CardError`` for anything else."""
+        if len(text) > MAX_SIZE:
+            raise CardError(
+                f"A card has at most {MAX_SIZE:,} characters, but this has {len(text):,}."
+            )
+        try:
+            values = json.loads(text, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise CardError(f"This is no card: {error}") from None
+        if not isinstance(values, dict) or values.get("version") != VERSION:
+            raise CardError(f"This is no card of version {VERSION}, which this hfgen reads.")
+        kinds = {each.name: str(each.type) for each in fields(cls)}
+        if odd := sorted(kinds.keys() ^ values.keys()):
+            raise CardError(f"This is no card: {odd[0]!r} is missing, or is no field of a card.")
+        for name, value in values.items():
+            if not _fits(value, kinds[name]):
+                raise CardError(
+                    f"{name!r} of a card has to be {kinds[name]}, but is {value!r:.80}."
+                )
+        for name in {name for config in values["parameters"] for name in config}:
+            if name not in FIELDS:
+                raise CardError(
+                    f"{name!r} in the parameters of a card is no field of a generation config."
+                )
+        return cls(**values)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value of JSON is of the ``kind`` that a field of ``Card`` declares."""
+    if kind == "dict[str, str]":
+        return isinstance(value, dict) and all(isinstance(part, str) for part in value.values())
+    if kind == "list[str]":
+        return isinstance(value, list) and all(isinstance(part, str) for part in value)
+    if kind == "list[list[str]]":
+        return isinstance(value, list) and all(_fits(part, "list[str]") for part in value)
+    if kind == "list[dict[str, Any]]":
+        return isinstance(value, list) and all(_fits(part, "dict[str, Any]") for part in value)
+    if kind == "dict[str, Any]":
+        return isinstance(value, dict) and _depth(value) <= MAX_DEPTH
+    return type(value).__name__ == kind
+
+
+def _depth(value: Any) -> int:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, parts), default=0)
+
+
+def card(model: nn.Module, tokenizer: Any = None) -> Card:
+    """The card of a model as it is here and now, without a call.
+
+    All weights are read, and one prompt is forwarded.
+    """
+    sections: dict[str, Any] = environment.of(model, tokenizer)
+    return Card(**sections)
+
+
+# ------------------------------------------------------------ of a call
+
+
+class CardWriter:
+    """An observer that sets ``output.card`` when a call has ended; see ``loop.begin``."""
+
+    def __init__(self, run: Run) -> None:
+        self.prompt_length = run.ids.shape[1]
+        self.has_prompt = run.config.output_card == "prompt"
+        self.beside = beside(run)
+        call = run.call
+        assert call is not None
+        inputs = {"input_ids": call.request.kwargs.get("input_ids", call.request.inputs)}
+        inputs["attention_mask"] = call.request.kwargs.get("attention_mask")
+        self.inputs = {
+            name: value.tolist() for name, value in inputs.items() if isinstance(value, Tensor)
+        }
+        defaults = getattr(run.model, "generation_config", None)
+        self.parameters = [parameters_of(config, defaults) for config in call.configs]
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """Nothing: all is known at the end."""
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
+        """Write the card of the call."""
+        sections: dict[str, Any] = environment.of(run.model, run.tokenizer)
+        logprobs = run.extras.get("logprobs")
+        prompt: dict[str, Any] = {"digest": digest_of_inputs(self.inputs)}
+        run.extras["card"] = Card(
+            **sections,
+            parameters=self.parameters,
+            beside=self.beside,
+            prompt=prompt | (self.inputs if self.has_prompt else {}),
+            tokens=digests_of_rows(result["sequences"][:, self.prompt_length :]),
+            logprobs="" if logprobs is None else environment.digest(logprobs.token_logprobs),
+        )
+
+
+def beside(run: Run) -> list[str]:
+    """What a call depended on and a card cannot hold."""
+    call = run.call
+    assert call is not None
+    request, names = call.request, []
+    names += [
+        name
+        for name in request.__slots__[2:-1]  # behind the inputs and the config
+        if getattr(request, name) not in (None, [], False)
+    ]
+    names += [
+        name
+        for name, value in request.kwargs.items()
+        if value is not None and not _is_saved(name, value)
+    ]
+    if not isinstance(request.kwargs.get("input_ids", request.inputs), Tensor):
+        names.append("a prompt that is no tensor of ids")
+    if run.config.do_sample and any(config.seed is None for config in call.configs):
+        names.append("sampling without `seed`")
+    for config in call.configs:
+        names += [name for name, value in _set_values(config).items() if not _is_json(value)]
+    return sorted(set(names))
+
+
+def _is_saved(name: str, value: Any) -> bool:
+    return name in SAVED or (_is_json(value) and not isinstance(value, Tensor))
+
+
+def _set_values(config: Any) -> dict[str, Any]:
+    values = config.to_diff_dict()
+    if values.get("max_new_tokens") is not None:
+        values.pop("max_length", None)
+    return {name: value for name, value in values.items() if name not in UNSAVED and name[0] != "_"}
+
+
+def parameters_of(config: Any, defaults: Any) -> dict[str, Any]:
+    """What a resolved config has set, as values of JSON; ``None`` where the model has another default."""
+    values = {
+        name: value
+        for name, value in _set_values(config).items()
+        if _is_json(value)
+        and value != OWN_FIELDS.get(name, ...)
+        and (value is not None or getattr(defaults, name, None) is not None)
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def digest_of_inputs(inputs: Mapping[str, Any]) -> str:
+    """The digest of the ids of prompts that their mask shows; padding does not count."""
+    ids = inputs.get("input_ids", [])
+    mask = inputs.get("attention_mask") or [[1] * len(row) for row in ids]
+    rows = [
+        [token for token, is_shown in zip(*row, strict=True) if is_shown]
+        for row in zip(ids, mask, strict=True)
+    ]
+    return sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def digests_of_rows(tokens: Tensor) -> list[list[str]]:
+    """Of each row of ``tokens (rows, n)``, a digest of the tokens up to each one."""
+    rows = []
+    for row in tokens.tolist():
+        checksum, digests = sha256(), []
+        for token in row:
+            checksum.update(f"{token} ".encode())
+            digests.append(checksum.hexdigest()[: environment.DIGITS])
+        rows.append(digests)
+    return rows
+
+
+# ------------------------------------------------------------ decoding again
+
+
+def replay(
+    card: Card, model: Any, tokenizer: Any = None, inputs: Mapping[str, Any] | None = None
+) -> Card:
+    """Decode the call of ``card`` with ``model``, and return the card of that.
+
+    ``inputs``: ``input_ids (batch, length)`` and ``attention_mask``; by default those in the card. Raises
+    ``CardError`` for a call that depended on more than a card holds, and for other prompts.
+    """
+    if card.beside:
+        raise CardError(f"The call depended on what a card cannot hold: {', '.join(card.beside)}.")
+    if not card.parameters or not card.tokens:
+        raise CardError("This is the card of a model, without a call: there is nothing to decode.")
+    lists = inputs or {name: v for name, v in card.prompt.items() if name != "digest"}
+    if not lists:
+        raise CardError(
+            "The card has no prompt (output_card='prompt' keeps it): give the prompts of the call."
+        )
+    try:
+        tensors = {
+            name: torch.as_tensor(lists[name], device=model.device)
+            for name in PROMPT
+            if name in lists
+        }
+        digest = digest_of_inputs({name: value.tolist() for name, value in tensors.items()})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CardError(f"The prompts are no rows of ids of one length: {error}") from None
+    if digest != card.prompt.get("digest"):
+        raise CardError("These are not the prompts of the call: their ids have another digest.")
+    options: dict[str, Any] = card.parameters[0]
+    if len(card.parameters) > 1:
+        options = {"generation_config": [GenerationConfig(**values) for values in card.parameters]}
+    if card.tokenizer:
+        options = {**options, "tokenizer": tokenizer}
+    output = model.generate(
+        **{**tensors, **options, "return_dict_in_generate": True, "output_card": True}
+    )
+    found: Card = output.card
+    return found
+
+
+#: The inputs of a call that a card can hold.
+PROMPT = ("input_ids", "attention_mask")
+
+
+# ------------------------------------------------------------ comparing
+
+
+def differences(expected: Card, found: Card) -> list[str]:
+    """What differs, by name and in order: versions, machine, model, kernels, weights, tokenizer, operations."""
+    lines = []
+    for section in environment.SECTIONS:
+        ours, theirs = getattr(found, section), getattr(expected, section)
+        if section == "tokenizer" and not (ours and theirs):  # the call had none
+            continue
+        names = [*theirs, *(name for name in ours if name not in theirs)]
+        differing = [name for name in names if ours.get(name) != theirs.get(name)]
+        if differing:
+            name = differing[0]
+            more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+            values = f"{theirs.get(name, 'nothing')!r:.80} in the card, {ours.get(name, 'nothing')!r:.80} here"
+            lines.append(f"{section}: {name!r:.80} ({values}){more}")
+    return lines
+
+
+def first_token(expected: Card, found: Card) -> str | None:
+    """Where the tokens differ first, or the log-probabilities; ``None`` if all are the same bytes."""
+    if len(expected.tokens) != len(found.tokens):
+        return f"rows: {len(expected.tokens)} in the card, {len(found.tokens)} here"
+    for row, (theirs, ours) in enumerate(zip(expected.tokens, found.tokens, strict=True)):
+        if theirs != ours:
+            pairs = zip(theirs, ours, strict=False)
+            place = next(
+                (n for n, (a, b) in enumerate(pairs) if a != b), min(len(theirs), len(ours))
+            )
+            return f"row {row}: the tokens differ from generated token {place} on"
+    if expected.logprobs != found.logprobs:
+        return "the log-probabilities differ in their bits"
+    return None
