@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -156,16 +158,19 @@ def counted(target: Any, draft: Any = None) -> Iterator[Forwards]:
     forwards = Forwards()
     n_layers = len(target.get_decoder().layers)
 
-    def of_target(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_whole = len(model.get_decoder().layers) == n_layers
-        (forwards.target if is_whole else forwards.draft).append(kwargs["input_ids"].shape[1])
+    def counting(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def counted_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            of_draft = model is draft or len(model.get_decoder().layers) < n_layers
+            ids = kwargs["input_ids"]
+            (forwards.draft if of_draft else forwards.target).append(ids.shape[1])
+            return forward(model, *args, **kwargs)
 
-    def of_draft(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        forwards.draft.append(kwargs["input_ids"].shape[1])
+        counted_forward.is_row_wise = True  # type: ignore[attr-defined]
+        return counted_forward
 
+    # No hooks: a model that has some decodes its prompt without drafts.
     with ExitStack() as stack:
-        for model, hook in ((target, of_target), (draft, of_draft)):
-            if isinstance(model, torch.nn.Module):
-                handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
+        for cls in {type(model) for model in (target, draft) if isinstance(model, torch.nn.Module)}:
+            stack.enter_context(mock.patch.object(cls, "forward", counting(cls.forward)))
         yield forwards
