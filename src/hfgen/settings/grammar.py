@@ -49,6 +49,33 @@ class Grammar:
             return cls(**value)
         return value if isinstance(value, Grammar) else json(value)
 
+    def source(self) -> str:
+        """The grammar in the format of llguidance, which has to be installed."""
+        from llguidance import LLMatcher
+
+        if self.kind == "regex":
+            return LLMatcher.grammar_from_regex(self.text)
+        if self.kind == "lark":
+            return LLMatcher.grammar_from_lark(self.text)
+        options: Any = {"whitespace_flexible": bool(self.whitespace)}
+        if isinstance(self.whitespace, str):
+            options = {"whitespace_pattern": self.whitespace}
+        return LLMatcher.grammar_from_json_schema(self.text, overrides=options)
+
+    def check(self) -> None:
+        """Check the syntax, without a tokenizer.
+
+        Raises ``ImportError`` if llguidance is not installed, ``ValueError`` for what it does not read.
+        """
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            raise ImportError(
+                "`grammar` needs the package llguidance: pip install 'hfgen[grammar]'"
+            ) from None
+        if error := LLMatcher.validate_grammar(self.source()):
+            raise ValueError(f"llguidance refuses it: {error}")
+
 
 def json(schema: Any, *, whitespace: bool | str = True) -> Grammar:
     """JSON that a schema describes.

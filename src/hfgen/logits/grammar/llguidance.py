@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...settings.grammar import Grammar
-from ...settings.grammar_source import source_of
 from ...settings.logs import logger
 
 try:
@@ -78,7 +77,7 @@ class LLGuidance:
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
-        matcher = LLMatcher(self.tokenizer, source_of(grammar), log_level=0, limits=limits)
+        matcher = LLMatcher(self.tokenizer, grammar.source(), log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(f"`grammar` {grammar} is refused by llguidance: {matcher.get_error()}")
         for warning in matcher.get_grammar_warnings():

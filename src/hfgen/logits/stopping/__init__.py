@@ -121,14 +121,6 @@ def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:
     return criterion
 
 
-def stop_tokens(tokens: Any, context: Context) -> StopTokenCriteria:
-    return StopTokenCriteria(tokens if isinstance(tokens, list) else [tokens], context.device)
-
-
-def assistant_confidence(threshold: float, context: Context) -> ConfidenceCriteria | None:
-    return ConfidenceCriteria(threshold) if context.config.is_assistant else None
-
-
 #: Fields that hold stops back.
 HELD = ("min_tokens",)
 
@@ -138,7 +130,13 @@ CRITERIA: list[Builder] = [
     Row("max_time", lambda seconds, c: MaxTimeCriteria(max_time=seconds)),
     Row("stop_strings", stop_strings, reads=HELD),
     Row("_eos_token_tensor", lambda tokens, c: EosTokenCriteria(eos_token_id=tokens)),
-    Row("stop_token_ids", stop_tokens, []),
+    Row(
+        "stop_token_ids",
+        lambda tokens, c: StopTokenCriteria(
+            tokens if isinstance(tokens, list) else [tokens], c.device
+        ),
+        [],
+    ),
     Row("stop_regex", stop_regex, reads=HELD),
     Row(
         "repetition_detection",
@@ -149,7 +147,7 @@ CRITERIA: list[Builder] = [
     Row("grammar", grammar.criterion, of_all=True),
     Row(
         "assistant_confidence_threshold",
-        assistant_confidence,
+        lambda threshold, c: ConfidenceCriteria(threshold) if c.config.is_assistant else None,
         is_off=lambda threshold: threshold <= 0,
     ),
 ]

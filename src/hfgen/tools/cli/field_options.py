@@ -13,7 +13,6 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from ...settings import grammar_source as source
 from ...settings.fields import FIELDS, OWN_FIELDS, is_on
 from ...settings.kinds import POSITIVE, SHARE, Range, at_least
 from .options import PlainHelp
@@ -150,7 +149,7 @@ def split_fields(
         try:
             fields[form.field] = form.read(given if form.is_repeated else given[0])
             if form.field == "grammar":
-                source.check(fields["grammar"])
+                fields["grammar"].check()
         except (ImportError, TypeError, ValueError) as error:
             raise CliError(f"{option}: {error}") from error
         options[form.field] = option

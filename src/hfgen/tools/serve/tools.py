@@ -13,7 +13,6 @@ from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import parse_response
 
 from ...settings import grammar
-from ...settings import grammar_source as source
 from ...settings.grammar import Grammar
 from ..openai_api.requests import SPACE
 
@@ -182,7 +181,7 @@ def _parameters(name: str, function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments; those that it does not name are left out."""
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     try:
-        source.check(grammar.json(schema))
+        grammar.json(schema).check()
     except (TypeError, ValueError) as error:
         raise ValueError(f"`tools` has parameters of {name!r} that are refused: {error}") from error
     return {"additionalProperties": False, **schema} if "properties" in schema else schema
