@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import hfgen
 from hfgen.tools.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -56,9 +57,18 @@ def commands() -> dict[str, str]:
     return found
 
 
+def written_card() -> hfgen.Card:
+    """The card of a call of the built-in model."""
+    model, tokenizer = hfgen.builtin_model()
+    inputs = tokenizer("def add(a, b):", return_tensors="pt")
+    options = {"output_card": "prompt", "return_dict_in_generate": True, "max_new_tokens": 4}
+    card: hfgen.Card = model.generate(**inputs, **options).card
+    return card
+
+
 def test_commands_are_found() -> None:
     names = {command.split()[1] for command in commands().values()}
-    assert {"batch", "bench", "chat", "compare", "eval", "generate", "inspect"} <= names
+    assert {"batch", "bench", "chat", "compare", "eval", "generate", "inspect", "replay"} <= names
 
 
 @pytest.mark.parametrize("command", commands().values(), ids=commands())
@@ -66,6 +76,8 @@ def test_a_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    if "card.json" in command:
+        (tmp_path / "card.json").write_text(str(written_card()), encoding="utf-8")
     for pattern, mine in PLACEHOLDERS.items():
         command = re.sub(pattern, mine, command)
     arguments = shlex.split(command)[1:]
