@@ -165,7 +165,7 @@ def test_minimum_bayes_risk_takes_your_utility_and_draws_16_samples() -> None:
         ({"utility": "chrf"}, ValueError, "tokenizer"),
         ({"utility": "token_f1", "streamer": Recorder()}, ValueError, "`streamer`"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_minimum_bayes_risk_refuses(options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):

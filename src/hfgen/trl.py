@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import groupby
@@ -57,7 +57,7 @@ def rollout(
     same. The model is the trainer's, without a copy of its weights; it is in ``eval()`` meanwhile.
 
     Args:
-        engine: Decodes in this engine, whose model has to be the trainer's. By default each call makes one.
+        engine: Decodes in this engine, whose model has to be the trainer's. By default it makes one.
         exact: Make the model exact (``hfgen.exact``) at the first call, and let the trainer compute
             log-probabilities as the sampler does. A model that will be sharded has to be exact before.
         seed: By default the trainer's ``args.seed``.
@@ -97,6 +97,8 @@ class Rollout:
     max_rows: int
     kwargs: dict[str, Any]
     outputs: list[RequestOutput] = field(default_factory=list)
+    #: The engine of the last call, without one of the caller's.
+    kept: Engine | None = None
     #: The trainer's mode and step of the last call, and how many calls this step had before it.
     last_step: tuple[Any, int] = (None, 0)
 
@@ -152,26 +154,25 @@ class Rollout:
         seeds: list[int],
     ) -> list[RequestOutput]:
         """An output with one sequence for each prompt."""
-        parts = [m.get_input_embeddings() for m in (self.engine and self.engine.model, model) if m]
-        if parts[0] is not parts[-1]:  # views of a model share its parts
-            raise ValueError(
-                "rollout(): the engine's model is not the trainer's. Make the engine of the model that the trainer "
-                "gets, or leave it out."
-            )
-        context: Any = self.engine and nullcontext(self.engine)
+        engine, embeddings = self.engine or self.kept, model.get_input_embeddings()
+        if engine is None or engine.model.get_input_embeddings() is not embeddings:
+            if self.engine is not None:
+                raise ValueError(
+                    "rollout(): the engine's model is not the trainer's. Make the engine of that, or leave it out."
+                )
+            engine = self.kept = Engine(model, tokenizer, max_rows=self.max_rows)
         requests: list[EngineRequest] = []
-        with context or Engine(model, tokenizer, max_rows=self.max_rows) as engine:
-            try:
-                for ids, equal in groupby(prompt_ids):
-                    options = {"num_return_sequences": len(list(equal)), "seed": seeds.pop(0)}
-                    requests.append(engine.add(ids, **arguments, **options))
-                while any(not request.done for request in requests):
-                    engine.step()
-                outputs = [request.result() for request in requests]
-            finally:
-                for request in requests:
-                    if not request.done:  # the engine may go on for others
-                        request.cancel()
+        try:
+            for ids, equal in groupby(prompt_ids):
+                options = {"num_return_sequences": len(list(equal)), "seed": seeds.pop(0)}
+                requests.append(engine.add(ids, **arguments, **options))
+            while any(not request.done for request in requests):
+                engine.step()
+            outputs = [request.result() for request in requests]
+        finally:
+            for request in requests:
+                if not request.done:  # the engine may go on for others
+                    request.cancel()
         for output in outputs:
             if output.error is not None:
                 raise output.error
