@@ -163,6 +163,21 @@ def test_a_prompt_is_forwarded_once_for_its_samples(tmp_path: Path) -> None:
     assert len(samples) > 4  # each has noise of its own
 
 
+@pytest.mark.parametrize("max_rows", [2, 3, 32])
+def test_rows_at_once_do_not_decide(max_rows: int, tmp_path: Path) -> None:
+    """One batch, or an engine of few rows: the same completions and log-probabilities."""
+    rollout = hfgen.trl.rollout(exact=True, max_rows=max_rows)
+    settings = {"per_device_train_batch_size": 4, "max_completion_length": 8, "max_steps": 1}
+    grpo.trained(str(tmp_path), rollout, **settings)
+    sequences = [output.sequences[0] for output in rollout.outputs]
+    expected = hfgen.trl.rollout(exact=True, stop=["no such text"])  # by an engine
+    grpo.trained(str(tmp_path), expected, **settings)
+    others = [output.sequences[0] for output in expected.outputs]
+    assert [s.token_ids for s in sequences] == [s.token_ids for s in others]
+    assert [s.logprobs for s in sequences] == [s.logprobs for s in others]
+    assert [str(s.finish_reason) for s in sequences] == [str(s.finish_reason) for s in others]
+
+
 def test_fields_and_kept_ids_reach_the_reward(tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 

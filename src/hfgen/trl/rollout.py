@@ -1,8 +1,7 @@
-"""``GRPOTrainer(…, rollout_func=hfgen.trl.rollout())``: completions of TRL's trainer by hfgen's engine."""
+"""The sampler's side: prompts of a trainer to completions with log-probabilities."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,21 +10,16 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from transformers import PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
 from trl.data_utils import is_conversational
 from trl.models.utils import unwrap_model_for_generation
-from trl.trainer.utils import FusedCausalLMOutput
 
-from . import families
-from .decoding.card import Card, card
-from .engine import Engine
-from .engine.request import EngineRequest, RequestOutput
-from .running import ranks
-from .running.exact import exact as make_exact
-from .running.exact import restore
-from .running.exact.logprobs import scored
-from .running.exact.switch import is_exact
+from ..decoding.card import Card, card
+from ..engine import Engine
+from ..engine.request import EngineRequest, RequestMetrics, RequestOutput, SequenceOutput
+from ..mixin import mixed_view
+from ..running import ranks
+from .scoring import prepare_exact, transformers_model
 
 #: Options of ``generate`` that the trainer sets from its ``GRPOConfig``, where its loss reads some of them, too.
 OF_TRAINER = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
@@ -52,7 +46,8 @@ def rollout(
 ) -> Rollout:
     """A ``rollout_func`` of TRL's ``GRPOTrainer`` that generates with continuous batching.
 
-    Equal prompts that follow each other, as ``num_generations`` makes them, are forwarded once. The noise of a
+    Up to ``max_rows`` completions are one batch; more of them, and drafts and the like, go through an engine. Equal
+    prompts that follow each other, as ``num_generations`` makes them, are forwarded once. The noise of a
     sample is a function of ``seed``, the trainer's step, and the places of prompt and sample: two runs write the
     same. The model is the trainer's, without a copy of its weights; it is in ``eval()`` meanwhile.
 
@@ -154,6 +149,11 @@ class Rollout:
         seeds: list[int],
     ) -> list[RequestOutput]:
         """An output with one sequence for each prompt."""
+        sizes = [len(list(equal)) for _, equal in groupby(prompt_ids)]
+        # All rows at once cost less than requests do; drafts and the like are for the engine.
+        fits = len(prompt_ids) <= self.max_rows and len(set(sizes)) == 1
+        if fits and self.engine is None and not self.kwargs:
+            return in_a_batch(model, tokenizer, prompt_ids, sizes[0], arguments, seeds)
         engine, embeddings = self.engine or self.kept, model.get_input_embeddings()
         if engine is None or engine.model.get_input_embeddings() is not embeddings:
             if self.engine is not None:
@@ -179,6 +179,43 @@ class Rollout:
             if reason := {"cancelled", "timeout"} & {one.finish_reason for one in output.sequences}:
                 raise RuntimeError(f"rollout(): a completion was {reason.pop()} in the engine.")
         return [replace(o, sequences=[sequence]) for o in outputs for sequence in o.sequences]
+
+
+def in_a_batch(
+    model: Any,
+    tokenizer: Any,
+    prompt_ids: list[list[int]],
+    n_samples: int,
+    arguments: dict[str, Any],
+    seeds: list[int],
+) -> list[RequestOutput]:
+    """An output for each prompt by one call of ``generate``; ``n_samples`` prompts after another are equal."""
+    rows = [torch.tensor(ids) for ids in prompt_ids[::n_samples]]
+    masks = [torch.ones_like(row) for row in rows]
+    pad = arguments.get("pad_token_id") or 0
+    options = {
+        "num_return_sequences": n_samples,
+        "seed": seeds[: len(rows)],
+        "drop_finished": len(prompt_ids) > 1,
+        "return_dict_in_generate": True,
+    }
+    view = mixed_view(model)
+    output = view.generate(
+        pad_sequence(rows, True, pad, padding_side="left").to(view.device),
+        attention_mask=pad_sequence(masks, True, padding_side="left").to(view.device),
+        tokenizer=tokenizer,
+        **arguments,
+        **options,
+    )
+    start = max(map(len, rows))
+    outputs = []
+    for row, ids in enumerate(prompt_ids):
+        logprobs = output.logprobs[row]
+        tokens = output.sequences[row, start : start + len(logprobs)].tolist()
+        reason = output.finish_reasons[row]
+        sequence = SequenceOutput(tokens, output.texts[row], reason, logprobs)
+        outputs.append(RequestOutput("", ids, [sequence], RequestMetrics()))
+    return outputs
 
 
 def check(trainer: Any) -> None:
@@ -271,11 +308,6 @@ def generating(trainer: Any) -> Iterator[Any]:
             own["generate"] = of_fsdp
 
 
-def transformers_model(model: Any) -> Any:
-    """The model of transformers in ``model``, around which there may be adapters."""
-    return next(part for part in model.modules() if isinstance(part, PreTrainedModel))
-
-
 def checked_fields(fields: Any, n: int) -> dict[str, list[Any]]:
     """``fields``, if they have a value for each of ``n`` prompts; else raises ``ValueError``."""
     if not isinstance(fields, dict):
@@ -289,62 +321,3 @@ def checked_fields(fields: Any, n: int) -> dict[str, list[Any]]:
                 f"{values!r:.80}."
             )
     return fields
-
-
-# ------------------------------------------------------------ the trainer's side of exact mode
-
-
-def prepare_exact(model: Any, trainer: Any) -> None:
-    """Make ``model`` exact with its adapters, once, and let it score as the sampler does.
-
-    Raises ``ValueError`` if it cannot be exact, and with mixed precision.
-    """
-    if trainer.accelerator.mixed_precision != "no":
-        raise ValueError(
-            f"rollout(exact=True): mixed precision ({trainer.accelerator.mixed_precision}) changes dtypes between "
-            "kernels. Load the model in one dtype, and set `bf16=False`, `fp16=False`."
-        )
-    base = transformers_model(model)
-    fused_forward = vars(base)["forward"]
-    if getattr(fused_forward, "temperature", None) == trainer.temperature and is_exact(base):
-        return
-    if not families.is_sharded(base):  # a sharded one has been made exact before
-        if is_exact(base):  # perhaps without the adapters
-            restore(base)
-        del base.forward  # TRL's own, which calls the class's
-        make_exact(base)
-    elif not is_exact(base):
-        raise ValueError(
-            "rollout(exact=True): call hfgen.exact(model) before the trainer shards the model."
-        )
-    base.forward = scoring(base, fused_forward, trainer.temperature)
-
-
-def scoring(
-    model: Any, fused_forward: Callable[..., Any], temperature: float
-) -> Callable[..., Any]:
-    """A forward in place of TRL's ``fused_forward``, whose log-probabilities are those of ``token_logprobs``."""
-
-    @functools.wraps(fused_forward)
-    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head or not is_exact(model):
-            return fused_forward(
-                *args, **({"fused_lm_head": True} if fused_lm_head else {}), **kwargs
-            )
-        input_ids, labels = kwargs["input_ids"], kwargs["labels"][:, 1:]
-        is_scored = labels != -100
-        n = labels.shape[1] - int(
-            is_scored.any(dim=0).int().argmax()
-        )  # those before are the prompts'
-        outputs = scored(
-            model, fused_forward, input_ids, kwargs.get("attention_mask"), n, temperature
-        )
-        logprobs, entropy = (
-            F.pad(x, (labels.shape[1] - n, 0)).masked_fill(~is_scored, 0) for x in outputs
-        )
-        loss = -logprobs.sum() / is_scored.sum().clamp(min=1)
-        return FusedCausalLMOutput(loss=loss, log_probs=logprobs, entropy=entropy)
-
-    forward.temperature = temperature  # type: ignore[attr-defined]
-    forward.is_row_wise = True  # type: ignore[attr-defined]
-    return forward

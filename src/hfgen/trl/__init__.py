@@ -1,0 +1,5 @@
+"""``GRPOTrainer(…, rollout_func=hfgen.trl.rollout())``: completions of TRL's trainer by hfgen."""
+
+from .rollout import Rollout, rollout
+
+__all__ = ["Rollout", "rollout"]
