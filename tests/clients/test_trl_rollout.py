@@ -333,6 +333,27 @@ def test_a_step_that_fails_leaves_the_trainer_usable(
         grpo.trained(str(tmp_path), rollout, **settings)
 
 
+def test_a_tokenizer_without_padding(tmp_path: Path) -> None:
+    """TRL pads with the end of a sequence; where there is none either, the tokenizer is named."""
+    config = GRPOConfig(
+        str(tmp_path), max_steps=1, num_generations=2, per_device_train_batch_size=4,
+        max_completion_length=5, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+    )  # fmt: skip
+    prompts = Dataset.from_dict({"prompt": grpo.PROMPTS})
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.pad_token = None
+
+    def train() -> int:
+        options = {"processing_class": tokenizer, "rollout_func": hfgen.trl.rollout()}
+        steps: int = GRPOTrainer(model(), vowels, config, prompts, **options).train().global_step
+        return steps
+
+    assert train() == 1
+    tokenizer.pad_token = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no `pad_token`"):
+        train()
+
+
 def test_a_reward_that_raises(tmp_path: Path) -> None:
     fails = [True]
 

@@ -224,6 +224,10 @@ def check(trainer: Any) -> None:
         raise ValueError(
             "rollout(): GRPOConfig has `use_vllm`, which generates elsewhere. Leave it out."
         )
+    if getattr(trainer.processing_class, "pad_token_id", 0) is None:
+        raise ValueError(
+            "rollout(): the tokenizer has no `pad_token`, which the trainer needs: set one."
+        )
     if trainer.tools or trainer.environment_factories is not None:
         raise ValueError(
             "rollout(): TRL's tool loop generates without log-probabilities, so tools and environments cannot go "
