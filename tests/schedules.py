@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -292,18 +293,24 @@ class Play:
     def failures(self) -> Iterator[None]:
         """Let the forwards fail that are to."""
 
-        def before(*_: Any) -> None:
+        model = self.subject.model
+        forward = model.forward
+
+        @wraps(forward)
+        def failing(*args: Any, **kwargs: Any) -> Any:
             self.n_forwards += 1
             if self.n_forwards in self.schedule.failing:
                 self.n_failures += 1
                 raise Planned(f"forward {self.n_forwards}")
+            return forward(*args, **kwargs)
 
-        before.is_row_wise = True  # type: ignore[attr-defined]  # else requests decode one at a time
-        hook = self.subject.model.register_forward_pre_hook(before)
+        # Else requests decode one at a time. A hook would keep prompts whole.
+        failing.is_row_wise = True  # type: ignore[attr-defined]
+        model.forward = failing
         try:
             yield
         finally:
-            hook.remove()
+            del model.forward
 
     # -------------------------------------------------------- the end
 

@@ -202,6 +202,13 @@ def crowded(n_bytes: int) -> Schedule:
     )
 
 
+def cancelled_in_prefill() -> Schedule:
+    """A prompt that takes 19 steps to prefill, cancelled in its third, beside a request that goes on."""
+    own = {"pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 9}
+    asked = (Asked(0, 2, 1, own), Asked(0, 19, 2, own, trouble=Trouble("cancel", 3)))
+    return Schedule(asked, {"max_rows": 8, "prefill_tokens": 1})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_schedules_of_every_kind_of_state(kind: str) -> None:
     name, options = KINDS[kind]
@@ -226,7 +233,8 @@ def test_random_schedules_of_every_kind_of_state(kind: str) -> None:
 #: What has to come to pass in the schedules, so that they prove something.
 SEEN = (
     *("equal", "eos", "length", "stop", "grammar", "does not fit"),
-    *("cancel while waiting", "cancel while decoding", "cancel while done"),
+    *("cancel while waiting", "cancel while prefill", "cancel while decoding"),
+    "cancel while done",
     *("cancelled", "timed out", "Planned", "requests of failed forwards"),
     *("beginnings with tokens", "batches side by side", "taken out"),
 )
@@ -239,7 +247,8 @@ def test_random_schedules_of_a_model_that_computes_exactly() -> None:
     def check(schedule: Schedule) -> None:
         counts.update(Play(exact_subject(), schedule).run())
 
-    counts.update(Play(exact_subject(), crowded(bytes_of(exact_subject()))).run())
+    for schedule in (crowded(bytes_of(exact_subject())), cancelled_in_prefill()):
+        counts.update(Play(exact_subject(), schedule).run())
     for part in range(6):  # one seed's examples are much alike
         drawn = schedules(asked, 8, bytes_of(exact_subject()))
         seed(part)(profile(20)(given(drawn)(check)))()
