@@ -387,9 +387,8 @@ def check_invariants(engine: Engine, requests: list[Any]) -> None:
             if request.decoding in rows.moves:
                 ids = request.decoding.run.ids
                 if request.decoding.plain is not None:
-                    ids = torch.cat(
-                        [ids, ids.new_tensor([request.decoding.plain.unwritten]).to(ids.dtype)], 1
-                    )
+                    columns = [ids.new_tensor(c)[:, None] for c in request.decoding.plain.unwritten]
+                    ids = torch.cat([ids, *columns], 1)
                 assert torch.equal(rows.ids[request.decoding.places][:, -ids.shape[1] :], ids)
     # What is reserved is that of the requests that were admitted, and within the budgets.
     admitted = [*scheduler.prefilling, *scheduler.decoding]

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import hfgen
+from hfgen.decoding.strategies.base import InvalidScoresError
 from hfgen.engine import Engine, RequestOutput
 from hfgen.engine.errors import (
     DoesNotFitError,
@@ -62,6 +64,75 @@ def check(output: RequestOutput, solo: Any) -> None:
     assert torch.equal(output.generate_output.sequences, solo.sequences)
     assert [s.text for s in output.sequences] == solo.texts
     assert [s.finish_reason for s in output.sequences] == solo.finish_reasons
+
+
+class Spoil(LogitsProcessor):
+    """Rules out all tokens of some rows (NaN), once they have ``n`` generated ones."""
+
+    def __init__(self, rows: list[int], n: int) -> None:
+        self.rows, self.n, self.prompt_length = rows, n, 0
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.prompt_length = self.prompt_length or input_ids.shape[1]
+        if input_ids.shape[1] - self.prompt_length == self.n:
+            scores = scores.clone()
+            scores[self.rows] = torch.nan
+        return scores
+
+
+#: Options of several sequences that end one by one.
+OF_COPIES: dict[str, dict[str, Any]] = {
+    "eos": {"eos_token_id": [*range(4, 200)]},
+    "no eos": {"eos_token_id": None, "stop_strings": ["e", "x"]},
+    "log-probabilities": {"eos_token_id": [*range(4, 200)], "logprobs": 3, "top_p": 0.8},
+    "processed": {"logprobs": 1, "logprobs_mode": "processed_logprobs", "temperature": 0.5},
+    "asked ids": {"logprob_token_ids": [7, 9], "eos_token_id": [*range(4, 200)]},
+    "penalties": {"repetition_penalty": 1.4, "eos_token_id": [*range(4, 200)]},
+}
+
+
+@pytest.mark.parametrize("name", OF_COPIES)
+@pytest.mark.parametrize("spoiled", [(), (1,), (0, 1, 2)])
+def test_sequences_of_a_request_choose_together_and_end_apart(
+    builtin: Any, name: str, spoiled: tuple[int, ...]
+) -> None:
+    """Each equals its own call, log-probabilities included, and a row without a token ends alone."""
+    model, tokenizer = builtin
+    own = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12, "top_k": 0}
+    own |= OF_COPIES[name]
+
+    def processors() -> Any:
+        return LogitsProcessorList([Spoil(list(spoiled), 3)]) if spoiled else None
+
+    engine = Engine(model, tokenizer)
+    seeds = range(3 if spoiled else 6)
+    requests = [
+        engine.add(TEXTS[i % 5], **own, seed=i, logits_processor=processors()) for i in seeds
+    ]
+    events = list(engine.events())
+    for i, request in zip(seeds, requests, strict=True):
+        try:
+            solo = alone(
+                model, tokenizer, TEXTS[i % 5], **own, seed=i, logits_processor=processors()
+            )
+        except InvalidScoresError as error:
+            failure = request.result().error
+            assert isinstance(failure, InvalidScoresError)
+            assert str(failure) == str(error)
+            continue
+        check(output := request.result(), solo)
+        if solo.get("logprobs") is None:
+            continue
+        for row, sequence in enumerate(output.sequences):
+            expected = solo.logprobs[row]
+            assert output.generate_output.logprobs[row] == sequence.logprobs
+            assert [e.token_id for e in sequence.logprobs] == [e.token_id for e in expected]
+            for entry, other in zip(sequence.logprobs, expected, strict=True):
+                assert entry.logprob == pytest.approx(other.logprob, abs=1e-4)
+                pairs = zip((*entry.top, *entry.asked), (*other.top, *other.asked), strict=True)
+                assert all(a[1] == pytest.approx(b[1], abs=1e-4) for a, b in pairs)
+            of_row = [e for e in events if e.request is request and e.row == row]
+            assert [entry for e in of_row for entry in e.logprobs or ()] == sequence.logprobs
 
 
 @pytest.mark.parametrize("max_rows", [4, 32])

@@ -41,15 +41,15 @@ def prompt(i: int) -> torch.Tensor:
         ([{}, SEEDED], 1),
         ([{"stop_token_ids": [EOS]}, {"repetition_penalty": 1.2}], 1),
         ([{}, SEEDED, {"no_repeat_ngram_size": 2, "do_sample": True, "seed": 1}], 1),
-        # Each request by itself: whether it has ended, its tokens, and two for their log-probabilities;
-        # whether scores are NaN, once in a while.
-        ([{"logprobs": 2}], N_REQUESTS * 5),
-        ([{"do_sample": True, "seed": 1, "num_return_sequences": 2}], N_REQUESTS * 3),
+        ([{"logprobs": 2}], 3),  # two for what was measured
+        ([{"logprobs": 2}, {}, {"logprobs": 1, "do_sample": True, "seed": 1}], 5),
+        ([{"do_sample": True, "seed": 1, "num_return_sequences": 2}], 1),
+        # Each request by itself: whether it has ended, and its tokens.
         ([{"num_beams": 2}], N_REQUESTS * 4 + 1),
     ],
     ids=[
         *("greedy", "seeded", "mixed", "penalties", "n-grams beside others"),
-        *("log-probabilities", "several sequences", "beams"),
+        *("log-probabilities", "log-probabilities of some", "several sequences", "beams"),
     ],
 )
 def test_reads_and_copies_per_step(

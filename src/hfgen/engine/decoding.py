@@ -64,7 +64,7 @@ class Decoding:
         #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.
         self.places: list[int] = []
         self.steps: Iterator[Any] | None = None
-        #: Its row (``PlainRow``), if that chooses its tokens together with those of others.
+        #: Its rows (``PlainRows``), if they choose their tokens together with those of others.
         self.plain: Any = None
         #: Its rows while it waits after it was taken out of the batch, or out of prefill.
         self.waiting_rows: Batch | None = None

@@ -7,7 +7,7 @@ left, the columns that only it needed are cut off.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..memory.batch import Batch, take_rows
 from ..running import next_token
 from ..state.call import ModelKwargs
 from .decoding import Decoding
-from .plain import Choices
+from .plain import Choice, Choices
 
 
 class Moves(Cache):
@@ -180,14 +180,17 @@ class JoinedRows:
         )
         return outputs
 
-    def choose(self, outputs: ModelOutput) -> tuple[Tensor, dict[Decoding, int | Exception]]:
-        """The next tokens of plain rows ``(rows,)``, and each request's token, or exception that ends it."""
+    def choose(self, outputs: ModelOutput) -> dict[Decoding, Choice | Exception]:
+        """What each plain request has chosen, or the exception that ends it."""
         plain = sorted((d for d in self.moves if d.plain is not None), key=lambda d: d.places[0])
+        if not plain:
+            return {}
+        places = [place for decoding in plain for place in decoding.places]
         logits: Tensor = outputs["logits"][:, -1]
-        if len(plain) < len(logits):
-            logits = logits[self._index([decoding.places[0] for decoding in plain])]
-        tokens, chosen = self.choices.choose([decoding.plain for decoding in plain], logits)
-        return tokens, dict(zip(plain, chosen, strict=True))
+        if places != list(range(len(logits))):
+            logits = logits[self._index(places)]
+        choices = self.choices.choose([decoding.plain for decoding in plain], logits)
+        return dict(zip(plain, choices, strict=True))
 
     def _index(self, places: list[int]) -> Tensor:
         return self.choices.indices.on(self.ids.device, places)
@@ -206,23 +209,20 @@ class JoinedRows:
             fields[name] = cache if is_cache else take_rows(value, index, len(self.owners), name)
         return type(outputs)(**fields)
 
-    def append_newest(self, tokens: Tensor | None = None, chose: Sequence[Decoding] = ()) -> None:
+    def append_newest(self, newest: Mapping[Decoding, Tensor]) -> None:
         """Append the tokens that the requests have chosen, after reordering beams.
 
-        ``tokens (rows,)``: those of the requests ``chose``. The ids of other requests end with theirs.
+        ``newest``: those of some requests ``(n_rows,)``. The ids of the others end with theirs.
         """
         self._apply_moves()
-        parts, n = ([], 0) if tokens is None else ([tokens], len(tokens))
-        index_of = {decoding: i for i, decoding in enumerate(chose)}
-        index = [0] * len(self.owners)
+        parts: list[Tensor] = []
+        index, n = [0] * len(self.owners), 0
         for decoding in self.moves:
-            if decoding in index_of:
-                index[decoding.places[0]] = index_of[decoding]
-                continue
-            parts.append(decoding.run.ids[:, -1])
+            tokens = newest.get(decoding)
+            parts.append(decoding.run.ids[:, -1] if tokens is None else tokens)
             for place in decoding.places:
                 index[place], n = n, n + 1
-        column = torch.cat(parts) if len(parts) > 1 else parts[0]
+        column = torch.cat(parts)
         if index != list(range(n)):
             column = column[self._index(index)]
         self.batch.ids = torch.cat([self.batch.ids, column[:, None]], dim=1)

@@ -1,24 +1,27 @@
-"""Choosing the tokens of many rows at once, for requests that record nothing else.
+"""Choosing the tokens of many requests at once, where little of a step is recorded.
 
-Most requests are greedy or sampled, without log-probabilities. For these, a step of each strategy would
-be a dozen small operations a row, and a read of the device. Here all rows are read together; penalties
-and other processors that look at ids still run for each row by itself.
+Most requests are greedy or sampled and record at most log-probabilities. For these, a step of each
+strategy would be a dozen small operations a request, and a read of the device. Here all rows are read
+together; penalties and other processors that look at ids still run for each request by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import compress
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..decoding.outputs import Recording
 from ..decoding.results import Results
-from ..decoding.strategies.base import InvalidScoresError
 from ..decoding.strategies.sample import Sample
+from ..logits.logprobs import Recorder, TokenLogprob
 from ..logits.logprobs.prompt import PromptRecorder
+from ..logits.logprobs.recorder import Position
+from ..logits.logprobs.result import Measures, measure, token_logprobs
 from ..logits.processors.lists import reads_scores_only
 from ..logits.stopping.causes import is_noted
 from ..running.prefix.session import PrefixSession
@@ -35,21 +38,24 @@ OF_ENDS = (PrefixSession, PromptRecorder, Recording, Results)
 
 
 def is_plain(decoding: Decoding) -> bool:
-    """Whether a request has one row, and nothing of a step is recorded but its token."""
-    run = decoding.run
+    """Whether nothing of a request's step is recorded but its tokens and their log-probabilities."""
+    run, strategy = decoding.run, decoding.strategy
     return (
-        type(decoding.strategy) is Sample
-        and decoding.n_rows == 1
+        type(strategy) is Sample
+        and strategy.active is None
         and run.rows is None
         and run.scores is None
         and not decoding.recording.recorded
         and not run.config.output_metrics
-        and all(type(observer) in OF_ENDS for observer in run.observers)
+        and all(
+            type(observer) in OF_ENDS or (type(observer) is Recorder and observer.is_narrow)
+            for observer in run.observers
+        )
         and not any(map(is_noted, run.criteria))
     )
 
 
-def kind_of(processors: Sequence[Any]) -> tuple[Any, ...] | None:
+def kind_of(processors: Sequence[Any]) -> Hashable | None:
     """A key that is equal for lists of processors that do the same to scores; ``None``: equal to no other."""
     kind = []
     for processor in processors:
@@ -61,59 +67,96 @@ def kind_of(processors: Sequence[Any]) -> tuple[Any, ...] | None:
     return tuple(kind)
 
 
-@dataclass(eq=False, slots=True)
-class PlainRow:
-    """The row of a plain request: its tokens stay numbers until ``run.ids`` is read."""
+class Choice(NamedTuple):
+    """The next tokens of a request: an entry for each of its rows."""
 
-    decoding: Decoding
-    kind: tuple[Any, ...] | None
-    #: Key of its noise ``(1,)``; ``None`` if it is greedy.
-    key: Tensor | None
-    #: Tokens that are not in ``run.ids`` yet.
-    unwritten: list[int]
-    causes: list[Any]
+    tokens: list[int]
+    on_device: Tensor  # (n_rows,): the same
+    #: No token could be chosen: scores are NaN, or all ruled out.
+    is_invalid: list[bool]
+    measures: Measures | None = None  # if the request asks for log-probabilities
+    logprobs: list[TokenLogprob] | None = None
 
-    @classmethod
-    def of(cls, decoding: Decoding) -> PlainRow | None:
-        """The row of a request, or ``None`` if the request is not plain."""
-        if not is_plain(decoding):
-            return None
+
+class PlainRows:
+    """The rows of a plain request: their tokens stay numbers until ``run.ids`` is read."""
+
+    def __init__(self, decoding: Decoding) -> None:
         run, rows = decoding.run, decoding.rows
-        key = None if run.row_choice is None else run.row_choice.keys
-        return cls(decoding, kind_of(run.processors), key, [], rows.causes(rows.row(0)))
+        self.decoding, self.n_rows = decoding, decoding.n_rows
+        self.kind = kind_of(run.processors)
+        #: Keys of their noise ``(n_rows,)``; ``None`` if they are greedy.
+        self.keys = None if run.row_choice is None else run.row_choice.keys
+        #: Columns of tokens that are not in ``run.ids`` yet.
+        self.unwritten: list[list[int]] = []
+        self.rows = [rows.row(index) for index in range(self.n_rows)]
+        self.causes = [rows.causes(row) for row in self.rows]
+        self.recorder = rows.recorder
+        pad = cast(Sample, decoding.strategy).pad
+        self.pad = 0 if pad is None else int(pad)
 
     @property
     def n_generated(self) -> int:
-        return len(self.decoding.rows.row(0).ids)
+        """Tokens of a row so far, padding included."""
+        return self.decoding.length - self.decoding.prompt_length
 
     def write(self) -> None:
         """Append the unwritten tokens to the ids."""
         if self.unwritten:
-            tokens, self.unwritten = self.unwritten, []
-            self._append(self.decoding.run.ids.new_tensor([tokens]))
+            columns, self.unwritten = self.unwritten, []
+            self._append(self.decoding.run.ids.new_tensor(columns).T)
 
     def _append(self, tokens: Tensor) -> None:
         run, strategy = self.decoding.run, cast(Sample, self.decoding.strategy)
         run.ids = strategy.buffer.append(tokens)
         strategy.n_steps += tokens.shape[1]
 
-    def take(self, token: int, on_device: Tensor) -> list[StreamEvent]:
-        """Append ``token`` (also on the device as ``on_device (1, 1)``) and return the request's new events."""
+    def take(self, choice: Choice) -> list[StreamEvent]:
+        """Append the tokens of a step, and return the new events; rows that have ended get padding.
+
+        Raises ``InvalidScoresError`` if no row has a token.
+        """
+        run, strategy = self.decoding.run, cast(Sample, self.decoding.strategy)
+        tokens, on_device = choice.tokens, choice.on_device
+        has_ended = [row.has_ended for row in self.rows]
+        if any(choice.is_invalid):
+            goes_on = ~on_device.new_tensor(has_ended, dtype=torch.bool)
+            is_invalid = on_device.new_tensor(choice.is_invalid, dtype=torch.bool)
+            strategy.invalid.mark(is_invalid, self.n_generated, goes_on)
+            strategy.invalid.steps()
+            strategy.end_invalid()
+        has_no_token = [
+            ended or invalid for ended, invalid in zip(has_ended, choice.is_invalid, strict=True)
+        ]
+        if any(has_no_token) and strategy.is_padded:
+            for index in compress(range(self.n_rows), has_no_token):
+                tokens[index] = on_device[index] = self.pad
         if self.kind is None and not self.unwritten:  # the next step reads the ids
-            self._append(on_device)
+            self._append(on_device[:, None])
         else:
-            self.unwritten.append(token)
-        rows = self.decoding.rows
-        row = rows.row(0)
-        row.ids.append(token)
-        n = len(row.ids)
-        has_ended = any(cause.reason(row.ids, n) is not None for cause in self.causes)
-        if has_ended:
+            self.unwritten.append(tokens)
+        if self.recorder is not None and choice.measures is not None:
+            is_token = None
+            if any(has_no_token):
+                is_token = ~on_device.new_tensor(has_no_token, dtype=torch.bool)
+            self.recorder.positions.append(Position(on_device, None, is_token, choice.measures))
+        events: list[StreamEvent] = []
+        for index, row in enumerate(self.rows):
+            if has_ended[index]:
+                continue
+            if choice.is_invalid[index]:
+                events += self.decoding.rows.event(row, [], len(row.ids), None)
+                continue
+            row.ids.append(tokens[index])
+            n = len(row.ids)
+            ends = any(cause.reason(row.ids, n) is not None for cause in self.causes[index])
+            entries = None if choice.logprobs is None else [choice.logprobs[index]]
+            events += self.decoding.rows.event(row, [tokens[index]], n if ends else None, entries)
+        if any(event.finish_reason is not None for event in events):
             self.write()
-            # Criteria remember where rows have ended.
-            self.decoding.strategy.stop(self.decoding.run)
-            self.decoding.run.finished = True
-        return rows.event(row, [token], n if has_ended else None, None)
+            strategy.stop(run)  # criteria remember where rows have ended
+            run.finished = all(row.has_ended for row in self.rows)
+        return events
 
 
 class Indices:
@@ -132,80 +175,124 @@ class Indices:
         return self._tensors[key]
 
 
+@dataclass(slots=True)
+class Member:
+    """A request of a step, and the places of its rows among those of all plain requests."""
+
+    rows: PlainRows
+    places: range
+    failure: Exception | None = None
+    measures: Measures | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+def grouped(members: Iterable[tuple[Hashable, Member]]) -> dict[Hashable, list[Member]]:
+    """Members by their key; one whose key is ``None`` is alone."""
+    groups: dict[Hashable, list[Member]] = {}
+    for key, member in members:
+        groups.setdefault(id(member) if key is None else key, []).append(member)
+    return groups
+
+
 class Choices:
-    """Chooses the next tokens of the plain rows of a batch, and keeps on the device what that takes."""
+    """Chooses the next tokens of the plain requests of a batch, and keeps on the device what that takes."""
 
     def __init__(self) -> None:
         self.indices = Indices()
-        #: Rows of the last draw with their number of generated tokens after it.
-        self._drawn: list[tuple[PlainRow, int]] = []
+        #: Requests of the last draw with their number of generated tokens after it.
+        self._drawn: list[tuple[PlainRows, int]] = []
         #: Keys ``(rows,)`` of their next noise.
         self._keys: Tensor | None = None
 
-    def choose(self, rows: list[PlainRow], logits: Tensor) -> tuple[Tensor, list[int | Exception]]:
-        """The next tokens ``(rows,)`` by ``logits (rows, vocab)``, and the same as numbers, in one read.
+    def choose(self, requests: list[PlainRows], logits: Tensor) -> list[Choice | Exception]:
+        """The next tokens of each request by ``logits (rows, vocab)``, or the exception that ends it."""
+        members, n = [], 0
+        for rows in requests:
+            members.append(Member(rows, range(n, n + rows.n_rows)))
+            n += rows.n_rows
+        logits = logits.float()
+        scores = self._processed(members, logits)
+        tokens, is_invalid = self._chosen(members, scores)
+        self._measure(members, tokens, logits, scores)
+        numbers, flags = torch.stack([tokens, is_invalid.long()]).tolist()
+        choices: list[Choice | Exception] = []
+        for member in members:
+            part = slice(member.places.start, member.places.stop)
+            has_none = [bool(flag) for flag in flags[part]]
+            choice = Choice(numbers[part], tokens[part], has_none, member.measures, member.logprobs)
+            choices.append(member.failure or choice)
+        return choices
 
-        The list has an exception in place of the token of a request that ends with it.
-        """
-        failures: dict[int, Exception] = {}
-        scores = self._processed(rows, logits.float(), failures)
-        tokens, is_invalid = self._chosen(rows, scores)
-        chosen: list[int | Exception] = []
-        for i, (token, invalid) in enumerate(torch.stack([tokens, is_invalid.long()]).T.tolist()):
-            if invalid and i not in failures:
-                failures[i] = InvalidScoresError([0], rows[i].n_generated)
-            chosen.append(failures.get(i, token))
-        return tokens, chosen
+    def _on(self, logits: Tensor, members: list[Member]) -> Tensor:
+        """The places of the rows of ``members``, as a tensor on the device of ``logits``."""
+        return self.indices.on(logits.device, [p for member in members for p in member.places])
 
-    def _processed(
-        self, rows: list[PlainRow], logits: Tensor, failures: dict[int, Exception]
-    ) -> Tensor:
+    def _processed(self, members: list[Member], logits: Tensor) -> Tensor:
         """Scores ``(rows, vocab)``: rows whose processors do the same go through them together."""
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for i, row in enumerate(rows):
-            groups.setdefault((i,) if row.kind is None else row.kind, []).append(i)
+        groups = grouped((member.rows.kind, member) for member in members)
         if list(groups) == [()]:
             return logits
         scores = torch.empty_like(logits)
-        for kind, places in groups.items():
-            row, index = rows[places[0]], self.indices.on(logits.device, places)
+        for kind, group in groups.items():
+            rows, index = group[0].rows, self._on(logits, group)
             group_scores = logits[index]
             try:
-                if row.kind is None:  # its processors look at the ids
-                    row.write()
+                if rows.kind is None:  # its processors look at the ids
+                    rows.write()
                 if kind:
-                    run = row.decoding.run
+                    run = rows.decoding.run
                     group_scores = run.processors(run.ids, group_scores)
                 scores[index] = group_scores.to(scores.dtype)  # a processor may return float64
             except BaseException as error:  # a processor of the caller, or a panic of its library
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                failures |= dict.fromkeys(places, as_exception(error))
+                for member in group:
+                    member.failure = as_exception(error)
                 scores[index] = 0.0
         return scores
 
-    def _chosen(self, rows: list[PlainRow], scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _chosen(self, members: list[Member], scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens, and whether a row had none to choose: two tensors ``(rows,)``."""
         tokens = scores.argmax(dim=-1)  # NaN counts as the largest
-        places = [i for i, row in enumerate(rows) if row.key is not None]
-        index = self.indices.on(tokens.device, places)
-        if places:
-            keys = self._next_keys([rows[i] for i in places])
-            drawn_scores = scores if len(places) == len(rows) else scores[index]
+        drawn = [member for member in members if member.rows.keys is not None]
+        index = self._on(scores, drawn)
+        if drawn:
+            keys = self._next_keys([member.rows for member in drawn])
+            drawn_scores = scores if len(index) == len(scores) else scores[index]
             tokens[index] = seeds.perturbed(drawn_scores, keys, -1).argmax(dim=-1)
         best = scores.gather(1, tokens[:, None]).squeeze(1)
         is_invalid = best.isnan()
-        if places:
+        if drawn:
             is_invalid[index] |= best[index] == -torch.inf
         return tokens, is_invalid
 
-    def _next_keys(self, drawn: list[PlainRow]) -> Tensor:
+    def _measure(
+        self, members: list[Member], tokens: Tensor, logits: Tensor, scores: Tensor
+    ) -> None:
+        """Measure the chosen ``tokens (rows,)``, at once for the requests that ask for the same."""
+        asking = [member for member in members if member.rows.recorder is not None]
+        keyed = ((cast(Recorder, member.rows.recorder).settings.key, member) for member in asking)
+        for group in grouped(keyed).values():
+            recorder = cast(Recorder, group[0].rows.recorder)
+            index, settings = self._on(tokens, group), recorder.settings
+            values = scores if settings.is_processed else logits
+            values = values if len(index) == len(values) else values[index]
+            asked_ids = settings.token_ids(len(index), tokens.device)
+            measures = measure(values, tokens[index], settings, asked_ids)
+            entries = token_logprobs(tokens[index], measures, settings.requests[0].token_ids)
+            start = 0
+            for member in group:
+                part = slice(start, start + member.rows.n_rows)
+                member.measures = Measures(*(column[part] for column in measures))
+                member.logprobs, start = entries[part], part.stop
+
+    def _next_keys(self, drawn: list[PlainRows]) -> Tensor:
         """Keys ``(rows,)`` whose noise at position -1 is that of each row's next token."""
-        places = [(row, row.n_generated) for row in drawn]
+        places = [(rows, rows.n_generated) for rows in drawn]
         if self._keys is None or places != self._drawn:  # rows may have been in another batch
-            keys = torch.cat([row.key for row in drawn])  # type: ignore[misc]
-            positions = torch.tensor([n for _, n in places], device=keys.device)
-            self._keys = seeds.keys_at(keys, positions)
-        self._drawn = [(row, n + 1) for row, n in places]
+            keys = torch.cat([rows.keys for rows in drawn])  # type: ignore[misc]
+            positions = [n for rows, n in places for _ in range(rows.n_rows)]
+            self._keys = seeds.keys_at(keys, torch.tensor(positions, device=keys.device))
+        self._drawn = [(rows, n + 1) for rows, n in places]
         keys, self._keys = self._keys, seeds.keys_at(self._keys, 0)
         return keys

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import families
 from ..logits.stopping import FinishReason
@@ -22,7 +23,7 @@ from .decoding import Decoding
 from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
 from .memory import Memory
-from .plain import PlainRow
+from .plain import PlainRows, is_plain
 from .prefill import forward, groups, may_share
 from .prompts import keeps_states
 from .request import EngineEvent, EngineRequest, EngineStats
@@ -148,8 +149,8 @@ class Steps:
                 self._gain(decoding.request, decoding.step(own_outputs))
         if len(rows):
             for decoding in rows.members:
-                decoding.plain = PlainRow.of(decoding)
-            rows.append_newest()
+                decoding.plain = PlainRows(decoding) if is_plain(decoding) else None
+            rows.append_newest({})
             others = [other for other in self.joined if not (other is rows or other.is_closed)]
             if join_nearest(rows.members, others, lambda other: other.absorb(rows)):
                 self.joined.remove(rows)
@@ -216,7 +217,7 @@ class Steps:
         if (session := decoding.call.prefix_session) is not None:
             session.detach()
         decoding.check()
-        decoding.plain = PlainRow.of(decoding)
+        decoding.plain = PlainRows(decoding) if is_plain(decoding) else None
         self.place(decoding, Batch(decoding.run.ids, decoding.run.model_kwargs))
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
@@ -252,20 +253,18 @@ class Steps:
         # Rows that leave change the places of others, so outputs are split before.
         others = [decoding for decoding in rows.members if decoding.plain is None]
         parts = [(decoding, rows.outputs_of(decoding, outputs)) for decoding in others]
-        tokens, chosen = None, dict[Decoding, int | Exception]()
-        if len(others) < len(rows.members):
-            tokens, chosen = rows.choose(outputs)
-            for i, (decoding, token) in enumerate(chosen.items()):
-                with self.failures_of(decoding.request):
-                    if isinstance(token, Exception):
-                        raise token
-                    events = decoding.plain.take(token, tokens[i : i + 1, None])
-                    self._gain(decoding.request, events)
+        newest: dict[Decoding, Tensor] = {}
+        for decoding, choice in rows.choose(outputs).items():
+            with self.failures_of(decoding.request):
+                if isinstance(choice, Exception):
+                    raise choice
+                newest[decoding] = choice.on_device
+                self._gain(decoding.request, decoding.plain.take(choice))
         for decoding, own_outputs in parts:
             with self.failures_of(decoding.request):
                 self._gain(decoding.request, decoding.step(own_outputs))
         if len(rows):
-            rows.append_newest(tokens, [*chosen])
+            rows.append_newest(newest)
 
     # ------------------------------------------------------------ what requests gain, and how they end
 

@@ -57,9 +57,7 @@ class Sample(NextToken):
             run.scores += (scores,)
         tokens = self.choose(run, scores)
         if self.invalid.since is not None:
-            self.unfinished = self.unfinished & (self.invalid.since < 0)
-            self.is_padded = len(tokens) > 1
-            self.pad = run.ids.new_zeros(()) if self.pad is None else self.pad
+            self.end_invalid()
         if self.is_padded:
             tokens = torch.where(self.unfinished, tokens, self.pad)
         tokens = tokens[:, None]
@@ -68,6 +66,13 @@ class Sample(NextToken):
         return Step(
             tokens=tokens, scores=(scores,), logits=(logits,), **outputs.observe(run, model_outputs)
         )
+
+    def end_invalid(self) -> None:
+        """End the rows whose scores were invalid; padding follows in them."""
+        assert self.invalid.since is not None
+        self.unfinished = self.unfinished & (self.invalid.since < 0)
+        self.is_padded = len(self.unfinished) > 1
+        self.pad = self.unfinished.new_zeros((), dtype=torch.long) if self.pad is None else self.pad
 
     def adjust(self, logits: torch.Tensor, model_outputs: ModelOutput) -> torch.Tensor:
         """The processors' input ``(rows, vocab)`` for the model's ``logits (rows, vocab)``."""

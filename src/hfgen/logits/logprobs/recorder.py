@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...state.run import Run, Step, Strategy
 from .result import Logprobs, Measures, measure
-from .settings import LogprobRequest, Settings, mode_of
+from .settings import ALL, LogprobRequest, Settings, mode_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class Recorder:
         self.has_support = bool(getattr(run.config, "logprobs_support", None))
         self.asked_ids = self.settings.token_ids(len(run.ids), run.ids.device)
         self.positions: list[Position] = []
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether each position has few values: neither the vocabulary, nor the ids that samplers left."""
+        return not self.has_support and self.settings.n_top not in (None, ALL)
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
         """Measure the tokens of a step."""

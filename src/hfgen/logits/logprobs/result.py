@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -145,30 +145,50 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
             return None
         k = self.top_token_ids.shape[-1]
         k = k if request.n_top < 0 else min(request.n_top, k)
-        m = len(request.token_ids)
-        numbers = (self.is_token[row], self.token_ids[row], self.ranks[row])
-        integers = torch.cat([torch.stack(numbers, dim=1), self.top_token_ids[row, :, :k]], dim=1)
-        logprobs = (
-            self.token_logprobs[row, :, None],
+        measures = Measures(
+            self.token_logprobs[row],
+            self.ranks[row],
+            self.top_token_ids[row, :, :k],
             self.top_logprobs[row, :, :k],
-            self.asked_logprobs[row, :, :m],
+            self.asked_logprobs[row, :, : len(request.token_ids)],
         )
+        entries = token_logprobs(self.token_ids[row], measures, request.token_ids)
         tokens: list[TokenLogprob | None] = []
-        for place, ((is_token, token, rank, *ids), (logprob, *values)) in enumerate(
-            zip(integers.tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True)
+        for place, (is_token, entry) in enumerate(
+            zip(self.is_token[row].tolist(), entries, strict=True)
         ):
+            if is_token and self.support is not None:
+                rows_and_tokens, scored_rows = self.support[place]
+                scored = row if scored_rows is None else scored_rows[row]
+                support = rows_and_tokens[rows_and_tokens[:, 0] == scored, 1].tolist()
+                entry = replace(entry, support=tuple(support))
             if is_token:
-                top = tuple(zip(ids, values[:k], strict=True))
-                asked_pairs = tuple(zip(request.token_ids, values[k:], strict=True))
-                support: tuple[int, ...] = ()
-                if self.support is not None:
-                    rows_and_tokens, scored_rows = self.support[place]
-                    scored = row if scored_rows is None else scored_rows[row]
-                    support = tuple(rows_and_tokens[rows_and_tokens[:, 0] == scored, 1].tolist())
-                tokens.append(TokenLogprob(token, logprob, rank, top, asked_pairs, support))
+                tokens.append(entry)
             elif self.is_prompt:
                 tokens.append(None)
         return tokens
+
+
+def token_logprobs(
+    tokens: Tensor, measures: Measures, asked_ids: Sequence[int]
+) -> list[TokenLogprob]:
+    """The entries of ``tokens (n,)`` with ``measures (n, …)``, read off the device at once."""
+    integers = torch.stack([tokens, measures.ranks], dim=1)
+    integers = torch.cat([integers, measures.top_ids], dim=1)
+    columns = (measures.logprobs[:, None], measures.top_logprobs, measures.asked)
+    k = measures.top_ids.shape[1]
+    return [
+        TokenLogprob(
+            token,
+            logprob,
+            rank,
+            tuple(zip(ids, values[:k], strict=True)),
+            tuple(zip(asked_ids, values[k:], strict=True)),
+        )
+        for (token, rank, *ids), (logprob, *values) in zip(
+            integers.tolist(), torch.cat(columns, dim=1).tolist(), strict=True
+        )
+    ]
 
 
 def measure(

@@ -57,6 +57,11 @@ class Settings:
     def is_logits(self) -> bool:
         return self.mode.endswith("logits")
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """A key that is equal for calls that ask for the same."""
+        return (self.mode, *self.requests)
+
     def of_row(self, row: int, n_rows: int) -> LogprobRequest:
         """The request of a row of ``n_rows``; rows of a prompt are next to each other."""
         return self.requests[row * len(self.requests) // n_rows]
