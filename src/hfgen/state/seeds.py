@@ -22,6 +22,9 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND = 0x94D049BB133111EB - 2**64
 
+#: Numbers whose noise is made at once on the CPU.
+IN_CACHE = 2**16
+
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 on int64, in place; shifts are logical."""
@@ -83,10 +86,11 @@ def perturbed(scores: torch.Tensor, keys: torch.Tensor, position: int) -> torch.
     tokens = torch.arange(scores.shape[1], device=scores.device)
     if not scores.is_cpu:
         return scores + gumbel(keys[:, None], position, tokens)
-    # Row by row, the tensors stay in the processor's cache: 10 ms for 8 rows of 152,000, not 90.
+    # In parts, the tensors stay in the processor's cache: 10 ms for 8 rows of 152,000, not 90.
     noisy = torch.empty_like(scores)
-    for row in range(len(scores)):
-        torch.add(scores[row], gumbel(keys[row], position, tokens), out=noisy[row])
+    n = max(IN_CACHE // scores.shape[1], 1)
+    for part in (slice(start, start + n) for start in range(0, len(scores), n)):
+        torch.add(scores[part], gumbel(keys[part, None], position, tokens), out=noisy[part])
     return noisy
 
 
