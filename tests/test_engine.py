@@ -407,10 +407,12 @@ def test_prompts_of_similar_length_share_a_forward(builtin: Any) -> None:
     engine = Engine(model, prefill_tokens=30)
     requests = [engine.add(prompt, max_new_tokens=6) for prompt in prompts]
     shapes = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
-        with_kwargs=True,
-    )
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    note.is_row_wise = True  # type: ignore[attr-defined]  # else requests decode one at a time
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         outputs = [request.result() for request in requests]
     finally:

@@ -217,6 +217,7 @@ def test_an_interrupted_step_ends_what_it_may_have_broken(builtin: Any, forward:
         if len(calls) == forward:
             raise KeyboardInterrupt
 
+    interrupt.is_row_wise = True  # type: ignore[attr-defined]  # else requests decode one at a time
     hook = model.model.layers[1].register_forward_hook(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -47,14 +47,15 @@ class Steps:
         #: Whether rows of different length may be in one batch; ``None`` until it matters.
         self.hides_padding: bool | None = None
         self.lock = Lock()
+        #: Some were added since the model was last looked at, which takes 1 ms.
+        self.has_new_requests = False
         self.events: list[EngineEvent] = []
 
     def enter(self, request: EngineRequest) -> None:
         """Queue a request; from any thread. Raises ``QueueFullError`` and ``DoesNotFitError``."""
         assert request.item is not None
-        one_at_a_time = keeps_states(self.model)
         with self.lock:
-            self.scheduler.one_at_a_time = one_at_a_time
+            self.has_new_requests = True
             self.scheduler.add(request.item, request.added)
             self.requests[request.item] = request
 
@@ -87,6 +88,9 @@ class Steps:
         if self.scheduler.optimistic:
             host.make_way(self)
         with self.lock:
+            if self.has_new_requests:
+                self.scheduler.one_at_a_time = keeps_states(self.model)
+                self.has_new_requests = False
             plan = self.scheduler.plan(time.monotonic())
         plan = [chunk for chunk in plan if not host.put_back(self, chunk)]
         joined, alone = list(self.joined), list(self.alone)
