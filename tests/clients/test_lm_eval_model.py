@@ -165,11 +165,19 @@ def test_choices_share_their_contexts(
 ):
     model, tokenizer = copy.deepcopy(builtin[0]).to(dtype), builtin[1]
     given = {"pretrained": model, "tokenizer": tokenizer, "device": "cpu"}
+    n_tokens: list[int] = []
+    embedding = model.get_input_embeddings()
+    embed = embedding.forward
+
+    def counting(ids: torch.Tensor) -> torch.Tensor:
+        n_tokens.append(ids.numel())
+        return embed(ids)
+
+    counting.is_row_wise = True  # type: ignore[attr-defined]
+    embedding.forward = counting  # a hook would rule stored contexts out
     # Else `hf` rounds the values of a bfloat16 model.
     hf = HFLM(**given, batch_size=1, softmax_dtype="float32")
-    ours, n_tokens = HfgenLM(**given, batch_size=batch_size), []
-    layers = model.get_input_embeddings()
-    layers.register_forward_hook(lambda module, args, output: n_tokens.append(args[0].numel()))
+    ours = HfgenLM(**given, batch_size=batch_size)
     examples = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n" * 6
     pairs = [
         (before + head, end) for before in ("", examples) for head, ends in CHOICES for end in ends

@@ -31,6 +31,10 @@ LIBRARIES_OF_LAYERS = (
     *("quark", "sinq", "spqr_quant", "torchao", "vptq"),
 )
 
+#: Packages that wrap transformers' attention. kvpress does when it is imported, and changes what a module
+#: attends to only with a press, whose hooks are of no known library.
+LIBRARIES_OF_ATTENTION = (*LIBRARIES_OF_LAYERS, "kvpress")
+
 _FUNCTIONS = frozenset((FunctionType, MethodType, partial))
 
 #: Tensors by module and name, each with how often it was written to.
@@ -58,10 +62,13 @@ def foreign_code(model: Any) -> str | None:
     for module in model.modules():
         attentions.add(getattr(vars(module).get("config"), "_attn_implementation", None))
         for name, value in vars(module).items():
-            if type(value) in _FUNCTIONS and not _is_known(value):
+            is_function = type(value) in _FUNCTIONS
+            code = value if is_function else type(value)  # nnsight's forward is an object
+            if (is_function or name == "forward") and not _is_known(code):
                 return f"{type(module).__name__}.{name}"
         if type(module) not in classes:
             classes |= dict.fromkeys(type(module).__mro__)
+    classes.pop(object, None)  # nnsight gives every object a method
     for cls in classes:
         attributes = vars(cls)
         if attributes.get("is_row_wise"):  # a subclass has to say so again
@@ -71,7 +78,7 @@ def foreign_code(model: Any) -> str | None:
             if type(value) in _FUNCTIONS and not _is_known(value):
                 return cls.__name__
     for name, function in ALL_ATTENTION_FUNCTIONS.items():
-        if name in attentions and not _is_known(function):
+        if name in attentions and not _is_known(function, LIBRARIES_OF_ATTENTION):
             return str(name)
     for hook in _hooks(model):
         if not _is_known(hook, LIBRARIES):
