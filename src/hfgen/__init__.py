@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .decoding.card import Card, card
     from .decoding.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
-    from .decoding.drafters import Acceptance, Draft, DraftContext, Drafter, ForcedTokens
+    from .decoding.drafters import (
+        Acceptance,
+        Draft,
+        DraftContext,
+        Drafter,
+        ForcedTokens,
+        SuffixMemory,
+    )
     from .decoding.recipes import minimum_bayes_risk, recipe
     from .decoding.strategies.base import InvalidScoresError
     from .decoding.strategies.minimum_bayes_risk import token_f1
@@ -66,6 +73,7 @@ __all__ = [
     "RankError",
     "SamplingParams",
     "StreamEvent",
+    "SuffixMemory",
     "TokenLogprob",
     "builtin_model",
     "card",
@@ -95,7 +103,9 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "prepare.generation_config": ["GenerationConfig", "SamplingParams"],
     "decoding.card": ["Card", "card"],
     "decoding.constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
-    "decoding.drafters": ["Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens"],
+    "decoding.drafters": [
+        *("Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens", "SuffixMemory"),
+    ],
     "engine": ["Engine"],
     "engine.many": ["generate_many"],
     "tools.inspect": ["trace"],

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfgen.decoding.drafters import Acceptance, Draft, DraftContext, Drafter
+from hfgen.decoding.drafters import Acceptance, Draft, DraftContext, Drafter, SuffixMemory
 from tests.parity.family import Limit
 from tests.parity.harness import (
     DOUBLE_TOLERANCE,
@@ -81,6 +81,18 @@ def _assistant(call: Call, plain: Outcome) -> None:
     call.kwargs["assistant_model"] = call.assistant()
 
 
+def _memory(call: Call, plain: Outcome) -> None:
+    """A memory that has seen the true continuation, or one with errors."""
+    truth, rng = sequences(plain), random.Random(call.case.seed)
+    assert truth is not None
+    memory = SuffixMemory(2**20)
+    for row in truth.tolist():
+        memory.add(
+            [t if rng.random() < 0.9 else rng.randrange(vocab_size(call.model)) for t in row]
+        )
+    call.kwargs["assistant_model"] = memory
+
+
 def _early_exit(call: Call, plain: Outcome) -> None:
     call.kwargs["assistant_early_exit"] = 1
 
@@ -90,6 +102,7 @@ DRAFTERS: dict[str, Callable[[Call, Outcome], None]] = {
     "oracle": _oracle,
     "lookup": _lookup,
     "assistant": _assistant,
+    "memory": _memory,
     "early exit": _early_exit,
 }
 

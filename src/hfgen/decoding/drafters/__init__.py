@@ -15,6 +15,7 @@ from .checks import has_foreign_generator
 from .early_exit import EarlyExit
 from .forced import ForcedTokens
 from .lookup import PromptLookup, n_allowed
+from .memory import SuffixMemory
 from .schedule import DEFAULT_TOKENS, Costs, Heuristic, Schedule, schedule_named
 from .translated import BySharedTokens, ByText
 from .upstream import FromGenerator, has_own_hook
@@ -27,6 +28,7 @@ __all__ = [
     "ForcedTokens",
     "Schedule",
     "Setup",
+    "SuffixMemory",
     "make_drafter",
     "make_schedule",
 ]
@@ -46,7 +48,7 @@ def make_drafter(setup: Setup) -> Drafter:
     if has_foreign_generator(config, assistant):
         return FromGenerator(setup)
     if isinstance(assistant, Drafter):
-        return assistant
+        return assistant.begin(setup.run)
     if hasattr(assistant, "draft"):
         return Adapted(assistant)
     if assistant is None:

@@ -89,6 +89,10 @@ class Drafter:
     #: Decides how many tokens to draft; ``None`` for the schedule that the call asks for.
     schedule: Schedule | None = None
 
+    def begin(self, run: Run) -> Drafter:
+        """The drafter of one call: itself, unless it serves several calls at once."""
+        return self
+
     def draft(self, context: DraftContext) -> Draft | None:
         """Guess how the rows go on; ``None`` if there is no guess."""
         raise NotImplementedError(f"{type(self).__name__} has no `draft()`.")
