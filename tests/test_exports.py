@@ -28,6 +28,7 @@ EXPORTS = [
     "RankError",
     "SamplingParams",
     "StreamEvent",
+    "SuffixMemory",
     "TokenLogprob",
     "builtin_model",
     "card",
