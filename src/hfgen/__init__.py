@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .decoding.activations import Record
     from .decoding.card import Card, card
     from .decoding.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
     from .decoding.drafters import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     )
     from .prepare.generation_config import GenerationConfig, SamplingParams
     from .running.exact import exact, restore, token_logprobs
+    from .running.interventions import Ablate, Edit, Patch, Steer, Where
     from .running.linears import optimize, optimized
     from .running.prefix import PrefixCache
     from .running.ranks import RankError
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ablate",
     "Acceptance",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
@@ -62,19 +65,24 @@ __all__ = [
     "Draft",
     "DraftContext",
     "Drafter",
+    "Edit",
     "Engine",
     "ForcedTokens",
     "GenerationConfig",
     "GenerationMixin",
     "InvalidScoresError",
     "Logprobs",
+    "Patch",
     "PhrasalConstraint",
     "PrefixCache",
     "RankError",
+    "Record",
     "SamplingParams",
+    "Steer",
     "StreamEvent",
     "SuffixMemory",
     "TokenLogprob",
+    "Where",
     "builtin_model",
     "card",
     "exact",
@@ -101,6 +109,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "memory.caches.pool": ["free_caches"],
     "settings.cancellation": ["Cancellation"],
     "prepare.generation_config": ["GenerationConfig", "SamplingParams"],
+    "decoding.activations": ["Record"],
     "decoding.card": ["Card", "card"],
     "decoding.constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
     "decoding.drafters": [
@@ -110,6 +119,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "engine.many": ["generate_many"],
     "tools.inspect": ["trace"],
     "running.exact": ["exact", "restore", "token_logprobs"],
+    "running.interventions": ["Ablate", "Edit", "Patch", "Steer", "Where"],
     "running.linears": ["optimize", "optimized"],
     "logits.logprobs": ["Logprobs", "TokenLogprob"],
     "mixin": ["GenerationMixin"],

@@ -50,7 +50,8 @@ generate_batch.__doc__ = "See ``hfgen.engine.upstream``; arguments and results a
 
 #: Arguments of ``generate`` that continuous batching does not take: they know the rows of a batch.
 NOT_BATCHED = (
-    "prefix_allowed_tokens_fn streamer negative_prompt_ids negative_prompt_attention_mask"
+    "prefix_allowed_tokens_fn streamer negative_prompt_ids negative_prompt_attention_mask "
+    "interventions record"
 ).split()
 
 #: Fields of which a tensor of ids has nothing.

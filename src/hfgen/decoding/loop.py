@@ -12,6 +12,7 @@ import torch
 from ..logits import logprobs
 from ..logits.logprobs.prompt import PromptRecorder
 from ..running import ahead, ranks
+from . import activations
 from .card import CardWriter
 from .outputs import GenerateOutput, Recording
 from .results import Results
@@ -51,8 +52,11 @@ def drive(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
     """Yield the steps of ``steps``; each observer of the run gets a step before it is yielded."""
     if run.config.max_new_tokens == 0:
         return
+    iterator = steps(run, strategy)
+    if run.call is not None and run.call.interventions is not None:
+        iterator = run.call.interventions.during(run, iterator)
     try:
-        with closing(steps(run, strategy)) as iterator:
+        with closing(iterator):
             for step in iterator:
                 for observer in run.observers:
                     observer.add(run, strategy, step)
@@ -88,6 +92,8 @@ def begin(run: Run) -> Recording:
         has_support = getattr(run.config, "logprobs_support", None)
         if has_support or run.asks_for("logprobs", "logprob_token_ids"):
             run.observers.append(logprobs.Recorder(run))
+        if run.call is not None and run.call.record is not None:
+            run.observers.append(activations.Recorder(run, run.call.record))
         if getattr(run.config, "output_card", None):
             run.observers.append(CardWriter(run))  # behind the log-probabilities
     if run.streamer is not None:

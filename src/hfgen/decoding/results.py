@@ -99,23 +99,14 @@ class Results:
             n_rows = len(result["sequences"])  # known without a look at them
             run.extras["finish_reasons"] = [FinishReason("length")] * n_rows
             return
-        # How each returned row ended. Of hypotheses, whose length is known, only the end is looked at.
-        rows = result["sequences"][:, self.prompt_length :].tolist()
-        causes = Causes.of_run(run, self.prompt_length)
-        if is_search := (parents := result.get("beam_indices")) is not None:
-            lengths = (parents >= 0).sum(dim=1).tolist()
-            rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
-        endings = [
-            Ending.of(run, causes.of(row, len(rows), is_search), row, len(rows), ids, is_search)
-            for row, ids in enumerate(rows)
-        ]
-        run.extras["finish_reasons"] = [ending.reason for ending in endings]
+        found = endings(run, result)
+        run.extras["finish_reasons"] = [ending.reason for ending in found]
         if has_texts:
             run.extras["texts"] = [
-                text_of(run, row, ending, len(endings)) for row, ending in enumerate(endings)
+                text_of(run, row, ending, len(found)) for row, ending in enumerate(found)
             ]
         if self.has_metrics:
-            run.extras["metrics"] = self.metrics(run, [len(ending.ids) for ending in endings])
+            run.extras["metrics"] = self.metrics(run, [len(ending.ids) for ending in found])
 
     def metrics(self, run: Run, lengths: list[int]) -> Metrics:
         """The times up to now; ``lengths``: generated tokens of each returned row."""
@@ -134,6 +125,20 @@ class Results:
             decode_tokens_per_second=(sum(lengths) - len(lengths)) / rest if n_steps > 0 else None,
             peak_bytes=peak,
         )
+
+
+def endings(run: Run, result: dict[str, Any]) -> list[Ending]:
+    """How each returned row ended. Of hypotheses, whose length is known, only the end is looked at."""
+    prompt_length = run.prompts.shape[1]
+    rows = result["sequences"][:, prompt_length:].tolist()
+    causes = Causes.of_run(run, prompt_length)
+    if is_search := (parents := result.get("beam_indices")) is not None:
+        lengths = (parents >= 0).sum(dim=1).tolist()
+        rows = [ids[:n] for ids, n in zip(rows, lengths, strict=True)]
+    return [
+        Ending.of(run, causes.of(row, len(rows), is_search), row, len(rows), ids, is_search)
+        for row, ids in enumerate(rows)
+    ]
 
 
 def text_of(run: Run, row: int, ending: Ending, n_rows: int) -> str:

@@ -59,6 +59,7 @@ class Decoding:
         cache = families.given_cache(self.run.model_kwargs)
         is_packed = isinstance(decoder_cache(cache), QuantizedCache)  # in groups of a row's tokens
         self.joins = bool(getattr(self.strategy, "joins", False)) and not is_packed
+        self.joins &= self.call.interventions is None  # hooks that are for its rows alone
         if self.joins and getattr(self.run.config, "use_cuda_graph", False):
             graphs.warn("the rows of an engine join and leave a cache that grows")
         #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.

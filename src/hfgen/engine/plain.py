@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..decoding.activations import Recorder as ActivationRecorder
 from ..decoding.outputs import Recording
 from ..decoding.results import Results
 from ..decoding.strategies.sample import Sample
@@ -34,7 +35,7 @@ from .errors import as_exception
 MAX_INDICES = 256
 
 #: Observers that need only the first step of a call, which the request takes by itself, and its end.
-OF_ENDS = (PrefixSession, PromptRecorder, Recording, Results)
+OF_ENDS = (ActivationRecorder, PrefixSession, PromptRecorder, Recording, Results)
 
 
 def is_plain(decoding: Decoding) -> bool:

@@ -27,7 +27,7 @@ from . import rows, validate
 from .generation_config import taking_own_values
 
 #: Arguments of ``generate`` that come among its ``kwargs`` and are neither a field nor the model's.
-NOT_THE_MODELS = ("prefix_cache", "trust_remote_code", "cancel")
+NOT_THE_MODELS = ("prefix_cache", "trust_remote_code", "cancel", "interventions", "record")
 
 #: Fields that count tokens of a sequence.
 COUNTS = [name for name, row in FIELDS.items() if row.within_sequence]

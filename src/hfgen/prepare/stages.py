@@ -7,10 +7,10 @@ from typing import Any
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from .. import families
-from ..decoding import modes
+from ..decoding import activations, modes
 from ..logits.grammar import setup as grammar
 from ..memory import caches
-from ..running import prefix, shared_prompt
+from ..running import interventions, prefix, shared_prompt
 from ..running.ranks import Ranks
 from ..state.call import Call, Prompt, Request
 from . import config, inputs, rows, validate
@@ -52,6 +52,9 @@ def prepare(
         if request.streamer is not None:  # beams start alike: one row stands for those of a prompt
             request.streamer.put(prompt.ids[:: call.config.num_beams].cpu())
         config.set_lengths(model, call, prompt)
+        if "interventions" in request.kwargs or "record" in request.kwargs:
+            call.interventions = interventions.of_call(model, call)
+            call.record = activations.of_call(model, call)
         fans_out = call.shared_prompt is not None and shared_prompt.is_ahead(model, call, prompt)
         caches.prepare(model, call, prompt, fans_out)
         if prompt.ids.device.type not in (model.device.type, "cpu"):

@@ -128,6 +128,8 @@ class Call:
     criteria: Any = None
     prefixes: Any = None  # the ``PrefixCache`` that it may use
     prefix_session: Any = None  # its use of it, written by ``prefix.begin``
+    interventions: Any = None  # a ``running.interventions.Interventions``
+    record: Any = None  # a ``decoding.activations.Record``
     ranks: Any = None  # the processes that forward the model together
     started: float = field(default_factory=time.perf_counter)  # when the call began
 

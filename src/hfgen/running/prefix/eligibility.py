@@ -70,6 +70,8 @@ def of_arguments(model: Any, call: Call, model_kwargs: ModelKwargs) -> Reason | 
             return Reason(f"`{flag}` is about the whole prompt, which is not forwarded")
     if unknown := {name for name, v in model_kwargs.items() if v is not None} - {*KNOWN}:
         return Reason(f"what `{min(unknown)}` does to the states of the prompt is not known")
+    if call.request.kwargs.get("interventions"):
+        return Reason("`interventions` change the states of the prompt", is_choice=False)
     if config.use_cache is False:
         return Reason("`use_cache` is False")
     if not cache_kind(config.cache_implementation).may_hold_prefix:

@@ -1,0 +1,165 @@
+"""``record=``: what modules return for the finished text of each row, by one clean forward pass of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..memory.batch import take_rows
+from ..running.executor import call as forward
+from ..running.interventions import hook, modules_named
+from ..settings.logs import logger
+from ..state.call import Call
+from ..state.run import Run, Step, Strategy
+from .results import endings
+
+#: Arguments of forward that a text alone has.
+OF_TEXT = (
+    *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
+    *("encoder_outputs", "decoder_attention_mask", "decoder_position_ids", "mm_encoder_outputs"),
+)
+
+
+class Record:
+    """What ``record=`` asks for; a list of names is short for ``Record(names)``.
+
+    ``output.activations[name][row]`` is a tensor ``(tokens, width)`` for the prompt and the generated tokens of a
+    returned row, without padding, in the model's dtype.
+
+    Args:
+        modules: Names of modules or patterns, as of ``hfgen.Edit``.
+        folder: Where a file ``ROW.safetensors`` is written for each row, in place of the output's tensors.
+        max_bytes: What the tensors may take in memory, by an estimate before the call.
+
+    Raises:
+        TypeError: ``modules`` are no names.
+    """
+
+    def __init__(
+        self,
+        modules: str | Sequence[str],
+        folder: str | os.PathLike[str] | None = None,
+        max_bytes: int = 2**30,
+    ) -> None:
+        self.modules = [modules] if isinstance(modules, str) else list(modules)
+        if not self.modules or not all(isinstance(name, str) for name in self.modules):
+            raise TypeError(f"`record` has to hold names of modules, but is {modules!r:.80}.")
+        self.folder = None if folder is None else Path(folder)
+        self.max_bytes = max_bytes
+
+
+def of_call(model: Any, call: Call) -> Record | None:
+    """What a call records. Raises ``TypeError`` or ``ValueError`` if that cannot be recorded."""
+    asked = call.request.kwargs.get("record")
+    if asked is None:
+        return None
+    assert call.prompt is not None
+    record = asked if isinstance(asked, Record) else Record(asked)
+    names = [name for pattern in record.modules for name in modules_named(model, pattern)]
+    config: Any = call.config
+    if not config.return_dict_in_generate:
+        raise ValueError("`record` puts tensors on the output: set `return_dict_in_generate=True`.")
+    if call.strategy is None:
+        raise ValueError(f"`record` needs hfgen's loop, and {call.who} decodes by itself.")
+    if record.folder is not None and not record.folder.is_dir():
+        raise ValueError(f"`record`: the folder {str(record.folder)!r} does not exist.")
+    given = {name: value for name, value in call.prompt.model_kwargs.items() if value is not None}
+    if media := sorted(
+        name for name, value in given.items() if name not in OF_TEXT and not isinstance(value, bool)
+    ):
+        raise ValueError(f"`record` forwards the finished text alone, but the prompt has {media}.")
+    n_rows = call.prompt.batch_size * (config.num_return_sequences or 1)
+    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 1)
+    n_bytes = len(names) * n_rows * config.max_length * width * model.dtype.itemsize
+    if record.folder is None and n_bytes > record.max_bytes:
+        raise ValueError(
+            f"`record`: {len(names)} modules of {n_rows} rows of up to {config.max_length} tokens take about "
+            f"{n_bytes:,} bytes, more than `max_bytes`={record.max_bytes:,}. Record fewer, or give "
+            "hfgen.Record a folder."
+        )
+    return record
+
+
+class Recorder:
+    """Forwards the finished text of each returned row once, and sets ``output.activations``."""
+
+    def __init__(self, run: Run, record: Record) -> None:
+        self.record = record
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """Nothing: a row is forwarded when it is finished."""
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
+        """Record all rows, one after another."""
+        sequences, found = result["sequences"], dict[str, list[Tensor]]()
+        for row, ending in enumerate(endings(run, result)):
+            activations = self.of_row(run, sequences, row, len(ending.ids))
+            if self.record.folder is not None:
+                save_file(activations, self.record.folder / f"{row}.safetensors")
+                continue
+            for name, tensor in activations.items():
+                found.setdefault(name, []).append(tensor)
+        run.extras["activations"] = found
+
+    def of_row(self, run: Run, sequences: Tensor, row: int, n_new: int) -> dict[str, Tensor]:
+        """``(tokens, width)`` of each module for one row that has ``n_new`` generated tokens."""
+        model, call, n = run.model, run.call, len(sequences)
+        assert call is not None
+        assert call.prompt is not None
+        own = torch.tensor([row * len(run.prompts) // n])  # the row of the prompt's arguments
+        kwargs = call.prompt.model_kwargs
+        prefix = "decoder_" if run.is_encoder_decoder else ""
+        mask = kwargs.get(prefix + "attention_mask")
+        n_padding, prompt_length = 0, run.prompts.shape[1]
+        if mask is not None and mask.shape == run.prompts.shape:
+            n_padding = int((mask[own.to(mask.device)].cumsum(dim=1) == 0).sum())
+        ids = sequences[row : row + 1, n_padding : prompt_length + n_new]
+        inputs: dict[str, Any] = {
+            prefix + "input_ids": ids,
+            prefix + "attention_mask": torch.ones_like(ids),
+        }
+        if run.is_encoder_decoder:
+            for name in ("encoder_outputs", "attention_mask"):
+                inputs[name] = take_rows(kwargs.get(name), own, len(run.prompts), name)
+        names = {
+            name + suffix: (module, suffix)
+            for pattern in self.record.modules
+            for suffix in [":in" if pattern.endswith(":in") else ""]
+            for name, module in modules_named(model, pattern).items()
+        }
+        if model._supports_logits_to_keep() and not any("lm_head" in name for name in names):
+            inputs["logits_to_keep"] = 1
+        found: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            if call.interventions is not None:
+                prompt = row * call.prompt.batch_size // n
+                length = prompt_length - n_padding
+                padding = ids.new_zeros(1)
+                stack.enter_context(
+                    call.interventions.on(model, padding, length, first_prompt=prompt)
+                )
+            for name, (module, suffix) in names.items():
+
+                def keep(hidden: Tensor, name: str = name) -> Tensor:
+                    if hidden.shape[:2] != ids.shape:
+                        raise ValueError(
+                            f"`record`: {name!r} has the shape {tuple(hidden.shape)}, and not (rows, tokens, …) "
+                            f"= {tuple(ids.shape)}."
+                        )
+                    found[name] = hidden[0].detach().clone()
+                    return hidden
+
+                stack.callback(hook(module, suffix, keep).remove)
+            forward(model, **inputs, use_cache=False)
+        if missing := sorted(names.keys() - found.keys()):
+            logger.warning_once(
+                f"`record`: {', '.join(missing)} were not called in a forward of the text."
+            )
+        return found
