@@ -228,10 +228,8 @@ class Interventions:
 
     def __init__(self, edits: Sequence[Edit], n_prompts: int) -> None:
         self.edits, self.n_prompts = edits, n_prompts
-        #: Edits whose module was not called as yet.
-        self.unused = set(edits)
-        #: Of the forward that is running.
-        self.where: Where | None = None
+        self.unused = set(edits)  # their modules were not called as yet
+        self.where: Where | None = None  # of the forward that is running
 
     def during(self, run: Run, steps: Iterator[Any]) -> Generator[Any, None, None]:
         """Yield what ``steps`` yields, with the hooks on the model only while it decodes."""
@@ -292,14 +290,14 @@ class Interventions:
             if threading.get_ident() != thread:  # another call, of the same model
                 return hidden
             self.unused.discard(edit)
-            where = self.where
-            if where is None or hidden.ndim < 3 or hidden.shape[:2] != where.positions.shape:
-                shape = None if where is None else tuple(where.positions.shape)
+            assert self.where is not None
+            expected = self.where.positions.shape
+            if hidden.ndim < 3 or hidden.shape[:2] != expected:
                 raise ValueError(
                     f"{edit.module!r} has a tensor {tuple(hidden.shape)}, but interventions need (rows, tokens, "
-                    f"width), with rows and tokens = {shape}."
+                    f"width), with rows and tokens = {tuple(expected)}."
                 )
-            return edit(hidden, where)
+            return edit(hidden, self.where)
 
         return edited
 
