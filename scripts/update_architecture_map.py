@@ -24,7 +24,7 @@ FLOORS = (
     ("prepare",),
     ("streaming",),
     ("mixin", "delegate", "patching"),
-    ("engine",),
+    ("engine", "session"),
     ("tools", "lm_eval", "ray", "run", "trl", "__main__"),
 )
 

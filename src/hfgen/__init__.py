@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .running.linears import optimize, optimized
     from .running.prefix import PrefixCache
     from .running.ranks import RankError
+    from .session import Session
     from .settings import grammar
     from .settings.cancellation import Cancellation
     from .streaming import StreamEvent
@@ -78,6 +79,7 @@ __all__ = [
     "RankError",
     "Record",
     "SamplingParams",
+    "Session",
     "Steer",
     "StreamEvent",
     "SuffixMemory",
@@ -128,6 +130,7 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "decoding.recipes": ["minimum_bayes_risk", "recipe"],
     "decoding.strategies.base": ["InvalidScoresError"],
     "decoding.strategies.minimum_bayes_risk": ["token_f1"],
+    "session": ["Session"],
     "streaming": ["StreamEvent"],
 }
 

@@ -48,6 +48,13 @@ def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
 generate_batch.__doc__ = "See ``hfgen.engine.upstream``; arguments and results are transformers'."
 
 
+def session(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A ``hfgen.Session`` of this model: ``generate`` in steps that can be taken back. Nothing is decoded yet."""
+    from .session import Session  # only now: sessions import the mixin
+
+    return Session(self, *args, **kwargs)
+
+
 #: Arguments of ``generate`` that continuous batching does not take: they know the rows of a batch.
 NOT_BATCHED = (
     "prefix_allowed_tokens_fn streamer negative_prompt_ids negative_prompt_attention_mask "

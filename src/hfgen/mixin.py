@@ -292,6 +292,9 @@ class GenerationMixin(transformers.GenerationMixin):
     # Continuous batching
     generate_batch = delegate.generate_batch
 
+    # Sessions
+    session = delegate.session
+
     # For drafters, which a model that generates makes: prepare another model, or look at it.
     _prepare_call = prepare
     _mixed_view = staticmethod(mixed_view)

@@ -46,6 +46,12 @@ def keys_of(seeds: list[int | None], copies: int, device: Any) -> torch.Tensor:
     return _mix(_mix(base) + copy * _GOLDEN).flatten()
 
 
+def split(seed: int, number: int, position: int) -> int:
+    """The seed of copy ``number``, from 1 on, of a row with ``seed`` that has ``position`` generated tokens."""
+    key = keys_of([seed], number + 1, "cpu")[-1:]
+    return int(_mix(keys_at(key, torch.tensor(position)))) & (2**63 - 1)
+
+
 def keys_at(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
     """Keys ``(rows,)`` whose noise at position -1 is that of ``keys`` at ``positions``, one or ``(rows,)``."""
     return keys + (positions + 1) * _GOLDEN

@@ -1,0 +1,272 @@
+"""One row of a session: its prompt, its arguments, and the tokens that it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from ..decoding.loop import commit
+from ..decoding.recipes import recipe
+from ..decoding.results import Ending, text_of
+from ..decoding.strategies import Sample
+from ..logits import logprobs
+from ..logits.stopping import FinishReason
+from ..mixin import driven
+from ..prepare.stages import prepare, prepare_functions
+from ..running.step_inputs import MEDIA
+from ..settings.kinds import is_zero
+from ..state import seeds
+from ..state.call import Request
+from ..state.run import Run
+from ..streaming import StreamEvent
+from ..streaming.events import Rows
+
+if TYPE_CHECKING:
+    from .states import States
+
+#: Arguments of ``generate`` that a session does not take, and why.
+REFUSED = {
+    "streamer": "step() yields what it would get",
+    "assistant_model": "a session decodes one token of each row at a time",
+    "custom_generate": "a session decodes by hfgen's own sampling",
+    "past_key_values": "a session makes its own cache",
+    "inputs_embeds": "a session needs the ids of its prompts",
+    "prefix_cache": "a session keeps its own cache",
+    "output_attentions": "a session keeps tokens and logits",
+    "output_hidden_states": "a session keeps tokens and logits",
+    "prompt_logprobs": "a session keeps tokens and logits",
+    "synced_gpus": "a session decodes in one process",
+}
+
+#: What an encoder has made of a prompt, which is not encoded again.
+ENCODED = ("encoder_outputs", "mm_encoder_outputs")
+
+
+class Continued(Sample):
+    """Sampling that goes on after ``tokens (n,)``, which count as generated: what ``Session.call`` asks for.
+
+    ``has_ended``: nothing comes after them.
+    """
+
+    takes_rows = True
+
+    def __init__(self, run: Run, tokens: Sequence[int], has_ended: bool = False) -> None:
+        given = run.ids.new_tensor([tokens], dtype=torch.long)
+        run.ids = torch.cat([run.ids, given.expand(len(run.ids), -1)], dim=1)
+        super().__init__(run)
+        run.finished = has_ended or run.ids.shape[1] >= run.config.max_length
+
+    def prefill(self, run: Run) -> ModelOutput:
+        """Forward the prompt, and then the tokens, one by one."""
+        ids, run.ids = run.ids, run.prompts
+        outputs = super().prefill(run)
+        for length in range(run.prompts.shape[1] + 1, ids.shape[1] + 1):
+            commit(run, outputs)
+            run.ids = ids[:, :length]
+            outputs = self.executor.forward(run)
+        return outputs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The states of a row's first ``length`` tokens, at ``place`` of ``states``, which nobody writes to.
+
+    ``outputs``: those of the last of these tokens, if they are known; ``states``: ``None`` if a longer cache
+    can be cropped to it.
+    """
+
+    length: int
+    outputs: ModelOutput | None
+    states: States | None
+    place: int
+
+
+class Row:
+    """A call of one prompt, prepared as by ``generate``, and where its states are.
+
+    ``n_cached``: how many of its tokens are in the cache, prompt included. ``states`` may hold more of them.
+    """
+
+    def __init__(
+        self, model: Any, arguments: dict[str, Any], tokens: Sequence[int] = (), encoded: Any = None
+    ) -> None:
+        """Raises what ``generate`` raises for ``arguments`` that cannot be used."""
+        self.model, self.arguments = model, arguments
+        inputs = arguments
+        if encoded and "mm_encoder_outputs" in encoded:
+            inputs = {name: value for name, value in arguments.items() if name not in MEDIA}
+        request = Request.of(**{"return_dict_in_generate": True} | inputs | (encoded or {}))
+        self.call = call = prepare(model, driven(model, request))
+        try:
+            self._check()
+            if call.config.do_sample and call.row_keys is None:  # a seed that ``call`` can name
+                self.arguments = arguments | {"seed": int(torch.randint(2**62, ()))}
+                device = call.prompt.ids.device  # type: ignore[union-attr]
+                call.row_keys = seeds.keys_of([self.arguments["seed"]], 1, device)
+        except BaseException:
+            call.release()
+            raise
+        assert call.prompt is not None
+        kwargs = call.prompt.model_kwargs
+        self.encoded = {name: kwargs[name] for name in ENCODED if kwargs.get(name)}
+        #: Generated tokens that were not chosen under the arguments and the seed of now.
+        self.n_given = len(tokens)
+        self.states: States | None = None
+        self.place = self.n_cached = 0
+        self.outputs: ModelOutput | None = None  # of the last token, until the next one is chosen
+        self.snapshots: list[Snapshot] = []
+        self.set_tokens(tokens)
+
+    def _check(self) -> None:
+        """Raise ``ValueError`` for a call that is not plain decoding of one prompt with a cache that grows."""
+        call, config = self.call, self.call.config
+        assert call.prompt is not None
+        if call.strategy is not Sample:
+            raise ValueError(f"A session decodes greedily or by sampling, but not by {call.who}.")
+        if len(call.prompt.ids) != 1 or call.prompt.batch_size != 1:
+            raise ValueError(
+                "A session has one row for each prompt: fork() it in place of `num_return_sequences`."
+            )
+        if config.cache_implementation not in (None, "dynamic") or not config.use_cache:
+            raise ValueError(
+                f"A session keeps a dynamic cache, but is asked for `cache_implementation`="
+                f"{config.cache_implementation!r} and `use_cache`={config.use_cache!r}."
+            )
+        if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
+            raise ValueError(
+                "`guidance_scale` keeps a cache of its own, which a session cannot rewind."
+            )
+
+    @property
+    def n_prompt(self) -> int:
+        return int(self.run.prompts.shape[1])
+
+    @property
+    def tokens(self) -> list[int]:
+        """The generated tokens, fed ones included."""
+        return self.run.ids[0, self.n_prompt :].tolist()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the prompt and after it."""
+        return int(self.run.ids.shape[1])
+
+    def set_tokens(self, tokens: Sequence[int]) -> None:
+        """Replace the generated tokens; the row has not ended then, but for its length."""
+        call = self.call
+        assert call.prompt is not None
+        prepare_functions(self.model, call, call.prompt)  # criteria remember where rows ended
+        self.run = run = call.run(self.model)
+        run.model_kwargs = {n: v for n, v in run.model_kwargs.items() if not isinstance(v, Cache)}
+        if run.asks_for("logprobs", "logprob_token_ids"):
+            recorder = logprobs.Recorder(run)
+            recorder.positions += [None] * len(tokens)  # type: ignore[list-item]
+            run.observers = [recorder]
+        strategy = Continued(run, tokens)
+        ids, run.ids = run.ids, run.prompts  # where events begin
+        self.strategy, self.events = strategy, Rows(run, strategy)
+        run.ids = ids
+        self.events.n_settled = len(tokens)
+        shown = self.events.row(0)
+        shown.ids = list(tokens)
+        shown.new_text()
+        run.finished = run.finished or is_zero(run.config.max_new_tokens)
+        self.reason = FinishReason("length") if run.finished else None
+
+    def choose(self) -> list[StreamEvent]:
+        """Choose the next token by ``outputs``; returns the events, of row 0."""
+        step = self.strategy.step(self.run, self.outputs)
+        self.strategy.stop(self.run)
+        for observer in self.run.observers:
+            observer.add(self.run, self.strategy, step)
+        events = self.events.advance(step)
+        self.reason = next((e.finish_reason for e in events if e.finish_reason), None)
+        self.outputs = None
+        return events
+
+    def text(self) -> str:
+        """The generated text, without what stopped it unless that is asked for."""
+        if not hasattr(self.run.tokenizer, "decode"):
+            raise ValueError("`text` needs the tokenizer: model.session(…, tokenizer=tokenizer).")
+        cause = None
+        if self.reason is not None:
+            causes = self.events.causes(self.events.row(0))
+            cause = Ending.of(self.run, causes, 0, 1, self.tokens, is_end=True).cause
+        reason = self.reason or FinishReason("unfinished")
+        return text_of(self.run, 0, Ending(self.tokens, reason, cause), 1)
+
+    def as_call(self) -> dict[str, Any]:
+        """Arguments with which ``generate`` decodes this row from an empty cache."""
+        if not self.n_given:
+            return dict(self.arguments)
+        given = self.tokens[: self.n_given]
+        has_ended = self.run.finished and self.n_given == self.n_tokens - self.n_prompt
+        continued = recipe(Continued, tokens=given, has_ended=has_ended)
+        return self.arguments | {"custom_generate": continued}
+
+    def copy(self, number: int = 0, **arguments: Any) -> Row:
+        """A row with the same tokens and states, with other ``arguments`` if there are any.
+
+        A copy with a ``number`` above 0 samples by a seed of its own.
+        """
+        if number and self.call.config.do_sample:
+            config_seed = getattr(self.call.config, "seed", None)
+            seed = self.arguments.get("seed", config_seed)
+            arguments["seed"] = seeds.split(int(seed), number, len(self.tokens))  # type: ignore[arg-type]
+        twin = Row(self.model, self.arguments | arguments, self.tokens, self.encoded)
+        if not arguments:
+            twin.n_given = self.n_given
+        if self.run.finished and not (arguments and self.reason == "length"):
+            twin.run.finished, twin.reason = True, self.reason
+        twin.outputs, twin.snapshots = self.outputs, list(self.snapshots)
+        if self.states is not None:
+            self.states.is_shared = True
+            twin.states, twin.place, twin.n_cached = self.states, self.place, self.n_cached
+        return twin
+
+    def rewind(self, n: int) -> None:
+        """Remove the last ``n`` generated tokens, of as many at least."""
+        if n == 0:
+            return
+        self.set_tokens(self.tokens[:-n])
+        self.n_given = min(self.n_given, self.n_tokens - self.n_prompt)
+        length, self.outputs = self.n_tokens, None
+        at_prompt = next((s for s in self.snapshots if s.length == self.n_prompt), None)
+        self.snapshots = [s for s in self.snapshots if s.length <= length]
+        if self.states is not None and self.states.can_crop:
+            if length > self.n_prompt:
+                self.n_cached = min(self.n_cached, length - 1)
+                return
+            if at_prompt is not None:
+                self.n_cached, self.outputs = length, at_prompt.outputs
+                return
+        usable = [
+            s for s in self.snapshots if s.states and (s.length < length or s.outputs is not None)
+        ]
+        self.leave_states()
+        if usable:
+            last = max(usable, key=lambda s: s.length)
+            self.states, self.place, self.n_cached = last.states, last.place, last.length
+            self.outputs = last.outputs if last.length == length else None
+
+    def leave_states(self) -> None:
+        """Drop the states: they are computed anew when they are needed."""
+        if self.states is not None:
+            self.states.drop(self)
+        self.states, self.n_cached, self.outputs = None, 0, None
+
+    def feed(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the row did not choose."""
+        if tokens:
+            self.set_tokens([*self.tokens, *tokens])
+            self.n_given, self.outputs = self.n_tokens - self.n_prompt, None
+
+    def newest(self, n: int) -> Tensor:
+        """The last ``n`` tokens ``(n,)``."""
+        return self.run.ids[0, -n:]

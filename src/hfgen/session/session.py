@@ -1,0 +1,486 @@
+"""``Session``: decoding that is stepped, forked, rewound, fed and joined."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from numbers import Integral
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import families
+from ..memory.batch import TOKEN_DIM, take_rows
+from ..mixin import mixed_view
+from ..prepare import rows as values_per_row
+from ..running import hides_padding, last_logits
+from ..running.prefix import eligibility
+from ..running.row_states import foreign_code
+from ..state.call import Request
+from ..streaming import StreamEvent
+from .row import REFUSED, Row, Snapshot
+from .states import States, gathered
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+#: Snapshots of a row at most: that of its prompt, and the last ones.
+MAX_SNAPSHOTS = 8
+
+#: Inputs of which a row's arguments have the ids of its prompt.
+IDS = ("inputs", "input_ids")
+
+
+class SessionError(RuntimeError):
+    """A session refuses an operation, and stays as it was."""
+
+
+class SessionClosedError(SessionError):
+    """A session was used after ``close()``."""
+
+
+class SessionBusyError(SessionError):
+    """Two threads use a session at once, or a callback of a step uses its session."""
+
+
+def _operation(function: T) -> T:
+    """Run a method without gradients, unless the session is closed or in use."""
+
+    @wraps(function)
+    def checked(self: Session, *args: Any, **kwargs: Any) -> Any:
+        with self._turn():
+            return function(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+class Session:
+    """Rows that decode step by step, each with the tokens of its own ``generate``, and keep their cache.
+
+    Args:
+        model: A model with hfgen's mixin; any other is used through a view that has it.
+        args, kwargs: Those of ``generate``. Nothing is decoded yet. A row that samples without a ``seed`` gets
+            a random one.
+        snapshot_every: So many tokens lie between two snapshots, if the cache cannot be cropped.
+        snapshot_bytes: For all snapshots; the oldest go, but for those of the prompts, which go last.
+
+    Raises:
+        ValueError, TypeError, IndexError: What ``generate`` raises, and arguments that no session takes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        snapshot_every: int = 32,
+        snapshot_bytes: int = 2**28,
+        **kwargs: Any,
+    ) -> None:
+        self._check_number(snapshot_every, "snapshot_every", 1)
+        self._check_number(snapshot_bytes, "snapshot_bytes", 0)
+        self._begin(mixed_view(model), [], {}, snapshot_every, snapshot_bytes)
+        if families.keeps_other_state(self.model):
+            raise ValueError(
+                f"{type(self.model).__name__} keeps per-row state on its modules, which a session can neither "
+                "fork nor rewind. Decode with `generate`."
+            )
+        with torch.no_grad():
+            self._rows = [
+                Row(self.model, each) for each in self._split(Request.of(*args, **kwargs))
+            ]
+
+    def _begin(
+        self, model: Any, rows: list[Row], traits: dict[str, Any], every: int, n_bytes: int
+    ) -> None:
+        self.model, self._rows, self._traits = model, rows, traits
+        self.snapshot_every, self.snapshot_bytes = every, n_bytes
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def _of(self, rows: list[Row]) -> Session:
+        """A session of other rows."""
+        session = object.__new__(Session)
+        session._begin(self.model, rows, self._traits, self.snapshot_every, self.snapshot_bytes)
+        return session
+
+    def _split(self, request: Request) -> list[dict[str, Any]]:
+        """The arguments of each row, without padding on the left."""
+        for name, why in REFUSED.items():
+            value = getattr(request, name, None) or request.kwargs.get(name)
+            if value is not None and value is not False:
+                raise ValueError(f"`{name}` cannot be used in a session: {why}. Leave it out.")
+        split = values_per_row.split(request)
+        kwargs = {"inputs": request.inputs} | request.kwargs
+        tensors = [kwargs[n] for n in (*IDS, self.model.main_input_name) if _has_rows(kwargs, n)]
+        n_rows = len(tensors[0]) if tensors else 1
+        requests = [request] * n_rows if split is None else split[0]
+        if len(requests) != n_rows:
+            names = ", ".join(f"`{name}`" for name in (split or ([], ()))[1])
+            raise ValueError(
+                f"A list has to have one value for each prompt: {names} has {len(requests)}, and there are "
+                f"{n_rows} prompts."
+            )
+        rows = []
+        for index, own in enumerate(requests):
+            arguments = {
+                name: getattr(own, name) for name in own.__slots__ if name != "kwargs"
+            } | own.kwargs
+            rows.append(
+                self._row_of({n: v for n, v in arguments.items() if v is not None}, index, n_rows)
+            )
+        return rows
+
+    def _row_of(self, arguments: dict[str, Any], index: int, n_rows: int) -> dict[str, Any]:
+        if n_rows == 1:
+            return arguments
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and (value.ndim == 0 or len(value) != n_rows):
+                raise ValueError(
+                    f"`{name}` has the shape {tuple(value.shape)}, and there are {n_rows} prompts: it is not known "
+                    "what belongs to which. Make a session of each prompt, and join() them."
+                )
+            arguments[name] = take_rows(value, torch.tensor([index]), n_rows, name)
+        mask = arguments.get("attention_mask")
+        if mask is None or self.model.config.is_encoder_decoder:
+            return arguments
+        n_padding = int((mask.cumsum(dim=-1) == 0).sum())
+        for name in (*TOKEN_DIM, *IDS):
+            value = arguments.get(name)
+            if isinstance(value, Tensor) and value.shape[-1] == mask.shape[-1]:
+                arguments[name] = value[..., n_padding:]
+        if arguments["attention_mask"].all():
+            del arguments["attention_mask"]
+        return arguments
+
+    # ------------------------------------------------------------ what it holds
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The ids of each row as ``generate`` returns them: prompt and generated tokens, no padding."""
+        return [row.run.ids[0].tolist() for row in self._rows]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The generated tokens of each row, fed ones included."""
+        return [row.tokens for row in self._rows]
+
+    @property
+    def text(self) -> list[str]:
+        """The text of the generated tokens. Raises ``ValueError`` without a tokenizer."""
+        return [row.text() for row in self._rows]
+
+    @property
+    def finish_reasons(self) -> list[Any]:
+        """Why each row has ended; ``None`` for rows that go on."""
+        return [row.reason for row in self._rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches, snapshots included; what sessions share counts in each."""
+        return sum(states.nbytes for states in self._states().values())
+
+    @property
+    @_operation
+    def logits(self) -> Tensor:
+        """The model's logits of the next token of each row, ``(rows, vocab)`` float32; forwarded once."""
+        self._forward(self._rows)
+        device = self._rows[0].run.ids.device
+        outputs: Any = [row.outputs for row in self._rows]
+        return torch.cat([last_logits(each, device) for each in outputs])
+
+    @_operation
+    def call(self, row: int) -> dict[str, Any]:
+        """Arguments with which ``model.generate`` decodes ``row`` alone, from an empty cache.
+
+        Its tokens are those of the row, and, if that has not ended, what comes after them.
+        """
+        return self._rows[self._index(row)].as_call()
+
+    # ------------------------------------------------------------ operations
+
+    def step(self, n: int = 1) -> Iterator[StreamEvent]:
+        """Decode up to ``n`` tokens of each row that has not ended, as the events are iterated over.
+
+        Other operations may come between two events. An exception leaves the rows as they were before the token.
+        """
+        self._check_number(n, "n", 0)
+        with self._turn():
+            return self._steps(n)
+
+    def _steps(self, n: int) -> Iterator[StreamEvent]:
+        for _ in range(n):
+            with self._turn():
+                if not (active := [row for row in self._rows if not row.run.finished]):
+                    return
+                events = self._token(active)
+            yield from events
+
+    def _token(self, active: list[Row]) -> list[StreamEvent]:
+        """Decode one token of each of the rows ``active``."""
+        self._forward(active)
+        before = [(row, row.tokens, row.outputs) for row in active]
+        events: list[StreamEvent] = []
+        try:
+            for row in active:
+                number = self._rows.index(row)
+                events += [dataclasses.replace(event, row=number) for event in row.choose()]
+        except BaseException:
+            for row, tokens, outputs in before:
+                row.set_tokens(tokens)
+                row.outputs = outputs
+            raise
+        return events
+
+    @_operation
+    def fork(self, n: int = 1) -> Session:
+        """A session with each row ``n`` times, next to each other; this one stays as it is.
+
+        The first copy goes on with the seed of its row; the others have seeds of their own, by their number and
+        the length of the row. States are copied when a copy is first stepped.
+        """
+        self._check_number(n, "n", 1)
+        copies = [row.copy(number) for row in self._rows for number in range(n)]
+        for row in (*self._rows, *copies):
+            self._keep(row)
+        return self._of(copies)
+
+    @_operation
+    def keep(self, rows: Sequence[int]) -> Session:
+        """A session of some rows, in this order; this one stays as it is."""
+        places = [self._index(row) for row in rows]
+        if not places:
+            raise ValueError("`rows` is empty: a session has at least one row.")
+        return self._of([self._rows[place].copy() for place in places])
+
+    def join(self, other: Session) -> Session:
+        """A session of the rows of both, which stay as they are."""
+        if not isinstance(other, Session):
+            raise TypeError(f"`other` has to be a Session, but is {other!r:.80}.")
+        if other.model is not self.model and vars(other.model) != vars(self.model):
+            raise ValueError(
+                "Sessions of two models cannot be joined: their caches are of other weights."
+            )
+        with self._turn():
+            if other is self:
+                return self._of([row.copy() for row in (*self._rows, *self._rows)])
+            with other._turn():
+                return self._of([row.copy() for row in (*self._rows, *other._rows)])
+
+    @_operation
+    def rewind(self, n: int | Sequence[int]) -> None:
+        """Remove the last ``n`` generated tokens, of all rows or one number for each; they go on from there.
+
+        Raises ``ValueError`` for more tokens than a row has behind its prompt.
+        """
+        numbers: Any = [n] * len(self) if isinstance(n, Integral) else n
+        self._check_each(numbers, "n")
+        for index, (row, number) in enumerate(zip(self._rows, numbers, strict=True)):
+            self._check_number(number, "n", 0)
+            if number > (most := row.n_tokens - row.n_prompt):
+                raise ValueError(
+                    f"Row {index} has {most} tokens behind its prompt, so that {number} cannot be removed."
+                )
+        for row, number in zip(self._rows, numbers, strict=True):
+            row.rewind(number)
+
+    @_operation
+    def feed(self, tokens: Sequence[Any]) -> None:
+        """Append tokens that somebody else chose: for each row a list of ids, or text with a tokenizer.
+
+        They count as generated, and are forwarded with the next token. A row that had ended goes on.
+        """
+        self._check_each(tokens, "tokens")
+        fed = [self._ids(each, row) for each, row in zip(tokens, self._rows, strict=True)]
+        for row, ids in zip(self._rows, fed, strict=True):
+            row.feed(ids)
+
+    @_operation
+    def set(self, *, row: int | None = None, **arguments: Any) -> None:
+        """Set arguments of ``generate``, but for inputs, of one row or of all, from the next token on.
+
+        Raises what ``generate`` raises for values that cannot be used.
+        """
+        places = range(len(self)) if row is None else [self._index(row)]
+        for name, value in arguments.items():
+            if name in REFUSED and value:
+                raise ValueError(f"`{name}` cannot be used in a session: {REFUSED[name]}.")
+            held = self._rows[0].arguments.get(name)
+            if name in (*IDS, *TOKEN_DIM) or isinstance(held, Tensor):
+                raise ValueError(f"`{name}` is an input of the prompt, which is forwarded already.")
+        changed = {place: self._rows[place].copy(**arguments) for place in places}
+        for place, other in changed.items():
+            self._rows[place].leave_states()
+            self._rows[place] = other
+
+    def close(self) -> None:
+        """Drop the rows and their caches; other sessions keep theirs."""
+        if self._is_closed:
+            return
+        with self._turn():
+            for row in self._rows:
+                row.leave_states()
+            self._rows, self._is_closed = [], True
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return "Session(closed)"
+        return f"Session({type(self.model).__name__}, {len(self)} rows)"
+
+    # ------------------------------------------------------------ forwards and snapshots
+
+    def _forward(self, rows: list[Row]) -> None:
+        """Forward what the caches lack of ``rows``, so that each has outputs."""
+        try:
+            for row in rows:
+                if row.states is None:
+                    States.of_prompt(row)
+                    self._keep(row, is_prompt=True)
+                    if row.n_tokens > row.n_prompt:
+                        row.outputs = None
+            missing = [row for row in rows if row.outputs is None]
+            for n in sorted({row.n_tokens - row.n_cached for row in missing}):
+                same = [row for row in missing if row.n_tokens - row.n_cached == n]
+                for states in gathered(same, self._may_join):
+                    states.forward(n)
+        except BaseException:
+            for row in rows:  # what the caches hold is not known
+                row.leave_states()
+            raise
+        for row in missing:
+            if (row.n_tokens - row.n_prompt) % self.snapshot_every == 0:
+                self._keep(row)
+
+    def _may_join(self, states: States, other: States) -> bool:
+        """Whether two batches can be one: rows do not depend on each other, nor on padding."""
+        model, traits = self.model, self._traits
+        if "is_row_wise" not in traits:
+            traits["is_row_wise"] = foreign_code(model) is None
+        longest = max(
+            int(row.run.config.max_length)
+            for part in (states, other)
+            for row in part.rows
+            if row is not None
+        )
+        if not traits["is_row_wise"] or eligibility.is_length_dependent(model, longest):
+            return False
+        encoded: Any = [part.batch.model_kwargs.get("encoder_outputs") for part in (states, other)]
+        if None not in encoded and model.main_input_name != "input_ids":
+            lengths = [outputs[0].shape[1] for outputs in encoded]
+            if lengths[0] != lengths[1]:  # a mask over frames has another unit than states
+                return False
+        if states.ids.shape[1] == other.ids.shape[1]:
+            return True
+        if "hides_padding" not in traits:
+            with suppress(ValueError):
+                traits["hides_padding"] = hides_padding(model, other.batch)
+        return bool(traits.get("hides_padding"))
+
+    def _keep(self, row: Row, is_prompt: bool = False) -> None:
+        """Take a snapshot of ``row``, if its cache cannot be cropped; of its prompt, at least the outputs."""
+        if row.states is None:
+            return
+        states = None if row.states.can_crop else row.states
+        if states is not None:
+            states.is_shared = True
+        if states is not None or is_prompt:
+            row.snapshots = [s for s in row.snapshots if s.length != row.n_cached]
+            row.snapshots.append(Snapshot(row.n_cached, row.outputs, states, row.place))
+        while len(row.snapshots) > MAX_SNAPSHOTS:
+            del row.snapshots[1]
+        while states is not None and self._snapshot_bytes() > self.snapshot_bytes:
+            oldest = [r for r in self._rows if len(r.snapshots) > 1]
+            if not oldest:
+                break
+            del max(oldest, key=lambda r: len(r.snapshots)).snapshots[1]
+
+    def _snapshot_bytes(self) -> int:
+        kept = {id(s.states): s.states for row in self._rows for s in row.snapshots if s.states}
+        return sum(states.nbytes for states in kept.values())
+
+    def _states(self) -> dict[int, States]:
+        found = [row.states for row in self._rows]
+        found += [snapshot.states for row in self._rows for snapshot in row.snapshots]
+        return {id(states): states for states in found if states is not None}
+
+    # ------------------------------------------------------------ checks
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise SessionBusyError(
+                "The session is in use: by another thread, or by the step that calls this. fork() it for a second "
+                "thread."
+            )
+        try:
+            if self._is_closed:
+                raise SessionClosedError("The session was closed: make another one.")
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        finally:
+            self._lock.release()
+
+    def _index(self, row: Any) -> int:
+        if isinstance(row, bool) or not isinstance(row, Integral):
+            raise TypeError(f"A row has to be a number, but is {row!r:.80}.")
+        if not 0 <= int(row) < len(self):
+            raise IndexError(f"There is no row {row}: the session has {len(self)}.")
+        return int(row)
+
+    def _check_each(self, values: Any, name: str) -> None:
+        if isinstance(values, str) or not isinstance(values, Sequence | Tensor):
+            raise TypeError(f"`{name}` has to have an entry for each row, but is {values!r:.80}.")
+        if len(values) != len(self):
+            raise ValueError(
+                f"`{name}` has {len(values)} entries, and the session has {len(self)} rows."
+            )
+
+    @staticmethod
+    def _check_number(number: Any, name: str, least: int) -> None:
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise TypeError(f"`{name}` has to be an integer, but is {number!r:.80}.")
+        if int(number) < least:
+            raise ValueError(f"`{name}` has to be at least {least}, but is {number}.")
+
+    def _ids(self, tokens: Any, row: Row) -> list[int]:
+        """The ids of what is fed to ``row``."""
+        if isinstance(tokens, str):
+            if not callable(tokenizer := row.arguments.get("tokenizer")):
+                raise ValueError("Text can be fed with a tokenizer: model.session(…, tokenizer=…).")
+            tokens = tokenizer(tokens, add_special_tokens=False)["input_ids"]
+        if isinstance(tokens, Tensor):
+            tokens = tokens.tolist()
+        if not isinstance(tokens, Sequence) or not all(
+            isinstance(token, Integral) and not isinstance(token, bool) for token in tokens
+        ):
+            raise TypeError(f"A row is fed token ids or text, but not {tokens!r:.80}.")
+        vocab = families.token_embedding(self.model)
+        n_vocab = self.model.config.get_text_config(decoder=True).vocab_size
+        n_vocab = n_vocab if vocab is None else vocab.num_embeddings
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise ValueError(
+                    f"Token {token} is outside of the vocabulary, which has the ids 0 to {n_vocab - 1}."
+                )
+        if row.n_tokens + len(tokens) > int(row.run.config.max_length):
+            most = int(row.run.config.max_length) - row.n_tokens
+            raise ValueError(
+                f"{len(tokens)} tokens are fed to a row that has room for {most}: set `max_new_tokens`."
+            )
+        return [int(token) for token in tokens]
+
+
+def _has_rows(kwargs: dict[str, Any], name: str) -> bool:
+    return isinstance(kwargs.get(name), Tensor) and kwargs[name].ndim > 0

@@ -1,0 +1,232 @@
+"""The caches of a session: batches whose rows are forwarded together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from .. import families
+from ..memory.batch import Batch, take_rows
+from ..memory.caches import joining, slots
+from ..memory.caches.dynamic import upstream_kind
+from ..memory.caches.layers import decoder_cache, layers_of, roll_back
+from ..running import next_token, prefill, resized
+from ..running.prefix import eligibility
+from ..state.call import ModelKwargs
+
+if TYPE_CHECKING:
+    from .row import Row
+
+#: Layers of which any number of the newest tokens can be dropped.
+FULL = (DynamicLayer, DynamicIndexedLayer, *families.EMPTY_LAYERS)
+
+
+class States:
+    """A batch of rows with their cache, all of which end in the same column.
+
+    ``batch`` has one more column than the cache holds: that of the tokens that come next. ``rows``: whose
+    states these are, by place; ``None`` for a row that has left. ``held``: tokens of each that are cached.
+    ``is_shared``: rows of other sessions or snapshots have the same states, so that nothing writes to them.
+    Reads like a ``Run`` for ``running``.
+    """
+
+    def __init__(self, model: Any, batch: Batch, rows: list[Row], held: list[int]) -> None:
+        self.model, self.batch, self.held = model, batch, held
+        self.rows: list[Row | None] = list(rows)
+        self.is_shared = False
+        self._assign()
+
+    def _assign(self) -> None:
+        for place, row in enumerate(self.rows):
+            if row is not None:
+                row.states, row.place = self, place
+
+    @property
+    def ids(self) -> Tensor:
+        return self.batch.ids
+
+    @property
+    def model_kwargs(self) -> ModelKwargs:
+        return self.batch.model_kwargs
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)
+
+    @classmethod
+    def of_prompt(cls, row: Row) -> None:
+        """Forward the prompt of ``row``, which gets new states and outputs."""
+        model, call = row.model, row.call
+        assert call.prompt is not None
+        kwargs = {
+            name: copy.deepcopy(value) if isinstance(value, Cache) else value
+            for name, value in call.prompt.model_kwargs.items()
+        }
+        outputs = prefill(model, call.prompt.ids, call.config, kwargs)
+        is_encoder_decoder = bool(model.config.is_encoder_decoder)
+        kwargs = model._update_model_kwargs_for_generation(
+            outputs, kwargs, is_encoder_decoder=is_encoder_decoder
+        )
+        if not isinstance(families.given_cache(kwargs), Cache):
+            raise ValueError(
+                f"{type(model).__name__} decodes without a cache of a known kind, so its rows cannot be "
+                "rewound or forked. Decode them with `generate`."
+            )
+        ids = torch.nn.functional.pad(call.prompt.ids, (0, 1))
+        joining.check_declared(families.given_cache(kwargs))
+        states = cls(model, Batch(ids, kwargs), [row], [row.n_prompt])
+        row.n_cached = row.n_prompt
+        row.outputs = states.outputs_of(outputs, 0)
+
+    @property
+    def can_crop(self) -> bool:
+        """Whether the newest tokens can be dropped: there is no state of all tokens, and no full window."""
+        if self.model.config.model_type in eligibility.UNSTEADY:
+            return False
+        for layer in layers_of(self.cache):
+            kind = upstream_kind(layer)
+            if kind is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window:
+                continue
+            if kind not in FULL:
+                return False
+        return True
+
+    @property
+    def cache(self) -> Any:
+        return families.given_cache(self.batch.model_kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        parts = [decoder_cache(self.cache), getattr(self.cache, "cross_attention_cache", None)]
+        layers = [layer for part in parts if part is not None for layer in part.layers]
+        return sum(t.nbytes for layer in layers for t in slots.states_of(layer).values())
+
+    @property
+    def can_extend(self) -> bool:
+        """Whether several tokens can be forwarded at once behind the cache."""
+        text = self.model.config.get_text_config(decoder=True)
+        if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+            return False
+        if self.model.config.model_type in eligibility.UNSTEADY:
+            return False
+        return all(upstream_kind(layer) in eligibility.CUTTABLE for layer in layers_of(self.cache))
+
+    def drop(self, row: Row) -> None:
+        """``row`` has left; its states stay until the others are copied."""
+        if not self.is_shared and self.rows[row.place] is row:
+            self.rows[row.place] = None
+
+    # ------------------------------------------------------------ which rows
+
+    def taken(self, rows: Sequence[Row]) -> States:
+        """States of ``rows`` alone, in this order, copied."""
+        places = torch.tensor([row.place for row in rows])
+        held = [self.held[row.place] for row in rows]
+        batch = self.batch.extract(places)
+        for row in rows:
+            self.drop(row)
+        taken = States(self.model, batch, list(rows), held)
+        taken._trim()
+        return taken
+
+    def _trim(self) -> None:
+        """Drop the columns that are padding in all rows."""
+        padding = self.batch.ids.shape[1] - 1 - max(self.held)
+        if padding > 0:
+            self.batch.trim(padding)
+
+    def crop(self, n: int) -> None:
+        """Drop the last ``n`` tokens of all rows."""
+        for cache in self.batch.caches.values():
+            roll_back(cache, n, families.layers_of_images(self.model))
+        self.batch.model_kwargs = resized(self, -n)  # type: ignore[arg-type]
+        self.batch.ids = self.batch.ids[:, :-n]
+        self.held = [length - n for length in self.held]
+
+    def absorb(self, other: States) -> None:
+        """Append the rows of ``other``. Raises ``ValueError``, before anything is changed, if they cannot join."""
+        self.batch.append(other.batch)
+        self.rows += other.rows
+        self.held += other.held
+        self._assign()
+
+    # ------------------------------------------------------------ a forward
+
+    def forward(self, n: int) -> None:
+        """Forward the next ``n`` tokens of each row, which get outputs."""
+        rows = [row for row in self.rows if row is not None]
+        at_once = n if n == 1 or self.can_extend else 1
+        newest = torch.stack([row.newest(n) for row in rows])
+        for start in range(0, n, at_once):
+            tokens = newest[:, start : start + at_once]
+            self.batch.ids = torch.cat([self.batch.ids[:, :-1], tokens], dim=1)
+            self.batch.model_kwargs = resized(self, at_once - 1)  # type: ignore[arg-type]
+            outputs = next_token(self, self.model.__call__, n_new=at_once)  # type: ignore[arg-type]
+            self.batch.model_kwargs = self.model._update_model_kwargs_for_generation(
+                outputs, self.batch.model_kwargs, is_encoder_decoder=self.is_encoder_decoder
+            )
+            self.batch.ids = torch.nn.functional.pad(self.batch.ids, (0, 1))
+        self.held = [length + n for length in self.held]
+        for place, row in enumerate(rows):
+            row.n_cached += n
+            row.outputs = self.outputs_of(outputs, place)
+
+    def outputs_of(self, outputs: Any, place: int) -> Any:
+        """The outputs of one row, without a cache."""
+        index = torch.tensor([place])
+        fields = {
+            name: take_rows(value, index, len(self.rows), name)
+            for name, value in outputs.items()
+            if not isinstance(value, Cache)
+        }
+        if fields["logits"].shape[1] > 1:
+            fields["logits"] = fields["logits"][:, -1:]
+        return type(outputs)(**fields)
+
+
+def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) -> list[States]:
+    """Put ``rows`` into as few batches as possible, which are theirs alone, and cropped to their tokens."""
+
+    def key(row: Row) -> tuple[int, int]:
+        assert row.states is not None
+        return id(row.states), row.states.held[row.place] - row.n_cached
+
+    parts: list[States] = []
+    left: dict[int, States] = {}
+    for (_, n_more), group in groupby(sorted(rows, key=key), key=key):
+        members = sorted(group, key=lambda row: row.place)
+        states = members[0].states
+        assert states is not None
+        if states.is_shared or states.rows != members:
+            if not states.is_shared:
+                left[id(states)] = states
+            states = states.taken(members)
+        if n_more:
+            states.crop(n_more)
+        parts.append(states)
+    for states in left.values():  # so that the rows that were taken free their memory
+        if others := [row for row in states.rows if row is not None]:
+            states.taken(others)
+    joined: list[States] = []
+    for part in sorted(parts, key=lambda part: -part.batch.ids.numel()):
+        for states in joined:
+            if may_join(states, part):
+                try:
+                    states.absorb(part)
+                    break
+                except ValueError:
+                    continue
+        else:
+            joined.append(part)
+    return joined
