@@ -31,6 +31,7 @@ EXPORTS = [
     "RankError",
     "Record",
     "SamplingParams",
+    "Session",
     "Steer",
     "StreamEvent",
     "SuffixMemory",

@@ -265,7 +265,8 @@ def test_a_row_that_ended_by_its_length_goes_on_with_a_greater_one(model: Any) -
 
 def test_text_and_stop_strings(model: Any) -> None:
     tokenizer = tiny.ascii_tokenizer()
-    options = {"tokenizer": tokenizer, "max_new_tokens": 20, "min_new_tokens": 0}
+    options = {"tokenizer": tokenizer, "max_new_tokens": 20, "do_sample": True, "seed": 3}
+    options |= {"ignore_eos": True, "pad_token_id": 0}
     whole = model.session(tiny.prompt(1), **options)
     text = "".join(event.text for event in whole.step(20))
     assert text == whole.text[0]
@@ -330,7 +331,7 @@ def test_bad_operations_are_refused_by_name_and_change_nothing(model: Any) -> No
         (IndexError, "There is no row 5", lambda: session.call(5)),
         (ValueError, "two models", lambda: session.join(other)),
         (TypeError, "has to be a Session", lambda: session.join([])),
-        (ValueError, "temperature", lambda: session.set(temperature=-1.0)),
+        (ValueError, "max_new_tokens", lambda: session.set(max_new_tokens=-3)),
         (ValueError, "an input of the prompt", lambda: session.set(input_ids=tiny.prompt(1))),
         (ValueError, "beam search", lambda: session.set(num_beams=2)),
         (ValueError, "needs the tokenizer", lambda: session.text),

@@ -26,26 +26,17 @@ from ..state.call import Request
 from ..state.run import Run
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
+from .arguments import check
 
 if TYPE_CHECKING:
     from .states import States
 
-#: Arguments of ``generate`` that a session does not take, and why.
-REFUSED = {
-    "streamer": "step() yields what it would get",
-    "assistant_model": "a session decodes one token of each row at a time",
-    "custom_generate": "a session decodes by hfgen's own sampling",
-    "past_key_values": "a session makes its own cache",
-    "inputs_embeds": "a session needs the ids of its prompts",
-    "prefix_cache": "a session keeps its own cache",
-    "output_attentions": "a session keeps tokens and logits",
-    "output_hidden_states": "a session keeps tokens and logits",
-    "prompt_logprobs": "a session keeps tokens and logits",
-    "synced_gpus": "a session decodes in one process",
-}
-
 #: What an encoder has made of a prompt, which is not encoded again.
 ENCODED = ("encoder_outputs", "mm_encoder_outputs")
+
+
+#: Snapshots of a row at most: that of its prompt, and the last ones.
+MAX_SNAPSHOTS = 8
 
 
 class Continued(Sample):
@@ -104,7 +95,7 @@ class Row:
         request = Request.of(**{"return_dict_in_generate": True} | inputs | (encoded or {}))
         self.call = call = prepare(model, driven(model, request))
         try:
-            self._check()
+            check(call)
             if call.config.do_sample and call.row_keys is None:  # a seed that ``call`` can name
                 self.arguments = arguments | {"seed": int(torch.randint(2**62, ()))}
                 device = call.prompt.ids.device  # type: ignore[union-attr]
@@ -122,26 +113,6 @@ class Row:
         self.outputs: ModelOutput | None = None  # of the last token, until the next one is chosen
         self.snapshots: list[Snapshot] = []
         self.set_tokens(tokens)
-
-    def _check(self) -> None:
-        """Raise ``ValueError`` for a call that is not plain decoding of one prompt with a cache that grows."""
-        call, config = self.call, self.call.config
-        assert call.prompt is not None
-        if call.strategy is not Sample:
-            raise ValueError(f"A session decodes greedily or by sampling, but not by {call.who}.")
-        if len(call.prompt.ids) != 1 or call.prompt.batch_size != 1:
-            raise ValueError(
-                "A session has one row for each prompt: fork() it in place of `num_return_sequences`."
-            )
-        if config.cache_implementation not in (None, "dynamic") or not config.use_cache:
-            raise ValueError(
-                f"A session keeps a dynamic cache, but is asked for `cache_implementation`="
-                f"{config.cache_implementation!r} and `use_cache`={config.use_cache!r}."
-            )
-        if getattr(config, "guidance_scale", None) not in (None, 1, 1.0):
-            raise ValueError(
-                "`guidance_scale` keeps a cache of its own, which a session cannot rewind."
-            )
 
     @property
     def n_prompt(self) -> int:
@@ -254,6 +225,18 @@ class Row:
             last = max(usable, key=lambda s: s.length)
             self.states, self.place, self.n_cached = last.states, last.place, last.length
             self.outputs = last.outputs if last.length == length else None
+
+    def take_snapshot(self, is_prompt: bool = False) -> None:
+        """Keep the states of now, if the cache cannot be cropped; of a prompt, at least the outputs."""
+        if self.states is None:
+            return
+        states = None if self.states.can_crop else self.states
+        if states is not None or is_prompt:
+            snapshots = [s for s in self.snapshots if s.length != self.n_cached]
+            self.snapshots = [*snapshots, Snapshot(self.n_cached, self.outputs, states, self.place)]
+            del self.snapshots[1 : 1 - MAX_SNAPSHOTS]
+        if states is not None:
+            states.is_shared = True
 
     def leave_states(self) -> None:
         """Drop the states: they are computed anew when they are needed."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from numbers import Integral
 from typing import Any, TypeVar
@@ -14,24 +15,16 @@ import torch
 from torch import Tensor
 
 from .. import families
-from ..memory.batch import TOKEN_DIM, take_rows
+from ..memory.batch import TOKEN_DIM
 from ..mixin import mixed_view
-from ..prepare import rows as values_per_row
-from ..running import hides_padding, last_logits
-from ..running.prefix import eligibility
-from ..running.row_states import foreign_code
+from ..running import last_logits
 from ..state.call import Request
 from ..streaming import StreamEvent
-from .row import REFUSED, Row, Snapshot
-from .states import States, gathered
+from .arguments import IDS, REFUSED, check_each, check_number, ids_of, split
+from .row import Row
+from .states import MayJoin, States, gathered
 
 T = TypeVar("T", bound=Callable[..., Any])
-
-#: Snapshots of a row at most: that of its prompt, and the last ones.
-MAX_SNAPSHOTS = 8
-
-#: Inputs of which a row's arguments have the ids of its prompt.
-IDS = ("inputs", "input_ids")
 
 
 class SessionError(RuntimeError):
@@ -79,9 +72,13 @@ class Session:
         snapshot_bytes: int = 2**28,
         **kwargs: Any,
     ) -> None:
-        self._check_number(snapshot_every, "snapshot_every", 1)
-        self._check_number(snapshot_bytes, "snapshot_bytes", 0)
-        self._begin(mixed_view(model), [], {}, snapshot_every, snapshot_bytes)
+        check_number(snapshot_every, "snapshot_every", 1)
+        check_number(snapshot_bytes, "snapshot_bytes", 0)
+        self.model: Any = mixed_view(model)
+        self.snapshot_every, self.snapshot_bytes = snapshot_every, snapshot_bytes
+        self._may_join = MayJoin(self.model)
+        self._lock = threading.Lock()
+        self._is_closed = False
         if families.keeps_other_state(self.model):
             raise ValueError(
                 f"{type(self.model).__name__} keeps per-row state on its modules, which a session can neither "
@@ -89,71 +86,14 @@ class Session:
             )
         with torch.no_grad():
             self._rows = [
-                Row(self.model, each) for each in self._split(Request.of(*args, **kwargs))
+                Row(self.model, each) for each in split(self.model, Request.of(*args, **kwargs))
             ]
-
-    def _begin(
-        self, model: Any, rows: list[Row], traits: dict[str, Any], every: int, n_bytes: int
-    ) -> None:
-        self.model, self._rows, self._traits = model, rows, traits
-        self.snapshot_every, self.snapshot_bytes = every, n_bytes
-        self._lock = threading.Lock()
-        self._is_closed = False
 
     def _of(self, rows: list[Row]) -> Session:
         """A session of other rows."""
-        session = object.__new__(Session)
-        session._begin(self.model, rows, self._traits, self.snapshot_every, self.snapshot_bytes)
+        session = copy.copy(self)
+        session._rows, session._lock = rows, threading.Lock()
         return session
-
-    def _split(self, request: Request) -> list[dict[str, Any]]:
-        """The arguments of each row, without padding on the left."""
-        for name, why in REFUSED.items():
-            value = getattr(request, name, None) or request.kwargs.get(name)
-            if value is not None and value is not False:
-                raise ValueError(f"`{name}` cannot be used in a session: {why}. Leave it out.")
-        split = values_per_row.split(request)
-        kwargs = {"inputs": request.inputs} | request.kwargs
-        tensors = [kwargs[n] for n in (*IDS, self.model.main_input_name) if _has_rows(kwargs, n)]
-        n_rows = len(tensors[0]) if tensors else 1
-        requests = [request] * n_rows if split is None else split[0]
-        if len(requests) != n_rows:
-            names = ", ".join(f"`{name}`" for name in (split or ([], ()))[1])
-            raise ValueError(
-                f"A list has to have one value for each prompt: {names} has {len(requests)}, and there are "
-                f"{n_rows} prompts."
-            )
-        rows = []
-        for index, own in enumerate(requests):
-            arguments = {
-                name: getattr(own, name) for name in own.__slots__ if name != "kwargs"
-            } | own.kwargs
-            rows.append(
-                self._row_of({n: v for n, v in arguments.items() if v is not None}, index, n_rows)
-            )
-        return rows
-
-    def _row_of(self, arguments: dict[str, Any], index: int, n_rows: int) -> dict[str, Any]:
-        if n_rows == 1:
-            return arguments
-        for name, value in arguments.items():
-            if isinstance(value, Tensor) and (value.ndim == 0 or len(value) != n_rows):
-                raise ValueError(
-                    f"`{name}` has the shape {tuple(value.shape)}, and there are {n_rows} prompts: it is not known "
-                    "what belongs to which. Make a session of each prompt, and join() them."
-                )
-            arguments[name] = take_rows(value, torch.tensor([index]), n_rows, name)
-        mask = arguments.get("attention_mask")
-        if mask is None or self.model.config.is_encoder_decoder:
-            return arguments
-        n_padding = int((mask.cumsum(dim=-1) == 0).sum())
-        for name in (*TOKEN_DIM, *IDS):
-            value = arguments.get(name)
-            if isinstance(value, Tensor) and value.shape[-1] == mask.shape[-1]:
-                arguments[name] = value[..., n_padding:]
-        if arguments["attention_mask"].all():
-            del arguments["attention_mask"]
-        return arguments
 
     # ------------------------------------------------------------ what it holds
 
@@ -210,7 +150,7 @@ class Session:
 
         Other operations may come between two events. An exception leaves the rows as they were before the token.
         """
-        self._check_number(n, "n", 0)
+        check_number(n, "n", 0)
         with self._turn():
             return self._steps(n)
 
@@ -245,10 +185,10 @@ class Session:
         The first copy goes on with the seed of its row; the others have seeds of their own, by their number and
         the length of the row. States are copied when a copy is first stepped.
         """
-        self._check_number(n, "n", 1)
+        check_number(n, "n", 1)
         copies = [row.copy(number) for row in self._rows for number in range(n)]
         for row in (*self._rows, *copies):
-            self._keep(row)
+            row.take_snapshot()
         return self._of(copies)
 
     @_operation
@@ -280,9 +220,9 @@ class Session:
         Raises ``ValueError`` for more tokens than a row has behind its prompt.
         """
         numbers: Any = [n] * len(self) if isinstance(n, Integral) else n
-        self._check_each(numbers, "n")
+        check_each(numbers, "n", len(self))
         for index, (row, number) in enumerate(zip(self._rows, numbers, strict=True)):
-            self._check_number(number, "n", 0)
+            check_number(number, "n", 0)
             if number > (most := row.n_tokens - row.n_prompt):
                 raise ValueError(
                     f"Row {index} has {most} tokens behind its prompt, so that {number} cannot be removed."
@@ -296,8 +236,8 @@ class Session:
 
         They count as generated, and are forwarded with the next token. A row that had ended goes on.
         """
-        self._check_each(tokens, "tokens")
-        fed = [self._ids(each, row) for each, row in zip(tokens, self._rows, strict=True)]
+        check_each(tokens, "tokens", len(self))
+        fed = [ids_of(each, row) for each, row in zip(tokens, self._rows, strict=True)]
         for row, ids in zip(self._rows, fed, strict=True):
             row.feed(ids)
 
@@ -314,10 +254,12 @@ class Session:
             held = self._rows[0].arguments.get(name)
             if name in (*IDS, *TOKEN_DIM) or isinstance(held, Tensor):
                 raise ValueError(f"`{name}` is an input of the prompt, which is forwarded already.")
+        was_shared = {id(states): states.is_shared for states in self._states().values()}
         changed = {place: self._rows[place].copy(**arguments) for place in places}
         for place, other in changed.items():
-            self._rows[place].leave_states()
             self._rows[place] = other
+            if (states := other.states) is not None and not was_shared[id(states)]:
+                states.is_shared, states.rows[other.place] = False, other
 
     def close(self) -> None:
         """Drop the rows and their caches; other sessions keep theirs."""
@@ -347,7 +289,7 @@ class Session:
             for row in rows:
                 if row.states is None:
                     States.of_prompt(row)
-                    self._keep(row, is_prompt=True)
+                    row.take_snapshot(is_prompt=True)
                     if row.n_tokens > row.n_prompt:
                         row.outputs = None
             missing = [row for row in rows if row.outputs is None]
@@ -361,54 +303,18 @@ class Session:
             raise
         for row in missing:
             if (row.n_tokens - row.n_prompt) % self.snapshot_every == 0:
-                self._keep(row)
+                row.take_snapshot()
+        self._bound_snapshots()
 
-    def _may_join(self, states: States, other: States) -> bool:
-        """Whether two batches can be one: rows do not depend on each other, nor on padding."""
-        model, traits = self.model, self._traits
-        if "is_row_wise" not in traits:
-            traits["is_row_wise"] = foreign_code(model) is None
-        longest = max(
-            int(row.run.config.max_length)
-            for part in (states, other)
-            for row in part.rows
-            if row is not None
-        )
-        if not traits["is_row_wise"] or eligibility.is_length_dependent(model, longest):
-            return False
-        encoded: Any = [part.batch.model_kwargs.get("encoder_outputs") for part in (states, other)]
-        if None not in encoded and model.main_input_name != "input_ids":
-            lengths = [outputs[0].shape[1] for outputs in encoded]
-            if lengths[0] != lengths[1]:  # a mask over frames has another unit than states
-                return False
-        if states.ids.shape[1] == other.ids.shape[1]:
-            return True
-        if "hides_padding" not in traits:
-            with suppress(ValueError):
-                traits["hides_padding"] = hides_padding(model, other.batch)
-        return bool(traits.get("hides_padding"))
-
-    def _keep(self, row: Row, is_prompt: bool = False) -> None:
-        """Take a snapshot of ``row``, if its cache cannot be cropped; of its prompt, at least the outputs."""
-        if row.states is None:
-            return
-        states = None if row.states.can_crop else row.states
-        if states is not None:
-            states.is_shared = True
-        if states is not None or is_prompt:
-            row.snapshots = [s for s in row.snapshots if s.length != row.n_cached]
-            row.snapshots.append(Snapshot(row.n_cached, row.outputs, states, row.place))
-        while len(row.snapshots) > MAX_SNAPSHOTS:
-            del row.snapshots[1]
-        while states is not None and self._snapshot_bytes() > self.snapshot_bytes:
-            oldest = [r for r in self._rows if len(r.snapshots) > 1]
-            if not oldest:
-                break
-            del max(oldest, key=lambda r: len(r.snapshots)).snapshots[1]
-
-    def _snapshot_bytes(self) -> int:
-        kept = {id(s.states): s.states for row in self._rows for s in row.snapshots if s.states}
-        return sum(states.nbytes for states in kept.values())
+    def _bound_snapshots(self) -> None:
+        """Drop the oldest snapshots, but for those of the prompts, while they take too many bytes."""
+        while True:
+            kept = {id(s.states): s.states for r in self._rows for s in r.snapshots if s.states}
+            longest = max(self._rows, key=lambda row: len(row.snapshots)).snapshots
+            n_bytes = sum(states.nbytes for states in kept.values())
+            if n_bytes <= self.snapshot_bytes or len(longest) < 2:
+                return
+            del longest[1]
 
     def _states(self) -> dict[int, States]:
         found = [row.states for row in self._rows]
@@ -438,49 +344,3 @@ class Session:
         if not 0 <= int(row) < len(self):
             raise IndexError(f"There is no row {row}: the session has {len(self)}.")
         return int(row)
-
-    def _check_each(self, values: Any, name: str) -> None:
-        if isinstance(values, str) or not isinstance(values, Sequence | Tensor):
-            raise TypeError(f"`{name}` has to have an entry for each row, but is {values!r:.80}.")
-        if len(values) != len(self):
-            raise ValueError(
-                f"`{name}` has {len(values)} entries, and the session has {len(self)} rows."
-            )
-
-    @staticmethod
-    def _check_number(number: Any, name: str, least: int) -> None:
-        if isinstance(number, bool) or not isinstance(number, Integral):
-            raise TypeError(f"`{name}` has to be an integer, but is {number!r:.80}.")
-        if int(number) < least:
-            raise ValueError(f"`{name}` has to be at least {least}, but is {number}.")
-
-    def _ids(self, tokens: Any, row: Row) -> list[int]:
-        """The ids of what is fed to ``row``."""
-        if isinstance(tokens, str):
-            if not callable(tokenizer := row.arguments.get("tokenizer")):
-                raise ValueError("Text can be fed with a tokenizer: model.session(…, tokenizer=…).")
-            tokens = tokenizer(tokens, add_special_tokens=False)["input_ids"]
-        if isinstance(tokens, Tensor):
-            tokens = tokens.tolist()
-        if not isinstance(tokens, Sequence) or not all(
-            isinstance(token, Integral) and not isinstance(token, bool) for token in tokens
-        ):
-            raise TypeError(f"A row is fed token ids or text, but not {tokens!r:.80}.")
-        vocab = families.token_embedding(self.model)
-        n_vocab = self.model.config.get_text_config(decoder=True).vocab_size
-        n_vocab = n_vocab if vocab is None else vocab.num_embeddings
-        for token in tokens:
-            if not 0 <= token < n_vocab:
-                raise ValueError(
-                    f"Token {token} is outside of the vocabulary, which has the ids 0 to {n_vocab - 1}."
-                )
-        if row.n_tokens + len(tokens) > int(row.run.config.max_length):
-            most = int(row.run.config.max_length) - row.n_tokens
-            raise ValueError(
-                f"{len(tokens)} tokens are fed to a row that has room for {most}: set `max_new_tokens`."
-            )
-        return [int(token) for token in tokens]
-
-
-def _has_rows(kwargs: dict[str, Any], name: str) -> bool:
-    return isinstance(kwargs.get(name), Tensor) and kwargs[name].ndim > 0

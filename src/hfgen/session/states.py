@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ from ..memory.batch import Batch, take_rows
 from ..memory.caches import joining, slots
 from ..memory.caches.dynamic import upstream_kind
 from ..memory.caches.layers import decoder_cache, layers_of, roll_back
-from ..running import next_token, prefill, resized
+from ..running import hides_padding, next_token, prefill, resized
 from ..running.prefix import eligibility
+from ..running.row_states import foreign_code
 from ..state.call import ModelKwargs
 
 if TYPE_CHECKING:
@@ -230,3 +232,29 @@ def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) ->
         else:
             joined.append(part)
     return joined
+
+
+class MayJoin:
+    """Tells whether two batches can be one: rows do not depend on each other, nor on padding."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.is_row_wise = model, foreign_code(model) is None
+        #: Whether rows of different length may be in one batch; ``None`` until it matters.
+        self.hides_padding: bool | None = None
+
+    def __call__(self, states: States, other: States) -> bool:
+        rows = [row for row in (*states.rows, *other.rows) if row is not None]
+        longest = max(int(row.run.config.max_length) for row in rows)
+        if not self.is_row_wise or eligibility.is_length_dependent(self.model, longest):
+            return False
+        encoded: Any = [part.model_kwargs.get("encoder_outputs") for part in (states, other)]
+        if None not in encoded and self.model.main_input_name != "input_ids":
+            lengths = [outputs[0].shape[1] for outputs in encoded]
+            if lengths[0] != lengths[1]:  # a mask over frames has another unit than states
+                return False
+        if states.ids.shape[1] == other.ids.shape[1]:
+            return True
+        if self.hides_padding is None:
+            with suppress(ValueError):
+                self.hides_padding = hides_padding(self.model, other.batch)
+        return bool(self.hides_padding)
