@@ -29,9 +29,10 @@ REFUSED = {
     "past_key_values": "a session makes its own cache",
     "inputs_embeds": "a session needs the ids of its prompts",
     "prefix_cache": "a session keeps its own cache",
-    "output_attentions": "a session keeps tokens and logits",
-    "output_hidden_states": "a session keeps tokens and logits",
-    "prompt_logprobs": "a session keeps tokens and logits",
+    **dict.fromkeys(
+        ("output_attentions", "output_hidden_states", "prompt_logprobs", "record", "interventions"),
+        "a session keeps tokens and logits alone",
+    ),
     "synced_gpus": "a session decodes in one process",
 }
 

@@ -186,6 +186,8 @@ class Session:
         the length of the row. States are copied when a copy is first stepped.
         """
         check_number(n, "n", 1)
+        if n > 1:  # the copies share what is forwarded of their row
+            self._forward([row for row in self._rows if row.states is None])
         copies = [row.copy(number) for row in self._rows for number in range(n)]
         for row in (*self._rows, *copies):
             row.take_snapshot()
