@@ -22,7 +22,7 @@ NAMED = (
     *("llama", "gpt2", "qwen3", "mixtral", "deepseek_v3", "bloom", "falcon_alibi"),
     *("mistral", "gemma3_text", "gpt_oss", "llama4_text", "gemma3n_text"),
     *("jamba", "falcon_h1", "qwen3_next", "lfm2", "zamba2", "nemotron_h", "mamba", "mamba2"),
-    *("t5", "bart_seq2seq", "marian_seq2seq"),
+    *("t5", "bart_seq2seq", "marian_seq2seq", "m2m_100"),
     *("llava", "qwen2_vl", "paligemma", "mllama"),
 )
 N_EXAMPLES = int(os.environ.get("HFGEN_FUZZ", 6 * len(NAMED))) // len(NAMED)

@@ -205,7 +205,7 @@ class Session:
         """A session of the rows of both, which stay as they are."""
         if not isinstance(other, Session):
             raise TypeError(f"`other` has to be a Session, but is {other!r:.80}.")
-        if other.model is not self.model and vars(other.model) != vars(self.model):
+        if vars(other.model).get("_modules") is not vars(self.model).get("_modules"):
             raise ValueError(
                 "Sessions of two models cannot be joined: their caches are of other weights."
             )

@@ -122,6 +122,8 @@ class States:
             return False
         if self.model.config.model_type in eligibility.UNSTEADY:
             return False
+        if families.counts_positions_of_ids(self.model):  # from those of a forward, without pads
+            return False
         return all(upstream_kind(layer) in eligibility.CUTTABLE for layer in layers_of(self.cache))
 
     def drop(self, row: Row) -> None:
@@ -255,6 +257,11 @@ class MayJoin:
         if states.ids.shape[1] == other.ids.shape[1]:
             return True
         if self.hides_padding is None:
+            ids = other.ids.clone()
+            for place, row in enumerate(other.rows):
+                if row is not None:  # a padding token might have another position
+                    ids[place, -1] = row.run.ids[0, row.n_cached]
+            self.hides_padding = False
             with suppress(ValueError):
-                self.hides_padding = hides_padding(self.model, other.batch)
-        return bool(self.hides_padding)
+                self.hides_padding = hides_padding(self.model, Batch(ids, other.model_kwargs))
+        return self.hides_padding
