@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import hfgen
-from hfgen.tools.cli import app, bench, files, loading, measure
+from hfgen.tools.cli import app, bench, loading, measure
 from hfgen.tools.evaluate.live_bytes import LiveBytes
 from tests.tiny import byte_tokenizer, llama
 
@@ -30,7 +29,7 @@ def run(*arguments: Any) -> Any:
 
 
 def test_every_shape_under_both_libraries(
-    tmp_path: Path, tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch
+    tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch
 ):
     seen = []
     original = measure.new_tokens
@@ -43,10 +42,8 @@ def test_every_shape_under_both_libraries(
 
     monkeypatch.setattr(measure, "new_tokens", new_tokens)
     sizes = ["--prompt-tokens", "3,5", "--new-tokens", 4, "--batch-sizes", "1,2", "--repeat", 2]
-    plot = tmp_path / "plot.png"
-    result = run(*sizes, "--json", "--plot", plot)
+    result = run(*sizes, "--json")
     assert result.exit_code == 0, result.stderr
-    assert plot.read_bytes().startswith(b"\x89PNG")
     for is_ours in (True, False):  # a warm-up, two timed, and one for memory
         for length, rows in ((3, 1), (3, 2), (5, 1), (5, 2)):
             assert seen.count((is_ours, rows, length, 4)) == 4
@@ -73,25 +70,12 @@ def test_every_shape_under_both_libraries(
         (["--batch-sizes", "1,x"], "--batch-sizes takes numbers from 1 on"),
         (["--new-tokens", "0"], "--new-tokens takes numbers from 1 on"),
         (["--prompt-tokens", "100000"], "positions, but 100032 tokens"),
-        (["--plot", "/no/such/folder/x.png"], "no such folder"),
     ],
 )
 def test_wrong_input_is_named(tiny_model: loading.Loaded, arguments: list[str], message: str):
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
-
-
-def test_a_plot_that_cannot_be_written_costs_no_table(
-    tmp_path: Path, tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(files, "check_output", lambda *_: None)  # it could when this was asked
-    sizes = ["--prompt-tokens", 3, "--new-tokens", 2, "--batch-sizes", 1, "--repeat", 1]
-    (tmp_path / "plot.png").mkdir()
-    result = run(*sizes, "--plot", tmp_path / "plot.png")
-    assert result.exit_code == 2
-    assert "1 x 3+2" in result.stdout
-    assert "cannot write to" in result.stderr
 
 
 def test_the_plain_call_is_timed(tiny_model: loading.Loaded, monkeypatch: pytest.MonkeyPatch):
@@ -123,11 +107,6 @@ def test_times_are_those_of_forwards(tiny_model: loading.Loaded, monkeypatch: py
         assert case[library]["total"] == [5.0, 5.0]
         assert case[library]["tokens_per_second"] == [2.0, 2.0]
     assert case["speedup"] == [1.0, 1.0]
-
-
-def test_a_missing_matplotlib_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    assert "pip install matplotlib" in run("--plot", "x.png").stderr
 
 
 def test_live_bytes_are_the_peak_of_what_is_alive():

@@ -139,8 +139,8 @@ def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = write(tmp_path / "in.jsonl", {"prompt": "abc", "reference": "x"})
     assert "no file at" in run(tmp_path / "none").stderr
     assert "has no line that can be used: line 1" in run(write(tmp_path / "b", "{")).stderr
-    assert "cannot write to" in run(source, "-o", tmp_path / "no" / "out").stderr
-    assert "the file of prompts" in run(source, "-o", source).stderr
+    assert "no such folder" in run(source, "-o", tmp_path / "no" / "out").stderr
+    assert "the file that is read" in run(source, "-o", source).stderr
     several = ["--num-return-sequences", 2, "--num-beams", 2]
     assert "leave --num-return-sequences out" in run(source, *several).stderr
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)

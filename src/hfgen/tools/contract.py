@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1]
 
 #: Names of the mixin that are hfgen's own, or of modes that transformers has moved to repositories.
 OWN = frozenset(
-    "stream astream generate_batch "
+    "stream astream session generate_batch "
     "_prepare_call _mixed_view _contrastive_search _dola_decoding _group_beam_search "
     "_constrained_beam_search".split()
 )

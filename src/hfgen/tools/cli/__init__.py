@@ -1,6 +1,8 @@
 """The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo``, ``serve``, ``inspect``, ``doctor`` and ``replay``.
 
-Commands import torch and transformers when they run, so that ``--help`` does not wait.
+Commands import torch and transformers when they run, so that ``--help`` does not wait. Read
+``field_options.py`` for the options of generation, ``options.py`` for those that commands share, then a
+command: each has a file of its name.
 """
 
 from __future__ import annotations
@@ -9,32 +11,19 @@ import io
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from . import (
-    batch,
-    bench,
-    chat,
-    compare,
-    demo,
-    doctor,
-    evaluate,
-    generate,
-    inspect,
-    replay,
-    serve,
-)
-from .field_options import GenerationCommand
-from .options import PlainCommand, PlainHelp
+from . import batch, bench, chat, compare, demo, doctor, evaluate, generate, inspect, replay, serve
+from .options import Command, FlagsWithoutType, with_groups
 from .report import CliError, one_line, say
 
 __all__ = ["app", "main"]
 
 
-class OneLineErrors(PlainHelp, TyperGroup):
+class OneLineErrors(FlagsWithoutType, TyperGroup):
     """Ends a failed command with one line on standard error; exit code 2 is wrong input."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
@@ -82,7 +71,10 @@ app = typer.Typer(
     name="hfgen",
     cls=OneLineErrors,
     add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # --top_k is --top-k
+    },
     rich_markup_mode="rich",
     invoke_without_command=True,
 )
@@ -91,7 +83,7 @@ app = typer.Typer(
 @app.callback()
 def hfgen(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     """Generate with any transformers model: same call, same tokens."""
     if version:
@@ -103,15 +95,16 @@ def hfgen(
         typer.echo(context.get_help())
 
 
-for _command in (generate.generate, chat.chat, inspect.inspect, compare.compare, batch.batch):
-    app.command(cls=GenerationCommand)(_command)
-for _plain in (demo.demo, bench.bench, serve.serve, doctor.doctor, replay.replay):
-    app.command(cls=PlainCommand)(_plain)
+for _command in (
+    *(generate.generate, chat.chat, inspect.inspect, compare.compare, batch.batch),
+    *(demo.demo, bench.bench, serve.serve, doctor.doctor, replay.replay),
+):
+    app.command(cls=Command)(with_groups(_command))
 _eval = typer.Typer(
     cls=OneLineErrors, help="Measure a model: perplexity of texts, metrics of completions."
 )
-_eval.command(cls=PlainCommand)(evaluate.perplexity)
-_eval.command(cls=GenerationCommand)(evaluate.generate)
+_eval.command(cls=Command)(with_groups(evaluate.perplexity))
+_eval.command(cls=Command)(with_groups(evaluate.generate))
 app.add_typer(_eval, name="eval")
 
 

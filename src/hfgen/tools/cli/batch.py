@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Argument, Option
 
 from . import options
-from .field_options import generation_config
-from .files import check_output
+from .field_options import FieldsWithoutAssistant, generation_config
+from .files import check_input, check_output
 from .job_files import Line, Output, Requests
 from .loading import Loaded
-from .report import CliError, duration, err, say
+from .report import duration, err, note, say
 
 if TYPE_CHECKING:
     from ...engine import Engine, RequestOutput
@@ -25,34 +26,25 @@ if TYPE_CHECKING:
 #: Tokens of a chat whose body gives no limit, where the model has room for them.
 NEW_TOKENS = 1024
 
+#: URL → whether it asks for a chat; else it asks for a completion.
+URLS = {"/v1/chat/completions": True, "/v1/completions": False}
 
-@options.with_shared_options
+
 def batch(
-    context: typer.Context,
-    requests: Annotated[
-        Path, typer.Argument(metavar="IN.jsonl", help="Requests, one JSON object on each line.")
-    ],
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to append answers to."),
-    ],
-    shard: Annotated[
-        str | None,
-        typer.Option("--shard", metavar="i/n", help="Only every n-th line, from the i-th."),
-    ] = None,
-    policy: Annotated[
-        str,
-        options.one_of_option(
-            "--policy", ("fcfs", "srpt"), "Order: fcfs, or srpt (short prompts first)."
-        ),
-    ] = "fcfs",
-    card: Annotated[
-        Path | None,
-        typer.Option(metavar="CARD.json", help="Write what all answers depend on (hfgen.card)."),
-    ] = None,
-    *,
     source: options.ModelOptions,
     engine: options.EngineOptions,
+    fields: FieldsWithoutAssistant,
+    requests: Path = Argument(metavar="IN.jsonl", help="Requests, one JSON object on each line."),
+    output: Path = Option(
+        ..., "--output", "-o", metavar="OUT.jsonl", help="The file to append answers to."
+    ),
+    shard: str | None = Option(None, metavar="i/n", help="Only every n-th line, from the i-th."),
+    policy: str = options.choice(
+        "fcfs", ("fcfs", "srpt"), "Order: fcfs, or srpt (short prompts first).", "--policy"
+    ),
+    card: Path | None = Option(
+        None, metavar="CARD.json", help="Write what all answers depend on (hfgen.card)."
+    ),
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, and go on where a killed job was.
 
@@ -60,19 +52,19 @@ def batch(
     GenerationConfig, as --temperature 0.7, hold where a request says nothing. The exit code is 0 if all
     requests have an answer, 1 if some have an error, 2 for wrong input.
     """
-    if card is not None:
-        check_output(card, (".json",), "--card")
     lines = Requests.of(requests, shard)
-    if output.exists() and output.samefile(requests):
-        raise CliError("-o is the file of requests: give another one")
+    check_input(requests)
+    check_output(output, requests)
+    if card is not None:
+        check_output(card, option="--card")
     lines.check()
     with Output(output) as file:
         if file.was_cut:
-            say("[yellow]note:[/] the last line of the output was not finished, and is done again")
-        n_lines = n_left = 0
+            note("the last line of the output was not finished, and is done again")
+        n_lines = n_open = 0
         for line in lines:
-            n_lines, n_left = n_lines + 1, n_left + (not file.check(line))
-        if not n_left:
+            n_lines, n_open = n_lines + 1, n_open + (not file.has(line))
+        if not n_open:
             say(f"all {n_lines} requests were done before, {file.n_failed} of them with an error")
             raise typer.Exit(1 if file.n_failed else 0)
         with source.loaded() as loaded:
@@ -80,23 +72,22 @@ def batch(
 
             if engine.chat_template is not None:
                 loaded.tokenizer.chat_template = engine.chat_template
-            generation_config(context.obj, loaded.model, NEW_TOKENS)  # checks the fields
+            generation_config(fields, loaded.model, NEW_TOKENS)  # checks the fields
             if card is not None:
                 from ...decoding.card import card as card_of
 
-                card.write_text(
-                    str(card_of(loaded.model, loaded.tokenizer)) + "\n", encoding="utf-8"
-                )
-            made = engine.engine(loaded.model, loaded.tokenizer, policy=policy)
-            progress = JobProgress(n_left)
-            job = Job(loaded, lines, file, context.obj, progress)
+                text = str(card_of(loaded.model, loaded.tokenizer))
+                card.write_text(text + "\n", encoding="utf-8")
+            running = engine.engine(loaded.model, loaded.tokenizer, policy=policy)
+            progress = JobProgress(n_open)
+            job = Job(loaded, lines, file, fields, progress)
             try:
                 with progress if err.is_terminal else nullcontext():
-                    job.run(made)
+                    job.run(running)
             except KeyboardInterrupt:
-                say(f"{job.summary(n_lines - n_left)}\n[dim]the same command goes on from here[/]")
+                say(f"{job.summary(n_lines - n_open)}\n[dim]the same command goes on from here[/]")
                 raise
-        say(job.summary(n_lines - n_left))
+        say(job.summary(n_lines - n_open))
         raise typer.Exit(1 if file.n_failed else 0)
 
 
@@ -116,10 +107,9 @@ class Job:
     loaded: Loaded
     lines: Requests
     output: Output
-    #: Fields of the command line.
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # of the command line
     progress: JobProgress
-    n_done: int = 0
+    n_answered: int = 0
     n_failed: int = 0
     #: Number of a prompt → its request, and its place among the prompts of that.
     requests: dict[int, tuple[Request, int]] = field(default_factory=dict)
@@ -129,8 +119,8 @@ class Job:
         from ...engine import many
 
         on_tokens = self.progress.add_tokens
-        found = many.outputs(engine, self.prompts(), {}, in_order=False, on_tokens=on_tokens)
-        for number, output in found:
+        outputs = many.outputs(engine, self.prompts(), {}, in_order=False, on_tokens=on_tokens)
+        for number, output in outputs:
             request, place = self.requests.pop(number)
             request.outputs[place] = output
             if len(request.outputs) == request.n_prompts:
@@ -152,27 +142,28 @@ class Job:
                 self.fail(line, error)
                 continue
             request = Request(line, len(prompts))
+            has_length = {"max_new_tokens", "max_length"} & (self.defaults | kwargs).keys()
             for place, prompt in enumerate(prompts):
                 self.requests[number] = request, place
                 number += 1
-                if not ({"max_new_tokens", "max_length"} & (self.defaults | kwargs).keys()):
+                if has_length:
+                    yield prompt, kwargs
+                else:
                     length = default_length(self.loaded.model, len(prompt))
                     yield prompt, kwargs | {"max_new_tokens": length}
-                else:
-                    yield prompt, kwargs
 
     @property
     def defaults(self) -> dict[str, Any]:
         """Fields of the command line, and of the model's own config."""
-        own = vars(self.loaded.model.generation_config)
-        return {name: value for name, value in own.items() if value is not None} | self.fields
+        config = vars(self.loaded.model.generation_config)
+        return {name: value for name, value in config.items() if value is not None} | self.fields
 
     def read(self, line: Line) -> tuple[list[list[int]], dict[str, Any]]:
         """The prompts of a line, and the arguments of ``generate``. Raises ``ValueError``."""
         from ...settings.fields import FIELDS
         from ..openai_api import generate_kwargs, prompts_of
 
-        body = line.request.get("body")
+        body, url = line.request.get("body"), line.request.get("url")
         if line.error is not None:
             raise ValueError(line.error)
         if not isinstance(body, dict):
@@ -183,9 +174,10 @@ class Job:
             raise ValueError(
                 "`stream` has to be false: the answers of a batch are written as a whole."
             )
-        is_chat = is_chat_url(line.request.get("url"))
-        kwargs = generate_kwargs(body, is_chat=is_chat, defaults=self.defaults)
-        kwargs = self.fields | kwargs
+        if url not in URLS:
+            raise ValueError(f"`url` has to be one of {list(URLS)}, but is {url!r}.")
+        is_chat = URLS[url]
+        kwargs = self.fields | generate_kwargs(body, is_chat=is_chat, defaults=self.defaults)
         if not kwargs["do_sample"]:
             kwargs = {n: v for n, v in kwargs.items() if FIELDS[n].needs != "do_sample"}
         return prompts_of(body, self.loaded.tokenizer, is_chat=is_chat), kwargs
@@ -198,16 +190,16 @@ class Job:
         errors = [output.error for output in outputs if output.error is not None]
         if errors:
             return self.fail(request.line, errors[0])
-        fields = request.line.request["body"]
+        asked = request.line.request["body"]
         names = {
-            "model": fields.get("model") or self.loaded.name,
+            "model": asked.get("model") or self.loaded.name,
             "tokenizer": self.loaded.tokenizer,
         }
-        if is_chat_url(request.line.request["url"]):
+        if URLS[request.line.request["url"]]:
             body = chat_response(outputs[0], **names)
         else:
-            body = completion_response(outputs, echo=bool(fields.get("echo")), **names)
-        self.n_done += 1
+            body = completion_response(outputs, echo=bool(asked.get("echo")), **names)
+        self.n_answered += 1
         return self.write(request.line, 200, body, None)
 
     def fail(self, line: Line, error: BaseException) -> None:
@@ -233,20 +225,14 @@ class Job:
 
     def summary(self, n_before: int) -> str:
         """One line: how many were answered, failed, or done before; tokens and time."""
-        counts = [f"{self.n_done:,} answered", f"{self.n_failed:,} failed"]
-        counts += [f"{n_before:,} done before"] if n_before else []
-        seconds, speed = self.progress.seconds, self.progress.tokens_per_second
-        counts += [
-            f"{self.progress.n_tokens:,} tokens",
-            duration(seconds),
-            f"{speed:,.0f} tokens/s",
-        ]
-        return " · ".join(counts)
-
-
-def is_chat_url(url: Any) -> bool:
-    """Whether it asks for a chat, or for a completion. Raises ``ValueError`` for another one."""
-    urls = {"/v1/chat/completions": True, "/v1/completions": False}
-    if url not in urls:
-        raise ValueError(f"`url` has to be one of {list(urls)}, but is {url!r}.")
-    return urls[url]
+        progress = self.progress
+        return " · ".join(
+            [
+                f"{self.n_answered:,} answered",
+                f"{self.n_failed:,} failed",
+                *([f"{n_before:,} done before"] if n_before else []),
+                f"{progress.n_tokens:,} tokens",
+                duration(progress.seconds),
+                f"{progress.tokens_per_second:,.0f} tokens/s",
+            ]
+        )

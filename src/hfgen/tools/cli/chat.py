@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from typer import Option
 
-from . import field_options, measure, options
+from . import measure, options
+from .field_options import FieldsWithoutResults, generation_config, note_idle
 from .loading import Loaded
-from .report import Answers, CliError, err, one_line, say, why
+from .report import Answers, CliError, end_reason, err, note, one_line, say
 
 NEW_TOKENS = 256
 NO_MODEL = (
@@ -41,22 +42,19 @@ class Conversation:
         if not self.has_template:
             text = "".join(message["content"] + "\n" for message in messages)
             return measure.encode(self.loaded, [text])
-        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        settings = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
         try:
-            encoded = self.loaded.tokenizer.apply_chat_template(messages, **options)
+            encoded = self.loaded.tokenizer.apply_chat_template(messages, **settings)
         except Exception as error:  # the template's own: no system message, roles out of turn
             raise CliError(f"the chat template fails: {error}") from error
         device = self.loaded.model.device
         return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-@options.with_shared_options
 def chat(
-    context: typer.Context,
-    assistant: options.AssistantOption = None,
-    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
-    *,
     source: options.ChatModelOptions,
+    fields: FieldsWithoutResults,
+    system: str | None = Option(None, help="The system message."),
 ) -> None:
     """Talk with a model, turn by turn, in its chat template where its tokenizer has one.
 
@@ -65,22 +63,22 @@ def chat(
     Ctrl-C stops the answer and not the program; Ctrl-D or /exit leaves; /reset forgets; /help.
     An answer has at most 256 new tokens unless told otherwise.
     """
-    if (context.obj.get("num_return_sequences") or 1) > 1:
+    if (fields.get("num_return_sequences") or 1) > 1:
         raise CliError("a chat goes on from one answer: leave --num-return-sequences out")
-    if source.model is None:
+    if not source.model:
         raise CliError(NO_MODEL)
-    with source.loaded(assistant) as loaded:
+    with source.loaded(fields.assistant) as loaded:
         import hfgen
 
-        config = field_options.generation_config(context.obj, loaded.model, NEW_TOKENS)
-        field_options.note_idle(context.obj, config, loaded)
+        config = generation_config(fields, loaded.model, NEW_TOKENS)
+        note_idle(fields, config, loaded)
         loaded.model.prefix_cache = hfgen.PrefixCache()  # a turn begins with those before it
         conversation = Conversation(loaded, system)
         if sys.stdin.isatty():
             say(HELP)
         if not conversation.has_template:
             reason = "this tokenizer has no chat template"
-            say(f"[yellow]note:[/] {reason}, so the model continues the conversation as plain text")
+            note(f"{reason}, so the model continues the conversation as plain text")
         while (line := read_line()) is not None:
             if line == "/exit":
                 break
@@ -118,10 +116,10 @@ def turn(conversation: Conversation, line: str, config: Any) -> None:
     conversation.messages.append({"role": "user", "content": line})
     answers = Answers()
     try:
-        said = measure.stream(conversation.loaded, conversation.inputs(), config, show=answers)
+        result = measure.stream(conversation.loaded, conversation.inputs(), config, show=answers)
         if err.is_terminal:
-            speed = f"{said.n_tokens} tokens · {said.per_second:,.0f} tokens/s"
-            say(f"[dim]{speed} · {why(said.reasons[0])}[/]")
+            speed = f"{result.n_tokens} tokens · {result.per_second:,.0f} tokens/s"
+            say(f"[dim]{speed} · {end_reason(result.reasons[0])}[/]")
     except KeyboardInterrupt:
         answers.end()
         say("[dim]stopped[/]")

@@ -5,55 +5,63 @@ from __future__ import annotations
 import copy
 import statistics
 from itertools import zip_longest
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import typer
 from rich.markup import escape
 from rich.table import Column
+from typer import Argument, Option
 
 from . import files, measure, options
-from .field_options import generation_config, note_idle, note_own, plain
+from .field_options import (
+    RESULTS,
+    Fields,
+    generation_config,
+    note_idle,
+    note_unknown_upstream,
+)
 from .loading import Loaded
 from .measure import LIBRARIES
-from .report import CliError, duration, out, print_json, spread, table
+from .report import duration, out, print_json, spread, table
 
 NEW_TOKENS = 64
 NEAR_TIE = 1e-4  # a top-2 gap of logits below which rounding alone can choose the token
 
 
-@options.with_shared_options
+class CompareFields(Fields):
+    """Fields without those whose results are not compared; ``--seed`` is torch's generator's."""
+
+    left_out: ClassVar = RESULTS | {"seed"}
+
+
 def compare(
-    context: typer.Context,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; - or a pipe reads one from standard input.")
-    ] = None,
-    assistant: options.AssistantOption = None,
-    batch: Annotated[
-        bool, typer.Option("--batch", help="All prompts in one call, padded on the left.")
-    ] = False,
-    repeat: options.RepeatOption = 3,
-    seed: Annotated[int, options.seed_option("--seed", "Seed of each call.")] = 0,
-    as_json: options.JsonOption = False,
-    *,
     source: options.ModelOptions,
+    fields: CompareFields,
+    prompts: list[str] | None = Argument(
+        None, help="Prompts; - or a pipe reads one from standard input."
+    ),
+    batch: bool = Option(False, "--batch", help="All prompts in one call, padded on the left."),
+    repeat: int = options.REPEAT,
+    seed: int = options.seed("Seed of each call.", "--seed"),
+    as_json: bool = options.JSON,
 ) -> None:
     """Run transformers and hfgen side by side: tokens, first difference, times.
 
     Takes the options of generate. The times are medians of interleaved runs after one warm-up.
     Exit code 0: same tokens; 1: they differ.
     """
-    fields: dict[str, Any] = context.obj
-    texts = [files.read_prompt(each) for each in prompts or []] or [files.read_prompt(None)]
-    with source.loaded(assistant) as loaded:
+    texts = [files.read_prompt(prompt) for prompt in prompts or (None,)]
+    groups = [texts] if batch else [[text] for text in texts]
+    with source.loaded(fields.assistant) as loaded:
         config = generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
-        note_own(fields)
-        groups = [texts] if batch else [[text] for text in texts]
-        inputs = (measure.encode(loaded, group) for group in groups)
+        note_unknown_upstream(fields)
+        inputs = [measure.encode(loaded, group) for group in groups]
         results = [compare_call(loaded, each, config, seed, repeat) for each in inputs]
     if as_json:
         calls = [{"prompts": group} | call for group, call in zip(groups, results, strict=True)]
-        print_json({"model": loaded.name, "options": plain(fields), "seed": seed, "calls": calls})
+        settings = {"model": loaded.name, "options": fields.as_json(), "seed": seed}
+        print_json({**settings, "calls": calls})
     else:
         names = [f"{len(texts)} prompts"] if batch and len(texts) > 1 else texts
         print_table(names, results, loaded.tokenizer)
@@ -68,9 +76,7 @@ def compare_call(
 
     Times are in seconds, medians without the warm-up. Raises ``CliError`` if a call fails.
     """
-    runs: dict[str, list[measure.Generated]] = {library: [] for library in LIBRARIES}
-    for _, library in measure.in_turns(range(repeat + 1), loaded):
-        runs[library].append(run(library, loaded, inputs, config, seed))
+    runs = measure.race(loaded, lambda _: measure.generate(loaded, inputs, config, seed), repeat)
     pairs = list(zip(runs["transformers"], runs["hfgen"], strict=True))
     ratios = [ours.seconds / theirs.seconds for theirs, ours in pairs[1:]]
     result: dict[str, Any] = {"identical": True, "differences": []}
@@ -78,8 +84,8 @@ def compare_call(
         result[library] = {
             "tokens": first.padded,
             "n_tokens": first.n_tokens,
-            "seconds": median([each.seconds for each in timed]),
-            "time_to_first_token": median([each.first for each in timed]),
+            "seconds": median([run.seconds for run in timed]),
+            "time_to_first_token": median([run.first for run in timed]),
         }
     times = result["hfgen"]["seconds"], result["transformers"]["seconds"]
     result |= {"ratio": times[0] / times[1] if ratios else None, "ratios": ratios}
@@ -88,10 +94,13 @@ def compare_call(
         recording = copy.deepcopy(config)
         recording.return_dict_in_generate = recording.output_logits = True
         with LIBRARIES["transformers"](loaded):
-            output = run("transformers", loaded, inputs, recording, seed).output
+            output = measure.generate(loaded, inputs, recording, seed).output
         rows = enumerate(zip(differing[0].padded, differing[1].padded, strict=False))
-        parted = [(number, *row) for number, row in rows if row[0] != row[1]]
-        result["differences"] = [find_difference(*row, output) for row in parted]
+        result["differences"] = [
+            find_difference(row, theirs, ours, output)
+            for row, (theirs, ours) in rows
+            if theirs != ours
+        ]
         result["identical"] = False
     return result
 
@@ -99,14 +108,6 @@ def compare_call(
 def median(values: list[Any]) -> Any:
     """The median; None for no values, and for those that were not taken."""
     return None if None in values or not values else statistics.median(values)
-
-
-def run(library: str, loaded: Loaded, *call: Any) -> measure.Generated:
-    """``measure.generate``; errors name the ``library`` that generates."""
-    try:
-        return measure.generate(loaded, *call)
-    except CliError as error:
-        raise CliError(f"{library}: {error}") from error
 
 
 def find_difference(row: int, theirs: list[int], ours: list[int], output: Any) -> dict[str, Any]:

@@ -8,9 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
-from itertools import count, takewhile
 from typing import Any
 
 import typer
@@ -19,7 +17,7 @@ from rich.table import Column
 
 from . import measure
 from .loading import Loaded, load, quiet
-from .options import DebugOption
+from .options import DEBUG
 from .report import Answers, duration, out, spread, table
 
 PROMPT = """\
@@ -30,8 +28,7 @@ class Stack:
     def push(self, item):
 """
 NEW_TOKENS = 32
-ROUNDS = 3  # timed runs of each library at least, in turns, after a warm-up
-SECONDS = 4.0  # of a comparison; further rounds are begun within them
+ROUNDS = 4  # timed runs of each library, in turns, after a warm-up
 LONG = 384  # tokens of the long prompt
 REQUESTS, PADDED_ROWS = 20, 8
 
@@ -48,7 +45,7 @@ def write_text(path, text):
 
 # the arguments of open()
 OPTIONS = """
-FIELDS: dict[str, Any] = {
+PROPERTIES: dict[str, Any] = {
     "encoding": {"enum": ["utf-8", "latin-1", "ascii"]},
     "errors": {"enum": ["strict", "ignore", "replace"]},
     "mode": {"enum": ["r", "w", "a"]},
@@ -56,13 +53,16 @@ FIELDS: dict[str, Any] = {
 }
 SCHEMA = {
     "type": "object",
-    "properties": FIELDS,
-    "required": list(FIELDS),
+    "properties": PROPERTIES,
+    "required": list(PROPERTIES),
     "additionalProperties": False,
 }
 
+#: Tokens of a call with one of the libraries, and the seconds that count.
+Run = tuple[Any, float]
 
-def demo(debug: DebugOption = False) -> None:
+
+def demo(debug: bool = DEBUG) -> None:
     """See streaming, parameters per row, JSON and the engine, beside transformers; under a minute.
 
     Exit code 0: the same tokens as transformers everywhere; 1: they differ.
@@ -124,15 +124,13 @@ def show_rows(loaded: Loaded) -> bool:
         "model.generate(**inputs, generation_config=[first, second, third])",
     )
     defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": True}
-    prompts, configs = zip(
-        *((text, config_of(**defaults | own)) for text, own in ROWS), strict=True
-    )
+    configs = [config_of(**defaults | fields) for _, fields in ROWS]
 
     def texts(prompts: list[str], config: Any) -> list[str]:
         inputs = measure.encode(loaded, prompts) | loaded.mode_kwargs()
         return list(loaded.model.generate(**inputs, generation_config=config).texts)
 
-    together = texts(list(prompts), list(configs))
+    together = texts([prompt for prompt, _ in ROWS], configs)
     rows = table("parameters", "text", "alone")
     are_equal = []
     for (prompt, fields), config, text in zip(ROWS, configs, together, strict=True):
@@ -156,7 +154,7 @@ def show_json(loaded: Loaded) -> None:
     answers = Answers()
     measure.stream(loaded, measure.encode(loaded, [QUESTION]), config, show=answers)
     answer = json.loads(answers.texts[0])
-    fits = all(answer[n] in part.get("enum", range(-1, 10)) for n, part in FIELDS.items())
+    fits = all(answer[n] in part.get("enum", range(-1, 10)) for n, part in PROPERTIES.items())
     out.print("[green]It fits the schema.[/]" if fits else "[bold red]It does not fit.[/]")
 
 
@@ -164,32 +162,34 @@ def show_races(loaded: Loaded) -> bool:
     """Run both libraries on the same work and print their times; return whether all tokens are the same."""
     heading(
         "Beside transformers: same weights, same work, in turns",
-        f"Medians of {ROUNDS} runs and more. Speedup: transformers / hfgen, ± half of its range.",
+        f"Medians of {ROUNDS} runs. Speedup: transformers / hfgen, ± half of its range.",
     )
     columns = (*measure.LIBRARIES, "speedup", "tokens")
     times = table(Column("what", no_wrap=True), numbers=columns)
     are_equal = []
-    for name, ways in races(loaded).items():
+    for name, call in calls(loaded).items():
         with out.status(name):
-            seconds, is_equal = run(ways, loaded)
-        are_equal.append(is_equal)
+            runs = measure.race(loaded, call, ROUNDS)
+        tokens = {library: [run[0] for run in of_library] for library, of_library in runs.items()}
+        seconds = {lib: [run[1] for run in of_library[1:]] for lib, of_library in runs.items()}
+        are_equal.append(tokens["transformers"] == tokens["hfgen"])
         ratios = [slow / fast for slow, fast in zip(*seconds.values(), strict=True)]
         medians = (duration(statistics.median(values)) for values in seconds.values())
-        times.add_row(name, *medians, spread(ratios, 2), same(is_equal))
+        times.add_row(name, *medians, spread(ratios, 2), same(are_equal[-1]))
     out.print(times)
     out.print(
         f"[dim]Samples and beams have a prompt of {LONG} tokens. The second turn has it and 16 more: "
         "the time to the first token, in transformers without a cache, in hfgen with a PrefixCache. "
         "The requests have 8 to 160 tokens and ask for 4 to 48. With transformers they come in "
-        f"batches of {PADDED_ROWS}, sorted by the length of the prompt and padded; with hfgen, an "
-        "Engine takes them as they come. A short call is no faster: most of it is the model's "
+        f"batches of {PADDED_ROWS} prompts of similar length, padded; with hfgen, an Engine takes them "
+        "one by one. A short call is no faster: most of it is the model's "
         "forward, which is the same.[/]"
     )
     return all(are_equal)
 
 
-def races(loaded: Loaded) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Name → library → the work, which returns tokens, or tokens and the seconds that count."""
+def calls(loaded: Loaded) -> dict[str, Callable[[str], Run]]:
+    """Name → a call with one of the libraries."""
     import torch
 
     import hfgen
@@ -198,67 +198,56 @@ def races(loaded: Loaded) -> dict[str, dict[str, Callable[[], Any]]]:
     model.generation_config.eos_token_id = None  # each request has the tokens that it asks for
     source = loaded.tokenizer(inspect.getsource(inspect)[:9000]).input_ids
     short = measure.encode(loaded, [PROMPT])["input_ids"]
-    long, second_turn = torch.tensor([source[:LONG]]), torch.tensor([source[: LONG + 16]])
+    long, turn = torch.tensor([source[:LONG]]), torch.tensor([source[: LONG + 16]])
     rng = random.Random(0)
     requests = [
         (source[start : start + rng.randint(8, 160)], rng.randint(4, 48))
         for start in range(0, 32 * REQUESTS, 32)
     ]
 
-    def call(ids: Any, **kwargs: Any) -> Any:
+    requests.sort(key=lambda request: len(request[0]))
+
+    def generate(ids: Any, **kwargs: Any) -> Any:
         torch.manual_seed(0)
         return model.generate(ids, attention_mask=torch.ones_like(ids), **kwargs).tolist()
 
-    def with_prefixes() -> tuple[Any, float]:
+    def second_turn(library: str) -> Run:
+        if library == "transformers":
+            return timed(lambda: generate(turn, max_new_tokens=1))
         prefixes = hfgen.PrefixCache()
-        call(long, max_new_tokens=1, prefix_cache=prefixes)  # the first turn
-        started = time.perf_counter()
-        tokens = call(second_turn, max_new_tokens=1, prefix_cache=prefixes)
-        return tokens, time.perf_counter() - started
+        generate(long, max_new_tokens=1, prefix_cache=prefixes)  # the first turn
+        return timed(lambda: generate(turn, max_new_tokens=1, prefix_cache=prefixes))
 
-    def engine() -> Any:
+    def by_engine() -> Any:
         pairs = [(prompt, {"max_new_tokens": n}) for prompt, n in requests]
         return [output.token_ids for output in hfgen.generate_many(model, pairs, do_sample=False)]
 
-    def padded() -> Any:
-        rows: dict[int, Any] = {}
-        order = sorted(range(REQUESTS), key=lambda i: len(requests[i][0]))
+    def in_batches() -> Any:
+        rows = []
         for start in range(0, REQUESTS, PADDED_ROWS):
-            part = order[start : start + PADDED_ROWS]
-            texts = [{"input_ids": requests[i][0]} for i in part]
+            part = requests[start : start + PADDED_ROWS]
+            texts = [{"input_ids": prompt} for prompt, _ in part]
             inputs = loaded.tokenizer.pad(texts, padding_side="left", return_tensors="pt")
-            output = model.generate(**inputs, max_new_tokens=max(requests[i][1] for i in part))
-            for i, row in zip(part, output[:, inputs["input_ids"].shape[1] :], strict=True):
-                rows[i] = row[: requests[i][1]].tolist()
-        return [rows[i] for i in range(REQUESTS)]
+            output = model.generate(**inputs, max_new_tokens=max(n for _, n in part))
+            new = output[:, inputs["input_ids"].shape[1] :].tolist()
+            rows += [row[:n] for row, (_, n) in zip(new, part, strict=True)]
+        return rows
 
-    calls: dict[str, Callable[[], Any]] = {
-        "8 samples": partial(call, long, max_new_tokens=16, do_sample=True, num_return_sequences=8),
-        "4 beams": partial(call, long, max_new_tokens=16, num_beams=4),
-        "second turn": partial(call, second_turn, max_new_tokens=1),
-        f"{REQUESTS} requests": padded,
-        "a short greedy call": partial(call, short, max_new_tokens=NEW_TOKENS),
+    samples = {"max_new_tokens": 16, "do_sample": True, "num_return_sequences": 8}
+    beams = {"max_new_tokens": 16, "num_beams": 4}
+    return {
+        "8 samples": lambda _: timed(lambda: generate(long, **samples)),
+        "4 beams": lambda _: timed(lambda: generate(long, **beams)),
+        "second turn": second_turn,
+        f"{REQUESTS} requests": lambda library: timed(
+            in_batches if library == "transformers" else by_engine
+        ),
+        "a short greedy call": lambda _: timed(lambda: generate(short, max_new_tokens=NEW_TOKENS)),
     }
-    other: dict[str, Callable[[], Any]] = {
-        "second turn": with_prefixes,
-        f"{REQUESTS} requests": engine,
-    }
-    return {n: {"transformers": way, "hfgen": other.get(n, way)} for n, way in calls.items()}
 
 
-def run(ways: dict[str, Callable[[], Any]], loaded: Loaded) -> tuple[dict[str, list[float]], bool]:
-    """The seconds of both libraries' timed runs, and whether the tokens are the same."""
-    begun = time.perf_counter()
-    turns = takewhile(lambda n: n <= ROUNDS or time.perf_counter() < begun + SECONDS, count())
-    seconds: dict[str, list[float]] = {library: [] for library in measure.LIBRARIES}
-    tokens: dict[str, list[Any]] = {library: [] for library in measure.LIBRARIES}
-    for turn, library in measure.in_turns(turns, loaded):
-        started = time.perf_counter()
-        result = ways[library]()
-        result, taken = (
-            result if isinstance(result, tuple) else (result, time.perf_counter() - started)
-        )
-        tokens[library].append(result)
-        if turn:  # the first is the warm-up
-            seconds[library].append(taken)
-    return seconds, tokens["transformers"] == tokens["hfgen"]
+def timed(call: Callable[[], Any]) -> Run:
+    """The result of a call, and its seconds."""
+    started = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - started

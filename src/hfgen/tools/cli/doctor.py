@@ -9,19 +9,18 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from typer import Option
 
 from ...settings.versions import TESTED
-from . import measure
+from . import measure, options
 from .compare import compare_call, described
 from .field_options import generation_config
 from .loading import load, quiet
-from .options import DebugOption, DtypeOption, JsonOption
-from .report import duration, out, print_json
+from .report import duration, out, print_json, table
 
 #: Part → the modules that it needs, and how to get them.
 OPTIONAL: dict[str, tuple[tuple[str, ...], str]] = {
@@ -33,7 +32,6 @@ OPTIONAL: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "hfgen eval generate": (("rouge_score", "sacrebleu"), "pip install 'hfgen[eval]'"),
     "Ray Data": (("ray",), "pip install 'hfgen[ray]'"),
-    "plots of benchmarks": (("matplotlib",), "pip install matplotlib"),
 }
 
 PROMPT = "def add(a, b):"
@@ -59,13 +57,12 @@ class Finding:
 
 
 def doctor(
-    exact: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Say instead whether its rows can be exact here."),
-    ] = None,
-    dtype: DtypeOption = "auto",
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    exact: str | None = Option(
+        None, metavar="MODEL", help="Say instead whether its rows can be exact here."
+    ),
+    dtype: str = options.DTYPE,
+    as_json: bool = options.JSON,
+    debug: bool = options.DEBUG,
 ) -> None:
     """Check this installation: versions, devices, optional packages, and the same tokens as transformers.
 
@@ -80,10 +77,18 @@ def doctor(
     n_broken = sum(finding.state == "broken" for finding in findings)
     if as_json:
         print_json({"works": not n_broken, "findings": [asdict(each) for each in findings]})
-    else:
-        out.print(table_of(findings))
-        works = "[bold green]hfgen works here.[/]"
-        out.print(f"[bold red]{n_broken} broken.[/]" if n_broken else works)
+        raise typer.Exit(1 if n_broken else 0)
+    grid = table("", "")
+    grid.show_header = False
+    topics = dict.fromkeys(finding.topic for finding in findings)
+    for topic in topics:
+        grid.add_row(f"[bold]{topic}[/]")
+        for finding in (each for each in findings if each.topic == topic):
+            style = STYLES[finding.state]
+            grid.add_row(f"  {escape(finding.name)}", f"[{style}]{escape(finding.value)}[/]")
+    out.print(grid)
+    works = "[bold green]hfgen works here.[/]"
+    out.print(f"[bold red]{n_broken} broken.[/]" if n_broken else works)
     raise typer.Exit(1 if n_broken else 0)
 
 
@@ -103,16 +108,13 @@ def print_exactness(name: str, dtype: str, as_json: bool, debug: bool) -> int:
         rows = [asdict(operation) for operation in operations]
         print_json({"exact": refusal is None, "refusal": refusal, "operations": rows})
         return int(refusal is not None)
-    table = Table("operation", "shape", "type", "rows", box=None)
+    grid = table("operation", "shape", "type", "rows")
     for operation in operations:
         result = f"[bold red]{operation.differs}[/]" if operation.differs else "[green]exact[/]"
-        table.add_row(escape(operation.name), operation.shape, operation.dtype, result)
-    out.print(table)
-    out.print(
-        "[bold green]The model is exact here.[/]"
-        if refusal is None
-        else f"[bold red]Refused:[/] {escape(refusal)}"
-    )
+        grid.add_row(escape(operation.name), operation.shape, operation.dtype, result)
+    out.print(grid)
+    refused = f"[bold red]Refused:[/] {escape(refusal or '')}"
+    out.print(refused if refusal is not None else "[bold green]The model is exact here.[/]")
     return int(refusal is not None)
 
 
@@ -124,14 +126,15 @@ def versions() -> Iterator[Finding]:
     yield Finding("versions", "python", platform.python_version())
     for package in ("torch", "transformers", "accelerate"):
         try:
-            found = metadata.version(package)
+            version = metadata.version(package)
         except metadata.PackageNotFoundError:
             yield Finding("versions", package, f"missing: pip install {package}", "broken")
             continue
-        if package == "transformers" and found not in TESTED:
-            yield Finding("versions", package, f"{found}, not tested: hfgen's are {TESTED}", "note")
+        if package == "transformers" and version not in TESTED:
+            words = f"{version}, not tested: hfgen's are {TESTED}"
+            yield Finding("versions", package, words, "note")
         else:
-            yield Finding("versions", package, found)
+            yield Finding("versions", package, version)
 
 
 def parts() -> Iterator[Finding]:
@@ -154,9 +157,9 @@ def devices() -> Iterator[Finding]:
     n_threads = torch.get_num_threads()
     yield Finding("devices", "cpu", f"{n_threads} thread{'s' if n_threads > 1 else ''}")
     for number in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(number)
-        memory = f"{about.total_memory / 2**30:.0f} GiB"
-        yield Finding("devices", f"cuda:{number}", f"{about.name}, {memory}")
+        device = torch.cuda.get_device_properties(number)
+        memory = f"{device.total_memory / 2**30:.0f} GiB"
+        yield Finding("devices", f"cuda:{number}", f"{device.name}, {memory}")
     if torch.backends.mps.is_available():
         yield Finding("devices", "mps", "available")
 
@@ -164,11 +167,11 @@ def devices() -> Iterator[Finding]:
 def contract(debug: bool) -> Iterator[Finding]:
     """Whether transformers still has what hfgen relies on."""
     topic = "transformers' internals"
-    if (found := find_spec("transformers")) is None or found.origin is None:
+    if (spec := find_spec("transformers")) is None or spec.origin is None:
         return
     from ..contract import PRIVATE, hooks, imports, moved_hooks, moved_names
 
-    folder = Path(found.origin).parent
+    folder = Path(spec.origin).parent
     lines = moved_names(folder)
     try:
         with quiet(debug):
@@ -176,8 +179,8 @@ def contract(debug: bool) -> Iterator[Finding]:
     except Exception as error:  # hfgen cannot be imported: what moved may be among the other lines
         lines.append(f"import of hfgen: {type(error).__name__}: {error}")
     for line in lines:
-        name, _, what = line.partition(": ")
-        yield Finding(topic, name, what, "broken")
+        name, _, problem = line.partition(": ")
+        yield Finding(topic, name, problem, "broken")
     if not lines:
         yield Finding(topic, "hooks", f"{len(hooks())}, with the same parameters")
         yield Finding(topic, "imports", f"{len(imports())} names, all there")
@@ -196,34 +199,20 @@ def self_check(debug: bool) -> Iterator[Finding]:
             return
         for mode, fields in MODES.items():
             before = time.perf_counter()
-            if before - start > SECONDS and mode != next(iter(MODES)):
+            if before - start > SECONDS and mode != "greedy":
                 yield Finding(topic, mode, "left out: this machine is slow or busy", "note")
                 continue
             try:
                 config = generation_config(fields, loaded.model, NEW_TOKENS)
-                result = compare_call(loaded, inputs, config, SEED, 0)
+                differences = compare_call(loaded, inputs, config, SEED, 0)["differences"]
             except Exception as error:
                 yield Finding(topic, mode, f"{type(error).__name__}: {error}", "broken")
                 continue
             seconds = duration(time.perf_counter() - before)
-            if result["differences"]:
-                words = described(result["differences"][0], loaded.tokenizer)
-                what = f"transformers' tokens differ: {words}"
-                yield Finding(topic, mode, what, "broken")
+            if differences:
+                words = (
+                    f"transformers' tokens differ: {described(differences[0], loaded.tokenizer)}"
+                )
+                yield Finding(topic, mode, words, "broken")
             else:
                 yield Finding(topic, mode, f"same tokens as transformers, {seconds}")
-
-
-def table_of(findings: list[Finding]) -> Table:
-    """The findings, those of one topic under its heading."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
-    topic = ""
-    for finding in findings:
-        if finding.topic != topic:
-            table.add_row(f"[bold]{finding.topic}[/]")
-        style = STYLES[finding.state]
-        table.add_row(f"  {escape(finding.name)}", f"[{style}]{escape(finding.value)}[/]")
-        topic = finding.topic
-    return table

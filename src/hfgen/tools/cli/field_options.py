@@ -1,47 +1,57 @@
-"""Fields of ``GenerationConfig`` on a command line: reading them, checking them, making the config."""
+"""Fields of ``GenerationConfig`` as options of a command, and the config that they make."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
-from typer.core import TyperCommand
+from rich.markup import escape
+from typer import Option
 
+from ...settings import grammar
 from ...settings.fields import FIELDS, OWN_FIELDS, is_on
-from ...settings.kinds import POSITIVE, SHARE, Range, at_least
-from .options import PlainHelp
-from .report import CliError, out, say
-from .topics import LEGEND, METAVARS, OTHER_NAMES, SHORT_FORMS, option_name, panels
+from . import loading
+from .files import read_text
+from .report import CliError, note
+from .topics import TOPICS
 
-#: The fields that can be given as text, sorted, and the kind of value that each takes.
-KNOWN_FIELDS: dict[str, Any] = {
-    name: row.kind for name, row in sorted(FIELDS.items()) if row.kind.option is not None
-}
+#: The fields that can be given as text, and the kind of value that each takes.
+KNOWN_FIELDS = {name: row.kind for name, row in FIELDS.items() if row.kind.option is not None}
 
-#: Those of them that may stand without a value.
+#: Those of them that may stand without a value, and those of these that take a word, too.
 FLAGS = {name for name, kind in KNOWN_FIELDS.items() if kind.option == "true or false"}
+FLAGS_WITH_WORDS = {
+    "early_stopping": "true, false or never",
+    "output_card": "true, false or prompt",
+}
 
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
-#: Ranges of values that ``generate`` takes as transformers does, although they mean nothing.
-LIMITS: dict[str, Range] = {
-    "max_time": POSITIVE,
-    "max_length": at_least(1),
-    "min_length": at_least(0),
-    "max_cache_len": at_least(1),
-    "no_repeat_ngram_size": at_least(0),
-    "encoder_no_repeat_ngram_size": at_least(0),
-    "assistant_confidence_threshold": SHARE,
-}
+#: What stands for a value of each kind in the help.
+METAVARS = {"an integer": "N", "a number": "X", "text or JSON": "…", "true or false": ""}
+LEGEND = (
+    "N is an integer, X a number, … text or JSON. Options without a value are flags: "
+    "--no-… turns them off. --top_k=5 is --top-k 5."
+)
 
-#: Fields that make the model draft; so does ``--assistant``.
-DRAFTING = "prompt_lookup_num_tokens assistant_early_exit use_mtp"
+#: Fields with results of their own, which some commands do not show.
+RESULTS = frozenset(
+    [
+        *("logprobs", "logprob_token_ids", "logprobs_support", "prompt_logprobs"),
+        *("output_card", "output_metrics", "output_speculation"),
+    ]
+)
+
+#: Modes of which transformers uses one and ignores the others.
+MODES = (
+    "--assistant prompt_lookup_num_tokens assistant_early_exit use_mtp penalty_alpha dola_layers "
+    "num_beams"
+)
 
 #: Fields → what does nothing unless one of them is on, besides ``Field.needs``.
 IDLE_WITHOUT = {
@@ -57,209 +67,207 @@ IDLE_WITHOUT = {
     "penalty_alpha num_beam_groups": "low_memory",
     "thinking_token_budget": "thinking_message",
     "prompt_lookup_num_tokens": "max_matching_ngram_size",
-    f"--assistant {DRAFTING}": "num_assistant_tokens num_assistant_tokens_schedule "
-    "assistant_confidence_threshold output_speculation",
+    "--assistant prompt_lookup_num_tokens assistant_early_exit use_mtp": "num_assistant_tokens "
+    "num_assistant_tokens_schedule assistant_confidence_threshold output_speculation",
     "--assistant": "assistant_ensemble_weight assistant_lookbehind target_lookbehind",
     "cache_implementation": "cache_config compile_config max_cache_len use_cuda_graph",
 }
-NEEDS = {name: n.split() for n, names in IDLE_WITHOUT.items() for name in names.split()}
+NEEDS = {name: needs.split() for needs, names in IDLE_WITHOUT.items() for name in names.split()}
 
-#: Fields with results of their own, and the commands that do not show these.
-RESULTS = (
-    "logprobs logprob_token_ids logprobs_support prompt_logprobs output_card output_metrics "
-    "output_speculation"
-)
-WITHOUT_RESULTS = ("chat", "compare", "inspect")
+#: What a backslash and a letter stand for in ``--stop``.
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
-
-class GenerationCommand(PlainHelp, TyperCommand):
-    """A command whose ``context.obj`` has the fields of ``GenerationConfig`` among its arguments."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        names = (name for parameter in self.params for name in parameter.opts)
-        command_options = {"--help", *(name for name in names if name.startswith("-"))}
-        rest, fields = split_fields(args, command_options)
-        ctx.obj = with_sampling(fields)
-        check_fields(ctx.obj)
-        remaining = super().parse_args(ctx, rest)
-        check_together(ctx.obj, ctx.params.get("assistant"))
-        if self.name in WITHOUT_RESULTS and (option := next(shown(ctx.obj, RESULTS), None)):
-            raise CliError(f"hfgen {self.name} does not show what {option} returns: leave it out")
-        return remaining
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        metavars = {option_name(n): METAVARS[kind.option] for n, kind in KNOWN_FIELDS.items()}
-        metavars |= {option: form.metavar for option, form in SHORT_FORMS.items()}
-        command_options = {option for parameter in self.params for option in parameter.opts}
-        for panel in panels(metavars, command_options):
-            out.print(panel)
-        out.print(LEGEND, style="dim")
+#: Between the tokens of JSON: small models may write spaces without end.
+WHITESPACE = " ?"
 
 
-def split_fields(
-    args: list[str], command_options: Collection[str]
-) -> tuple[list[str], dict[str, Any]]:
-    """Separate generation fields from a command's own arguments.
+class ShortForm(NamedTuple):
+    """An option that sets a field under another name; ``read`` makes the value of its text or texts."""
 
-    ``--top-k 5``, ``--top_k=5``, ``--do-sample``, ``--no-use-cache`` and ``--use-cache false`` are
-    understood, and short forms; what follows ``--`` is left alone. Raises ``CliError`` for what is not
-    understood.
+    field: str
+    metavar: str
+    read: Callable[[Any], Any]
+    type: Any = str | None
+
+
+def read_schema(path: str) -> grammar.Grammar:
+    """The grammar of the JSON schema in a file. Raises ``ValueError``."""
+    try:
+        schema = json.loads(read_text(Path(path)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path!r} is not JSON: {error}") from error
+    return grammar.json(schema, whitespace=WHITESPACE)
+
+
+def read_stops(texts: list[str]) -> list[str]:
+    r"""``texts`` with a line feed for ``\n``, and so on for ``\t``, ``\r`` and ``\\``."""
+    return [re.sub(r"\\(.)", lambda code: ESCAPES.get(code[1], code[0]), text) for text in texts]
+
+
+SHORT_FORMS: dict[str, ShortForm] = {
+    "--stop": ShortForm("stop_strings", "TEXT", read_stops, list[str] | None),
+    "--json-schema": ShortForm("grammar", "FILE", read_schema),
+    "--json-object": ShortForm(
+        "grammar", "", lambda _: grammar.json_object(whitespace=WHITESPACE), bool
+    ),
+    "--regex": ShortForm("grammar", "PATTERN", grammar.regex),
+    "--choice": ShortForm("grammar", "TEXT", grammar.choice, list[str] | None),
+    "--lark": ShortForm("grammar", "FILE", lambda path: grammar.lark(read_text(Path(path)))),
+    "--assistant": ShortForm("--assistant", "ID_OR_PATH", loading.check_source),
+}
+
+
+class Fields(dict[str, Any]):
+    """The fields of ``GenerationConfig`` that a command line sets, and the ``assistant`` that drafts.
+
+    A parameter of sampling switches sampling on. Raises ``CliError`` for a text that is no value of its
+    field, a value out of range, and options of which transformers would use one and ignore the other.
     """
-    rest: list[str] = []
-    fields: dict[str, Any] = {}
-    texts: dict[str, list[str]] = {}  # of short forms
-    pending = list(args)
+
+    #: Fields and options that a command does not have.
+    left_out: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, **texts: Any) -> None:
+        super().__init__()
+        self.assistant: str | None = texts.pop("assistant", None)
+        if self.assistant is not None:
+            loading.check_source(self.assistant)
+        options: dict[str, str] = {}  # field → the option that sets it
+        for parameter, text in texts.items():
+            if text is None or text is False or text == []:
+                continue
+            option = option_name(parameter)
+            if text == "" or (isinstance(text, list) and "" in text):
+                raise CliError(f"{option} takes a value, but '' was given")
+            form = SHORT_FORMS.get(option)
+            name = parameter if form is None else form.field
+            if name in self:
+                raise CliError(f"{options[name]} and {option} exclude each other: leave one out")
+            try:
+                self[name] = parse_value(name, text) if form is None else form.read(text)
+                if name == "grammar":
+                    self[name].check()
+            except (ImportError, TypeError, ValueError) as error:
+                raise CliError(f"{option}: {error}") from error
+            options[name] = option
+        is_open = "do_sample" not in self and "penalty_alpha" not in self
+        samples = any(FIELDS[name].needs == "do_sample" for name in self)
+        if is_open and samples and self.get("temperature") != 0:
+            self["do_sample"] = True
+        self.check()
+
+    @classmethod
+    def parameters(cls) -> Iterator[inspect.Parameter]:
+        """A parameter of a command for each option, in the panel of its topic."""
+        for topic, lines in TOPICS.items():
+            for name, line in lines.items():
+                if name in cls.left_out:
+                    continue
+                form, option = SHORT_FORMS.get(name), option_name(name)
+                metavar = form.metavar if form else METAVARS[KNOWN_FIELDS[name].option or ""]
+                settings: dict[str, Any] = {"metavar": metavar, "rich_help_panel": topic}
+                # Typer's panels cut long names, so `Command` prints these itself.
+                kind = form.type if form else str | None
+                default = False if kind is bool else None
+                yield inspect.Parameter(
+                    option[2:].replace("-", "_"),
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=Option(default, option, help=escape(line), hidden=True, **settings),
+                    annotation=kind,
+                )
+
+    def check(self) -> None:
+        """Raise ``CliError`` for a value out of a range that holds beside the others, and for idle pairs."""
+        for name, value in self.items():
+            row = FIELDS[name]
+            try:
+                row.check(name, value, row.needs is None or is_on(row.needs, self.get(row.needs)))
+            except (TypeError, ValueError) as error:
+                raise CliError(with_options(str(error))) from error
+        modes = {name: self.get(name) for name in MODES.split()} | {"--assistant": self.assistant}
+        if not is_on("num_beams", self.get("num_beams")):
+            del modes["num_beams"]
+        if self.get("penalty_alpha"):
+            modes["do_sample"] = self.get("do_sample")
+        for values in modes, {name: self.get(name) for name in ("max_new_tokens", "max_length")}:
+            chosen = [f"{option_name(name)} {value}" for name, value in values.items() if value]
+            if len(chosen) > 1:
+                raise CliError(f"{chosen[0]} and {chosen[1]} exclude each other: leave one out")
+        for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
+            low, high = self.get(least), self.get(most)
+            if low is not None and high is not None and low > high:
+                raise CliError(
+                    f"{option_name(least)} {low} is more than {option_name(most)} {high}"
+                )
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        return {n: value.to_dict() if n == "grammar" else value for n, value in self.items()}
+
+
+class FieldsWithoutResults(Fields):
+    """The fields of a command that shows the answers' texts or tokens only."""
+
+    left_out: ClassVar = RESULTS
+
+
+class FieldsWithoutAssistant(Fields):
+    """The fields of a command that decodes with an engine."""
+
+    left_out: ClassVar = frozenset(["--assistant"])
+
+
+def joined_flags(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments, each flag with its value: ``--no-use-cache`` as ``--use-cache=false``."""
+    pending = list(arguments)
     while pending:
         argument = pending.pop(0)
-        option, equals, text = argument.partition("=")
         if argument == "--":
-            rest += [argument, *pending]
-            break
-        if not option.startswith("--") or option in command_options:
-            rest.append(argument)
-            continue
-        if (form := SHORT_FORMS.get(option)) is not None:
-            takes, name, is_negated = form.metavar, "", False
+            yield from (argument, *pending)
+            return
+        name = argument[2:].replace("-", "_") if argument.startswith("--") else ""
+        if name in FLAGS:
+            following = pending[0] if pending else "-"
+            is_word = name in FLAGS_WITH_WORDS and not following.startswith("-")
+            has_value = is_word or following.lower() in WORDS
+            yield f"{argument}={pending.pop(0) if has_value else 'true'}"
+        elif name.startswith("no_") and name[3:] in FLAGS:
+            yield f"--{name[3:]}=false"
         else:
-            name, is_negated = field_name(option, command_options)
-            takes = "" if is_negated else KNOWN_FIELDS[name].option
-        if equals and not takes:
-            raise CliError(f"{option} takes no value, but {text!r} was given")
-        is_alone = name in FLAGS and not (pending and is_switch(name, pending[0]))
-        if takes and not equals and not is_alone:
-            if not pending:
-                raise CliError(f"{option} needs a value: {takes}")
-            text = pending.pop(0)
-        if takes and not is_alone and not text:
-            raise CliError(f"{option} takes {takes}, but '' was given")
-        if form is not None:
-            texts.setdefault(option, []).append(text)
-        elif is_negated or (is_alone and not equals):
-            fields[name] = not is_negated
-        else:
-            fields[name] = parse_value(name, text)
-    options = {name: option_name(name) for name in fields}
-    for option, given in texts.items():
-        form = SHORT_FORMS[option]
-        if form.field in options:
-            raise CliError(f"{options[form.field]} and {option} exclude each other: leave one out")
-        if len(given) > 1 and not form.is_repeated:
-            raise CliError(f"{option} was given {len(given)} times: give it once")
-        try:
-            fields[form.field] = form.read(given if form.is_repeated else given[0])
-            if form.field == "grammar":
-                fields["grammar"].check()
-        except (ImportError, TypeError, ValueError) as error:
-            raise CliError(f"{option}: {error}") from error
-        options[form.field] = option
-    return rest, fields
-
-
-def field_name(option: str, command_options: Collection[str]) -> tuple[str, bool]:
-    """The field that ``option`` names, and whether it is the ``--no-…`` form of a flag."""
-    name = option.removeprefix("--").replace("-", "_")
-    if name in KNOWN_FIELDS:
-        return name, False
-    if (flag := name.removeprefix("no_")) in FLAGS:
-        return flag, True
-    options = {n.strip("-").replace("-", "_"): n for n in (*SHORT_FORMS, *command_options)}
-    names = {n: option_name(n) for n in KNOWN_FIELDS} | options
-    nearest = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
-    nearest += difflib.get_close_matches(name, names, n=1, cutoff=0.7)
-    if nearest := nearest or sorted(n for n in names if n.startswith(name)):
-        shown = names.get(nearest[0], nearest[0])
-        raise CliError(f"no option {option}; the nearest is {shown}, and --help lists all of them")
-    raise CliError(f"no option {option}; --help lists all of them")
-
-
-def is_switch(name: str, text: str) -> bool:
-    """Whether ``text``, found after the flag ``name``, is its value and not the next argument."""
-    return text.lower() in WORDS or KNOWN_FIELDS[name].accepts(text)
+            yield argument
 
 
 def parse_value(name: str, text: str) -> Any:
     """The value of ``text`` for the field ``name``: JSON or text. Raises ``CliError`` if it fits not."""
+    kind = KNOWN_FIELDS[name]
+    is_number = kind.option in ("an integer", "a number")
     try:
         value = WORDS[text.lower()] if text.lower() in WORDS else json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         value = text
-    kind = KNOWN_FIELDS[name]
     if kind.option == "a number" and not isinstance(value, bool):
         with suppress(ValueError):
             value = float(text)  # '.5' is no JSON, and '2' no float
-    if value is None:
-        return None
-    if name in FLAGS:
-        fits = is_switch(name, text)
-    else:
-        fits = kind.option == "text or JSON" or (
-            kind.accepts(value) and not isinstance(value, bool)
-        )
-    if not fits:
-        takes = "true, false or never" if name == "early_stopping" else kind.option
+    fits = kind.accepts(value) and not (is_number and isinstance(value, bool))
+    if value is not None and not fits and kind.option != "text or JSON":
+        takes = FLAGS_WITH_WORDS.get(name, kind.option)
         raise CliError(f"{option_name(name)} takes {takes}, but {text!r} was given")
     # '--stop-strings 1' stops at the text "1"
-    return text if kind.accepts(text) and not kind.accepts(value) else value
+    return text if kind.accepts(text) and not kind.accepts(value) and value is not None else value
 
 
-def with_sampling(fields: dict[str, Any]) -> dict[str, Any]:
-    """``fields``, which sample if one of them is about sampling, and none says that they do not."""
-    says_not = fields.get("temperature") == 0 or "penalty_alpha" in fields
-    if says_not or "do_sample" in fields or all(FIELDS[n].needs != "do_sample" for n in fields):
-        return fields
-    return fields | {"do_sample": True}
-
-
-def check_fields(fields: dict[str, Any]) -> None:
-    """Raise ``CliError`` for a value of the wrong kind, or out of a range that holds beside the others."""
-    for name, value in fields.items():
-        row = FIELDS[name]
-        if name in LIMITS:
-            row = replace(row, range=LIMITS[name])
-        try:
-            row.check(name, value, row.needs is None or is_on(row.needs, fields.get(row.needs)))
-        except (TypeError, ValueError) as error:
-            raise CliError(with_options(str(error))) from error
-
-
-def check_together(fields: dict[str, Any], assistant: str | None) -> None:
-    """Raise ``CliError`` for options of which transformers would ignore one."""
-    contrast = fields.get("penalty_alpha")
-    has_beams = (fields.get("num_beams") or 1) > 1
-    ways = [
-        *([f"--assistant {assistant}"] if assistant else ()),
-        *shown(fields, DRAFTING),
-        *shown(fields, "penalty_alpha" if contrast else ""),
-        *shown(fields, "dola_layers"),
-        *shown(fields, "num_beams" if has_beams else "force_words_ids"),
-        *shown(fields, "do_sample" if contrast else ""),
-    ]
-    for excluding in (ways, list(shown(fields, "max_new_tokens max_length"))):
-        if len(excluding) > 1:
-            first, second, *_ = excluding
-            raise CliError(f"{first} and {second} exclude each other: leave one out")
-    for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
-        low, high = fields.get(least), fields.get(most)
-        if low is not None and high is not None and low > high:
-            raise CliError(f"{option_name(least)} {low} is more than {option_name(most)} {high}")
-
-
-def shown(fields: dict[str, Any], names: str) -> Iterator[str]:
-    """Yield the fields among ``names`` that are set, as options with their values."""
-    for name in names.split():
-        value = fields.get(name)
-        if value is not None and value is not False:
-            yield option_name(name) if value is True else f"{option_name(name)} {value}"
+def option_name(field: str) -> str:
+    """The option of a field; one that is no field has its own name."""
+    return field if field.startswith("--") else "--" + field.replace("_", "-")
 
 
 def with_options(message: str) -> str:
     """An error's ``message`` with options for fields: ``--no-use-cache`` for "`use_cache=False`"."""
 
-    def option(found: re.Match[str]) -> str:
-        name, value = found[1], found[2]
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
         if name not in KNOWN_FIELDS:
-            return found[0]
+            return match[0]
         if value == "False":
             return f"--no-{option_name(name)[2:]}"
         return option_name(name) + ("" if value in (None, "True") else f" {value.strip(chr(39))}")
@@ -298,30 +306,26 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
         raise CliError(with_options(str(error))) from error
 
 
-def plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """``fields`` as JSON has them."""
-    return {n: value.to_dict() if n == "grammar" else value for n, value in fields.items()}
+def note_idle(fields: dict[str, Any], config: Any, loaded: loading.Loaded) -> None:
+    """Note which of the fields do nothing in the chosen mode."""
 
-
-def note_idle(fields: dict[str, Any], config: Any, loaded: Any) -> None:
-    """Say which of the given fields do nothing in the chosen mode."""
-
-    def chosen(name: str) -> Any:
+    def is_chosen(name: str) -> bool:
         if name == "--assistant":
-            return loaded.assistant
+            return loaded.assistant is not None
         value = getattr(config, name)
-        return getattr(loaded.model.generation_config, name, None) if value is None else value
+        if value is None:
+            value = getattr(loaded.model.generation_config, name, None)
+        return is_on(name, value)
 
     for name in fields:
         needs = NEEDS.get(name) or [n for n in [FIELDS[name].needs] if n is not None]
-        reads_top_k = name == "top_k" and chosen("penalty_alpha")  # contrastive search does
-        if needs and not reads_top_k and not any(is_on(each, chosen(each)) for each in needs):
-            needed = " or ".join(map(option_name, needs))
-            say(f"[yellow]note:[/] {option_name(name)} does nothing without {needed}")
+        reads_top_k = name == "top_k" and is_chosen("penalty_alpha")  # contrastive search does
+        if needs and not reads_top_k and not any(map(is_chosen, needs)):
+            note(f"{option_name(name)} does nothing without {' or '.join(map(option_name, needs))}")
 
 
-def note_own(fields: dict[str, Any]) -> None:
-    """Say which fields transformers does not have, and ignores."""
+def note_unknown_upstream(fields: dict[str, Any]) -> None:
+    """Note which fields transformers does not have, and ignores."""
     options = ["a grammar" if n == "grammar" else option_name(n) for n in fields if n in OWN_FIELDS]
     if options:
-        say(f"[yellow]note:[/] transformers does not know {', '.join(options)}, and runs without")
+        note(f"transformers does not know {', '.join(options)}, and runs without")

@@ -14,9 +14,9 @@ GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises ``ValueError`` if there is none."""
+    """The text of a file, its line ends as they are. Raises ``ValueError`` if there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except UnicodeError as error:
@@ -41,17 +41,29 @@ def read_template(path: str | None) -> str | None:
     return template
 
 
-def check_output(path: Path, suffixes: tuple[str, ...] = (), option: str = "-o") -> None:
-    """Raise ``CliError`` for a path that cannot be written, before anything is loaded."""
+def check_output(
+    path: Path, source: Path | None = None, suffixes: tuple[str, ...] = (), option: str = "-o"
+) -> None:
+    """Raise ``CliError`` for a path that cannot be written or is ``source``, before a model is loaded."""
+    name = f"{option}: {str(path)!r}"
     if suffixes and path.suffix not in suffixes:
-        ends = ", ".join(suffixes)
-        raise CliError(f"{option} takes a file that ends in {ends}, but is {str(path)!r}")
+        raise CliError(
+            f"{option} takes a file that ends in {', '.join(suffixes)}, but is {str(path)!r}"
+        )
     if path.is_dir():
-        raise CliError(f"{option}: {str(path)!r} is a folder: give a file")
+        raise CliError(f"{name} is a folder: give a file")
     if not path.parent.is_dir():
-        raise CliError(f"{option}: cannot write to {str(path)!r}: no such folder")
+        raise CliError(f"{name} cannot be written: no such folder")
+    if source is not None and path.exists() and path.samefile(source):
+        raise CliError(f"{name} is the file that is read: give another one")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise CliError(f"{option}: {str(path)!r} may not be written")
+        raise CliError(f"{name} may not be written")
+
+
+def check_input(path: Path) -> None:
+    """Raise ``CliError`` if ``path`` is no file."""
+    if not path.is_file():
+        raise CliError(f"no file at {str(path)!r}")
 
 
 def read_prompt(prompt: str | None) -> str:

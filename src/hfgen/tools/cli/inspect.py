@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from . import files, options
-from .field_options import generation_config, note_idle
+from .field_options import FieldsWithoutResults, generation_config, note_idle
 from .measure import named_errors
 from .report import CliError, one_line, say
 
@@ -17,28 +16,18 @@ NEW_TOKENS = 48
 SUFFIXES = (".html", ".htm", ".json")
 
 
-@options.with_shared_options
 def inspect(
-    context: typer.Context,
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", metavar="PAGE.html", help="The output file; .json writes the data."
-        ),
-    ],
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PROMPT",
-            help="Texts to complete, one tab each; - or a pipe reads standard input.",
-        ),
-    ] = None,
-    assistant: options.AssistantOption = None,
-    top: Annotated[
-        int, typer.Option("--top", min=1, help="Number of likely tokens to keep at each position.")
-    ] = 10,
-    *,
     source: options.ModelOptions,
+    fields: FieldsWithoutResults,
+    output: Path = Option(
+        ..., "--output", "-o", metavar="PAGE.html", help="The output file; .json: the data."
+    ),
+    prompts: list[str] | None = Argument(
+        None,
+        metavar="PROMPT",
+        help="Texts to complete, one tab each; - or a pipe reads standard input.",
+    ),
+    top: int = Option(10, min=1, help="Number of likely tokens to keep at each position."),
 ) -> None:
     """Complete prompts, and write a page that shows what happened at each token.
 
@@ -46,10 +35,9 @@ def inspect(
     and is one file that needs no network. Every field of GenerationConfig is an option, as in
     --temperature 0.8 --top-p 0.9 --num-beams 4.
     """
-    fields: dict[str, Any] = context.obj
-    files.check_output(output, SUFFIXES)
+    files.check_output(output, suffixes=SUFFIXES)
     texts = [files.read_prompt(prompt) for prompt in prompts or (None,)]
-    with source.loaded(assistant) as loaded:
+    with source.loaded(fields.assistant) as loaded:
         import hfgen
 
         config = generation_config(fields, loaded.model, NEW_TOKENS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import warnings
 from collections.abc import Iterator
@@ -14,12 +13,25 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from .report import CliError, err, one_line, say
+from .report import CliError, err, note, one_line, say
 
-BUILTIN = {"builtin": False, "builtin-draft": True}  # name -> whether it is the draft model
+BUILTIN = {"builtin": False, "builtin-draft": True}  # name → whether it is the draft model
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = "cpu, cuda, cuda:1, mps or auto"
-NO_TRUST = "trust_remote_code"  # in transformers' error where it does not run a checkpoint's code
+
+OFFLINE = "it has not been downloaded before, and the hub cannot be reached: no network"
+#: Class of an exception, or words of its message → why a model cannot be loaded, and what to do.
+CAUSES = {
+    "GatedRepoError": "it is gated; ask for access at its page on the hub, then: hf auth login",
+    "RepositoryNotFoundError": "the hub has no such model, or it is private: check the name, or log in: "
+    "hf auth login",
+    "LocalEntryNotFoundError": OFFLINE,
+    "OfflineModeIsEnabled": OFFLINE,
+    "SafetensorError": "its weights are damaged or incomplete, so save or download them again",
+    "ignore_mismatched_sizes": "its weights do not fit its config.json: they have other shapes (--debug "
+    "lists them)",
+    "trust_remote_code": "it brings Python code of its own, which is not run: read it, and give "
+    "--trust-remote-code if you trust it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +52,8 @@ class Loaded:
         if self.assistant is None:
             return {}
         model, tokenizer = self.assistant.model, self.assistant.tokenizer
-        own = {} if len(tokenizer) == len(self.tokenizer) else {"assistant_tokenizer": tokenizer}
-        return {"assistant_model": model, **own}
+        is_same = len(tokenizer) == len(self.tokenizer)
+        return {"assistant_model": model} | ({} if is_same else {"assistant_tokenizer": tokenizer})
 
 
 def load(
@@ -61,16 +73,11 @@ def load(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device("cpu" if device == "auto" else device)
-    except RuntimeError as error:
-        raise CliError(f"--device takes {DEVICES}, but {device!r} was given") from error
-    if found.type == "meta":
-        raise CliError("--device meta has no memory, so nothing can be generated on it")
-    try:
-        torch.empty(0, device=found)
-    except (AssertionError, RuntimeError) as error:  # a build without it is the former
-        reason = first_line(error)
-        raise CliError(f"--device {device}: it cannot be used here ({reason})") from error
+        torch.empty(1, device="cpu" if device == "auto" else device).item()
+    except (AssertionError, RuntimeError) as error:  # the former without CUDA in torch's build
+        raise CliError(
+            f"--device {device}: it cannot be used here ({first_line(error)})"
+        ) from error
     drafts = None if assistant is None else load(assistant, None, dtype, device, trust_remote_code)
     try:
         if name in BUILTIN:
@@ -83,12 +90,35 @@ def load(
     except CliError:
         raise
     except Exception as error:
-        if NO_TRUST in str(error):
-            raise CliError(
-                f"{name!r} brings Python code of its own, which is not run: read it, and give "
-                "--trust-remote-code if you trust it"
-            ) from error
         raise CliError(f"cannot load {name!r}: {cause(error, name)}") from error
+
+
+def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    import transformers
+
+    path = check_source(name)
+    source = name if path is None else str(path)
+    shared = {"local_files_only": offline(), "trust_remote_code": trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(source, **shared)
+    kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **shared)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise
+        reason = "" if first_line(error).endswith("one of") else f" ({first_line(error)})"
+        raise CliError(
+            f"no tokenizer with {name!r}: save one to the same folder{reason}"
+        ) from error
+    settings = {"dtype": dtype, "device_map": device, "output_loading_info": True}
+    model, info = auto.from_pretrained(source, **settings, **shared)
+    if missing := sorted(info["missing_keys"]):
+        note(
+            f"{name} lacks weights, which are random now, so that answers mean nothing "
+            f"({missing[0]}, …): is it a model that generates?"
+        )
+    return model, tokenizer
 
 
 def make_exact(loaded: Loaded) -> None:
@@ -112,40 +142,6 @@ def optimize(loaded: Loaded, compile: bool = False) -> None:
             raise CliError(f"--optimize: {error}") from error
         if err.is_terminal:
             say(f"[dim]{one_line(str(part.model.optimization), 2000)}[/]")
-
-
-def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    import transformers
-
-    path = check_source(name)
-    source = name if path is None else str(path)
-    shared = {"local_files_only": offline(), "trust_remote_code": trust_remote_code}
-    config = transformers.AutoConfig.from_pretrained(source, **shared)
-    kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
-    auto = getattr(transformers, f"AutoModelFor{kind}")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **shared)
-    except Exception as error:
-        if NO_TRUST in str(error):
-            raise
-        reason = "" if first_line(error).endswith("one of") else f" ({first_line(error)})"
-        raise CliError(
-            f"no tokenizer with {name!r}: save one to the same folder{reason}"
-        ) from error
-    settings = {"dtype": dtype, "device_map": device, "output_loading_info": True}
-    model, found = auto.from_pretrained(source, **settings, **shared)
-    if missing := sorted(found["missing_keys"]):
-        say(
-            f"[yellow]note:[/] {one_line(name)} lacks weights, which are random now, so that answers mean "
-            f"nothing ({one_line(missing[0])}, …): is it a model that generates?"
-        )
-    return model, tokenizer
-
-
-def check_device(device: str) -> None:
-    """Raise ``CliError`` for what cannot name a device; torch knows whether there is one."""
-    if re.fullmatch(r"[a-z]+(:\d+)?", device) is None:
-        raise CliError(f"--device takes {DEVICES}, but {device!r} was given")
 
 
 def check_source(name: str) -> Path | None:
@@ -172,33 +168,17 @@ def check_source(name: str) -> Path | None:
 
 
 def cause(error: BaseException, name: str) -> str:
-    """Why a model could not be loaded, and what to do, by the first cause that says more."""
-    kinds = {type(each).__name__ for each in chain(error)}
-    if "GatedRepoError" in kinds:
-        return f"it is gated; ask for access at its page on the hub, then log in: hf auth login ({name})"
-    if "RepositoryNotFoundError" in kinds:
-        return (
-            "the hub has no such model, or it is private: check the name, or log in: hf auth login"
-        )
-    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} or (
-        check_source(name) is None and name not in BUILTIN and offline()
-    ):
-        return "it has not been downloaded before, and the hub cannot be reached: no network"
-    if "SafetensorError" in kinds:
-        return f"its weights are damaged or incomplete, so save or download them again ({first_line(error)})"
-    if "ignore_mismatched_sizes" in str(
-        error
-    ):  # transformers logs the shapes, and --debug shows it
-        return "its weights do not fit its config.json: they have other shapes (--debug lists them)"
+    """Why a model could not be loaded, and what to do: the first cause that is known."""
+    words, link = str(error), error.__cause__ or error.__context__
+    words += type(error).__name__
+    while link is not None:
+        words += type(link).__name__
+        link = link.__cause__ or link.__context__
+    known = next((reason for sign, reason in CAUSES.items() if sign in words), None)
+    if known is None and name not in BUILTIN and check_source(name) is None and offline():
+        known = OFFLINE
     advice = "Give a folder written by save_pretrained, a hub id, or builtin."
-    return f"{first_line(error)}. {advice}"
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those that it was raised from."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    return known or f"{first_line(error)}. {advice}"
 
 
 def first_line(error: BaseException) -> str:

@@ -1,14 +1,14 @@
-"""One generation, with its times and its memory."""
+"""Calls of ``generate`` with their times, and both libraries in turns."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .field_options import with_options
 from .loading import Loaded, upstream
@@ -16,6 +16,8 @@ from .report import CliError
 
 if TYPE_CHECKING:
     from ... import StreamEvent
+
+T = TypeVar("T")
 
 #: Library → the context in which a model generates with it.
 LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
@@ -44,7 +46,7 @@ class Generated:
     """The tokens of one call of ``generate``, and its times in seconds."""
 
     padded: list[list[int]]  # new tokens per row, all of one length
-    rows: list[list[int]]  # the same, up to and including the first end-of-sequence token
+    rows: list[list[int]]  # the same, without the padding behind their ends
     seconds: float  # the whole call
     first: float | None  # to the first new token; None for beams that are not streamed
     output: Any  # what `generate` returned
@@ -94,8 +96,9 @@ def generate(
     """Generate once with torch's generator at ``seed``, and time it; errors become ``CliError``."""
     import torch
 
-    own = loaded.model.generation_config
-    is_streamed = (config.num_beams or own.num_beams or 1) == 1 and not config.force_words_ids
+    defaults = loaded.model.generation_config
+    n_beams = config.num_beams or defaults.num_beams or 1
+    is_streamed = n_beams == 1 and not config.force_words_ids
     kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
     if seed is not None:
         torch.manual_seed(seed)
@@ -106,28 +109,19 @@ def generate(
     seconds = time.perf_counter() - clock.started
     reasons = getattr(output, "finish_reasons", None) or [None] * len(padded)
     eos, pad = (
-        getattr(own if getattr(config, name) is None else config, name)
+        getattr(defaults if getattr(config, name) is None else config, name)
         for name in ("eos_token_id", "pad_token_id")
     )
     eos = eos if isinstance(eos, list) else [eos]
-    rows = [said(row, why, eos, pad) for row, why in zip(padded, reasons, strict=True)]
-    why = [reason for reason in reasons if reason is not None]
-    return Generated(padded, rows, seconds, clock.first, output, why)
+    rows = [without_padding(row, why, eos, pad) for row, why in zip(padded, reasons, strict=True)]
+    named = [reason for reason in reasons if reason is not None]
+    return Generated(padded, rows, seconds, clock.first, output, named)
 
 
-def in_turns(turns: Iterable[int], loaded: Loaded) -> Iterator[tuple[int, str]]:
-    """Yield turn and library; inside, the model generates with that one.
-
-    The order alternates, so that neither library always runs on warm caches.
-    """
-    for turn in turns:
-        for library in list(LIBRARIES)[:: 1 if turn % 2 == 0 else -1]:
-            with LIBRARIES[library](loaded):
-                yield turn, library
-
-
-def said(row: list[int], reason: Any, eos: list[int | None], pad: int | None) -> list[int]:
-    """``row`` without the padding behind its end. ``reason``: why it ended, None if nobody says."""
+def without_padding(
+    row: list[int], reason: Any, eos: list[int | None], pad: int | None
+) -> list[int]:
+    """``row`` up to its end. ``reason``: why it ended; None with transformers, which does not say."""
     if reason is None or reason == "eos":
         ends = [getattr(reason, "stop", None)] if reason is not None else eos
         return row[: next((i for i, token in enumerate(row, 1) if token in ends), None)]
@@ -156,9 +150,25 @@ def stream(
             show(event)
     padded = new_tokens(loaded, inputs, events.result)
     seconds = time.perf_counter() - started
-    in_order = range(len(rows))
-    tokens, why = [rows[row] for row in in_order], [reasons[row] for row in in_order]
-    return Generated(padded, tokens, seconds, first, events.result, why)
+    tokens = [rows[row] for row in range(len(rows))]
+    in_order = [reasons[row] for row in range(len(rows))]
+    return Generated(padded, tokens, seconds, first, events.result, in_order)
+
+
+def race(loaded: Loaded, call: Callable[[str], T], repeat: int) -> dict[str, list[T]]:
+    """The results of ``call(library)`` with each library: of a warm-up first, then of ``repeat`` turns.
+
+    The order alternates, so that neither library always runs on warm caches. Errors name the library.
+    """
+    results: dict[str, list[T]] = {library: [] for library in LIBRARIES}
+    for turn in range(repeat + 1):
+        for library in list(LIBRARIES)[:: 1 if turn % 2 == 0 else -1]:
+            with LIBRARIES[library](loaded):
+                try:
+                    results[library].append(call(library))
+                except CliError as error:
+                    raise CliError(f"{library}: {error}") from error
+    return results
 
 
 @contextmanager

@@ -1,29 +1,31 @@
-"""Options that several commands share, each declared once as a field of a dataclass."""
+"""Options that several commands share, and the commands that take them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, TypeVar, get_type_hints
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, get_type_hints
 
+from rich.panel import Panel
+from rich.table import Table
 from typer import Option
 from typer.core import TyperCommand
 
-from ...settings.kinds import INT64
 from . import loading
+from .field_options import LEGEND, joined_flags
 from .files import read_template
-from .report import CliError
+from .report import CliError, out
+from .topics import TOPICS
 
 T = TypeVar("T")
 
 
 def checked(check: Callable[[T], object]) -> Callable[[T | None], T | None]:
-    """A callback of an option, which is checked before torch is imported."""
+    """A callback that checks the value of an option before torch is imported."""
 
     def callback(value: T | None) -> T | None:
         if value is not None:
@@ -33,85 +35,52 @@ def checked(check: Callable[[T], object]) -> Callable[[T | None], T | None]:
     return callback
 
 
-def model_option(help: str) -> Any:
-    """``--model``, with its line of help."""
-    return Option(
-        "--model", metavar="ID_OR_PATH", help=help, callback=checked(loading.check_source)
-    )
-
-
-def one_of_option(option: str, names: Collection[str], help: str) -> Any:
+def choice(default: str, names: Collection[str], help: str, option: str) -> Any:
     """An option that takes one of ``names``."""
 
     def check(value: str) -> None:
         if value not in names:
             raise CliError(f"{option} takes one of {', '.join(names)}, but {value!r} was given")
 
-    return Option(option, help=help, callback=checked(check))
+    return Option(default, option, help=help, callback=checked(check))
 
 
-def seed_option(option: str, help: str) -> Any:
+def model_source(default: str | None, help: str, option: str) -> Any:
+    """An option that takes a model."""
+    check = checked(loading.check_source)
+    return Option(default, option, metavar="ID_OR_PATH", help=help, callback=check)
+
+
+def seed(help: str, option: str) -> Any:
     """An option that takes a seed."""
-
-    def check(seed: int) -> None:
-        if not INT64.accepts(seed):
-            raise CliError(f"a seed has to be {INT64.words}, but is {seed}")
-
-    return Option(option, help=help, callback=checked(check))
+    return Option(0, option, min=0, max=2**63 - 1, metavar="N", help=help)
 
 
-def check_memory(memory: float) -> None:
-    """Raise ``CliError`` for a ``--memory`` that is neither a share nor bytes."""
-    if not 0 < memory < math.inf:
-        raise CliError(
-            f"--memory takes bytes, or up to 1 a share of what is free, but is {memory:g}"
-        )
-
-
-AssistantOption = Annotated[
-    str | None,
-    Option(
-        "--assistant",
-        metavar="ID_OR_PATH",
-        help="Draft tokens with this smaller model (assisted decoding).",
-        callback=checked(loading.check_source),
-    ),
-]
-DebugOption = Annotated[
-    bool, Option("--debug", help="Show warnings, and the traceback of an error.")
-]
-DtypeOption = Annotated[
-    str, one_of_option("--dtype", loading.DTYPES, "auto, float32, bfloat16 or float16 weights.")
-]
-JsonOption = Annotated[bool, Option("--json", help="Print one JSON object.")]
-OptimizeOption = Annotated[bool, Option("--optimize", help="Use faster kernels for this CPU.")]
-RepeatOption = Annotated[int, Option("--repeat", min=1, help="Timed runs of each library.")]
-RowsOption = Annotated[int, Option("--max-rows", min=1, help="Rows that decode at once.")]
+DEBUG = Option(False, "--debug", help="Show warnings, and the traceback of an error.")
+DTYPE = choice("auto", loading.DTYPES, "auto, float32, bfloat16 or float16 weights.", "--dtype")
+JSON = Option(False, "--json", help="Print one JSON object.")
+MODEL = model_source("builtin", "A folder, a hub id, builtin or builtin-draft.", "--model")
+OPTIMIZE = Option(False, "--optimize", help="Use faster kernels for this CPU.")
+REPEAT = Option(3, "--repeat", min=1, help="Timed runs of each library.")
+ROWS = Option(32, "--max-rows", min=1, help="Rows that decode at once.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatModelOptions:
-    """Options of commands that load a model, which has to be named."""
+class ModelOptions:
+    """Options of commands that load a model: the built-in one, unless another is named."""
 
-    model: Annotated[str | None, model_option("A folder or a hub id of a model that can chat.")] = (
-        None
+    model: str = MODEL
+    exact: bool = Option(
+        False, "--exact", help="The same bits for a row, whatever is computed beside it."
     )
-    exact: Annotated[
-        bool, Option("--exact", help="The same bits for a row, whatever is computed beside it.")
-    ] = False
-    dtype: DtypeOption = "auto"
-    device: Annotated[
-        str | None,
-        Option(
-            "--device",
-            help="cpu, cuda, cuda:1, mps, or auto to spread over all; the GPU if there is one.",
-            callback=checked(loading.check_device),
-        ),
-    ] = None
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the Python code in the model's repository.")
-    ] = False
-    debug: DebugOption = False
+    dtype: str = DTYPE
+    device: str | None = Option(
+        None, help="cpu, cuda, cuda:1, mps, or auto to spread over all; the GPU if there is one."
+    )
+    trust_remote_code: bool = Option(
+        False, "--trust-remote-code", help="Run the Python code in the model's repository."
+    )
+    debug: bool = DEBUG
 
     @contextmanager
     def loaded(
@@ -120,7 +89,7 @@ class ChatModelOptions:
         """Load the model, and keep transformers' messages off while it is used; raises ``CliError``."""
         with loading.quiet(self.debug):
             settings = self.dtype, self.device, self.trust_remote_code
-            loaded = loading.load(str(self.model), assistant, *settings)
+            loaded = loading.load(self.model, assistant, *settings)
             if optimize:
                 loading.optimize(loaded, compile)
             if self.exact:
@@ -129,40 +98,32 @@ class ChatModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(ChatModelOptions):
-    """Options of commands that load a model: the built-in one, unless another is named."""
+class ChatModelOptions(ModelOptions):
+    """Options of ``hfgen chat``, whose model has to be named."""
 
-    model: Annotated[str, model_option("A folder, a hub id, builtin or builtin-draft.")] = "builtin"
+    model: str = Option(
+        "", metavar="ID_OR_PATH", help="A folder or hub id of a model that can chat."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Options of commands that decode with an engine."""
 
-    max_rows: RowsOption = 32
-    memory: Annotated[
-        float,
-        Option(
-            "--memory",
-            help="Memory for the KV cache: a share of free memory (up to 1), or bytes.",
-            callback=checked(check_memory),
-        ),
-    ] = 0.8
-    prefill_tokens: Annotated[
-        int, Option("--prefill-tokens", min=1, help="Prompt tokens forwarded per step.")
-    ] = 2048
-    prefix_cache: Annotated[
-        bool, Option("--prefix-cache", help="Reuse the keys and values of common prompt prefixes.")
-    ] = False
-    chat_template: Annotated[
-        str | None,
-        Option(
-            "--chat-template",
-            metavar="FILE",
-            help="A file to use instead of the model's template.",
-            callback=read_template,  # the field has the text
-        ),
-    ] = None
+    max_rows: int = ROWS
+    memory: float = Option(
+        0.8, min=0, help="Memory for the KV cache: a share of free memory (up to 1), or bytes."
+    )
+    prefill_tokens: int = Option(2048, min=1, help="Prompt tokens forwarded per step.")
+    prefix_cache: bool = Option(
+        False, "--prefix-cache", help="Reuse the keys and values of common prompt prefixes."
+    )
+    chat_template: str | None = Option(
+        None,
+        metavar="FILE",
+        help="A file to use instead of the model's template.",
+        callback=read_template,  # the field has the text
+    )
 
     def engine(self, model: Any, tokenizer: Any, **settings: Any) -> Any:
         """An engine for ``model``; raises ``CliError`` for one that it does not take."""
@@ -182,38 +143,38 @@ class EngineOptions:
             raise CliError(str(error)) from error
 
 
-def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as typer takes it: for an argument that is a dataclass, an option for each field.
+def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
+    """A parameter for each field of a dataclass; a plain default has its help in ``metadata``."""
+    hints = get_type_hints(group)
+    for part in fields(group):
+        default: Any = part.default
+        if part.metadata:
+            default = Option(default, help=part.metadata["help"], rich_help_panel=group.__name__)
+        kind, annotation = inspect.Parameter.KEYWORD_ONLY, hints[part.name]
+        yield inspect.Parameter(part.name, kind, default=default, annotation=annotation)
 
-    The annotation of a field is that of typer; without one, ``metadata`` has the ``help``.
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` as typer takes it, with options for each argument whose annotation is a group.
+
+    A group is a dataclass of options, or a class with ``parameters()``.
     """
-    given = inspect.signature(command, eval_str=True).parameters
-    groups: dict[str, Any] = {
-        n: p.annotation for n, p in given.items() if is_dataclass(p.annotation)
-    }
+    groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     parameters: dict[str, inspect.Parameter] = {}
-    for name, parameter in given.items():
-        parts = {name: (parameter.annotation, parameter.default)}
-        if group := groups.get(name):
-            hints = get_type_hints(group, include_extras=True)
-            parts = {part.name: (hints[part.name], part.default) for part in fields(group)}
-            for part in fields(group):
-                if part.metadata:
-                    option = Option(
-                        "--" + part.name.replace("_", "-"),
-                        help=part.metadata["help"],
-                        rich_help_panel=group.__name__,
-                    )
-                    parts[part.name] = Annotated[hints[part.name], option], part.default
-        for part_name, (annotation, default) in parts.items():
-            parameters[part_name] = inspect.Parameter(
-                part_name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        members = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        if hasattr(kind, "parameters") or hasattr(kind, "__dataclass_fields__"):
+            members = list(
+                kind.parameters() if hasattr(kind, "parameters") else parameters_of(kind)
             )
+            groups[name] = kind, members
+        parameters |= {member.name: member for member in members}
 
     @functools.wraps(command)
     def whole(**arguments: Any) -> None:
-        for name, group in groups.items():
-            values = {part.name: arguments.pop(part.name) for part in fields(group)}
+        for name, (group, members) in groups.items():
+            values = {member.name: arguments.pop(member.name) for member in members}
             try:
                 arguments[name] = group(**values)
             except ValueError as error:
@@ -222,27 +183,13 @@ def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
 
     whole.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     whole.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    whole.__doc__ = re.sub(r"(?<!\n)\n(?!\n) *", " ", command.__doc__ or "")  # a line per paragraph
     del whole.__wrapped__
     return whole
 
 
-class PlainHelp:
-    """A mixin of commands whose help has no line ends within a paragraph, and no type of flags."""
-
-    help: str | None
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        self.help = re.sub(r"(?<!\n)\n(?!\n) *", " ", self.help or "")
-        super().format_help(ctx, formatter)  # type: ignore[misc]
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            remaining: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
-        except Exception as error:
-            if hasattr(error, "ctx"):  # a usage error, which names the command
-                error.ctx = error.ctx or ctx
-            raise
-        return remaining
+class FlagsWithoutType:
+    """A mixin of commands and groups whose help shows no type of flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
@@ -252,5 +199,34 @@ class PlainHelp:
         return parameters
 
 
-class PlainCommand(PlainHelp, TyperCommand):
-    """A command without fields of ``GenerationConfig``."""
+class Command(FlagsWithoutType, TyperCommand):
+    """A command whose usage errors name it, and whose help has a panel for each topic of generation."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, list(joined_flags(args)))
+        except Exception as error:
+            if hasattr(error, "ctx"):  # a usage error
+                error.ctx = error.ctx or ctx
+            if hasattr(error, "possibilities"):  # there is no such option
+                names = [name for parameter in self.params for name in parameter.opts]
+                wrong = getattr(error, "option_name", "-")
+                longer = [name for name in names if name.startswith(wrong)]
+                error.possibilities = longer or error.possibilities
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        grids: dict[str, Table] = {}
+        parameters: list[Any] = self.params
+        for parameter in parameters:
+            if (topic := getattr(parameter, "rich_help_panel", "")) in TOPICS:
+                if topic not in grids:
+                    grids[topic] = Table.grid(padding=(0, 2, 0, 0))
+                    grids[topic].add_column(style="cyan", no_wrap=True)
+                option = f"{parameter.opts[0]} {parameter.metavar or ''}".rstrip()
+                grids[topic].add_row(option, parameter.help)
+        for topic, grid in grids.items():
+            out.print(Panel(grid, title=topic, title_align="left", border_style="dim"))
+        if grids:
+            out.print(LEGEND, style="dim")

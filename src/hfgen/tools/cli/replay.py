@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from . import files
+from . import files, options
 from .loading import load, make_exact, optimize, quiet
 from .measure import encode, named_errors
-from .options import DebugOption, DtypeOption, JsonOption, model_option
 from .report import CliError, out, print_json
 
 #: Bytes of a file that is read as a card, at most.
@@ -18,18 +17,15 @@ MAX_BYTES = 2**27
 
 
 def replay(
-    card: Annotated[Path, typer.Argument(metavar="CARD.json", help="What str(output.card) wrote.")],
-    model: Annotated[
-        str, model_option("The model of the call: a folder, a hub id, or builtin.")
-    ] = "builtin",
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="A text of the call, where the card has no prompts; repeatable."),
-    ] = None,
-    dtype: DtypeOption = "auto",
-    device: Annotated[str | None, typer.Option(help="A torch device.")] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    card: Path = Argument(metavar="CARD.json", help="What str(output.card) wrote."),
+    model: str = options.MODEL,
+    prompt: list[str] | None = Option(
+        None, help="A text of the call, where the card has no prompts; repeatable."
+    ),
+    dtype: str = options.DTYPE,
+    device: str | None = Option(None, help="A torch device."),
+    as_json: bool = options.JSON,
+    debug: bool = options.DEBUG,
 ) -> None:
     """Decode a call again from its card: the same bytes, or the first thing that differs.
 
@@ -53,14 +49,13 @@ def replay(
             make_exact(loaded)
         inputs = encode(loaded, prompt) if prompt else None
         with named_errors():
-            found = decode_again(expected, loaded.model, loaded.tokenizer, inputs)
-    differing, place = differences(expected, found), first_token(expected, found)
+            decoded = decode_again(expected, loaded.model, loaded.tokenizer, inputs)
+    differing, place = differences(expected, decoded), first_token(expected, decoded)
     if as_json:
         print_json({"same": place is None, "first_token": place, "differences": differing})
     else:
-        out.print(
-            "[bold green]The same bytes.[/]" if place is None else "[bold red]Other bytes.[/]"
-        )
+        is_same = place is None
+        out.print("[bold green]The same bytes.[/]" if is_same else "[bold red]Other bytes.[/]")
         for line in [*differing, *filter(None, [place])]:
             out.print(line, markup=False, highlight=False)
         if place is not None and not differing:

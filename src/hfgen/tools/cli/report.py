@@ -1,4 +1,4 @@
-"""Terminal output: messages, text without control codes, numbers with units."""
+"""Terminal output: messages, answers without control codes, tables, numbers with units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -18,15 +17,8 @@ from rich.table import Column, Table
 if TYPE_CHECKING:
     from ... import StreamEvent
 
-# What a terminal obeys in place of showing it (ECMA-48), each without its terminator.
-_CSI = r"(?:\x1b\[|\x9b)[0-?]*[ -/]*"
-_STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*"  # OSC, DCS, SOS, PM, APC
-_ESCAPE = r"\x1b[ -/]*"
-#: All of these, whole or broken off, and C0 and C1 controls but tab and line feed.
-CONTROL_CODES = re.compile(
-    rf"{_CSI}[@-~]?|{_STRING}(?:\x07|\x1b\\|\x9c)?|{_ESCAPE}[0-~]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-)
-UNFINISHED = re.compile(rf"(?:{_CSI}|{_STRING}\x1b?|{_ESCAPE})\Z")
+#: C0 and C1 controls but tab and line feed: without them, a terminal obeys no text (ECMA-48).
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 #: Why an answer ended, in words.
 REASONS = {
@@ -45,32 +37,17 @@ class CliError(Exception):
     """The input is wrong: shown as one line, exit code 2."""
 
 
-@dataclass(slots=True)
-class TerminalText:
-    """Takes control codes, also split ones, out of text for a terminal, not for a pipe or a file."""
-
-    held: str = ""  # the beginning of a control code
-
-    def add(self, piece: str) -> str:
-        """Add ``piece``; return the text that can be written now."""
-        if not sys.stdout.isatty():
-            return piece
-        text = self.held + piece
-        begun = UNFINISHED.search(text)
-        self.held = begun[0] if begun else ""
-        return CONTROL_CODES.sub("", text.removesuffix(self.held))
-
-
 class Answers:
-    """Writes texts to standard output, one after the other, the first as it comes."""
+    """Writes texts to standard output, one after the other, the first as it comes.
+
+    A terminal gets no control codes; a pipe or a file gets the texts as they are.
+    """
 
     def __init__(self, n_rows: int = 1) -> None:
-        self.n_rows = n_rows
-        self.texts: list[str] = [""] * n_rows
+        self.texts = [""] * n_rows
         self.has_ended = [False] * n_rows
-        #: The row that is being written, and its characters that have been; ``None`` before its heading.
-        self.row, self.n_written = 0, None  # type: int, int | None
-        self.terminal = TerminalText()
+        self.row = 0  # the one that is being written
+        self.n_written: int | None = None  # characters of it; None before its heading
 
     def __call__(self, event: StreamEvent) -> None:
         """Take an event of a stream."""
@@ -80,25 +57,22 @@ class Answers:
         """Take more text of ``row``; write the current row, and the next ones if it has ended."""
         self.texts[row] += text
         self.has_ended[row] = has_ended
-        while self.row < self.n_rows and row <= self.row:
-            self.write(self.texts[self.row])
+        while row <= self.row < len(self.texts):
+            if self.n_written is None and len(self.texts) > 1:
+                sys.stdout.write(f"--- {self.row + 1} of {len(self.texts)} ---\n")
+            new_text = self.texts[self.row][self.n_written or 0 :]
+            sys.stdout.write(CONTROLS.sub("", new_text) if sys.stdout.isatty() else new_text)
+            sys.stdout.flush()
+            self.n_written = len(self.texts[self.row])
             if not self.has_ended[self.row]:
                 break
             self.end()
-
-    def write(self, text: str) -> None:
-        """Write the new part of ``text``, the whole text of the current row so far."""
-        if self.n_written is None and self.n_rows > 1:
-            sys.stdout.write(f"--- {self.row + 1} of {self.n_rows} ---\n")
-        sys.stdout.write(self.terminal.add(text[self.n_written or 0 :]))
-        sys.stdout.flush()
-        self.n_written = len(text)
 
     def end(self) -> None:
         """End the current row with a line feed, and go on to the next one."""
         if not self.texts[self.row].endswith("\n"):
             sys.stdout.write("\n")
-        self.row, self.n_written, self.terminal = self.row + 1, None, TerminalText()
+        self.row, self.n_written = self.row + 1, None
 
 
 def print_json(report: dict[str, Any]) -> None:
@@ -110,7 +84,7 @@ def print_json(report: dict[str, Any]) -> None:
 
 def one_line(message: str, width: int = 320) -> str:
     """``message`` on a single line of at most ``width`` characters, safe as rich markup."""
-    return escape(textwrap.shorten(CONTROL_CODES.sub(" ", message), width, placeholder=" …"))
+    return escape(textwrap.shorten(CONTROLS.sub(" ", message), width, placeholder=" …"))
 
 
 def say(markup: str) -> None:
@@ -118,7 +92,12 @@ def say(markup: str) -> None:
     err.print(markup, soft_wrap=True)
 
 
-def why(reason: str) -> str:
+def note(message: str) -> None:
+    """A note on standard error: something that the user may not expect."""
+    say(f"[yellow]note:[/] {one_line(message)}")
+
+
+def end_reason(reason: str) -> str:
     """Why an answer ended, in words, safe as rich markup; what stopped it is named."""
     stop = getattr(reason, "stop", None) if reason == "stop" else None
     return one_line(REASONS.get(reason, reason) + ("" if stop is None else f" by {stop!r}"))
@@ -141,17 +120,12 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 def table(*texts: str | Column, numbers: Iterable[str] = ()) -> Table:
     """A table without lines: columns of ``texts`` on the left, those of ``numbers`` on the right."""
-    found = Table(*texts, box=None, padding=(0, 2, 0, 0), header_style="bold")
+    grid = Table(*texts, box=None, padding=(0, 2, 0, 0), header_style="bold")
     for name in numbers:
-        found.add_column(name, justify="right", no_wrap=True)
-    return found
+        grid.add_column(name, justify="right", no_wrap=True)
+    return grid
 
 
 def interval_text(interval: Any, digits: str) -> str:
     """Both ends of an interval; a dash without one."""
     return "-" if interval is None else f"{interval.low:{digits}} to {interval.high:{digits}}"
-
-
-def mebibytes(size: int | None) -> str:
-    """Bytes as MiB; a dash where there is no measurement."""
-    return "-" if size is None else f"{size / 2**20:,.0f} MiB"

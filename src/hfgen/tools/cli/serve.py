@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from typer import Option
 
+from ..serve import check_requirements
 from ..serve.limits import Limits
 from . import loading, options
 from .loading import BUILTIN, Loaded, first_line, load, make_exact, quiet
@@ -17,37 +18,26 @@ POLICIES = ("fcfs", "srpt", "priority")
 LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
-@options.with_shared_options
 def serve(
-    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535)] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key",
-            envvar="HFGEN_API_KEY",
-            help="The key that clients must send; other requests get 401.",
-        ),
-    ] = None,
-    max_queue: Annotated[
-        int,
-        typer.Option("--max-queue", min=1, help="Requests that may wait; further ones get 429."),
-    ] = 256,
-    policy: Annotated[
-        str, options.one_of_option("--policy", POLICIES, f"{', '.join(POLICIES)}.")
-    ] = "fcfs",
-    assistant: options.AssistantOption = None,
-    optimize: options.OptimizeOption = False,
-    log_level: Annotated[
-        str,
-        options.one_of_option(
-            "--log-level", LEVELS, f"{', '.join(LEVELS)}; info prints a line per request."
-        ),
-    ] = "warning",
-    *,
     source: options.ModelOptions,
     engine: options.EngineOptions,
     limits: Limits,
+    host: str = Option("127.0.0.1", help="The address to listen on."),
+    port: int = Option(8000, min=0, max=65535),
+    api_key: str | None = Option(
+        None,
+        envvar="HFGEN_API_KEY",
+        help="The key that clients must send; other requests get 401.",
+    ),
+    max_queue: int = Option(256, min=1, help="Requests that may wait; further ones get 429."),
+    policy: str = options.choice("fcfs", POLICIES, f"{', '.join(POLICIES)}.", "--policy"),
+    assistant: str | None = options.model_source(
+        None, "Draft tokens with this smaller model.", "--assistant"
+    ),
+    optimize: bool = options.OPTIMIZE,
+    log_level: str = options.choice(
+        "warning", LEVELS, f"{', '.join(LEVELS)}; info prints a line per request.", "--log-level"
+    ),
 ) -> None:
     """Serve a model with OpenAI's interface, at http://HOST:PORT/v1, until Ctrl-C.
 
@@ -59,8 +49,6 @@ def serve(
     if api_key == "":
         raise CliError("--api-key is empty: give a key, or leave it out")
     try:
-        from ..serve import check_requirements
-
         check_requirements()
     except ImportError as error:
         raise CliError(str(error)) from error
@@ -74,25 +62,25 @@ def serve(
             raise CliError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
         settings = source.dtype, source.device, source.trust_remote_code
-        served, processor = load_served(source.model, *settings)
+        model, processor = load_served(source.model, *settings)
         if engine.chat_template is not None:
             processor.chat_template = engine.chat_template
-        drafts = assistant and load(assistant, None, *settings)
         tokenizer = getattr(processor, "tokenizer", processor)
-        loaded = Loaded(source.model, served, tokenizer, drafts or None)
+        drafts = None if assistant is None else load(assistant, None, *settings)
+        loaded = Loaded(source.model, model, tokenizer, drafts)
         if optimize:
             loading.optimize(loaded)
         if source.exact:
             make_exact(loaded)
-        made = engine.engine(served, tokenizer, policy=policy, max_queue=max_queue)
+        running_engine = engine.engine(model, tokenizer, policy=policy, max_queue=max_queue)
     if api_key is None and host not in LOCAL:
         say(f"[yellow]hfgen:[/] anybody who reaches {host} may use the model: give --api-key")
     listening = Settings(host, listener.getsockname()[1], api_key, limits, log_level)
     running = serve(
         source.model,
-        served,
+        model,
         processor,
-        made,
+        running_engine,
         listening,
         lambda _: say(f"{source.model} at http://{host}:{listening.port}/v1 (Ctrl-C ends it)"),
         drafts=loaded.drafting(),

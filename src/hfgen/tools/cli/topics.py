@@ -1,52 +1,8 @@
-"""Tables of the generation options: topics with lines of help, short forms, and other libraries' names."""
+"""The help of each option of generation, by topic."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
-
-from ...settings import grammar
-from .files import read_text
-
-#: What stands for a value of each kind.
-METAVARS = {"an integer": "N", "a number": "X", "text or JSON": "…", "true or false": ""}
-
-LEGEND = (
-    "N is an integer, X a number, … text or JSON. Options without a value are flags: "
-    "--no-… turns them off. --top_k=5 is --top-k 5."
-)
-
-#: Names that llama.cpp, vLLM and OpenAI's interface have for fields.
-OTHER_NAMES = {
-    "temp": "temperature",
-    "n_predict": "max_new_tokens",
-    "predict": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "n": "num_return_sequences",
-    "beam_width": "num_beams",
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "penalty_window",
-    "typical": "typical_p",
-    "top_nsigma": "top_n_sigma",
-    "dynatemp_exp": "dynatemp_exponent",
-    "mirostat_lr": "mirostat_eta",
-    "mirostat_ent": "mirostat_tau",
-    "samplers": "sampler_order",
-    "grammar_file": "--lark",
-    "guided_json": "--json-schema",
-    "guided_regex": "--regex",
-    "guided_choice": "--choice",
-}
-
-#: Topic → field or short form (``--stop``) → its line. Every field that can be written as text is here.
+#: Topic → field, or an option of another name (``--stop``) → its help. A test finds a missing field.
 TOPICS: dict[str, dict[str, str]] = {
     "Length": {
         "max_new_tokens": "generate at most N tokens",
@@ -164,7 +120,8 @@ TOPICS: dict[str, dict[str, str]] = {
         "output_attentions": "return attentions",
         "output_hidden_states": "return hidden states",
     },
-    "Drafting (see also --assistant)": {
+    "Drafting": {
+        "--assistant": "draft tokens with this smaller model",
         "prompt_lookup_num_tokens": "draft N tokens by prompt lookup",
         "max_matching_ngram_size": "prompt lookup matches at most N tokens",
         "assistant_early_exit": "draft with the first N layers",
@@ -195,62 +152,3 @@ TOPICS: dict[str, dict[str, str]] = {
         "decoder_start_token_id": "first token of an encoder-decoder",
     },
 }
-
-#: What a backslash and a letter stand for in ``--stop``.
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-
-#: Between the tokens of JSON: small models may write spaces without end.
-WHITESPACE = " ?"
-
-
-class ShortForm(NamedTuple):
-    """An option that sets a field under another name.
-
-    ``read`` makes the value of the text behind it, or of a list of texts if it ``is_repeated``.
-    """
-
-    field: str
-    metavar: str
-    read: Callable[[Any], Any]
-    is_repeated: bool = False
-
-
-def unescaped(text: str) -> str:
-    r"""``text`` with a line feed for ``\n``, and so on for ``\t``, ``\r`` and ``\\``."""
-    return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text)
-
-
-def read_schema(path: str) -> grammar.Grammar:
-    """The grammar of the JSON schema in a file. Raises ``ValueError``."""
-    try:
-        schema = json.loads(read_text(Path(path)))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path!r} is not JSON: {error}") from error
-    return grammar.json(schema, whitespace=WHITESPACE)
-
-
-SHORT_FORMS: dict[str, ShortForm] = {
-    "--stop": ShortForm("stop_strings", "TEXT", lambda texts: list(map(unescaped, texts)), True),
-    "--json-schema": ShortForm("grammar", "FILE", read_schema),
-    "--json-object": ShortForm("grammar", "", lambda _: grammar.json_object(whitespace=WHITESPACE)),
-    "--regex": ShortForm("grammar", "PATTERN", grammar.regex),
-    "--choice": ShortForm("grammar", "TEXT", grammar.choice, True),
-    "--lark": ShortForm("grammar", "FILE", lambda path: grammar.lark(read_text(Path(path)))),
-}
-
-
-def panels(metavars: dict[str, str], own: Collection[str]) -> Iterator[Panel]:
-    """A panel for each topic. ``metavars``: option → what its value is; those of ``own`` are left out."""
-    for topic, lines in TOPICS.items():
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column(no_wrap=True)
-        for name, line in lines.items():
-            if (option := option_name(name)) not in own:
-                table.add_row(f"{option} {metavars[option]}".rstrip(), Text(line))
-        yield Panel(table, title=topic, title_align="left", border_style="dim")
-
-
-def option_name(field: str) -> str:
-    """The option of a field; a short form is one."""
-    return field if field.startswith("--") else "--" + field.replace("_", "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,3 +47,15 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, n_bytes: int) -> None:
         self.now -= n_bytes
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """The most memory that tensors of ``call`` take at a time, besides what is there before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with LiveBytes() as live:
+        call()
+    return live.peak
