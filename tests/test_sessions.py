@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import LogitsProcessor
 
 import hfgen
 from hfgen.session import Session, SessionBusyError, SessionClosedError
@@ -37,6 +38,7 @@ OPTIONS = st.fixed_dictionaries(
         "temperature": st.sampled_from([0.7, 1.5]),
         "repetition_penalty": st.just(1.3),
         "min_new_tokens": st.just(4),
+        "mirostat": st.just(2),
     },
 )
 #: Operations; numbers and tokens are for as many rows as there are at most.
@@ -61,7 +63,8 @@ def begun(name: str, options: dict[str, Any], seed: int = 0) -> Session:
         inputs["input_ids"] = inputs["input_ids"][:, : 1 + seed % 7]
     options = {"pad_token_id": 0, "do_sample": "seed" in options} | options
     if not options["do_sample"]:
-        options.pop("temperature", None)
+        for name_of_sampling in ("temperature", "mirostat"):
+            options.pop(name_of_sampling, None)
     return model.session(**inputs, **options, snapshot_every=1 + seed % 4)
 
 
@@ -237,6 +240,42 @@ def test_sessions_that_share_a_cache_do_not_see_each_other(model: Any) -> None:
     check(fork)
     session.close()
     check(fork)
+
+
+class Forced(LogitsProcessor):
+    """Makes a call of ``generate`` choose ``tokens`` first, whatever their scores are."""
+
+    def __init__(self, prompt_length: int, tokens: list[int]) -> None:
+        self.prompt_length, self.tokens = prompt_length, tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = input_ids.shape[1] - self.prompt_length
+        if place >= len(self.tokens):
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.tokens[place]] = 0.0
+        return forced
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mistral"])
+def test_given_tokens_are_as_if_they_had_been_chosen(name: str) -> None:
+    """``call`` names a strategy of the session's; here it is a plain call with a processor."""
+    with quiet():
+        options = {"do_sample": True, "ignore_eos": True, "repetition_penalty": 1.2}
+        options |= {"max_new_tokens": 20, "pad_token_id": 0}
+        model, ids = ours(name), tiny.prompt(1, 5) % 60
+        session = model.session(ids, **options, seed=4)
+        events_of(session, 6)
+        session = session.fork(2)
+        session.rewind([1, 3])
+        session.feed([[9], [11, 12]])
+        given = session.tokens
+        events_of(session, 20)
+        for row in range(2):
+            seed = session.call(row)["seed"]
+            forced = [Forced(5, given[row])]
+            fresh = model.generate(ids, **options, seed=seed, logits_processor=forced)
+            assert session.ids[row] == fresh[0].tolist()
 
 
 def test_a_finished_row_goes_on_when_it_is_rewound_or_fed(model: Any) -> None:

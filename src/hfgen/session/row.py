@@ -16,6 +16,7 @@ from ..decoding.recipes import recipe
 from ..decoding.results import Ending, text_of
 from ..decoding.strategies import Sample
 from ..logits import logprobs
+from ..logits.processors.feedback import Feedback
 from ..logits.stopping import FinishReason
 from ..mixin import driven
 from ..prepare.stages import prepare, prepare_functions
@@ -147,6 +148,10 @@ class Row:
         shown = self.events.row(0)
         shown.ids = list(tokens)
         shown.new_text()
+        #: A processor's state depends on how tokens were scored, and has begun anew.
+        self.is_restarted = any(isinstance(processor, Feedback) for processor in run.processors)
+        if self.is_restarted:
+            self.n_given = len(tokens)
         run.finished = run.finished or is_zero(run.config.max_new_tokens)
         self.reason = FinishReason("length") if run.finished else None
 
@@ -191,7 +196,7 @@ class Row:
             seed = self.arguments.get("seed", config_seed)
             arguments["seed"] = seeds.split(int(seed), number, len(self.tokens))  # type: ignore[arg-type]
         twin = Row(self.model, self.arguments | arguments, self.tokens, self.encoded)
-        if not arguments:
+        if not (arguments or twin.is_restarted):
             twin.n_given = self.n_given
         if self.run.finished and not (arguments and self.reason == "length"):
             twin.run.finished, twin.reason = True, self.reason
