@@ -20,6 +20,7 @@ SECTIONS = {
     "Use": [
         "controls.md",
         "streaming.md",
+        "sessions.md",
         "logprobs.md",
         "samplers.md",
         "grammars.md",

@@ -452,6 +452,18 @@ def test_two_threads_and_a_closed_session_are_refused(model: Any) -> None:
     session.close()
 
 
+def test_a_config_of_the_caller_is_used_and_stays(model: Any) -> None:
+    config = hfgen.GenerationConfig(max_new_tokens=8, do_sample=True, seed=3)
+    before = config.to_dict()
+    session = model.session(tiny.prompt(2), generation_config=config).fork(2)
+    session.set(temperature=0.5, row=1)
+    events_of(session, 4)
+    assert "seed" not in session.call(1)
+    assert config.to_dict() == before
+    for row, ids in enumerate(session.ids):
+        assert model.generate(**session.call(row))[0, : len(ids)].tolist() == ids
+
+
 def test_a_model_without_the_mixin_is_used_through_a_view() -> None:
     model = tiny.llama()
     session = hfgen.Session(model, tiny.prompt(1), max_new_tokens=5)

@@ -27,7 +27,7 @@ from ..state.call import Request
 from ..state.run import Run
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
-from .arguments import check
+from .arguments import check, folded
 
 if TYPE_CHECKING:
     from .states import States
@@ -93,7 +93,8 @@ class Row:
         inputs = arguments
         if encoded and "mm_encoder_outputs" in encoded:
             inputs = {name: value for name, value in arguments.items() if name not in MEDIA}
-        request = Request.of(**{"return_dict_in_generate": True} | inputs | (encoded or {}))
+        inputs = folded(inputs | {"return_dict_in_generate": True}) | (encoded or {})
+        request = Request.of(**inputs)
         self.call = call = prepare(model, driven(model, request))
         try:
             check(call)
@@ -180,11 +181,11 @@ class Row:
     def as_call(self) -> dict[str, Any]:
         """Arguments with which ``generate`` decodes this row from an empty cache."""
         if not self.n_given:
-            return dict(self.arguments)
+            return folded(self.arguments)
         given = self.tokens[: self.n_given]
         has_ended = self.run.finished and self.n_given == self.n_tokens - self.n_prompt
         continued = recipe(Continued, tokens=given, has_ended=has_ended)
-        return self.arguments | {"custom_generate": continued}
+        return folded(self.arguments) | {"custom_generate": continued}
 
     def copy(self, number: int = 0, **arguments: Any) -> Row:
         """A row with the same tokens and states, with other ``arguments`` if there are any.

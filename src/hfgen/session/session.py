@@ -58,7 +58,7 @@ class Session:
         args, kwargs: Those of ``generate``. Nothing is decoded yet. A row that samples without a ``seed`` gets
             a random one.
         snapshot_every: So many tokens lie between two snapshots, if the cache cannot be cropped.
-        snapshot_bytes: For all snapshots; the oldest go, but for those of the prompts, which go last.
+        snapshot_bytes: For all snapshots; the oldest go first, and those of the prompts stay.
 
     Raises:
         ValueError, TypeError, IndexError: What ``generate`` raises, and arguments that no session takes.
@@ -84,7 +84,7 @@ class Session:
                 f"{type(self.model).__name__} keeps per-row state on its modules, which a session can neither "
                 "fork nor rewind. Decode with `generate`."
             )
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._rows = [
                 Row(self.model, each) for each in split(self.model, Request.of(*args, **kwargs))
             ]
