@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -75,6 +76,24 @@ def test_predictions_are_those_of_solo_calls(tmp_path: Path, tiny_model: loading
     assert report["metrics"]["exact_match"]["value"] == 0.5
     assert report["metrics"]["exact_match"]["interval"] == {"low": 0.0, "high": 1.0}
     assert report["tokens"] == 9
+
+
+def test_exact_predictions_are_the_same_beside_any_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: loading.Loaded
+):
+    monkeypatch.setattr(loading, "load", lambda *_: copy.deepcopy(loaded))
+    source = write(
+        tmp_path / "in.jsonl",
+        *({"prompt": "abcdefgh"[: n + 1], "reference": "x"} for n in range(8)),
+    )
+    files = []
+    for max_rows in (1, 3, 8):
+        done = tmp_path / f"{max_rows}.jsonl"
+        sampled = ("--temperature", 1.5, "--seed", 4, "--max-new-tokens", 9)
+        result = run(source, "-o", done, "--exact", "--max-rows", max_rows, *sampled)
+        assert result.exit_code == 0, result.stderr
+        files.append(done.read_bytes())
+    assert files[1:] == files[:1] * 2
 
 
 def test_broken_lines_are_counted_and_the_rest_goes_on(tmp_path: Path, tiny_model: loading.Loaded):

@@ -57,6 +57,18 @@ def test_one_window_is_a_whole_forward(builtin: tuple[Any, Any]):
     assert found.interval is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_scores_are_the_same_at_any_batch_size(dtype: torch.dtype):
+    model, tokenizer = hfgen.builtin_model()
+    hfgen.exact(model.to(dtype))
+    sizes_ = {"window": 64, "stride": 48}
+    found = [
+        Perplexity.of([score(model, tokenizer, "text", TEXT, **sizes_, batch_size=n)])
+        for n in (1, 2, 5, 16)
+    ]
+    assert found[1:] == found[:1] * 3
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_strided_windows_are_forwards_of_their_own(builtin: tuple[Any, Any], batch_size: int):
     model, tokenizer = builtin
