@@ -208,8 +208,8 @@ def of_call(model: Any, call: Call) -> Interventions | None:
         )
     assert call.prompt is not None
     n_prompts = call.prompt.batch_size
+    placed = [(edit, list(modules_named(model, edit.module).values())) for edit in edits]
     for edit in edits:
-        modules_named(model, edit.module)
         if edit.rows is not None and max(edit.rows) >= n_prompts:
             raise ValueError(
                 f"`rows` of an intervention are {edit.rows}, but there are {n_prompts}."
@@ -220,15 +220,15 @@ def of_call(model: Any, call: Call) -> Interventions | None:
         value = getattr(call.config, name, None)
         if value not in (None, False) and (name, value) != ("guidance_scale", 1):
             raise ValueError(f"`interventions` do not go with `{name}` (={value!r:.40}): {reason}.")
-    return Interventions(edits, n_prompts)
+    return Interventions(placed, n_prompts)
 
 
 class Interventions:
     """The interventions of one call: hooks that are on the model while a step runs."""
 
-    def __init__(self, edits: Sequence[Edit], n_prompts: int) -> None:
-        self.edits, self.n_prompts = edits, n_prompts
-        self.unused = set(edits)  # their modules were not called as yet
+    def __init__(self, placed: list[tuple[Edit, list[nn.Module]]], n_prompts: int) -> None:
+        self.placed, self.n_prompts = placed, n_prompts
+        self.unused = {edit for edit, _ in placed}  # their modules were not called as yet
         self.where: Where | None = None  # of the forward that is running
 
     def during(self, run: Run, steps: Iterator[Any]) -> Generator[Any, None, None]:
@@ -279,8 +279,8 @@ class Interventions:
         with ExitStack() as stack:
             handle = model.register_forward_pre_hook(before, with_kwargs=True)
             stack.callback(handle.remove)
-            for edit in self.edits:
-                for module in modules_named(model, edit.module).values():
+            for edit, modules in self.placed:
+                for module in modules:
                     handle = hook(module, edit.module, self._edited(edit, thread))
                     stack.callback(handle.remove)
             yield
