@@ -397,7 +397,7 @@ def test_the_command_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse() -> None:
         raise ImportError("a package is missing")
 
-    monkeypatch.setattr(serve, "check_requirements", refuse)
+    monkeypatch.setattr("hfgen.tools.cli.serve.check_requirements", refuse)
     for arguments, message in {
         ("--log-level", "loud"): "--log-level takes one of",
         ("--port", "99999"): "--port",

@@ -186,6 +186,8 @@ def left_out(speculated: Speculated) -> str | None:
         return "several tokens at once are answered otherwise"
     if model._is_stateful:
         return "a state that cannot be rolled back"
+    if case.family == "lfm3" and "no_prompt" in case.options:
+        return "transformers keeps fewer columns of a text that is shorter than the kernel"
     if GREEDY not in family.modes:
         return "no greedy decoding"
     limits = [Limit.NO_CACHE, Limit.ASSISTED] + [Limit.ASSISTANT] * (drafter == "assistant")
