@@ -84,9 +84,13 @@ def pressed(press: str, ids: Tensor, model: Any = None, **options: Any) -> Tenso
     ids=["greedy", "sampling", "beams", "padded"],
 )
 def test_a_press_has_the_same_tokens(both: Callable, press: str, options: dict[str, Any]) -> None:
-    if press == "pyramid" and "attention_mask" in options:
-        pytest.skip("one mask does not fit layers of different lengths, in transformers neither")
     ids = tiny.prompt(2, length=24)
+    if press == "pyramid" and "attention_mask" in options:
+        # The layers keep different lengths, and transformers makes one mask for all of them.
+        for model in (build(), hfgen.mix_into(build())):
+            with pytest.raises(RuntimeError, match="must match the size"):
+                pressed(press, ids, model, **options)
+        return
     theirs, ours = both(lambda: pressed(press, ids, **options))
     assert torch.equal(ours, theirs)
     torch.manual_seed(0)
