@@ -36,17 +36,16 @@ def summary(path: Path) -> str:
 
 
 def rows() -> str:
-    """The table: each room or loose module, and behind a room the packages in it."""
+    """The table: each room or loose module; a room's packages stand behind its sentence."""
     lines = ["| floor | room | what it is |", "|--:|---|---|"]
     for floor, names in reversed([*enumerate(FLOORS, 1)]):
         for name in names:
             path = SOURCE / f"{name}.py"
-            folders = [] if path.exists() else [SOURCE / name, *sorted((SOURCE / name).iterdir())]
-            for folder in folders:
-                if (start := folder / "__init__.py").exists():
-                    shown = folder.relative_to(SOURCE).as_posix()
-                    lines.append(f"| {floor} | `{shown}/` | {summary(start)} |")
-            if path.exists() and name != "__main__":
+            if (start := SOURCE / name / "__init__.py").exists():
+                packages = sorted(p.parent.name for p in start.parent.glob("*/__init__.py"))
+                inside = f" In it: {', '.join(f'`{p}/`' for p in packages)}." if packages else ""
+                lines.append(f"| {floor} | `{name}/` | {summary(start)}{inside} |")
+            elif name != "__main__":
                 lines.append(f"| {floor} | `{name}.py` | {summary(path)} |")
     return "\n".join(lines) + "\n"
 
