@@ -1,7 +1,7 @@
 """Check what has to hold before a release: ``make release-check``.
 
 Builds sdist and wheel, installs the wheel in an empty environment and runs the demo from it. Everything
-that is wrong is named, and the exit code is then 1. docs/releasing.md has what a program cannot check.
+that is wrong is named, and the exit code is then 1. CONTRIBUTING.md has what a program cannot check.
 """
 
 from __future__ import annotations
