@@ -110,7 +110,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_draws_have_the_distribution_of_the_scores(model: Any, name: str, drafted: bool) -> None:
-    n, options = 20_000, SAMPLERS[name]
+    n, options = 10_000, SAMPLERS[name]
     first = sample(
         model, PROMPT, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **options
     )
