@@ -20,8 +20,6 @@ import torch
 import transformers
 import typer
 
-import hfgen
-
 from .output import RESULTS, OutOption, ThreadsOption, set_threads, write
 from .side_by_side import Spread, frozen_garbage, machine
 

@@ -481,3 +481,36 @@ def test_a_model_without_such_layers():
 def test_errors_by_name(plain):
     with pytest.raises(TypeError, match="compile must be True or False, got 'yes'"):
         hfgen.optimize(plain, compile="yes")
+
+
+@pytest.mark.parametrize("kernel", ["bf16", "int8"])
+def test_packed_tensors_are_inputs_of_the_graph_and_follow_their_weights(
+    monkeypatch, graphs, used, kernel
+):
+    """Also while a call decodes, and where the new values are none that the kernel takes."""
+    name = packing(monkeypatch, kernel)
+    texts, found = [], []
+    for compile in (True, False):
+        model = llama()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(weight.bfloat16())
+        hfgen.optimize(model, compile=compile, kernels=name)
+        layer, tokens = model.model.layers[2].mlp.down_proj, []
+        stream = model.stream(tiny.prompt(2, 9), max_new_tokens=12, eos_token_id=None)
+        for number, event in enumerate(stream):
+            tokens += event.token_ids
+            with torch.no_grad():
+                if number == 5:
+                    layer.weight.neg_()
+                elif number == 11:
+                    layer.weight = torch.nn.Parameter(layer.weight.flip(0))
+                elif number == 15:
+                    layer.weight.mul_(1.001)
+        texts.append(tokens)
+        if compile:
+            found.append(used.count(kernel))
+            assert graphs() <= 3
+    assert texts[0] == texts[1]
+    # The prompt, the head of each step, and steps whose weight is no longer one of bfloat16.
+    assert 7 * 4 + 12 <= found[0] < 7 * 4 * 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import hfgen
-from hfgen.running.linears import choice, forward, kernels
+from hfgen.running.linears import choice, forward, kernels, native
 from hfgen.running.linears.forward import PackedForward
 from tests import tiny
 
@@ -131,7 +132,6 @@ def test_stored_prefixes_are_those_of_the_same_kernels():
     [
         ("fp16", "fp16, rounded", 2e-3),
         ("int8", "int8", 3e-2),
-        ("int8", "int8, weights only", 3e-2),
         ("int4", "int4", 0.15),
     ],
 )
@@ -178,6 +178,74 @@ def test_every_shape_that_fits_is_computed(kernel, dtype):
                 assert found.shape == expected.shape, name
                 off = (found.float() - expected.float()).norm()
                 assert off <= max(error, torch.finfo(dtype).eps) * expected.float().norm(), name
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_a_row_depends_on_no_other(name):
+    """Nor on the number of threads, to the bit, in layers whose sizes are no multiples of anything."""
+    need(name)
+    layer = nn.Linear(501, 131).eval()
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.bfloat16())
+        product = kernels.named(name).prepare(layer.weight)
+        x = torch.randn(23, 501)
+        together = product(x, layer.bias)
+        for row in range(len(x)):
+            assert torch.equal(product(x[row : row + 1], layer.bias)[0], together[row])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            assert torch.equal(product(x, layer.bias), together)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_int8_without_a_compiler_has_the_same_bits(monkeypatch):
+    need("bf16")
+    weight, x = torch.randn(70, 202), torch.randn(5, 3, 202)
+    x[1, 1] = 0
+    expected = native.of_int8(weight)(x, None)
+    monkeypatch.setattr(native, "failure", lambda: "there is no compiler")
+    assert torch.equal(native.of_int8(weight)(x, None), expected)
+    x[2, 2, 7], x[3, 0, 1] = math.nan, math.inf
+    found = native.of_int8(weight)(x, None)
+    lost = found.isnan().all(dim=-1)
+    assert lost.nonzero().tolist() == [[2, 2], [3, 0]]
+    assert torch.equal(found[~lost], expected[~lost])
+    monkeypatch.undo()
+    assert torch.equal(native.of_int8(weight)(x, None).isnan(), found.isnan())
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("/no/such/compiler", "No such file"), ("/bin/false", "the C++ compiler failed")],
+)
+def test_without_a_compiler_the_next_kernel_is_taken(monkeypatch, tmp_path, compiler, reason):
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for function in (native.failure, kernels.works):
+        function.cache_clear()
+    try:
+        assert reason in native.failure()
+        expected = logits(model(), tiny.prompt(2))
+        plain = hfgen.optimize(model())
+        assert "bf16" not in plain.optimization.kernels.values()
+        torch.testing.assert_close(logits(plain, tiny.prompt(2)), expected)
+        assert "int8" in hfgen.optimize(model(), weights="int8").optimization.kernels.values()
+    finally:
+        for function in (native.failure, kernels.works):
+            function.cache_clear()
+
+
+def test_the_compiled_kernels_are_kept_for_the_next_process(monkeypatch, tmp_path):
+    need("bf16")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = native._library()
+    written = first.stat().st_mtime_ns
+    assert native._library() == first
+    assert first.stat().st_mtime_ns == written
+    assert first.parent.stat().st_mode & 0o077 == 0
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
 
 
 def test_a_bias_is_added():
@@ -434,14 +502,14 @@ def test_threads():
 @pytest.mark.parametrize(
     ("weights", "dtype", "native", "chosen"),
     [
-        (None, torch.float32, False, ["fp16", "onednn"]),
+        (None, torch.float32, False, ["bf16", "fp16", "onednn"]),
         (None, torch.bfloat16, True, ["onednn"]),
-        (None, torch.bfloat16, False, ["fp16"]),
+        (None, torch.bfloat16, False, ["bf16", "fp16"]),
         (None, torch.float16, True, []),
         (None, torch.float16, False, ["fp16"]),
-        ("fp16", torch.float32, False, ["fp16", "fp16, rounded", "fp16", "onednn"]),
-        ("int8", torch.bfloat16, True, ["int8", "int8, weights only", "onednn"]),
-        ("int4", torch.float32, True, ["int4", "fp16", "onednn"]),
+        ("fp16", torch.float32, False, ["fp16", "fp16, rounded", "bf16", "fp16", "onednn"]),
+        ("int8", torch.bfloat16, True, ["int8", "onednn"]),
+        ("int4", torch.float32, True, ["int4", "bf16", "fp16", "onednn"]),
     ],
 )
 def test_type_and_processor_decide(monkeypatch, weights, dtype, native, chosen):
@@ -467,8 +535,9 @@ def test_a_choice_is_saved_and_given_back(tmp_path):
     )
     expected, report = logits(plain, tiny.prompt(2)), plain.optimization
     assert report.kernels.keys() == report.layers.keys()
-    assert report.kernels["model.layers.0.mlp.up_proj"] == "fp16"
-    assert "3 x 64 x 32 float32: fp16\n1 x 32 x 64" in str(report).replace(
+    first = kernels.preferred(None, torch.float32)[0].name
+    assert report.kernels["model.layers.0.mlp.up_proj"] == first
+    assert f"3 x 64 x 32 float32: {first}\n1 x 32 x 64" in str(report).replace(
         "2 x 32 x 64", "1 x 32 x 64"
     )
     (tmp_path / "kernels.json").write_text(json.dumps(report.kernels))
@@ -478,7 +547,7 @@ def test_a_choice_is_saved_and_given_back(tmp_path):
     assert torch.equal(logits(plain, tiny.prompt(2)), expected)
 
 
-@pytest.mark.parametrize("name", ["int8", "int8, weights only", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_a_product_does_not_depend_on_others(name, dtype):
     torch.manual_seed(0)
@@ -560,7 +629,7 @@ def test_errors_by_name(monkeypatch):
     with pytest.raises(TypeError, match="kernels must be a name, or names by layer, got 3"):
         hfgen.optimize(plain, kernels=3)
     for kernel in ("dynamic", {"lm_head": "dynamic"}, {"lm_head": None}):
-        with pytest.raises(ValueError, match=r"is none of 'own', 'onednn', 'fp16', "):
+        with pytest.raises(ValueError, match=r"is none of 'own', 'onednn', 'bf16', "):
             hfgen.optimize(plain, kernels=kernel)
     with pytest.raises(ValueError, match="'lm_haed' cannot have one, the model has no such"):
         hfgen.optimize(plain, kernels={"lm_haed": "fp16"})

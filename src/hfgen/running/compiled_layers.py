@@ -168,6 +168,8 @@ class CompiledLayer:
         self._ready: set[tuple[Any, ...]] = set()
         #: The hooks of the layer's parts.
         self._hooks: list[dict[int, Any]] | None = None
+        #: The packed weights of its parts, which are inputs of the graph.
+        self._packed: list[tuple[Any, Any]] | None = None
         #: By kinds of arguments: graphs whose guards held in this call.
         self.checked: dict[tuple[Any, ...], Checked] = {}
         #: The cache of that call, and which of its calls it is.
@@ -216,11 +218,18 @@ class CompiledLayer:
         if known is None or known[0]() is not cache or known[1] != number:
             self._forget()
             self._call = weakref.ref(cache), number
+        if self._packed is None:
+            forwards = [vars(part).get("forward") for part in self.module.modules()]
+            packs = [forward for forward in forwards if hasattr(forward, "packed")]
+            self._packed = [(forward, forward.packed()) for forward in packs]
+        elif any(forward.packed() is not packed for forward, packed in self._packed):
+            self._forget()
+            self._ready.clear()
         return place if len(place.keys) == len(hidden) and not self._is_watched() else None
 
     def _forget(self) -> None:
-        """Look at hooks and guards again."""
-        self._hooks = None
+        """Look at hooks, weights and guards again."""
+        self._hooks = self._packed = None
         self.checked.clear()
 
     def _is_watched(self) -> bool:

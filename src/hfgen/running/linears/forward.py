@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch import library as operators
 
 from .kernels import DTYPES, Product, named
+from .native import Native
 
 #: Places of a weight that are compared at each call, and values at each: a cache line of bfloat16 is read
 #: in any case, and small edits change few values of such types.
@@ -96,10 +97,18 @@ class PackedForward:
 
     def view(self) -> nn.Linear:
         """The layer as a compiled graph takes it: alike for all layers of a shape."""
-        view = object.__new__(PackedLinear)
+        packed = self.packed()
+        product = None if packed is None else packed.product
+        is_native = isinstance(product, Native)
+        view: Any = object.__new__(NativeLinear if is_native else PackedLinear)
         vars(view).update(vars(self.module))
         del vars(view)["forward"]
-        vars(view)["_buffers"] = {"number": self.number}
+        if is_native:
+            vars(view)["linear"] = product.linear
+            tensors = {f"packed_{i}": tensor for i, tensor in enumerate(product.tensors)}
+        else:
+            tensors = {"number": self.number}
+        vars(view)["_buffers"] = tensors
         return view
 
     def compute(self, x: Tensor) -> Tensor | None:
@@ -134,8 +143,22 @@ class PackedForward:
         self.is_offloaded = True
 
 
+class NativeLinear(nn.Linear):
+    """The layer that ``PackedForward.view`` returns for a kernel whose packed weight is made of tensors.
+
+    Who calls the graph makes sure that they are still those of the weight.
+    """
+
+    linear: Callable[..., Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        tensors = self._buffers.values()
+        result = self.linear(input.float(), *tensors, self.out_features)
+        return (result if self.bias is None else result + self.bias).to(input.dtype)
+
+
 class PackedLinear(nn.Linear):
-    """The layer that ``PackedForward.view`` returns."""
+    """The same for any other kernel."""
 
     number: Tensor
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from . import native
 
 #: What computes a layer: activations ``(..., in)`` and a bias ``(out,)`` or None to ``(..., out)``.
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -27,8 +28,6 @@ OWN = "own"
 GROUP = 32
 #: Rows that the int4 kernel packs together.
 INT4_ROWS = 16
-#: Values of a row that ``_weight_int8pack_mm`` reads at once. It reads past the end of others, and may crash.
-INT8_VALUES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +57,16 @@ def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
     """
     names = {
         "fp16": ("fp16", "fp16, rounded"),
-        "int8": ("int8", "int8, weights only"),
+        "int8": ("int8",),
         "int4": ("int4",),
     }.get(weights or "", ())
     if dtype == torch.float32:
-        names += ("fp16", "onednn")
+        names += ("bf16", "fp16", "onednn")
     elif dtype == torch.bfloat16 and _has_bfloat16():
         names += ("onednn",)
-    elif dtype == torch.bfloat16 or not _mkldnn_has("fp16"):
+    elif dtype == torch.bfloat16:
+        names += ("bf16", "fp16")
+    elif not _mkldnn_has("fp16"):
         names += ("fp16",)
     return [named(name) for name in names if works(name)]
 
@@ -131,6 +132,13 @@ def _inexact_in_fp16(weight: Tensor) -> str | None:
     return None
 
 
+def _inexact_in_bf16(weight: Tensor) -> str | None:
+    for part in weight.detach().split(max(1, 2**22 // weight.shape[1])):
+        if not torch.equal(part.bfloat16().to(part.dtype), part):
+            return "its values are not those of bfloat16"
+    return None
+
+
 def _not_for_onednn(weight: Tensor) -> str | None:
     if weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _mkldnn_has("bf16")):
         return None
@@ -140,12 +148,6 @@ def _not_for_onednn(weight: Tensor) -> str | None:
 def _not_finite(weight: Tensor) -> str | None:
     low, high = torch.aminmax(weight.detach())
     return None if bool(low.isfinite() & high.isfinite()) else "it has values that are not finite"
-
-
-def _odd_for_int8(weight: Tensor) -> str | None:
-    if weight.shape[1] % INT8_VALUES:
-        return f"its rows of {weight.shape[1]} values are no multiple of {INT8_VALUES}"
-    return _not_finite(weight)
 
 
 def _odd_for_int4(weight: Tensor) -> str | None:
@@ -196,52 +198,6 @@ def _fp16(weight: Tensor) -> Product:
     return _converting(_scripted(_Fp16(packed)), torch.float32)
 
 
-class _Int8(_Fp16):
-    """``linear_dynamic`` has one scale for all activations: from their least and largest value.
-
-    So that a row does not depend on others, each row is divided by its largest absolute value, and -1 and 1
-    are appended to it. The weight has two columns of zeros for them. Sums of integers are exact.
-    """
-
-    def __init__(self, packed: object, halves: bool) -> None:
-        super().__init__(packed)
-        self.halves = halves  # of the range of activations: 7 bits
-        self.ends = torch.tensor([[-1.0, 1.0]], dtype=torch.float32, device="cpu")
-
-    def forward(self, x: Tensor) -> Tensor:
-        largest = x.abs().amax(-1, keepdim=True).clamp_(min=1e-12)
-        ends = torch.zeros_like(largest) + self.ends
-        # NaN and infinite values make their row NaN, by ``largest``, and no other.
-        values = torch.cat([x / largest, ends], -1).nan_to_num_()
-        return torch.ops.quantized.linear_dynamic(values, self.packed, self.halves) * largest
-
-
-def _int8(weight: Tensor) -> Product:
-    """fbgemm: a scale for each row of the weight, and one for each row of activations."""
-    return _converting(_scripted(_Int8(_packed_int8(weight), _saturates())), torch.float32)
-
-
-def _packed_int8(weight: Tensor) -> Any:
-    values = functional.pad(weight.detach().float(), (0, 2))  # see ``_Int8``
-    scales, zeros = _scales(values), torch.zeros(len(values), dtype=torch.long, device="cpu")
-    with warnings.catch_warnings():  # torch will drop such tensors; the kernel is then not there
-        warnings.simplefilter("ignore")
-        quantised = torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
-    return torch.ops.quantized.linear_prepack(quantised, None)
-
-
-@cache
-def _saturates() -> bool:
-    """Whether sums of two products of 8 bits overflow 16 bits, as on processors without VNNI."""
-    ones = torch.ones(8, 64, dtype=torch.float32, device="cpu")
-    return bool(_Int8(_packed_int8(ones), halves=False)(ones).min() < 60)
-
-
-def _scales(values: Tensor) -> Tensor:
-    """A scale for each row of a weight in int8."""
-    return (values.abs().amax(1) / 127).clamp(min=1e-12)
-
-
 def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
     """Its forward in TorchScript: from Python, an operator takes 8 µs to be given a packed weight."""
     try:
@@ -253,14 +209,6 @@ def _scripted(product: nn.Module) -> Callable[[Tensor], Tensor]:
     except (RuntimeError, OSError):  # of torch without TorchScript, and of code without its source
         return product.forward
     return forward
-
-
-def _int8_weights(weight: Tensor) -> Product:
-    """A scale per row; activations of bfloat16, since under float32 it is 13 times slower and more."""
-    values = weight.detach().float()
-    scales = _scales(values)
-    packed, scales = (values / scales[:, None]).round().to(torch.int8), scales.bfloat16()
-    return _by_rows(lambda x: torch._weight_int8pack_mm(x, packed, scales))
 
 
 def _int4(weight: Tensor) -> Product:
@@ -288,10 +236,10 @@ def _by_rows(linear: Callable[[Tensor], Tensor]) -> Product:
 
 KERNELS = (
     Kernel("onednn", None, None, _onednn, _not_for_onednn),
+    Kernel("bf16", None, 16, native.of_bfloat16, _inexact_in_bf16),
     Kernel("fp16", None, 16, _fp16, _inexact_in_fp16),
     Kernel("fp16, rounded", "fp16", 16, _fp16, overflow),
-    Kernel("int8", "int8", 8, _int8, _not_finite),
-    Kernel("int8, weights only", "int8", 8, _int8_weights, _odd_for_int8),
+    Kernel("int8", "int8", 8, native.of_int8, _not_finite),
     Kernel("int4", "int4", 4, _int4, _odd_for_int4),
 )
 _BY_NAME = {kernel.name: kernel for kernel in KERNELS}

@@ -1,0 +1,155 @@
+"""``native.cpp``: its compiled operators, and weights in the order in which they read them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+#: Outputs that are next to each other in memory, and lanes of a vector: as in the source.
+PANEL, LANES = 64, 16
+#: The first torch whose stable interface for C++ has what the source needs.
+OLDEST_TORCH = (2, 10)
+#: Seconds that a compiler may take; two are usual.
+TIMEOUT = 120
+
+
+# ---------------------------------------------------------------- the operators
+
+
+@cache
+def failure() -> str | None:
+    """Load the operators, compiled by the first process that needs them; return why they cannot be, or None."""
+    try:
+        torch.ops.load_library(str(_library()))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return str(error)
+    for name in ("linear16", "linear8"):
+        torch.library.register_fake(f"hfgen_native::{name}", _shape)
+    return None
+
+
+def _shape(x: Tensor, weights: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], others[-1]))
+
+
+def _library() -> Path:
+    """The compiled source. Raises ``RuntimeError`` and others if there is no compiler, or it fails."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if version < OLDEST_TORCH:
+        raise RuntimeError(f"torch {torch.__version__} has no stable interface for C++")
+    if compiler is None or platform.system() not in ("Linux", "Darwin"):
+        raise RuntimeError("there is no C++ compiler")
+    folder = Path(torch.__file__).parent
+    processor = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    target = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+    flags = ["-O3", processor, "-std=c++20", "-fPIC", "-shared", target, f"-I{folder / 'include'}"]
+    linking = [f"-L{folder / 'lib'}", "-ltorch_cpu"]
+    library = _folder() / f"native-{_key(compiler, flags)}.so"
+    if not library.exists():
+        partial = library.with_suffix(f".{os.getpid()}")
+        command = [compiler, *flags, str(SOURCE), *linking, "-o", str(partial)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the C++ compiler failed: {done.stderr[:500]}")
+        partial.replace(library)
+    return library
+
+
+def _folder() -> Path:
+    """The user's folder of compiled kernels; one of this process if that cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfgen"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="hfgen-"))
+
+
+def _key(compiler: str, flags: list[str]) -> str:
+    """What a compiled library depends on: source, torch, compiler, and the processor that it is for."""
+    processor, cpuinfo = platform.processor(), Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+        names = ("model name", "flags", "Features", "CPU part")
+        processor = "".join(line for line in lines if line.startswith(names))
+    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    parts = [SOURCE.read_text(encoding="utf-8"), torch.__version__, about.stdout, processor, *flags]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+# ---------------------------------------------------------------- products
+
+
+class Native:
+    """A product with packed weights: activations ``(..., in)`` and a bias ``(out,)`` or None to ``(..., out)``.
+
+    ``tensors``: arguments of the operator behind the activations; ``n_out`` is the last one.
+    """
+
+    def __init__(self, linear: Callable[..., Tensor], tensors: tuple[Tensor, ...], n_out: int):
+        self.linear, self.tensors, self.n_out = linear, tensors, n_out
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        result = self.linear(x.float(), *self.tensors, self.n_out)
+        if bias is not None:
+            result += bias
+        return result.to(x.dtype)
+
+
+def of_bfloat16(weight: Tensor) -> Native:
+    """A weight ``(out, in)`` whose values are those of bfloat16. Raises ``RuntimeError`` without the operator."""
+    if (reason := failure()) is not None:
+        raise RuntimeError(reason)
+    panels = _panels(weight.detach().bfloat16()).unflatten(1, (2, 2, LANES))
+    # (panels, word, half, lane, in): the halves of a word are next to each other
+    packed = panels.permute(0, 4, 1, 3, 2).flatten(2).contiguous()
+    return Native(torch.ops.hfgen_native.linear16.default, (packed,), len(weight))
+
+
+def of_int8(weight: Tensor) -> Native:
+    """A weight ``(out, in)`` rounded to int8 with a scale for each output, as are activations for each row.
+
+    Without the operator, torch computes the same numbers, more slowly.
+    """
+    values = weight.detach().float()
+    scales = (values.abs().amax(-1) / 127).clamp(min=1e-12)
+    rounded = (values / scales[:, None]).round().to(torch.int8)
+    if failure() is not None:
+        return Native(_linear8, (rounded.T.contiguous(), scales), len(weight))
+    panels = _panels(functional.pad(rounded, (0, -weight.shape[1] % 4)))
+    packed = panels.unflatten(2, (-1, 4)).transpose(1, 2).contiguous()  # (panels, word, out, byte)
+    offsets = -128 * panels.sum(-1, dtype=torch.int32).flatten()
+    scales = functional.pad(scales, (0, len(offsets) - len(scales)))
+    return Native(torch.ops.hfgen_native.linear8.default, (packed, scales, offsets), len(weight))
+
+
+def _linear8(x: Tensor, weights: Tensor, scales: Tensor, n_out: int) -> Tensor:
+    """As the operator ``linear8``, with weights ``(in, out)``."""
+    rows = x.flatten(0, -2)
+    largest = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    is_finite = largest.isfinite()
+    values = torch.where(is_finite, rows * (127 / largest), 0).round().to(torch.int8)
+    sums = torch._int_mm(values, weights).float()
+    steps = torch.where(is_finite, largest / 127, torch.nan)
+    return (sums * scales * steps).unflatten(0, x.shape[:-1])
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """``(panels, PANEL, in)``; outputs that are missing in the last one are zeros."""
+    return functional.pad(weight, (0, 0, 0, -len(weight) % PANEL)).unflatten(0, (-1, PANEL))
