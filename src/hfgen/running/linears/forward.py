@@ -98,16 +98,15 @@ class PackedForward:
     def view(self) -> nn.Linear:
         """The layer as a compiled graph takes it: alike for all layers of a shape."""
         packed = self.packed()
-        product = None if packed is None else packed.product
+        product: Any = None if packed is None else packed.product
         is_native = isinstance(product, Native)
         view: Any = object.__new__(NativeLinear if is_native else PackedLinear)
         vars(view).update(vars(self.module))
         del vars(view)["forward"]
+        tensors = {"number": self.number}
         if is_native:
             vars(view)["linear"] = product.linear
             tensors = {f"packed_{i}": tensor for i, tensor in enumerate(product.tensors)}
-        else:
-            tensors = {"number": self.number}
         vars(view)["_buffers"] = tensors
         return view
 
