@@ -152,8 +152,7 @@ class NativeLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         tensors = self._buffers.values()
-        result = self.linear(input.float(), *tensors, self.out_features)
-        return (result if self.bias is None else result + self.bias).to(input.dtype)
+        return self.linear(input, self.bias, *tensors, self.out_features)
 
 
 class PackedLinear(nn.Linear):

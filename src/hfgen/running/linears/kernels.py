@@ -62,10 +62,8 @@ def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
     }.get(weights or "", ())
     if dtype == torch.float32:
         names += ("bf16", "fp16", "onednn")
-    elif dtype == torch.bfloat16 and _has_bfloat16():
-        names += ("onednn",)
     elif dtype == torch.bfloat16:
-        names += ("bf16", "fp16")
+        names += ("bf16", "onednn" if _has_bfloat16() else "fp16")
     elif not _mkldnn_has("fp16"):
         names += ("fp16",)
     return [named(name) for name in names if works(name)]
@@ -133,6 +131,8 @@ def _inexact_in_fp16(weight: Tensor) -> str | None:
 
 
 def _inexact_in_bf16(weight: Tensor) -> str | None:
+    if weight.dtype == torch.float16 or weight.shape[1] % 2:
+        return "it is in float16" if weight.dtype == torch.float16 else "its rows have an odd width"
     for part in weight.detach().split(max(1, 2**22 // weight.shape[1])):
         if not torch.equal(part.bfloat16().to(part.dtype), part):
             return "its values are not those of bfloat16"

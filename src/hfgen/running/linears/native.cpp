@@ -1,14 +1,14 @@
 // Products of activations with packed weights, for few rows: each weight is read once, in the order of memory.
 //
-// A panel has the weights of PANEL outputs, one or four inputs after the other. Sums are float32, over the inputs in
-// their order, or integers, which are exact: a row's results depend on nothing but the row. Registers hold the sums
-// of up to six rows.
+// A panel has the weights of PANEL outputs: words with two or four inputs of an output, then the next inputs. Sums are
+// float32, over the inputs in their order, or integers, which are exact: a row's results depend on nothing but the
+// row. Registers hold the sums of up to six rows. Activations and results are float32 or bfloat16.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VNNI__) || defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -25,6 +26,8 @@ namespace {
 using torch::stable::Tensor;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Words __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
 constexpr int64_t LANES = 16, PANEL = 64;
 constexpr int VECTORS = PANEL / LANES;
 // Products that are worth a thread.
@@ -37,14 +40,75 @@ inline T load(const void* from) {
   return value;
 }
 
-// Calls run(panel, its first output, its width) for all panels, which threads share.
-template <class Run>
-void for_panels(int64_t n_rows, int64_t n_in, int64_t n_out, Run run) {
-  int64_t grain = std::max<int64_t>(1, PER_THREAD / (n_rows * n_in * PANEL));
-  torch::stable::parallel_for(0, (n_out + PANEL - 1) / PANEL, grain, [&](int64_t first, int64_t last) {
-    for (int64_t p = first; p < last; p++) run(p, p * PANEL, std::min(PANEL, n_out - p * PANEL));
-  });
+inline float from_bfloat16(uint16_t value) {
+  uint32_t bits = static_cast<uint32_t>(value) << 16;
+  return load<float>(&bits);
 }
+
+// Writes the first width results of a panel; bias (PANEL,) or null.
+inline void store(Floats* sums, const float* bias, float* y, int64_t width) {
+  for (int v = 0; bias && v < VECTORS; v++) sums[v] += load<Floats>(bias + LANES * v);
+  std::memcpy(y, sums, width * sizeof(float));
+}
+
+inline void store(Floats* sums, const float* bias, uint16_t* y, int64_t width) {
+  for (int v = 0; bias && v < VECTORS; v++) sums[v] += load<Floats>(bias + LANES * v);
+  Halves rounded[VECTORS];
+  for (int v = 0; v < VECTORS; v++) {
+    Bits bits = (Bits)sums[v], nan = (Bits)(sums[v] != sums[v]);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    rounded[v] = __builtin_convertvector((nan & 0x7fc0) | (~nan & bits), Halves);
+  }
+  std::memcpy(y, rounded, width * sizeof(uint16_t));
+}
+
+// Contiguous activations (n_rows, n_in), and room for the results (n_rows, n_out) of the same type.
+struct Call {
+  Tensor rows, result;
+  int64_t n_in, n_out, n_rows;
+  bool is_half;
+  std::vector<float> bias;  // as wide as the panels, or empty
+
+  static Tensor room(const Tensor& rows, int64_t n_out) {
+    std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
+    shape.back() = n_out;
+    return torch::stable::new_empty(rows, shape);
+  }
+
+  Call(const Tensor& x, const std::optional<Tensor>& added, int64_t n_out)
+      : rows(torch::stable::contiguous(x)), result(room(rows, n_out)), n_in(x.size(-1)), n_out(n_out),
+        n_rows(n_in ? rows.numel() / n_in : 0), is_half(x.element_size() == 2) {
+    if (!added) return;
+    Tensor values = torch::stable::contiguous(*added);
+    bias.resize((n_out + PANEL - 1) / PANEL * PANEL);
+    const void* data = values.data_ptr();
+    for (int64_t i = 0; i < n_out; i++)
+      bias[i] = values.element_size() == 2 ? from_bfloat16(static_cast<const uint16_t*>(data)[i])
+                                           : static_cast<const float*>(data)[i];
+  }
+
+  const float* bias_of(int64_t output) const { return bias.empty() ? nullptr : &bias[output]; }
+
+  template <class T> const T* from() const { return static_cast<const T*>(rows.data_ptr()); }
+  template <class T> T* to() const { return static_cast<T*>(result.data_ptr()); }
+
+  // The activations as float32; those of bfloat16 are written to room.
+  const float* floats(std::vector<float>& room) const {
+    if (!is_half) return from<float>();
+    room.resize(n_rows * n_in);
+    const uint16_t* halves = from<uint16_t>();
+    for (int64_t i = 0; i < n_rows * n_in; i++) room[i] = from_bfloat16(halves[i]);
+    return room.data();
+  }
+
+  // Calls run(panel, its first output, its width) for all panels, which threads share.
+  template <class Run> void for_panels(Run run) const {
+    int64_t grain = std::max<int64_t>(1, PER_THREAD / std::max<int64_t>(1, n_rows * n_in * PANEL));
+    torch::stable::parallel_for(0, (n_out + PANEL - 1) / PANEL, grain, [&](int64_t first, int64_t last) {
+      for (int64_t p = first; p < last; p++) run(p, p * PANEL, std::min(PANEL, n_out - p * PANEL));
+    });
+  }
+};
 
 // Calls run for six rows at once, and for what remains in smaller blocks: run(first row, number of rows).
 template <class Run>
@@ -58,41 +122,62 @@ inline void for_rows(int64_t n_rows, Run run) {
 
 // ---------------------------------------------------------------- weights of bfloat16
 
-// ROWS rows of x (rows, n_in) by a panel; a word of it has the weights of two vectors. y has rows of n_out.
-template <int ROWS>
-inline void block(const float* x, const uint16_t* panel, float* y, int64_t n_in, int64_t n_out, int64_t width) {
-  Floats sums[ROWS][VECTORS] = {};
-  for (int64_t i = 0; i < n_in; i++, panel += PANEL) {
-    Floats weights[VECTORS];
-    for (int v = 0; v < VECTORS; v += 2) {
-      Words pairs = load<Words>(panel + LANES * v);
-      weights[v] = (Floats)(pairs << 16);
-      weights[v + 1] = (Floats)(pairs & (int32_t)0xffff0000);
-    }
-    for (int row = 0; row < ROWS; row++) {
-      Floats value = x[row * n_in + i] - Floats{};
-      for (int v = 0; v < VECTORS; v++) sums[row][v] += weights[v] * value;
-    }
+// sums of a row plus the products with the weights of two inputs.
+inline void add(Floats* sums, const Words* pairs, const float* x) {
+  Floats first = x[0] - Floats{}, second = x[1] - Floats{};
+  for (int v = 0; v < VECTORS; v++) {
+    sums[v] += (Floats)(pairs[v] << 16) * first;
+    sums[v] += (Floats)(pairs[v] & (int32_t)0xffff0000) * second;
   }
-  for (int row = 0; row < ROWS; row++) std::memcpy(y + row * n_out, sums[row], width * sizeof(float));
 }
 
-// x (rows, n_in) float32 by weights (panels, n_in, PANEL) bfloat16.
-Tensor linear16(const Tensor& x, const Tensor& weights, int64_t n_out) {
-  Tensor rows = torch::stable::contiguous(x);
-  std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
-  shape.back() = n_out;
-  Tensor result = torch::stable::new_empty(rows, shape);
-  int64_t n_in = weights.size(1), n_rows = rows.numel() / n_in;
-  auto from = static_cast<const float*>(rows.data_ptr());
-  auto to = static_cast<float*>(result.data_ptr());
-  auto packed = static_cast<const uint16_t*>(weights.data_ptr());
-  for_panels(n_rows, n_in, n_out, [&](int64_t panel, int64_t output, int64_t width) {
-    for_rows(n_rows, [&](int64_t row, auto n) {
-      block<n>(from + row * n_in, packed + panel * PANEL * n_in, to + row * n_out + output, n_in, n_out, width);
+#ifdef __AVX512BF16__
+constexpr bool HAS_HALF_PRODUCTS = true;
+inline void add(Floats* sums, const Words* pairs, const uint16_t* x) {
+  Words both = load<int32_t>(x) - Words{};
+  for (int v = 0; v < VECTORS; v++)
+    sums[v] = (Floats)_mm512_dpbf16_ps((__m512)sums[v], (__m512bh)pairs[v], (__m512bh)both);
+}
+#else
+constexpr bool HAS_HALF_PRODUCTS = false;
+inline void add(Floats* sums, const Words* pairs, const uint16_t* x) {}
+#endif
+
+// ROWS rows of x (rows, n_in) by a panel (n_in / 2, PANEL, 2); y has rows of n_out.
+template <int ROWS, class Input, class Output>
+inline void block(const Input* x, const uint16_t* panel, const float* bias, Output* y, int64_t n_in, int64_t n_out,
+                  int64_t width) {
+  Floats sums[ROWS][VECTORS] = {};
+  for (int64_t i = 0; i < n_in; i += 2, panel += 2 * PANEL) {
+    Words pairs[VECTORS];
+    for (int v = 0; v < VECTORS; v++) pairs[v] = load<Words>(panel + 2 * LANES * v);
+    for (int row = 0; row < ROWS; row++) add(sums[row], pairs, x + row * n_in + i);
+  }
+  for (int row = 0; row < ROWS; row++) store(sums[row], bias, y + row * n_out, width);
+}
+
+template <class Input, class Output>
+void multiply(const Call& call, const Input* x, const uint16_t* weights, Output* y) {
+  call.for_panels([&](int64_t panel, int64_t output, int64_t width) {
+    for_rows(call.n_rows, [&](int64_t row, auto n) {
+      block<n>(x + row * call.n_in, weights + panel * PANEL * call.n_in, call.bias_of(output),
+               y + row * call.n_out + output, call.n_in, call.n_out, width);
     });
   });
-  return result;
+}
+
+// x (..., n_in) by weights (panels, n_in / 2, PANEL, 2) of bfloat16.
+Tensor linear16(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, int64_t n_out) {
+  Call call(x, bias, n_out);
+  auto packed = static_cast<const uint16_t*>(weights.data_ptr());
+  std::vector<float> room;
+  if (!call.is_half)
+    multiply(call, call.from<float>(), packed, call.to<float>());
+  else if (HAS_HALF_PRODUCTS)
+    multiply(call, call.from<uint16_t>(), packed, call.to<uint16_t>());
+  else
+    multiply(call, call.floats(room), packed, call.to<uint16_t>());
+  return call.result;
 }
 
 // ---------------------------------------------------------------- weights and activations of int8
@@ -124,9 +209,9 @@ inline float quantize(const float* x, int64_t n, uint8_t* bytes) {
 }
 
 // ROWS rows of x (rows, n_words, 4) by a panel (n_words, PANEL, 4).
-template <int ROWS>
+template <int ROWS, class Output>
 inline void block(const uint8_t* x, const int8_t* panel, const int32_t* offsets, const float* scales,
-                  const float* steps, float* y, int64_t n_words, int64_t n_out, int64_t width) {
+                  const float* bias, const float* steps, Output* y, int64_t n_words, int64_t n_out, int64_t width) {
   Words sums[ROWS][VECTORS];
   for (int row = 0; row < ROWS; row++) std::memcpy(sums[row], offsets, sizeof sums[row]);
   for (int64_t i = 0; i < n_words; i++, panel += 4 * PANEL) {
@@ -141,40 +226,44 @@ inline void block(const uint8_t* x, const int8_t* panel, const int32_t* offsets,
     Floats results[VECTORS];
     for (int v = 0; v < VECTORS; v++)
       results[v] = __builtin_convertvector(sums[row][v], Floats) * load<Floats>(scales + LANES * v) * steps[row];
-    std::memcpy(y + row * n_out, results, width * sizeof(float));
+    store(results, bias, y + row * n_out, width);
   }
 }
 
-// x (rows, n_in) float32, each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4).
-// scales and offsets (outputs,): what a step of the weight is worth, and -128 times the sum of the weights.
-Tensor linear8(const Tensor& x, const Tensor& weights, const Tensor& scales, const Tensor& offsets, int64_t n_out) {
-  Tensor rows = torch::stable::contiguous(x);
-  std::vector<int64_t> shape(rows.sizes().begin(), rows.sizes().end());
-  int64_t n_in = shape.back(), n_words = weights.size(1), n_rows = rows.numel() / n_in;
-  shape.back() = n_out;
-  Tensor result = torch::stable::new_empty(rows, shape);
-  auto from = static_cast<const float*>(rows.data_ptr());
-  auto to = static_cast<float*>(result.data_ptr());
+// x (..., n_in), each row rounded to int8 by its largest value, by weights (panels, n_words, PANEL, 4). scales and
+// offsets (outputs,): what a step of the weight is worth, and -128 times the sum of the weights.
+Tensor linear8(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& weights, const Tensor& scales,
+               const Tensor& offsets, int64_t n_out) {
+  Call call(x, bias, n_out);
+  int64_t n_words = weights.size(1);
   auto packed = static_cast<const int8_t*>(weights.data_ptr());
   auto scale = static_cast<const float*>(scales.data_ptr());
   auto offset = static_cast<const int32_t*>(offsets.data_ptr());
-  std::vector<uint8_t> bytes(n_rows * n_words * 4);
-  std::vector<float> steps(n_rows);
-  for (int64_t row = 0; row < n_rows; row++) steps[row] = quantize(from + row * n_in, n_in, &bytes[row * n_words * 4]);
-  for_panels(n_rows, n_in, n_out, [&](int64_t panel, int64_t output, int64_t width) {
-    for_rows(n_rows, [&](int64_t row, auto n) {
-      block<n>(&bytes[row * n_words * 4], packed + panel * PANEL * n_words * 4, offset + output, scale + output,
-               &steps[row], to + row * n_out + output, n_words, n_out, width);
+  std::vector<float> room, steps(call.n_rows);
+  std::vector<uint8_t> bytes(call.n_rows * n_words * 4);
+  const float* from = call.floats(room);
+  for (int64_t row = 0; row < call.n_rows; row++)
+    steps[row] = quantize(from + row * call.n_in, call.n_in, &bytes[row * n_words * 4]);
+  auto multiply = [&](auto* y) {
+    call.for_panels([&](int64_t panel, int64_t output, int64_t width) {
+      for_rows(call.n_rows, [&](int64_t row, auto n) {
+        block<n>(&bytes[row * n_words * 4], packed + panel * PANEL * n_words * 4, offset + output, scale + output,
+                 call.bias_of(output), &steps[row], y + row * n_out + output, n_words, n_out, width);
+      });
     });
-  });
-  return result;
+  };
+  if (call.is_half)
+    multiply(call.to<uint16_t>());
+  else
+    multiply(call.to<float>());
+  return call.result;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(hfgen_native, library) {
-  library.def("linear16(Tensor x, Tensor weights, int n_out) -> Tensor");
-  library.def("linear8(Tensor x, Tensor weights, Tensor scales, Tensor offsets, int n_out) -> Tensor");
+  library.def("linear16(Tensor x, Tensor? bias, Tensor weights, int n_out) -> Tensor");
+  library.def("linear8(Tensor x, Tensor? bias, Tensor weights, Tensor scales, Tensor offsets, int n_out) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hfgen_native, CPU, library) {

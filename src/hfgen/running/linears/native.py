@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-#: Outputs that are next to each other in memory, and lanes of a vector: as in the source.
-PANEL, LANES = 64, 16
+#: Outputs whose weights are next to each other in memory, as in the source.
+PANEL = 64
 #: The first torch whose stable interface for C++ has what the source needs.
 OLDEST_TORCH = (2, 10)
 #: Seconds that a compiler may take; two are usual.
@@ -41,7 +41,7 @@ def failure() -> str | None:
     return None
 
 
-def _shape(x: Tensor, weights: Tensor, *others: Any) -> Tensor:
+def _shape(x: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], others[-1]))
 
 
@@ -99,26 +99,21 @@ def _key(compiler: str, flags: list[str]) -> str:
 class Native:
     """A product with packed weights: activations ``(..., in)`` and a bias ``(out,)`` or None to ``(..., out)``.
 
-    ``tensors``: arguments of the operator behind the activations; ``n_out`` is the last one.
+    ``tensors``: arguments of the operator behind these two; ``n_out`` is the last one.
     """
 
     def __init__(self, linear: Callable[..., Tensor], tensors: tuple[Tensor, ...], n_out: int):
         self.linear, self.tensors, self.n_out = linear, tensors, n_out
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        result = self.linear(x.float(), *self.tensors, self.n_out)
-        if bias is not None:
-            result += bias
-        return result.to(x.dtype)
+        return self.linear(x, bias, *self.tensors, self.n_out)
 
 
 def of_bfloat16(weight: Tensor) -> Native:
-    """A weight ``(out, in)`` whose values are those of bfloat16. Raises ``RuntimeError`` without the operator."""
+    """A weight ``(out, in)`` of even width whose values are those of bfloat16. Raises ``RuntimeError`` without the operator."""
     if (reason := failure()) is not None:
         raise RuntimeError(reason)
-    panels = _panels(weight.detach().bfloat16()).unflatten(1, (2, 2, LANES))
-    # (panels, word, half, lane, in): the halves of a word are next to each other
-    packed = panels.permute(0, 4, 1, 3, 2).flatten(2).contiguous()
+    packed = _words(_panels(weight.detach().bfloat16()), 2)
     return Native(torch.ops.hfgen_native.linear16.default, (packed,), len(weight))
 
 
@@ -133,23 +128,30 @@ def of_int8(weight: Tensor) -> Native:
     if failure() is not None:
         return Native(_linear8, (rounded.T.contiguous(), scales), len(weight))
     panels = _panels(functional.pad(rounded, (0, -weight.shape[1] % 4)))
-    packed = panels.unflatten(2, (-1, 4)).transpose(1, 2).contiguous()  # (panels, word, out, byte)
+    packed = _words(panels, 4)
     offsets = -128 * panels.sum(-1, dtype=torch.int32).flatten()
     scales = functional.pad(scales, (0, len(offsets) - len(scales)))
     return Native(torch.ops.hfgen_native.linear8.default, (packed, scales, offsets), len(weight))
 
 
-def _linear8(x: Tensor, weights: Tensor, scales: Tensor, n_out: int) -> Tensor:
+def _linear8(x: Tensor, bias: Tensor | None, weights: Tensor, scales: Tensor, n_out: int) -> Tensor:
     """As the operator ``linear8``, with weights ``(in, out)``."""
-    rows = x.flatten(0, -2)
+    rows = x.flatten(0, -2).float()
     largest = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     is_finite = largest.isfinite()
     values = torch.where(is_finite, rows * (127 / largest), 0).round().to(torch.int8)
     sums = torch._int_mm(values, weights).float()
     steps = torch.where(is_finite, largest / 127, torch.nan)
-    return (sums * scales * steps).unflatten(0, x.shape[:-1])
+    result = sums * scales * steps
+    result = result if bias is None else result + bias.float()
+    return result.to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def _panels(weight: Tensor) -> Tensor:
     """``(panels, PANEL, in)``; outputs that are missing in the last one are zeros."""
     return functional.pad(weight, (0, 0, 0, -len(weight) % PANEL)).unflatten(0, (-1, PANEL))
+
+
+def _words(panels: Tensor, n: int) -> Tensor:
+    """``(panels, in / n, PANEL, n)``: ``n`` inputs of an output are next to each other."""
+    return panels.unflatten(2, (-1, n)).transpose(1, 2).contiguous()
