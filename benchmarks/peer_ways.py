@@ -149,6 +149,9 @@ WAYS: dict[str, Way] = {
     "hfgen, float32": Way(32, partial(torch_model, dtype="float32")),
     "hfgen.optimize": Way(16, partial(torch_model, dtype="float32", options={})),
     "hfgen.optimize, bfloat16 model": Way(16, partial(torch_model, dtype="bfloat16", options={})),
+    "hfgen.optimize, bfloat16 model, compiled": Way(
+        16, partial(torch_model, dtype="bfloat16", options={"compile": True})
+    ),
     "hfgen.optimize, compiled": Way(
         16, partial(torch_model, dtype="float32", options={"compile": True})
     ),

@@ -74,10 +74,13 @@ class TiledForward:
 
     def __call__(self, input: Tensor) -> Tensor:
         weight: Any = self.module.weight
+        if self.packed is not None and self.packed.kernel.is_row_wise:
+            rows = input.reshape(-1, input.shape[-1])
+            return self.product(rows, weight).reshape(*input.shape[:-1], len(weight))
         return tiled(self.product, input, weight)
 
     def product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """The layer's output for whole tiles of rows ``(n, in)``."""
+        """The layer's output for rows ``(n, in)``."""
         if self.packed is None:
             return own_forward(self.module)(rows)
         if torch.is_grad_enabled():

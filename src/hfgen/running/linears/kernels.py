@@ -35,7 +35,8 @@ class Kernel:
     """One way to compute a linear layer.
 
     ``weights``: the argument that asks for it; None: it keeps their values, so that results differ from the
-    layer's own by rounding only. ``bits``: of a packed weight; None: as many as it has.
+    layer's own by rounding only. ``bits``: of a packed weight; None: as many as it has. ``is_row_wise``: a row's
+    product does not depend on how many there are.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Kernel:
     bits: int | None
     prepare: Callable[[Tensor], Product]
     misfit: Callable[[Tensor], str | None]  # why a weight cannot be computed by it
+    is_row_wise: bool = False
 
     def packed_bytes(self, weight: Tensor) -> int:
         """How large a packed weight is, but for scales and padding."""
@@ -236,10 +238,10 @@ def _by_rows(linear: Callable[[Tensor], Tensor]) -> Product:
 
 KERNELS = (
     Kernel("onednn", None, None, _onednn, _not_for_onednn),
-    Kernel("bf16", None, 16, native.of_bfloat16, _inexact_in_bf16),
+    Kernel("bf16", None, 16, native.of_bfloat16, _inexact_in_bf16, is_row_wise=True),
     Kernel("fp16", None, 16, _fp16, _inexact_in_fp16),
     Kernel("fp16, rounded", "fp16", 16, _fp16, overflow),
-    Kernel("int8", "int8", 8, native.of_int8, _not_finite),
+    Kernel("int8", "int8", 8, native.of_int8, _not_finite, is_row_wise=True),
     Kernel("int4", "int4", 4, _int4, _odd_for_int4),
 )
 _BY_NAME = {kernel.name: kernel for kernel in KERNELS}
