@@ -78,10 +78,9 @@ def mapped_files(path: Path) -> list[str]:
 @given(
     operations=st.lists(OPERATIONS, min_size=1, max_size=25),
     max_length=st.sampled_from([None, 3, 40]),
-    chunk=st.sampled_from([1, 100, 2**22]),
 )
 def test_a_layer_in_files_is_upstreams_after_every_operation(
-    kind: str, operations: list[tuple[str, Any]], max_length: int | None, chunk: int
+    kind: str, operations: list[tuple[str, Any]], max_length: int | None
 ) -> None:
     torch.manual_seed(0)
     room = GrowthPolicy(max_length=max_length)
@@ -89,20 +88,14 @@ def test_a_layer_in_files_is_upstreams_after_every_operation(
     for name in ours._names:
         setattr(ours, name, Offloaded(room, Folder(tempfile.gettempdir())))
     pair = Pair(LAYERS[kind](), ours)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded, "CHUNK_BYTES", chunk)
-        for name, argument in operations:
-            apply(pair, name, argument)
-            pair.check()
+    for name, argument in operations:
+        apply(pair, name, argument)
+        pair.check()
 
 
 @pytest.mark.usefixtures("_no_small_tensors")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("chunk", [1, 2**22])
-def test_rows_are_chosen_within_files(
-    tmp_path: Path, dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(offloaded, "CHUNK_BYTES", chunk)
+def test_rows_are_chosen_within_files(tmp_path: Path, dtype: torch.dtype) -> None:
     cache = OffloadedCache(config(1), tmp_path, max_length=40)
     plain = GrowingCache(config=config(1), max_length=40)
     for name, argument in [

@@ -43,6 +43,17 @@ def growable(rows: int, n_tokens: int) -> GrowableTensor:
     return grown
 
 
+def leaving(row: int, n_rows: int) -> tuple[Tensor, Tensor]:
+    """The arguments of ``move`` by which ``row`` leaves and the last of ``n_rows`` takes its place."""
+    index = torch.arange(n_rows - 1)
+    index[row : row + 1] = n_rows - 1
+    return index, torch.tensor([row] * (row < n_rows - 1), dtype=torch.long)
+
+
+def leave(tensor: GrowableTensor, row: int) -> None:
+    tensor.move(*leaving(row, len(tensor.view)))
+
+
 def spare(length: int) -> int:
     return 32
 
@@ -107,8 +118,9 @@ def test_a_longer_row_begins_further_left_in_the_same_buffer() -> None:
 def test_a_leave_writes_one_row_at_most(rows: int, row: int) -> None:
     tensor = growable(rows, 50)
     before, first = tensor.view.clone(), place(tensor.view)
-    n_written = written(lambda: tensor.leave(row % rows))
-    assert n_written == (0 if row else HEADS * 50 * SIZE)
+    arguments = leaving(row % rows, rows)
+    n_written = written(lambda: tensor.move(*arguments))
+    assert n_written == (0 if row else 2 * HEADS * 50 * SIZE + 1)  # with a copy, and its number
     assert place(tensor.view) == first
     expected = before[:-1] if row else before[[rows - 1, *range(1, rows - 1)]]
     assert torch.equal(tensor.view, expected)
@@ -163,7 +175,7 @@ def test_rows_that_each_are_longer_cost_a_few_times_what_is_there() -> None:
         for index, row in enumerate(rows):
             tensor.join(row, spare)
             if index % 2:
-                tensor.leave(0)
+                leave(tensor, 0)
 
     n_written = written(grow)
     assert tensor.view.shape[0] == 101
@@ -190,7 +202,7 @@ def test_what_a_row_left_behind_is_never_seen() -> None:
     tensor.join(torch.full((2, HEADS, 25, SIZE), torch.nan), spare)
     tensor.append(torch.cat([states(2, 1), torch.full((2, HEADS, 1, SIZE), torch.nan)]), spare)
     for row in (3, 2):
-        tensor.leave(row)
+        leave(tensor, row)
     tensor.drop_first(5)
     assert tensor.view.isfinite().all()
     tensor.join(states(1, 4), spare)
@@ -202,7 +214,7 @@ def test_a_view_that_someone_kept_stays_as_it_was() -> None:
     tensor = growable(3, 20)
     kept = tensor.view
     before = kept.clone()
-    tensor.leave(0)
+    leave(tensor, 0)
     tensor.join(states(1, 20), spare)
     assert torch.equal(kept, before)
     assert place(kept) != place(tensor.view)
@@ -222,7 +234,7 @@ def test_a_buffer_of_inference_mode_is_left_behind_outside_of_it() -> None:
         tensor.join(states(1, 20), spare)
     before = tensor.view.clone()
     tensor.join(states(1, 20), spare)
-    tensor.leave(0)
+    leave(tensor, 0)
     assert torch.equal(tensor.view[1:4], before[1:])
 
 
@@ -244,7 +256,7 @@ def test_copies_hold_their_rows_and_go_on_alone(how: Any) -> None:
     before = layer.keys.clone()
     assert torch.equal(twin.keys, before)
     slots.join(twin, layer_of(1, 12))
-    slots.leave(twin, 0)
+    slots.move(twin, *leaving(0, len(twin.keys)))
     assert torch.equal(layer.keys, before)
 
 
@@ -264,7 +276,7 @@ def test_the_next_buffer_gives_the_memory_of_rows_and_columns_back() -> None:
     assert len(tensor.buffer) == 32
     while len(tensor.view) > 1:
         before = tensor.view.clone()
-        tensor.leave(0)
+        leave(tensor, 0)
         assert torch.equal(tensor.view[1:], before[1:-1])
     tensor.drop_first(900)
     last = tensor.view.clone()
@@ -310,7 +322,7 @@ def test_linear_states_join_leave_and_move() -> None:
     before = [torch.cat(pair) for pair in zip(all_states(layer), all_states(other), strict=True)]
     slots.join(layer, other)
     assert all(map(torch.equal, all_states(layer), before))
-    slots.leave(layer, 1)
+    slots.move(layer, *leaving(1, 4))
     for now, then in zip(all_states(layer), before, strict=True):
         assert torch.equal(now, then[[0, 3, 2]])
     slots.move(layer, torch.tensor([2, 1, 2]), torch.tensor([0]))
@@ -325,7 +337,7 @@ def test_copies_of_linear_states_go_on_alone(how: Any) -> None:
     twin = how(layer)
     before = [tensor.clone() for tensor in all_states(layer)]
     slots.join(twin, other)
-    slots.leave(twin, 0)
+    slots.move(twin, *leaving(0, 5))
     assert all(map(torch.equal, all_states(layer), before))
     for now, then, added in zip(all_states(twin), before, all_states(other), strict=True):
         assert torch.equal(now, torch.cat([added, then[1:]]))
@@ -347,7 +359,7 @@ def test_the_keys_of_encoders_join_in_place_and_stay_when_columns_are_trimmed() 
     layer = cache.cross_attention_cache.layers[0]
     first = place(layer.keys)
     joining.append(cache, other)
-    joining.leave(cache, 1)
+    joining.move(cache, *leaving(1, 4))
     joining.trim(cache, 2)
     layer = cache.cross_attention_cache.layers[0]
     assert place(layer.keys) == first
@@ -377,12 +389,6 @@ class Counting(DynamicLayer):
             rows = [getattr(layer, name) for layer in (self, other)]
             setattr(self, name, torch.cat([growing.padded(s, -2, length) for s in rows]))
 
-    def leave_row(self, row: int) -> None:
-        for name in ("keys", "values"):
-            rows = getattr(self, name).clone()
-            rows[row] = rows[-1]
-            setattr(self, name, rows[:-1])
-
     def trim_tokens(self, n_tokens: int) -> None:
         self.keys, self.values = self.keys[:, :, n_tokens:], self.values[:, :, n_tokens:]
 
@@ -409,7 +415,7 @@ def test_a_layer_of_ones_own_declares_by_its_methods() -> None:
     keys, added = cache.layers[0].keys, other.layers[0].keys
     joining.append(cache, other)
     assert torch.equal(cache.layers[0].keys[:1, :, 2:], keys)
-    joining.leave(cache, 0)
+    joining.move(cache, *leaving(0, 2))
     assert torch.equal(cache.layers[0].keys, added)
     joining.trim(cache, 2)
     assert cache.get_seq_length() == 3
@@ -426,7 +432,7 @@ def test_a_layer_of_ones_own_that_declares_nothing_is_refused() -> None:
         assert not slots.is_declared(each.layers[0])
         for operation in (
             lambda each=each: joining.append(each, copy.deepcopy(each)),
-            lambda each=each: joining.leave(each, 0),
+            lambda each=each: joining.move(each, *leaving(0, 2)),
             lambda each=each: joining.trim(each, 1),
             lambda each=each: joining.bytes_of_row(each, 1),
         ):

@@ -101,7 +101,11 @@ SPECULATED = {
         {
             "windows of attention beside layers that have none": Speculated(
                 Case("lfm3", GREEDY, 2, seed=194, options={"attentions": ["attentions"]}), "oracle"
-            )
+            ),
+            "a convolution that is wider than the text": Speculated(
+                Case("lfm3", GREEDY, 3, seed=294, options={"no_prompt": True, "outputs": []}),
+                "lookup",
+            ),
         }
         if IS_5_23
         else {}

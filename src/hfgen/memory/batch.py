@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from ..state.call import ModelKwargs
-from . import buffers
 from .caches import growing, joining, layers
 
 #: ``change(tensor, dim)``: what a tensor with rows in dimension ``dim`` becomes.
@@ -155,9 +154,7 @@ class Batch:
                 f"`row`={row!r} cannot leave a batch of {last + 1}: "
                 + ("drop the batch." if last == 0 else f"it has to be 0 to {last}.")
             )
-        for cache in self.caches.values():
-            joining.leave(cache, row)
-        self.take_arguments(buffers.moved(row, last, self.ids.device))
+        self.move(torch.tensor([last if i == row else i for i in range(last)]))
 
     def extract(self, index: Tensor) -> Batch:
         """A batch of the rows ``index (wanted,)``, states copied; these rows stay.
@@ -173,13 +170,14 @@ class Batch:
         return Batch(self.ids[index], kwargs)
 
     def move(self, index: Tensor) -> None:
-        """``take`` for as many rows as there are: ``index (rows,)``. Caches do not write rows that stay.
+        """``take`` of no more rows than there are: ``index (wanted,)``. Caches do not write rows that stay.
 
         Raises ``ValueError``, before anything is changed, for caches whose layers do not declare how rows
         join and leave.
         """
-        changed = buffers.changed(index)
-        if len(changed):
+        changed = (index != torch.arange(len(index), device=index.device)).nonzero().flatten()
+        if len(changed) or len(index) < len(self):
+            index, changed = index.to(self.ids.device), changed.to(self.ids.device)
             for cache in self.caches.values():
                 joining.move(cache, index, changed)
             self.take_arguments(index)

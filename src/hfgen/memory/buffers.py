@@ -87,18 +87,6 @@ class TokenBuffer:
         return self.ids
 
 
-def moved(row: int, last: int, device: torch.device) -> torch.Tensor:
-    """The index ``(last,)`` by which row ``last`` takes the place of ``row``."""
-    index = torch.arange(last, device=device)
-    index[row : row + 1] = last
-    return index
-
-
-def changed(index: torch.Tensor) -> torch.Tensor:
-    """The rows that differ after row ``i`` became old row ``index[i]``."""
-    return (index != torch.arange(len(index), device=index.device)).nonzero().flatten()
-
-
 def may_write_to(tensor: torch.Tensor) -> bool:
     """Whether a tensor may be written in place: one of inference mode only there."""
     return not tensor.is_inference() or torch.is_inference_mode_enabled()

@@ -61,31 +61,32 @@ def upstream_kind(layer: Any) -> type:
     return UPSTREAM_KINDS.get(type(layer), type(layer))
 
 
-class MapsRows:
-    """The methods of a layer that choose rows, by one ``_map_rows(take)``."""
+class TakesRows:
+    """The methods of a layer that choose rows, by one ``_take(rows)`` of its keys and values."""
 
-    _map_rows: Callable[[Callable[[Tensor], Tensor]], None]
+    keys: Any
+    get_seq_length: Callable[[], int]
+    _take: Callable[[Tensor], None]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes old row ``beam_idx[i]``; there may be more or fewer rows than before."""
-        self._map_rows(lambda states: states.index_select(0, beam_idx.to(states.device)))
+        if self.get_seq_length() > 0:
+            self._take(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self._map_rows(lambda states: states.repeat_interleave(repeats, dim=0))
+        if self.get_seq_length() > 0:
+            self._take(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows ``indices``: numbers or a mask."""
-
-        def take(states: Tensor) -> Tensor:
-            here = indices.to(states.device) if isinstance(indices, Tensor) else indices
-            return states[here, ...]
-
-        self._map_rows(take)
+        if self.get_seq_length() > 0:
+            device = getattr(indices, "device", None)
+            self._take(torch.arange(len(self.keys), device=device)[indices])
 
 
 @stands_for(DynamicLayer)
-class GrowingLayer(MapsRows, DynamicLayer):
+class GrowingLayer(TakesRows, DynamicLayer):
     """Full attention: ``keys (rows, heads, length, size)``, ``values`` alike; sizes may differ."""
 
     keys: Any = _growing("keys")
@@ -130,13 +131,11 @@ class GrowingLayer(MapsRows, DynamicLayer):
         """``reorder_cache`` within the rows of a prompt: only the part that they do not share moves."""
         if self.get_seq_length() > 0:
             for name in self._names:
-                states = vars(self)[name]
-                states.map_rows_of_prompts(lambda s: s.index_select(0, rows.to(s.device)))
+                vars(self)[name].reorder_beams(rows)
 
-    def _map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        if self.get_seq_length() > 0:
-            self._keys.map_rows(take)
-            self._values.map_rows(take)
+    def _take(self, rows: Tensor) -> None:
+        self._keys.take(rows)
+        self._values.take(rows)
 
 
 @stands_for(DynamicSlidingWindowLayer)

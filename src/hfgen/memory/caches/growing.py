@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..buffers import may_write_to, moved
+from ..buffers import may_write_to
 
 #: Up to this many numbers are concatenated: quicker than writing and viewing (``benchmarks/caches.py``).
 CONCATENATED = 2**15
@@ -222,26 +222,25 @@ class GrowableTensor:
         start, rest = divmod(int(value.storage_offset()), value.shape[-1])
         return start if rest == 0 else None
 
-    def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Replace the rows, with their spare room, by ``take(rows)``, which selects or repeats them."""
-        self.shared = 0
-        if self.buffer is not None:
-            n_rows, length = self.view.shape[0], self.view.shape[-2]
-            rows = self.buffer if n_rows == len(self.buffer) else self.buffer[:n_rows]
-            written = self.written
-            self._adopt(take(rows), self.end - length, length)
-            self.written = max(written, self.end)
-        elif self.view is not None:
-            self.view = take(self.view)
+    def take(self, rows: Tensor) -> None:
+        """Row ``i`` becomes old row ``rows[i]``, with its spare room; there may be more or fewer rows."""
+        rows, self.shared = rows.to(self.view.device), 0
+        if self.buffer is None:
+            self.view = self.view.index_select(0, rows)
+            return
+        n_rows, length, written = len(self.view), self.view.shape[-2], self.written
+        held = self.buffer if n_rows == len(self.buffer) else self.buffer[:n_rows]
+        self._adopt(held.index_select(0, rows), self.end - length, length)
+        self.written = max(written, self.end)
 
-    def map_rows_of_prompts(self, take: Callable[[Tensor], Tensor]) -> None:
-        """``map_rows`` where ``take`` selects rows of the same prompt: the tokens they share stay."""
+    def reorder_beams(self, rows: Tensor) -> None:
+        """``take`` of rows of the same prompt: the tokens that they share stay."""
         shared = self.shared
         if shared and self._may_write():
             generated = self.view[..., shared:, :]
-            generated.copy_(take(generated))
+            generated.copy_(generated.index_select(0, rows.to(generated.device)))
         else:
-            self.map_rows(take)
+            self.take(rows)
             self.shared = shared
 
     # ---------------------------------------------------------------- rows that join and leave
@@ -273,26 +272,16 @@ class GrowableTensor:
         joined[n_before:, ..., length - added.shape[-2] :, :].copy_(added)
         self._adopt(self.buffer, start, length, n_rows)
 
-    def leave(self, row: int) -> None:
-        """Remove ``row``: the last row takes its place."""
-        may_write, self.shared = self._may_write(), 0
-        view, last = self.view, len(self.view) - 1
-        if not may_write:
-            self.assign(view.index_select(0, moved(row, last, view.device)))
-            return
-        if row != last:
-            view[row].copy_(view[last])
-        length = view.shape[-2]
-        self._adopt(self.buffer, self.end - length, length, last)
-
     def move(self, index: Tensor, changed: Tensor) -> None:
-        """Row ``i`` becomes old row ``index[i]``; ``changed`` lists the rows that differ then."""
-        may_write, self.shared = self._may_write(), 0
-        index, changed = index.to(self.view.device), changed.to(self.view.device)
-        if may_write:
-            self.view.index_copy_(0, changed, self.view.index_select(0, index[changed]))
-        else:
-            self.map_rows(lambda states: states.index_select(0, index))
+        """Row ``i`` becomes old row ``index[i]``, of no more rows; only the rows ``changed`` are written."""
+        if not self._may_write():
+            self.take(index)
+            return
+        view, length, self.shared = self.view, self.view.shape[-2], 0
+        if len(changed):
+            index, changed = index.to(view.device), changed.to(view.device)
+            view.index_copy_(0, changed, view.index_select(0, index[changed]))
+        self._adopt(self.buffer, self.end - length, length, len(index))
 
     def _may_write(self) -> bool:
         """Whether there is a buffer that may be written to, and that no other tensor sees."""

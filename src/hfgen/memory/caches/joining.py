@@ -33,12 +33,6 @@ def append(cache: Any, other: Any) -> None:
         slots.join(layer, added)
 
 
-def leave(cache: Any, row: int) -> None:
-    """Remove ``row``, one of several, in place: the last row takes its place."""
-    for layer in _layers_with_room(cache):
-        slots.leave(layer, row)
-
-
 def extract(cache: Any, index: Tensor) -> Any:
     """A cache of the rows ``index (wanted,)`` alone; ``cache`` stays as it is."""
     twin = copy.copy(cache)
@@ -58,7 +52,7 @@ def move_to(cache: Any, device: torch.device) -> None:
 
 
 def move(cache: Any, index: Tensor, changed: Tensor) -> None:
-    """Reorder rows in place: row ``i`` becomes old row ``index[i]``; ``index (rows,)``.
+    """Reorder rows in place: row ``i`` becomes old row ``index[i]``; ``index (wanted,)``, no more than before.
 
     Only the rows ``changed`` are written (``buffers.changed``).
     """

@@ -13,7 +13,6 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from . import CacheRequest
 
 HOST = torch.device("cpu")
-
-#: Bytes that are in memory at a time while rows of a file are chosen.
-CHUNK_BYTES = 2**20
 
 
 class Folder:
@@ -119,20 +115,14 @@ class Offloaded(GrowableTensor):
         room = end if end is not None and end >= capacity else capacity + capacity // 4
         return self.folder.empty((*lead, room, size), like.dtype)
 
-    def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Replace the rows by ``take(rows)``; of a file, some tokens at a time."""
-        view = self.view
-        if self.folder is None or self.buffer is None or not view.numel():
-            super().map_rows(take)
+    def take(self, rows: Tensor) -> None:
+        """Row ``i`` becomes old row ``rows[i]``; those of a file are written to another one."""
+        if self.folder is None or self.buffer is None or not self.view.numel():
+            super().take(rows)
             return
-        length, size = view.shape[-2:]
-        step = max(1, CHUNK_BYTES * length // view.nbytes)
-        taken = take(view[..., :0, :])
-        buffer = self._empty((*taken.shape[:-2], length, size), taken)
-        places = buffer.narrow(-2, 0, length).split(step, dim=-2)
-        for place, chunk in zip(places, view.split(step, dim=-2), strict=True):
-            place.copy_(take(chunk))
-        self.shared = 0
+        view, length, self.shared = self.view, self.view.shape[-2], 0
+        buffer = self._empty((len(rows), *view.shape[1:]), view)
+        torch.index_select(view, 0, rows.to(HOST), out=buffer.narrow(-2, 0, length))
         self._adopt(buffer, 0, length)
 
     def __copy__(self) -> Offloaded:

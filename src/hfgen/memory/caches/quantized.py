@@ -10,7 +10,6 @@ time is unpacked, into memory that the layers use in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kw
 
 from ...settings.cache_settings import Settings, upstream_backend
 from ...settings.logs import logger
-from .dynamic import GrowingCache, MapsRows
+from .dynamic import GrowingCache, TakesRows
 from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
 
 if TYPE_CHECKING:
@@ -77,9 +76,11 @@ class States:
         self.recent = unpacked[:, :, :n_rest].clone()
         self.packed = self.packed.first_groups(n_groups)
 
-    def map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``take`` to all tensors, whose first dimension is that of the rows."""
-        self.packed, self.recent = self.packed.map(take), take(self.recent)
+    def take(self, rows: Tensor) -> None:
+        """Row ``i`` becomes old row ``rows[i]``."""
+        rows = rows.to(self.recent.device)
+        self.packed = self.packed.map(lambda tensor: tensor.index_select(0, rows))
+        self.recent = self.recent.index_select(0, rows)
 
     @property
     def n_bytes(self) -> int:
@@ -102,7 +103,7 @@ def _unpacked(name: str) -> Any:
     return property(get, assign)
 
 
-class QuantizedLayer(MapsRows, DynamicLayer):
+class QuantizedLayer(TakesRows, DynamicLayer):
     """A layer of full attention. Its ``keys`` and ``values`` are unpacked when read."""
 
     def __init__(self, settings: Settings, scratch: tuple[Scratch, Scratch] | None = None) -> None:
@@ -155,9 +156,9 @@ class QuantizedLayer(MapsRows, DynamicLayer):
         for states in self.states.values():
             states.crop(-tokens_to_remove)
 
-    def _map_rows(self, take: Callable[[Tensor], Tensor]) -> None:
+    def _take(self, rows: Tensor) -> None:
         for states in self.states.values():
-            states.map_rows(take)
+            states.take(rows)
 
     @property
     def n_bytes(self) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from ... import families
-from ..buffers import moved
 from .dynamic import KINDS, upstream_kind
 from .growing import GrowableTensor, is_nothing, padded
 
@@ -37,9 +36,9 @@ Place = tuple[str, int | None]
 
 
 class Slots(Protocol):
-    """The methods of a custom layer whose rows join and leave.
+    """The methods of a custom layer whose rows join and leave, besides those of every layer.
 
-    It may also have ``form_of_rows() -> dict``: what it has to have in common with ``other``, such as
+    Rows leave by ``reorder_cache(rows)`` of fewer rows. It may also have ``form_of_rows() -> dict``: what it has to have in common with ``other``, such as
     sizes and dtypes. Layers that differ in it are refused.
     """
 
@@ -49,9 +48,6 @@ class Slots(Protocol):
         All rows end in the same column; shorter rows have zeros before them, which masks hide.
         """
 
-    def leave_row(self, row: int) -> None:
-        """Remove ``row``: the last row takes its place."""
-
     def trim_tokens(self, n_tokens: int) -> None:
         """Drop the first ``n_tokens`` columns: lengths are those of a shorter batch from then on."""
 
@@ -59,7 +55,7 @@ class Slots(Protocol):
         """Bytes that one row of ``n_tokens`` takes."""
 
 
-METHODS = ("join_rows", "leave_row", "trim_tokens", "bytes_of_row")
+METHODS = ("join_rows", "trim_tokens", "bytes_of_row")
 
 
 def has_methods(layer: Any) -> bool:
@@ -100,13 +96,10 @@ def set_state(layer: Any, place: Place, tensor: Tensor) -> None:
         getattr(layer, name)[index] = tensor
 
 
-def take_fixed(layer: Any, index: Tensor) -> None:
-    """Row ``i`` of the states that do not grow becomes old row ``index[i]``."""
-    growables = growables_of(layer)
-    for place, tensor in states_of(layer).items():
-        if place not in growables:
-            dim = STATES[place[0]][0]
-            set_state(layer, place, tensor.index_select(dim, index.to(tensor.device)))
+def take_state(layer: Any, place: Place, index: Tensor) -> None:
+    """Row ``i`` of a state becomes old row ``index[i]``."""
+    tensor = states_of(layer)[place]
+    set_state(layer, place, tensor.index_select(STATES[place[0]][0], index.to(tensor.device)))
 
 
 def form(layer: Any) -> dict[str, Any]:
@@ -148,25 +141,15 @@ def join(layer: Any, other: Any) -> None:
         layer.cumulative_length = longest
 
 
-def leave(layer: Any, row: int) -> None:
-    """Remove ``row``: the last row of ``layer`` takes its place."""
-    if has_methods(layer):
-        layer.leave_row(row)
-        return
-    rows = [tensor.shape[STATES[name][0]] for (name, _), tensor in states_of(layer).items()]
-    if rows:
-        take_fixed(layer, moved(row, rows[0] - 1, torch.device("cpu")))
-    for states in growables_of(layer).values():
-        states.leave(row)
-
-
 def move(layer: Any, index: Tensor, changed: Tensor) -> None:
-    """Row ``i`` becomes old row ``index[i]``; ``changed`` lists the rows that differ then."""
+    """Row ``i`` becomes old row ``index[i]``, of no more rows; ``changed`` lists those that differ then."""
     if has_methods(layer):
         layer.reorder_cache(index)
         return
-    take_fixed(layer, index)
-    for states in growables_of(layer).values():
+    growables = growables_of(layer)
+    for place in states_of(layer).keys() - growables.keys():
+        take_state(layer, place, index)
+    for states in growables.values():
         states.move(index, changed)
 
 
@@ -180,9 +163,8 @@ def extract(layer: Any, index: Tensor) -> Any:
     for name, value in vars(layer).items():
         if isinstance(value, dict):  # of tensors, which are replaced below
             setattr(twin, name, dict(value))
-    for place, tensor in states_of(twin).items():
-        dim = STATES[place[0]][0]
-        set_state(twin, place, tensor.index_select(dim, index.to(tensor.device)))
+    for place in states_of(twin):
+        take_state(twin, place, index)
     return twin
 
 
