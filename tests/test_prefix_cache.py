@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import json
 import os
 import pickle
 import random
@@ -20,6 +21,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
@@ -1115,6 +1117,74 @@ def test_files_that_are_damaged(saved: tuple[Path, hfgen.PrefixCache], tmp_path:
     save_file(load_file(path), foreign)
     with pytest.raises(ValueError, match="its format is None"):
         hfgen.PrefixCache.load(foreign, model)
+
+
+def rewritten(path: Path, edit: Callable[[list[dict[str, Any]], dict[str, Tensor]], None]) -> None:
+    """Edit the nodes and tensors of a file, and compute its checksums anew."""
+    with safe_open(path, framework="pt") as file:
+        texts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    nodes = json.loads(texts["nodes"])
+    edit(nodes, tensors)
+    names = ["tokens", *map(str, range(4))]
+    for index, node in enumerate(nodes):
+        if not isinstance(node, dict):
+            continue
+        own = {name: t for name in names if (t := tensors.get(f"{index}.{name}")) is not None}
+        node["checksum"] = fingerprint.digest(own)
+    texts["nodes"] = json.dumps(nodes)
+    del texts["checksum"]
+    save_file(
+        tensors, path, texts | {"checksum": fingerprint.digest_of_text(sorted(texts.items()))}
+    )
+
+
+def set_node(index: int, **fields: Any) -> Callable[..., None]:
+    return lambda nodes, tensors: nodes[index].update(fields)
+
+
+def set_tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    return lambda nodes, tensors: tensors.update({name: change(tensors[name]).contiguous()})
+
+
+def twice(nodes: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+    nodes.append(dict(nodes[-1]))
+    for name in ("tokens", *range(4)):
+        tensors[f"{len(nodes) - 1}.{name}"] = tensors[f"{len(nodes) - 2}.{name}"].clone()
+
+
+FORGED: dict[str, Callable[..., None]] = {
+    "a parent behind its child": set_node(1, parent=3),
+    "its own parent": set_node(1, parent=1),
+    "a parent that is no number": set_node(1, parent="0"),
+    "a parent below the root": set_node(0, parent=-2),
+    "a parent that is true": set_node(2, parent=True),
+    "no position": set_node(0, offset=None),
+    "a position that is no number": set_node(0, offset=["position", "2"]),
+    "two positions": set_node(1, offset=["position", 2]),
+    "an unknown field": set_node(1, more=1),
+    "a node that is no object": lambda nodes, tensors: nodes.append(7),
+    "a node without tensors": lambda nodes, tensors: nodes.append(nodes[1]),
+    "tensors without a node": lambda nodes, tensors: nodes.pop(),
+    "no tokens": set_tensor("1.tokens", lambda t: t[:0]),
+    "tokens of another type": set_tensor("1.tokens", lambda t: t.float()),
+    "fewer states than tokens": set_tensor("1.2", lambda t: t[:, :-1]),
+    "other heads": set_tensor("1.2", lambda t: t[:1]),
+    "states of another type": set_tensor("1.2", lambda t: t.half()),
+    "numbers without a head": set_tensor("1.2", lambda t: t[0]),
+    "a brother that begins alike": twice,
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_files_with_checksums_that_are_right(
+    saved: tuple[Path, hfgen.PrefixCache], name: str
+) -> None:
+    path, model = saved[0], llama()
+    rewritten(path, lambda nodes, tensors: None)
+    assert len(hfgen.PrefixCache.load(path, model)._forest.nodes) == 7
+    rewritten(path, FORGED[name])
+    with pytest.raises(ValueError, match=f"{path.name}.* cannot be loaded as stored prefixes"):
+        hfgen.PrefixCache.load(path, model)
 
 
 def test_files_with_any_byte_changed(

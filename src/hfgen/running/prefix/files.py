@@ -1,7 +1,8 @@
 """Saving stored prefixes to a safetensors file, and loading them.
 
 One tensor ``<node>.tokens`` and, per layer, ``<node>.<i>`` for keys and values. The metadata names the
-model (``fingerprint.content``), each node's parent, and checksums, which detect damage and not forgery.
+model (``fingerprint.content``), each node's parent, and checksums. ``load`` verifies these, and the structure: anybody
+can compute a checksum.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from ...memory import fingerprint
 from .radix import Forest, Node, Offset
 
-FORMAT = "hfgen prefixes 3"
+FORMAT = "hfgen prefixes 2"
 
 #: A node, its parent, and where the first token of its tree is (``Offset``).
 Placed = tuple[Node, Node | None, Offset]
@@ -44,10 +45,10 @@ def save(nodes: Iterable[Placed], path: str | os.PathLike[str], content: dict[st
         indices[node] = index
         of_node = {"tokens": node.tokens} | {str(i): states for i, states in enumerate(node.states)}
         tensors |= {f"{index}.{name}": tensor for name, tensor in of_node.items()}
-        checksum = fingerprint.digest(of_node)
-        entries.append(
-            {"parent": indices.get(parent, -1), "offset": list(offset), "checksum": checksum}
-        )
+        entry: dict[str, Any] = {"parent": indices.get(parent, -1), "offset": None}
+        if entry["parent"] == -1:
+            entry["offset"] = list(offset)
+        entries.append(entry | {"checksum": fingerprint.digest(of_node)})
     texts = {"format": FORMAT, "content": json.dumps(content), "nodes": json.dumps(entries)}
     texts["checksum"] = fingerprint.digest_of_text(sorted(texts.items()))
     # Only this user may enter the folder.
@@ -98,7 +99,15 @@ def _read_metadata(path: Any, texts: dict[str, str], model: Any) -> list[dict[st
         raise ValueError(
             f"{os.fspath(path)!r} has prefixes of another model, or of this one as it was: {pairs}."
         )
-    return list(json.loads(texts["nodes"]))
+    entries = list(json.loads(texts["nodes"]))
+    for index, entry in enumerate(entries):
+        parent, offset = entry["parent"], entry["offset"]
+        is_root = parent == -1 and [type(part) for part in offset or ()] == [str, int]
+        is_child = parent != -1 and offset is None
+        is_placed = type(parent) is int and -1 <= parent < index and (is_root or is_child)
+        if not is_placed or entry.keys() != {"parent", "offset", "checksum"}:
+            raise NotAPrefixFile(path, f"node {index} cannot be placed in a tree ({entry})")
+    return entries
 
 
 def _read_nodes(
@@ -108,15 +117,29 @@ def _read_nodes(
     identity = fingerprint.identity(model)
     n_states = len(file.keys()) // max(len(entries), 1) - 1
     names = ["tokens", *map(str, range(n_states))]
+    if sorted(file.keys()) != sorted(f"{i}.{name}" for i in range(len(entries)) for name in names):
+        raise NotAPrefixFile(path, "its tensors are not those of its nodes")
     nodes: dict[int, Node] = {}
+    expected = None
     for index, entry in enumerate(entries):
         of_node = {name: file.get_tensor(f"{index}.{name}") for name in names}
         if fingerprint.digest(of_node) != entry["checksum"]:
             raise NotAPrefixFile(path, f"the states of node {index} are not those that were saved")
         tokens, *states = of_node.values()
+        n = len(tokens) if tokens.ndim == 1 and tokens.dtype == torch.long else 0
+        layout = [(s.dtype, s.shape[::2]) for s in states]
+        expected = expected or layout
+        is_sound = all(s.ndim == 3 and s.shape[1] == n and s.is_floating_point() for s in states)
+        if not n or not is_sound or layout != expected:
+            raise NotAPrefixFile(path, f"node {index} does not have one state per token and layer")
         node = Node(tokens, tuple(s.to(model.device) for s in states))
         parent = nodes.get(entry["parent"])
-        has_parent = parent is not None or entry["parent"] == -1  # else its parent did not fit
-        if has_parent and forest.n_bytes + node.n_bytes <= forest.max_bytes:
+        if parent is None and entry["parent"] != -1:
+            continue  # its parent did not fit
+        key = (identity, tuple(entry["offset"])) if parent is None else forest.nodes[parent]
+        siblings = parent or forest.roots.get(key)
+        if siblings is not None and int(tokens[0]) in siblings.children:
+            raise NotAPrefixFile(path, f"node {index} begins as another one does")
+        if forest.n_bytes + node.n_bytes <= forest.max_bytes:
             nodes[index] = node
-            forest.attach((identity, tuple(entry["offset"])), parent, node)
+            forest.attach(key, parent, node)
