@@ -16,9 +16,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
-from ..memory.batch import Batch, take_rows
+from ..memory.batch import Batch, OfBatch, take_rows
 from ..running import next_token
-from ..state.call import ModelKwargs
 from .decoding import Decoding
 from .plain import Choice, Choices
 
@@ -38,11 +37,8 @@ class Moves(Cache):
         self.index = beam_idx if self.index is None else self.index[beam_idx]
 
 
-class JoinedRows:
-    """The decoding rows of several requests, at first of ``decodings``: the rows of ``batch``.
-
-    Reads like a ``Run`` for ``running.next_token``.
-    """
+class JoinedRows(OfBatch):
+    """The decoding rows of several requests, at first of ``decodings``: the rows of ``batch``."""
 
     def __init__(self, model: Any, decodings: Sequence[Decoding], batch: Batch) -> None:
         self.model, self.batch = model, batch
@@ -65,15 +61,6 @@ class JoinedRows:
     def members(self) -> list[Decoding]:
         """The requests, in the order in which they joined."""
         return list(self.moves)
-
-    @property
-    def ids(self) -> Tensor:
-        """Token ids ``(rows, columns)``, padding included."""
-        return self.batch.ids
-
-    @property
-    def model_kwargs(self) -> ModelKwargs:
-        return self.batch.model_kwargs
 
     @property
     def length(self) -> int:

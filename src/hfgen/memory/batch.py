@@ -275,3 +275,19 @@ def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]
         pair = f"{tuple(one.shape)} and {tuple(two.shape)}"
         raise ValueError(f"Rows cannot be joined: `{name}` has the shapes {pair}.")
     return torch.cat([parts[0], parts[1].to(parts[0].device)], dim=dim)
+
+
+class OfBatch:
+    """Who has a ``batch`` and a ``model`` reads like a ``Run`` for ``running.next_token``."""
+
+    model: Any
+    batch: Batch
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids ``(rows, columns)``, padding included."""
+        return self.batch.ids
+
+    @property
+    def model_kwargs(self) -> ModelKwargs:
+        return self.batch.model_kwargs

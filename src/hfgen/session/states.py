@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DynamicIndexedLayer,
@@ -18,14 +17,13 @@ from transformers.cache_utils import (
 )
 
 from .. import families
-from ..memory.batch import Batch, take_rows
+from ..memory.batch import Batch, OfBatch, take_rows
 from ..memory.caches import joining, slots
 from ..memory.caches.dynamic import upstream_kind
 from ..memory.caches.layers import decoder_cache, layers_of, roll_back
 from ..running import hides_padding, next_token, prefill, resized
 from ..running.prefix import eligibility
 from ..running.row_states import foreign_code
-from ..state.call import ModelKwargs
 
 if TYPE_CHECKING:
     from .row import Row
@@ -34,13 +32,12 @@ if TYPE_CHECKING:
 FULL = (DynamicLayer, DynamicIndexedLayer, *families.EMPTY_LAYERS)
 
 
-class States:
+class States(OfBatch):
     """A batch of rows with their cache, all of which end in the same column.
 
     ``batch`` has one more column than the cache holds: that of the tokens that come next. ``rows``: whose
     states these are, by place; ``None`` for a row that has left. ``held``: tokens of each that are cached.
     ``is_shared``: rows of other sessions or snapshots have the same states, so that nothing writes to them.
-    Reads like a ``Run`` for ``running``.
     """
 
     def __init__(self, model: Any, batch: Batch, rows: list[Row], held: list[int]) -> None:
@@ -53,14 +50,6 @@ class States:
         for place, row in enumerate(self.rows):
             if row is not None:
                 row.states, row.place = self, place
-
-    @property
-    def ids(self) -> Tensor:
-        return self.batch.ids
-
-    @property
-    def model_kwargs(self) -> ModelKwargs:
-        return self.batch.model_kwargs
 
     @property
     def is_encoder_decoder(self) -> bool:

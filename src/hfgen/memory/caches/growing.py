@@ -85,17 +85,25 @@ class GrowableTensor:
                 self.assign(torch.cat([self.view, new], dim=-2))
                 return self.view  # converted, or raised
             self._make_room(new, spare)
-        buffer, length = self.buffer, self.view.shape[-2] + added
-        buffer.as_strided(shape, self.stride, self.end * size).copy_(new)
-        self.end = self.end + added
+        self.buffer.as_strided(shape, self.stride, self.end * size).copy_(new)
+        return self._advance(added)
+
+    def _advance(self, n: int) -> Tensor:
+        """Move the end of ``view`` by ``n`` tokens of the buffer, which has room for them."""
+        shape = self.view.shape
+        length, size = shape[-2] + n, shape[-1]
+        self.end = self.end + n
         self.written = max(self.written, self.end)
         # as_strided is a third of the cost of narrow(), which counts in a small model's step.
         start = (self.end - length) * size
-        self.view = buffer.as_strided((*shape[:-2], length, size), self.stride, start)
+        self.view = self.buffer.as_strided((*shape[:-2], length, size), self.stride, start)
         return self.view
 
     def reserve(self, n: int, spare: Spare) -> Tensor:
         """Append ``n`` tokens that the caller writes; return the view, never contiguous, for graphs."""
+        is_writable = not self.is_inference or torch.is_inference_mode_enabled()
+        if self.buffer is not None and is_writable and self._has_room(n + 1):
+            return self._advance(n)
         shape = self.view.shape
         longer = self.append(self.view.new_empty((*shape[:-2], n + 1, shape[-1])), spare)
         self.view = longer[..., :-1, :]
