@@ -1,6 +1,5 @@
 """Settings of all tests: offline, quiet, one thread per process."""
 
-import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,12 +12,6 @@ import transformers
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-
-
-def pytest_collection_finish() -> None:
-    """Collect garbage less often: modules and tests stay, and looking at them is a tenth of the time."""
-    gc.collect()
-    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -516,6 +516,7 @@ def test_threads():
 )
 def test_type_and_processor_decide(monkeypatch, weights, dtype, native, chosen):
     monkeypatch.setattr(kernels, "works", lambda name: True)
+    monkeypatch.setattr(kernels.native, "PANEL", 64)
     monkeypatch.setattr(kernels, "_has_bfloat16", lambda: native)
     monkeypatch.setattr(kernels, "_mkldnn_has", lambda name: native)
     assert [kernel.name for kernel in kernels.preferred(weights, dtype)] == chosen

@@ -62,10 +62,11 @@ def preferred(weights: str | None, dtype: torch.dtype) -> list[Kernel]:
         "int8": ("int8",),
         "int4": ("int4",),
     }.get(weights or "", ())
+    quick = ("bf16",) if native.PANEL == 64 else ()  # smaller registers hold few rows
     if dtype == torch.float32:
-        names += ("bf16", "fp16", "onednn")
+        names += (*quick, "fp16", "onednn")
     elif dtype == torch.bfloat16:
-        names += ("bf16", "onednn" if _has_bfloat16() else "fp16")
+        names += (*quick, "onednn" if _has_bfloat16() else "fp16")
     elif not _mkldnn_has("fp16"):
         names += ("fp16",)
     return [named(name) for name in names if works(name)]

@@ -8,7 +8,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#if defined(__AVX512VNNI__) || defined(__AVX512BF16__)
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -24,12 +24,19 @@
 namespace {
 
 using torch::stable::Tensor;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Words __attribute__((vector_size(64)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-constexpr int64_t LANES = 16, PANEL = 64;
-constexpr int VECTORS = PANEL / LANES;
+// PANEL is defined by the command line: four vectors of the processor.
+constexpr int VECTORS = 4;
+constexpr int64_t LANES = PANEL / VECTORS;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+// Rows whose sums registers can hold.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int64_t MOST_ROWS = 6;
+#else
+constexpr int64_t MOST_ROWS = 2;
+#endif
 // Products that are worth a thread.
 constexpr int64_t PER_THREAD = 1 << 18;
 
@@ -105,17 +112,19 @@ struct Call {
   template <class Run> void for_panels(Run run) const {
     int64_t grain = std::max<int64_t>(1, PER_THREAD / std::max<int64_t>(1, n_rows * n_in * PANEL));
     torch::stable::parallel_for(0, (n_out + PANEL - 1) / PANEL, grain, [&](int64_t first, int64_t last) {
-      for (int64_t p = first; p < last; p++) run(p, p * PANEL, std::min(PANEL, n_out - p * PANEL));
+      for (int64_t p = first; p < last; p++) run(p, p * PANEL, std::min<int64_t>(PANEL, n_out - p * PANEL));
     });
   }
 };
 
-// Calls run for six rows at once, and for what remains in smaller blocks: run(first row, number of rows).
+// Calls run(first row, number of rows) for as many rows at once as registers hold, and for what remains.
 template <class Run>
 inline void for_rows(int64_t n_rows, Run run) {
   int64_t row = 0;
-  for (; row + 6 <= n_rows; row += 6) run(row, std::integral_constant<int, 6>());
-  for (; row + 4 <= n_rows; row += 4) run(row, std::integral_constant<int, 4>());
+  if constexpr (MOST_ROWS > 2) {
+    for (; row + 6 <= n_rows; row += 6) run(row, std::integral_constant<int, 6>());
+    for (; row + 4 <= n_rows; row += 4) run(row, std::integral_constant<int, 4>());
+  }
   for (; row + 2 <= n_rows; row += 2) run(row, std::integral_constant<int, 2>());
   for (; row < n_rows; row++) run(row, std::integral_constant<int, 1>());
 }
@@ -186,6 +195,11 @@ Tensor linear16(const Tensor& x, const std::optional<Tensor>& bias, const Tensor
 inline Words dot(Words sums, Words bytes, Words weights) {
 #ifdef __AVX512VNNI__
   return (Words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, (__m512i)weights);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  __m256i x = (__m256i)bytes, w = (__m256i)weights, low = _mm256_set1_epi16(0xff);
+  __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, low), _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8));
+  __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(w, 8));
+  return sums + (Words)even + (Words)odd;
 #else
   for (int shift = 0; shift < 32; shift += 8) sums += (bytes >> shift & 0xff) * (weights << (24 - shift) >> 24);
   return sums;

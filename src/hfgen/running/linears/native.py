@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-#: Outputs whose weights are next to each other in memory, as in the source.
-PANEL = 64
+#: Outputs whose weights are next to each other in memory: four vectors of float32.
+PANEL = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 16)
 #: The first torch whose stable interface for C++ has what the source needs.
 OLDEST_TORCH = (2, 10)
 #: Seconds that a compiler may take; two are usual.
@@ -59,7 +59,16 @@ def _library() -> Path:
     folder = Path(torch.__file__).parent
     processor = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     target = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
-    flags = ["-O3", processor, "-std=c++20", "-fPIC", "-shared", target, f"-I{folder / 'include'}"]
+    flags = [
+        "-O3",
+        processor,
+        "-std=c++20",
+        "-fPIC",
+        "-shared",
+        target,
+        f"-DPANEL={PANEL}",
+        f"-I{folder / 'include'}",
+    ]
     linking = [f"-L{folder / 'lib'}", "-ltorch_cpu"]
     library = _folder() / f"native-{_key(compiler, flags)}.so"
     if not library.exists():
