@@ -200,20 +200,24 @@ def test_a_row_depends_on_no_other(name):
             torch.set_num_threads(threads)
 
 
-def test_int8_without_a_compiler_has_the_same_bits(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_without_a_compiler_has_the_same_bits(monkeypatch, dtype):
     need("bf16")
-    weight, x = torch.randn(70, 202), torch.randn(5, 3, 202)
+    weight, bias = torch.randn(70, 2002), torch.randn(70).to(dtype)
+    x = torch.randn(500, 3, 2002).to(
+        dtype
+    )  # a million numbers: some are close to the middle of two steps
     x[1, 1] = 0
-    expected = native.of_int8(weight)(x, None)
+    expected = native.of_int8(weight)(x, bias)
     monkeypatch.setattr(native, "failure", lambda: "there is no compiler")
-    assert torch.equal(native.of_int8(weight)(x, None), expected)
+    assert torch.equal(native.of_int8(weight)(x, bias), expected)
     x[2, 2, 7], x[3, 0, 1] = math.nan, math.inf
-    found = native.of_int8(weight)(x, None)
+    found = native.of_int8(weight)(x, bias)
     lost = found.isnan().all(dim=-1)
     assert lost.nonzero().tolist() == [[2, 2], [3, 0]]
     assert torch.equal(found[~lost], expected[~lost])
     monkeypatch.undo()
-    assert torch.equal(native.of_int8(weight)(x, None).isnan(), found.isnan())
+    assert torch.equal(native.of_int8(weight)(x, bias).isnan(), found.isnan())
 
 
 @pytest.mark.parametrize(

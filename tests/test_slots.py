@@ -115,7 +115,7 @@ def test_a_longer_row_begins_further_left_in_the_same_buffer() -> None:
 
 @pytest.mark.parametrize("rows", [2, 20])
 @pytest.mark.parametrize("row", [0, -1], ids=["first", "last"])
-def test_a_leave_writes_one_row_at_most(rows: int, row: int) -> None:
+def test_a_leave_moves_one_row_at_most(rows: int, row: int) -> None:
     tensor = growable(rows, 50)
     before, first = tensor.view.clone(), place(tensor.view)
     arguments = leaving(row % rows, rows)

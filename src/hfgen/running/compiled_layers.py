@@ -220,7 +220,7 @@ class CompiledLayer:
             self._call = weakref.ref(cache), number
         if self._packed is None:
             forwards = [vars(part).get("forward") for part in self.module.modules()]
-            packs: list[Any] = [each for each in forwards if hasattr(each, "packed")]
+            packs: list[Any] = [each for each in forwards if hasattr(each, "view")]
             self._packed = [(forward, forward.packed()) for forward in packs]
         elif any(forward.packed() is not packed for forward, packed in self._packed):
             self._forget()

@@ -54,7 +54,7 @@ def move_to(cache: Any, device: torch.device) -> None:
 def move(cache: Any, index: Tensor, changed: Tensor) -> None:
     """Reorder rows in place: row ``i`` becomes old row ``index[i]``; ``index (wanted,)``, no more than before.
 
-    Only the rows ``changed`` are written (``buffers.changed``).
+    Only the rows ``changed`` are written.
     """
     for layer in _layers_with_room(cache):
         slots.move(layer, index, changed)

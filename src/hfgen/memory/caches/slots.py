@@ -38,8 +38,8 @@ Place = tuple[str, int | None]
 class Slots(Protocol):
     """The methods of a custom layer whose rows join and leave, besides those of every layer.
 
-    Rows leave by ``reorder_cache(rows)`` of fewer rows. It may also have ``form_of_rows() -> dict``: what it has to have in common with ``other``, such as
-    sizes and dtypes. Layers that differ in it are refused.
+    Rows leave by ``reorder_cache(rows)`` of fewer rows. It may also have ``form_of_rows() -> dict``: what it has to
+    have in common with ``other``, such as sizes and dtypes. Layers that differ in it are refused.
     """
 
     def join_rows(self, other: Any) -> None:

@@ -8,7 +8,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#ifdef __AVX2__
+#if PANEL > 16
 #include <immintrin.h>
 #endif
 
@@ -32,7 +32,7 @@ typedef int32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 // Rows whose sums registers can hold.
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if PANEL == 64 || defined(__aarch64__)
 constexpr int64_t MOST_ROWS = 6;
 #else
 constexpr int64_t MOST_ROWS = 2;
@@ -131,16 +131,28 @@ inline void for_rows(int64_t n_rows, Run run) {
 
 // ---------------------------------------------------------------- weights of bfloat16
 
+// sum + a * b, rounded once where the processor does. The compiler is not asked to find such places: it would find
+// others, whose results are then not those of torch.
+inline Floats add_product(Floats sum, Floats a, Floats b) {
+#if PANEL == 64
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif PANEL == 32 && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 // sums of a row plus the products with the weights of two inputs.
 inline void add(Floats* sums, const Words* pairs, const float* x) {
   Floats first = x[0] - Floats{}, second = x[1] - Floats{};
   for (int v = 0; v < VECTORS; v++) {
-    sums[v] += (Floats)(pairs[v] << 16) * first;
-    sums[v] += (Floats)(pairs[v] & (int32_t)0xffff0000) * second;
+    sums[v] = add_product(sums[v], (Floats)(pairs[v] << 16), first);
+    sums[v] = add_product(sums[v], (Floats)(pairs[v] & (int32_t)0xffff0000), second);
   }
 }
 
-#ifdef __AVX512BF16__
+#if PANEL == 64 && defined(__AVX512BF16__)
 constexpr bool HAS_HALF_PRODUCTS = true;
 inline void add(Floats* sums, const Words* pairs, const uint16_t* x) {
   Words both = load<int32_t>(x) - Words{};
@@ -193,9 +205,9 @@ Tensor linear16(const Tensor& x, const std::optional<Tensor>& bias, const Tensor
 
 // sums plus the products of four unsigned bytes of a word with four signed ones.
 inline Words dot(Words sums, Words bytes, Words weights) {
-#ifdef __AVX512VNNI__
+#if PANEL == 64 && defined(__AVX512VNNI__)
   return (Words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, (__m512i)weights);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif PANEL == 32
   __m256i x = (__m256i)bytes, w = (__m256i)weights, low = _mm256_set1_epi16(0xff);
   __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, low), _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8));
   __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(w, 8));

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import library as operators
 from torch.nn import functional
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -40,7 +41,7 @@ def failure() -> str | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return str(error)
     for name in ("linear16", "linear8"):
-        torch.library.register_fake(f"hfgen_native::{name}", _shape)
+        operators.register_fake(f"hfgen_native::{name}", _shape)
     return None
 
 
@@ -59,16 +60,8 @@ def _library() -> Path:
     folder = Path(torch.__file__).parent
     processor = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     target = f"-DTORCH_TARGET_VERSION=0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
-    flags = [
-        "-O3",
-        processor,
-        "-std=c++20",
-        "-fPIC",
-        "-shared",
-        target,
-        f"-DPANEL={PANEL}",
-        f"-I{folder / 'include'}",
-    ]
+    flags = ["-O3", processor, "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared", target]
+    flags += [f"-DPANEL={PANEL}", f"-I{folder / 'include'}"]
     linking = [f"-L{folder / 'lib'}", "-ltorch_cpu"]
     library = _folder() / f"native-{_key(compiler, flags)}.so"
     if not library.exists():
@@ -122,7 +115,10 @@ class Native:
 
 
 def of_bfloat16(weight: Tensor) -> Native:
-    """A weight ``(out, in)`` of even width whose values are those of bfloat16. Raises ``RuntimeError`` without the operator."""
+    """A weight ``(out, in)`` of even width whose values are those of bfloat16.
+
+    Raises ``RuntimeError`` without the operator.
+    """
     if (reason := failure()) is not None:
         raise RuntimeError(reason)
     packed = _words(_panels(weight.detach().bfloat16()), 2)
@@ -151,9 +147,12 @@ def _linear8(x: Tensor, bias: Tensor | None, weights: Tensor, scales: Tensor, n_
     rows = x.flatten(0, -2).float()
     largest = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     is_finite = largest.isfinite()
-    values = torch.where(is_finite, rows * (127 / largest), 0).round().to(torch.int8)
+    most = largest.new_tensor(
+        127
+    )  # a number divided by a tensor is a reciprocal in torch, rounded once more
+    values = torch.where(is_finite, rows * (most / largest), 0).round().to(torch.int8)
     sums = torch._int_mm(values, weights).float()
-    steps = torch.where(is_finite, largest / 127, torch.nan)
+    steps = torch.where(is_finite, largest / most, torch.nan)
     result = sums * scales * steps
     result = result if bias is None else result + bias.float()
     return result.to(x.dtype).unflatten(0, x.shape[:-1])
