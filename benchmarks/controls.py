@@ -23,7 +23,7 @@ import hfgen
 from benchmarks import output
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.plots import save, subplots
-from benchmarks.side_by_side import frozen_garbage, machine, unmixed
+from benchmarks.side_by_side import described, frozen_garbage, machine, unmixed
 
 #: Output lengths at which the time per token is taken.
 LENGTHS = (100, 250, 500, 1000, 2000, 4000)
@@ -183,7 +183,7 @@ def verdict(curves: list[Curve]) -> str:
 def report(curves: list[Curve], facts: dict[str, Any], vocab: int) -> str:
     return f"""# Controls over long outputs
 
-{facts["processor"]}, {facts["cores"]} cores, {facts["threads"]} thread(s), load {facts["load"]}. torch {facts["torch"]}, transformers {facts["transformers"]}, hfgen {facts["hfgen"]}, Python {facts["python"]}.
+{described(facts)}, Python {facts["python"]}.
 
 Microseconds per token of all rows, of the processors alone, by the length of the output; a vocabulary of {vocab:,}. Growth: the last length by the least of the others. *Passages*: random tokens, and every 100 tokens a passage of 10 that was there before. *Loop*: one sentence of 20 tokens again and again.
 

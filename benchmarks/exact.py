@@ -21,7 +21,7 @@ from benchmarks import output
 from benchmarks.execution import as_checkpoint
 from benchmarks.models import random_135m
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
-from benchmarks.side_by_side import Spread, machine, read_bandwidth
+from benchmarks.side_by_side import Spread, described, machine, read_bandwidth
 
 #: At most this much slower (performance target 17).
 TARGET = 1.3
@@ -157,8 +157,7 @@ def report(costs: list[Cost], facts: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), load {facts['load']}. "
-        f"torch {facts['torch']}, transformers {facts['transformers']}, hfgen {facts['hfgen']}.",
+        f"{described(facts)}.",
     ]
     return "\n".join(lines) + "\n"
 

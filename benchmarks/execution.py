@@ -32,7 +32,15 @@ from benchmarks import models, output
 from benchmarks.models import PROMPT_LENGTH, Subject
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.plots import save, subplots
-from benchmarks.side_by_side import Call, Spread, call, frozen_garbage, machine, read_bandwidth
+from benchmarks.side_by_side import (
+    Call,
+    Spread,
+    call,
+    described,
+    frozen_garbage,
+    machine,
+    read_bandwidth,
+)
 from hfgen.tools.evaluate import perplexity
 
 #: Of the largest, half the layers: the packed copies of all ways have to fit into memory.
@@ -282,9 +290,7 @@ def report(results: list[Result], facts: dict[str, Any]) -> str:
         "reads, by the time. *MB*: weights, packed copies included. *Equal*: tokens that are those of upstream in float32; after one that "
         "differs, a row is another text. *Perplexity*: of a held-out file of Python. Weights are values of bfloat16.",
         "",
-        f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), load "
-        f"{facts['load']}. torch {facts['torch']}, transformers {facts['transformers']}, hfgen "
-        f"{facts['hfgen']}, Python {facts['python']}.",
+        f"{described(facts)}, Python {facts['python']}.",
     ]
     for result in results:
         size = f"{result.n_parameters / 1e6:.4g}M parameters"

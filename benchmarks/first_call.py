@@ -16,7 +16,7 @@ import typer
 
 from benchmarks import output
 from benchmarks.output import RESULTS, OutOption
-from benchmarks.side_by_side import machine
+from benchmarks.side_by_side import described, machine
 
 #: Seconds: with an empty cache, and in a later process (performance target 15).
 COLD_TARGET, WARM_TARGET = 15.0, 3.0
@@ -67,8 +67,7 @@ def report(cold: list[float], warm: list[float], eager: float, facts: dict[str, 
         "",
         f"Uncompiled, the same call takes {eager:.2f} s.",
         "",
-        f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), load {facts['load']}. "
-        f"torch {facts['torch']}, transformers {facts['transformers']}, hfgen {facts['hfgen']}.",
+        f"{described(facts)}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -28,7 +28,7 @@ import hfgen
 from benchmarks import output
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
 from benchmarks.race import Result, Variant, race
-from benchmarks.side_by_side import machine
+from benchmarks.side_by_side import described, machine
 from hfgen.logits.grammar.follower import Follower
 from hfgen.logits.grammar.llguidance import LLGuidance, library_of
 from hfgen.logits.grammar.processor import GrammarProcessor
@@ -212,9 +212,7 @@ def report(costs: Costs, gains: list[list[Result]], facts: dict[str, Any]) -> st
     lines = [
         "# Grammars",
         "",
-        f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), load "
-        f"{facts['load']}. torch {facts['torch']}, transformers {facts['transformers']}, hfgen "
-        f"{facts['hfgen']}, Python {facts['python']}.",
+        f"{described(facts)}, Python {facts['python']}.",
         "",
         *(
             f"* Mask, per row and step on {WIDTH:,} scores, {cost.rows} row(s): {cost.per_row:.3f} ms, "

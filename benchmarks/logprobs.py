@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hfgen
 from benchmarks import output
 from benchmarks.output import RESULTS, OutOption, ThreadsOption, set_threads
-from benchmarks.side_by_side import machine
+from benchmarks.side_by_side import described, machine
 
 #: Bytes above the model that a prompt of ``TARGET_LENGTH`` tokens may take, on ``TARGET_VOCAB``.
 TARGET, TARGET_LENGTH, TARGET_VOCAB = 700e6, 8000, 151_936
@@ -204,7 +204,7 @@ def verdict(peaks: list[Peak], vocab: int) -> str:
 def report(peaks: list[Peak], tokens: list[PerToken], facts: dict[str, Any], vocab: int) -> str:
     return f"""# Log-probabilities
 
-{facts["processor"]}, {facts["cores"]} cores, {facts["threads"]} thread(s), load {facts["load"]}. torch {facts["torch"]}, transformers {facts["transformers"]}, hfgen {facts["hfgen"]}, Python {facts["python"]}.
+{described(facts)}, Python {facts["python"]}.
 
 A Llama of one layer of 64 features, random weights, a vocabulary of {vocab:,}.
 

@@ -21,7 +21,7 @@ import transformers
 import typer
 
 from .output import RESULTS, OutOption, ThreadsOption, set_threads, write
-from .side_by_side import Spread, frozen_garbage, machine
+from .side_by_side import Spread, described, frozen_garbage, machine
 
 PAGE = Path(__file__).parent.parent / "docs" / "sessions.md"
 PROGRAMS = ("banned phrases", "best of eight", "tree search", "tool loop")
@@ -214,9 +214,7 @@ def main(
             "",
             *table(results),
             "",
-            f"Session · `generate` anew with all ids at each step. Built-in model, float32, {facts['processor']}, "
-            f"{facts['threads']} threads, torch {facts['torch']}, transformers {facts['transformers']}; load "
-            f"{facts['load']}.",
+            f"Session · `generate` anew with all ids at each step. Built-in model, float32, {described(facts)}.",
             "",
         ]
     )

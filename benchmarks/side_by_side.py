@@ -232,6 +232,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def described(facts: dict[str, Any]) -> str:
+    """What ``machine`` found, as the pages of results say it."""
+    return (
+        f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), load {facts['load']}. "
+        f"torch {facts['torch']}, transformers {facts['transformers']}, hfgen {facts['hfgen']}"
+    )
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -16,7 +16,7 @@ import hfgen
 
 from .edits import EDITS, editing
 from .output import RESULTS, OutOption, ThreadsOption, set_threads, write
-from .side_by_side import Spread, UnequalTokensError, frozen_garbage, machine
+from .side_by_side import Spread, UnequalTokensError, described, frozen_garbage, machine
 
 PROMPTS = (
     "def add(a, b):\n",
@@ -134,8 +134,7 @@ def main(
             "",
             *table(results),
             "",
-            f"Built-in model, float32, one row at a time, {facts['processor']}, {facts['threads']} threads, torch "
-            f"{facts['torch']}, transformers {facts['transformers']}; load {facts['load']}.",
+            f"Built-in model, float32, one row at a time, {described(facts)}.",
             "",
         ]
     )

@@ -3,7 +3,7 @@
 Every case is a family in one dtype, made exact. Four rows with seeds are sampled alone, and then in all other ways:
 tokens, logits and log-probabilities have to be the same bits, and so have the trainer's log-probabilities of the
 finished rows. A family that cannot be exact says so by name. ``--all`` takes all families of text, not only
-``NAMED``; ``--write`` puts what they say into the table of ``docs/exact.md``.
+``NAMED``; ``--write`` puts what they say into ``benchmarks/results/exact_families.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NAMED = (
     *("llama", "qwen3", "mistral", "gemma3_text", "gpt2", "mixtral", "qwen3_moe", "qwen3_next"),
     *("t5", "bart_seq2seq"),
 )
-DOCS = Path(__file__).parents[2] / "docs" / "exact.md"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "exact_families.md"
 
 #: What models refuse in some ways, exact or not.
 REFUSALS = (
@@ -387,23 +387,24 @@ def reason_of(text: str) -> str:
 
 
 def write_table(refused: dict[str, str], exact: list[str]) -> None:
-    """Write how many families are exact, and why others are not, between the marks of ``DOCS``."""
+    """Write the families that are exact, and why others are not, to ``RESULTS``."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for family, text in refused.items():
         if isinstance(ours(family), PreTrainedModel):
             reasons[reason_of(text)].append(family)
     lines = [
-        f"{len(exact)} families are exact. The others:",
+        "# Exact families",
+        "",
+        "`python -m tests.parity.exact --all --write`: which families `hfgen.exact` takes, in float32 and bfloat16.",
+        "",
+        f"Exact ({len(exact)}): {', '.join(sorted(exact))}.",
         "",
         "| refused for | families |",
         "|---|---|",
     ]
     by_size = sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
     lines += [f"| {reason} | {', '.join(sorted(families))} |" for reason, families in by_size]
-    before, _, rest = DOCS.read_text("utf-8").partition("<!-- families -->\n")
-    _, _, after = rest.partition("<!-- end of families -->")
-    marked = ["<!-- families -->", "", *lines, "", "<!-- end of families -->"]
-    DOCS.write_text(before + "\n".join(marked) + after, "utf-8")
+    RESULTS.write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -412,7 +413,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "families", nargs="*", default=NAMED, help="names; by default those in NAMED"
     )
     parser.add_argument("--all", action="store_true", help="all families of text")
-    parser.add_argument("--write", action="store_true", help="write the table of docs/exact.md")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
     names = options.families
