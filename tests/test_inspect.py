@@ -264,6 +264,22 @@ def test_dola_and_beams_show_what_comes_before_processors() -> None:
         assert [each.name for each in trace.stages[:2]] == ["logits", stage]
 
 
+@pytest.mark.parametrize("name", ["greedy", "several samples", "beams", "lookup"])
+def test_interventions_are_shown_by_what_the_model_would_do_without(name: str) -> None:
+    model, arguments = case(name)
+    steer = hfgen.Steer("model.layers.0", torch.linspace(-9, 9, 32), rows=[0], tokens="generated")
+    trace = hfgen.trace(model, **arguments, interventions=[steer])
+    for sequence in trace.sequences:
+        prompt = torch.tensor(trace.prompts[sequence.prompt].token_ids)
+        ids = torch.cat([prompt, torch.tensor(sequence.token_ids)])[None]
+        plain = hfgen.token_logprobs(model, ids)[0, len(prompt) - 1 :].exp().tolist()
+        assert [t.unedited_probability for t in sequence.tokens] == pytest.approx(plain, rel=1e-4)
+        edited = [token.probability for token in sequence.tokens]
+        assert (edited == pytest.approx(plain, rel=1e-3)) is (sequence.prompt == 1)
+    without = hfgen.trace(model, **arguments)
+    assert without.sequences[0].tokens[0].unedited_probability is None
+
+
 def test_texts_and_ids() -> None:
     model, tokenizer = hfgen.mix_into(tiny.llama()), tiny.ascii_tokenizer()
     texts = ["ab <b>", "c"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hfgen
 from hfgen.tools.inspect import Trace
@@ -30,12 +32,14 @@ PROMPT = "</script><i>if x:"
 def traces() -> dict[str, Trace]:
     model, tokenizer = hfgen.mix_into(tiny.llama()), tiny.ascii_tokenizer()
     assistant, length = tiny.llama(), {"max_new_tokens": 12, "eos_token_id": None}
+    steer = hfgen.Steer("model.layers.0", torch.linspace(-9, 9, 32), rows=[0])
     sampled = {"do_sample": True, "temperature": 0.7, "top_k": 30, "top_p": 0.9, "seed": 1}
     return {
         "sampled": hfgen.trace(model, [PROMPT, "b"], tokenizer, **sampled, **length),
         "beams": hfgen.trace(model, PROMPT, tokenizer, num_beams=3, **length),
         "drafted": hfgen.trace(model, PROMPT, tokenizer, assistant_model=assistant, **length),
         "ids": hfgen.trace(model, tiny.prompt(1), **length),
+        "edited": hfgen.trace(model, [PROMPT, "b"], tokenizer, interventions=[steer], **length),
         "nothing": hfgen.trace(model, "a", tokenizer, max_new_tokens=0),
     }
 
@@ -194,6 +198,24 @@ def test_tabs_and_colours(chromium: Any, pages: Any) -> None:
     assert window.run(heat) != before
 
 
+def test_interventions_are_a_colour(chromium: Any, pages: Any) -> None:
+    assert "interventions" not in Window(chromium, pages["sampled"][1]).text("#colours")
+    trace, path = pages["edited"]
+    window = Window(chromium, path)
+    button = window.all("#colours button")[-1]
+    assert button.text == "interventions"
+    button.click()
+    assert "4\N{MULTIPLICATION SIGN}" in window.text("#legend")
+    for place, token in enumerate(trace.sequences[0].tokens):
+        bits = math.log2(token.probability / token.unedited_probability)
+        heat = window.run(
+            f"return document.getElementById('t{place}').style.getPropertyValue('--t')"
+        )
+        assert float(heat) == pytest.approx(min(max(bits / 8, 0), 1), abs=0.01)
+    assert "without interventions" in window.text("#details")
+    assert window.errors == []
+
+
 def test_beams_and_drafts(chromium: Any, pages: Any) -> None:
     trace, path = pages["beams"]
     window = Window(chromium, path)
@@ -229,7 +251,7 @@ def test_a_notebook_shows_it_in_a_frame(chromium: Any, pages: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["sampled", "beams", "drafted"])
+@pytest.mark.parametrize("name", ["sampled", "beams", "drafted", "edited"])
 def test_text_can_be_read_on_a_phone_in_light_and_dark(
     name: str, scheme: str, chromium: Any, pages: Any
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import hfgen
 from hfgen.session import Session, SessionBusyError, SessionClosedError
 from tests import tiny
 from tests.parity.harness import FAMILIES, ours, quiet
+from tests.test_interventions import layer_of, width_of
 
 #: Of full attention, windows, both, states of linear attention, an encoder, and images.
 NAMED = (
@@ -39,6 +41,7 @@ OPTIONS = st.fixed_dictionaries(
         "repetition_penalty": st.just(1.3),
         "min_new_tokens": st.just(4),
         "mirostat": st.just(2),
+        "interventions": st.sampled_from(["all", "prompt", "generated"]),
     },
 )
 #: Operations; numbers and tokens are for as many rows as there are at most.
@@ -51,8 +54,15 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("keep"), st.permutations(range(6)), st.integers(1, 6)),
     st.tuples(st.just("join"), OPTIONS, st.integers(0, 4)),
     st.tuples(st.just("set"), st.sampled_from([0.5, 1.2]), st.integers(0, 5)),
+    st.tuples(st.just("steer"), st.sampled_from(["all", "generated"]), st.integers(0, 5)),
     st.tuples(st.just("logits")),
 )
+
+
+def steered(model: Any, tokens: str) -> list[hfgen.Steer]:
+    part = ".mlp" if "gemma3n" in model.config.model_type else ""  # its layers have four states a token
+    vector = torch.linspace(-1, 1, width_of(model))
+    return [hfgen.Steer(layer_of(model) + part, vector, tokens=tokens)]
 
 
 def begun(name: str, options: dict[str, Any], seed: int = 0) -> Session:
@@ -62,6 +72,8 @@ def begun(name: str, options: dict[str, Any], seed: int = 0) -> Session:
     if list(inputs) == ["input_ids"] and family.kind == "decoder":
         inputs["input_ids"] = inputs["input_ids"][:, : 1 + seed % 7]
     options = {"pad_token_id": 0, "do_sample": "seed" in options} | options
+    if tokens := options.get("interventions"):
+        options["interventions"] = steered(model, tokens)
     if not options["do_sample"]:
         for name_of_sampling in ("temperature", "mirostat"):
             options.pop(name_of_sampling, None)
@@ -93,6 +105,8 @@ def done(session: Session, operation: tuple[Any, ...], name: str, seed: int) -> 
         return session.join(other)
     elif kind == "set":
         session.set(temperature=values[0], do_sample=True, seed=7, row=values[1] % n)
+    elif kind == "steer":
+        session.set(interventions=steered(session.model, values[0]), row=values[1] % n)
     elif kind == "logits":
         assert session.logits.shape[0] == n
     return session
@@ -325,6 +339,71 @@ def test_logprobs_of_events_are_those_of_the_call(model: Any) -> None:
     event = events_of(session, 1)[0]
     assert event.logprobs[0].token_id == output.sequences[0, 7 + 3]
     assert event.logprobs[0].logprob == pytest.approx(output.logprobs[0][3].logprob, abs=1e-4)
+
+
+def set_and_step(session: Session, edit: hfgen.Edit) -> None:
+    session.set(interventions=[edit])
+    events_of(session, 1)
+
+
+def test_interventions_are_in_their_rows_and_forks_share_forwards(model: Any) -> None:
+    layer, forwards = layer_of(model), list[int]()
+
+    def count(hidden: torch.Tensor, where: hfgen.Where) -> torch.Tensor:
+        forwards.append(len(hidden))
+        return -hidden
+
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": True, "seed": [1, 2, 3]}
+    plain = model.session(tiny.prompt(3), **options)
+    edits = [hfgen.Edit(layer, count, rows=[1], tokens="generated")]
+    session = model.session(tiny.prompt(3), **options, interventions=edits)
+    for each in (plain, session):
+        events_of(each, 8)
+    assert session.tokens[::2] == plain.tokens[::2]
+    assert session.tokens[1] != plain.tokens[1]
+    check(session)
+    forwards.clear()
+    four = session.keep([1]).fork(4)
+    events_of(four, 3)
+    assert set(forwards) == {4}
+    four.rewind([0, 2, 0, 1])
+    four.feed([[], [9], [8], []])
+    events_of(four, 3)
+    check(four)
+    four.set(interventions=None, row=2)
+    assert len(set(map(tuple, four.logits.tolist()))) > 1
+    check(four)
+    for bad, message in (
+        (hfgen.Steer("model.layer.0", torch.ones(8)), "no module 'model.layer.0'"),
+        (hfgen.Edit(layer, count, rows=[4]), "rows"),
+        (hfgen.Edit(layer, lambda hidden, _: hidden[:, :0]), "shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            set_and_step(four, bad)
+        four.set(interventions=None)
+        check(four)
+
+
+def test_activations_are_those_of_the_call(model: Any, tmp_path: Path) -> None:
+    names, inputs = [layer_of(model), "lm_head:in"], tiny.prompt(2)
+    edits = [hfgen.Steer(names[0], torch.ones(width_of(model)), rows=[0])]
+    session = model.session(inputs, max_new_tokens=9, record=names, interventions=edits)
+    events_of(session, 4)
+    session.rewind([1, 0])
+    session.feed([[9, 10], []])
+    found = session.activations
+    for row, ids in enumerate(session.ids):
+        call = session.call(row) | {"max_new_tokens": len(ids) - 7, "return_dict_in_generate": True}
+        activations = model.generate(**call).activations
+        for name in names:
+            assert len(found[name][row]) == len(ids)
+            torch.testing.assert_close(activations[name][0], found[name][row])
+    session.set(record=hfgen.Record(names, folder=tmp_path))
+    assert session.activations == {}
+    assert {path.name for path in tmp_path.iterdir()} == {"0.safetensors", "1.safetensors"}
+    session.set(record=None)
+    with pytest.raises(ValueError, match="record="):
+        session.activations  # noqa: B018
 
 
 def test_snapshots_are_bounded_in_number_and_bytes() -> None:

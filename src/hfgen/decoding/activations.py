@@ -100,13 +100,18 @@ class Recorder:
         """Record all rows, one after another."""
         sequences, found = result["sequences"], dict[str, list[Tensor]]()
         for row, ending in enumerate(endings(run, result)):
-            activations = self.of_row(run, sequences, row, len(ending.ids))
-            if self.record.folder is not None:
-                save_file(activations, self.record.folder / f"{row}.safetensors")
-                continue
-            for name, tensor in activations.items():
-                found.setdefault(name, []).append(tensor)
+            self.keep(row, self.of_row(run, sequences, row, len(ending.ids)), found)
         run.extras["activations"] = found
+
+    def keep(
+        self, row: int, activations: dict[str, Tensor], found: dict[str, list[Tensor]]
+    ) -> None:
+        """Write a row's ``activations`` to its file, or append them to those ``found``."""
+        if self.record.folder is not None:
+            save_file(activations, self.record.folder / f"{row}.safetensors")
+            return
+        for name, tensor in activations.items():
+            found.setdefault(name, []).append(tensor)
 
     def of_row(self, run: Run, sequences: Tensor, row: int, n_new: int) -> dict[str, Tensor]:
         """``(tokens, width)`` of each module for one row that has ``n_new`` generated tokens."""

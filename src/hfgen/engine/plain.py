@@ -1,8 +1,9 @@
-"""Choosing the tokens of many requests at once, where little of a step is recorded.
+"""Choosing the tokens of many calls at once, where little of a step is recorded.
 
-Most requests are greedy or sampled and record at most log-probabilities. For these, a step of each
-strategy would be a dozen small operations a request, and a read of the device. Here all rows are read
-together; penalties and other processors that look at ids still run for each request by itself.
+Most requests of an engine, and rows of a session, are greedy or sampled and record at most
+log-probabilities. For these, a step of each strategy would be a dozen small operations a call, and a read
+of the device. Here all rows are read together; penalties and other processors that look at ids still run
+for each call by itself.
 """
 
 from __future__ import annotations
@@ -27,33 +28,23 @@ from ..logits.processors.lists import reads_scores_only
 from ..logits.stopping.causes import is_noted
 from ..running.prefix.session import PrefixSession
 from ..state import seeds
+from ..state.run import Run, Strategy
 from ..streaming import StreamEvent
-from .decoding import Decoding
+from ..streaming.events import Rows
 from .errors import as_exception
 
 #: Index tensors that are kept: those of a few steps in which rows have joined or left.
 MAX_INDICES = 256
 
 #: Observers that need only the first step of a call, which the request takes by itself, and its end.
-OF_ENDS = (ActivationRecorder, PrefixSession, PromptRecorder, Recording, Results)
+OF_ENDS = (ActivationRecorder, PrefixSession, PromptRecorder, Results)
 
 
-def is_plain(decoding: Decoding) -> bool:
-    """Whether nothing of a request's step is recorded but its tokens and their log-probabilities."""
-    run, strategy = decoding.run, decoding.strategy
-    return (
-        type(strategy) is Sample
-        and strategy.active is None
-        and run.rows is None
-        and run.scores is None
-        and not decoding.recording.recorded
-        and not run.config.output_metrics
-        and all(
-            type(observer) in OF_ENDS or (type(observer) is Recorder and observer.is_narrow)
-            for observer in run.observers
-        )
-        and not any(map(is_noted, run.criteria))
-    )
+def is_light(observer: Any) -> bool:
+    """Whether an observer takes nothing of a step but its tokens and their log-probabilities."""
+    if type(observer) is Recording:
+        return not observer.recorded
+    return type(observer) in OF_ENDS or (type(observer) is Recorder and observer.is_narrow)
 
 
 def kind_of(processors: Sequence[Any]) -> Hashable | None:
@@ -80,44 +71,57 @@ class Choice(NamedTuple):
 
 
 class PlainRows:
-    """The rows of a plain request: their tokens stay numbers until ``run.ids`` is read."""
+    """The rows of a plain call: their tokens stay numbers until ``run.ids`` is read."""
 
-    def __init__(self, decoding: Decoding) -> None:
-        run, rows = decoding.run, decoding.rows
-        self.decoding, self.n_rows = decoding, decoding.n_rows
+    @classmethod
+    def of(
+        cls, run: Run, strategy: Strategy, events: Rows, kind: type[Sample] = Sample
+    ) -> PlainRows | None:
+        """The rows of a call; ``None`` if its step is not that of ``kind``, or more of it is recorded."""
+        is_plain = (
+            type(strategy) is kind
+            and strategy.active is None
+            and run.rows is None
+            and run.scores is None
+            and not run.config.output_metrics
+            and all(map(is_light, run.observers))
+            and not any(map(is_noted, run.criteria))
+        )
+        return cls(run, cast(Sample, strategy), events) if is_plain else None
+
+    def __init__(self, run: Run, strategy: Sample, events: Rows) -> None:
+        self.run, self.strategy, self.events, self.n_rows = run, strategy, events, len(run.ids)
         self.kind = kind_of(run.processors)
         #: Keys of their noise ``(n_rows,)``; ``None`` if they are greedy.
         self.keys = None if run.row_choice is None else run.row_choice.keys
         #: Columns of tokens that are not in ``run.ids`` yet.
         self.unwritten: list[list[int]] = []
-        self.rows = [rows.row(index) for index in range(self.n_rows)]
-        self.causes = [rows.causes(row) for row in self.rows]
-        self.recorder = rows.recorder
-        pad = cast(Sample, decoding.strategy).pad
-        self.pad = 0 if pad is None else int(pad)
+        self.rows = [events.row(index) for index in range(self.n_rows)]
+        self.causes = [events.causes(row) for row in self.rows]
+        self.recorder = events.recorder
+        self.pad = 0 if strategy.pad is None else int(strategy.pad)
 
     @property
     def n_generated(self) -> int:
         """Tokens of a row so far, padding included."""
-        return self.decoding.length - self.decoding.prompt_length
+        return self.run.ids.shape[1] + len(self.unwritten) - self.events.prompt_length
 
     def write(self) -> None:
         """Append the unwritten tokens to the ids."""
         if self.unwritten:
             columns, self.unwritten = self.unwritten, []
-            self._append(self.decoding.run.ids.new_tensor(columns).T)
+            self._append(self.run.ids.new_tensor(columns).T)
 
     def _append(self, tokens: Tensor) -> None:
-        run, strategy = self.decoding.run, cast(Sample, self.decoding.strategy)
-        run.ids = strategy.buffer.append(tokens)
-        strategy.n_steps += tokens.shape[1]
+        self.run.ids = self.strategy.buffer.append(tokens)
+        self.strategy.n_steps += tokens.shape[1]
 
     def take(self, choice: Choice) -> list[StreamEvent]:
         """Append the tokens of a step, and return the new events; rows that have ended get padding.
 
         Raises ``InvalidScoresError`` if no row has a token.
         """
-        run, strategy = self.decoding.run, cast(Sample, self.decoding.strategy)
+        run, strategy = self.run, self.strategy
         tokens, on_device = choice.tokens, choice.on_device
         has_ended = [row.has_ended for row in self.rows]
         if any(choice.is_invalid):
@@ -146,13 +150,13 @@ class PlainRows:
             if has_ended[index]:
                 continue
             if choice.is_invalid[index]:
-                events += self.decoding.rows.event(row, [], len(row.ids), None)
+                events += self.events.event(row, [], len(row.ids), None)
                 continue
             row.ids.append(tokens[index])
             n = len(row.ids)
             ends = any(cause.reason(row.ids, n) is not None for cause in self.causes[index])
             entries = None if choice.logprobs is None else [choice.logprobs[index]]
-            events += self.decoding.rows.event(row, [tokens[index]], n if ends else None, entries)
+            events += self.events.event(row, [tokens[index]], n if ends else None, entries)
         if any(event.finish_reason is not None for event in events):
             self.write()
             strategy.stop(run)  # criteria remember where rows have ended
@@ -241,7 +245,7 @@ class Choices:
                 if rows.kind is None:  # its processors look at the ids
                     rows.write()
                 if kind:
-                    run = rows.decoding.run
+                    run = rows.run
                     group_scores = run.processors(run.ids, group_scores)
                 scores[index] = group_scores.to(scores.dtype)  # a processor may return float64
             except BaseException as error:  # a processor of the caller, or a panic of its library

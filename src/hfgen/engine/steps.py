@@ -23,7 +23,7 @@ from .decoding import Decoding
 from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
 from .memory import Memory
-from .plain import PlainRows, is_plain
+from .plain import PlainRows
 from .prefill import forward, groups, may_share
 from .prompts import keeps_states
 from .request import EngineEvent, EngineRequest, EngineStats
@@ -153,7 +153,7 @@ class Steps:
                 self._gain(decoding.request, decoding.step(own_outputs))
         if len(rows):
             for decoding in rows.members:
-                decoding.plain = PlainRows(decoding) if is_plain(decoding) else None
+                decoding.plain = PlainRows.of(decoding.run, decoding.strategy, decoding.rows)
             rows.append_newest({})
             others = [other for other in self.joined if not (other is rows or other.is_closed)]
             if join_nearest(rows.members, others, lambda other: other.absorb(rows)):
@@ -221,7 +221,7 @@ class Steps:
         if (session := decoding.call.prefix_session) is not None:
             session.detach()
         decoding.check()
-        decoding.plain = PlainRows(decoding) if is_plain(decoding) else None
+        decoding.plain = PlainRows.of(decoding.run, decoding.strategy, decoding.rows)
         self.place(decoding, Batch(decoding.run.ids, decoding.run.model_kwargs))
 
     def place(self, decoding: Decoding, batch: Batch) -> None:

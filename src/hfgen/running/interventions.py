@@ -247,14 +247,18 @@ class Interventions:
                         step = next(steps)
                     except StopIteration:
                         return
-                if unused := [edit.module for edit in self.unused]:
-                    raise ValueError(
-                        f"The modules {unused} of `interventions` are not called when tokens are decoded: an "
-                        "encoder's are called before, those of compiled layers not at all."
-                    )
+                self.check_used()
                 yield step
         finally:
             steps.close()  # type: ignore[attr-defined]
+
+    def check_used(self) -> None:
+        """Raise ``ValueError`` if a forward did not call a module."""
+        if unused := [edit.module for edit in self.unused]:
+            raise ValueError(
+                f"The modules {unused} of `interventions` are not called when tokens are decoded: an "
+                "encoder's are called before, those of compiled layers not at all."
+            )
 
     @contextmanager
     def on(
@@ -262,18 +266,19 @@ class Interventions:
         model: Any,
         padding: Tensor,
         prompt_length: int,
-        run: Run | None = None,
+        known: Any = None,
         first_prompt: int = 0,
     ) -> Iterator[None]:
         """Put the hooks on ``model``, whose rows continue the prompts from ``first_prompt`` on.
 
-        ``padding (prompts,)``: columns before each of them. ``run`` tells how far ids are known.
+        ``padding (prompts,)``: columns before each of them. ``known``: what has the ``ids (rows, columns)`` up to
+        those that are forwarded, such as the run; only caches without columns need it.
         """
         thread = threading.get_ident()
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if threading.get_ident() == thread:
-                self.where = _where(args, kwargs, padding, prompt_length, run)
+                self.where = _where(args, kwargs, padding, prompt_length, known)
                 self.where.prompts.add_(first_prompt)
 
         with ExitStack() as stack:
@@ -303,11 +308,7 @@ class Interventions:
 
 
 def _where(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    padding: Tensor,
-    prompt_length: int,
-    run: Run | None,
+    args: tuple[Any, ...], kwargs: dict[str, Any], padding: Tensor, prompt_length: int, known: Any
 ) -> Where:
     """What the rows and columns of a forward are, by its arguments."""
     names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
@@ -317,8 +318,8 @@ def _where(
     cache, past = decoder_cache(kwargs.get("past_key_values")), 0
     if any(hasattr(layer, "keys") for layer in getattr(cache, "layers", ())):
         past = int(cache.get_seq_length())
-    elif run is not None:  # recurrent states, or no cache
-        past = max(run.ids.shape[1] - n, 0)
+    elif known is not None:  # recurrent states, or no cache
+        past = max(known.ids.shape[1] - n, 0)
     columns = past + torch.arange(n, device=ids.device)
     prompts = torch.arange(n_rows, device=ids.device) // max(n_rows // len(padding), 1)
     positions = columns - padding.to(ids.device)[prompts][:, None]

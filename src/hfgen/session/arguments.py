@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from .. import families
 from ..decoding.strategies import Sample
 from ..memory.batch import TOKEN_DIM, take_rows
 from ..prepare import rows as values_per_row
+from ..running.interventions import Edit
 from ..state.call import Call, Request
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ REFUSED = {
     "inputs_embeds": "a session needs the ids of its prompts",
     "prefix_cache": "a session keeps its own cache",
     **dict.fromkeys(
-        ("output_attentions", "output_hidden_states", "prompt_logprobs", "record", "interventions"),
+        ("output_attentions", "output_hidden_states", "prompt_logprobs"),
         "a session keeps tokens and logits alone",
     ),
     "synced_gpus": "a session decodes in one process",
@@ -69,6 +71,8 @@ def split(model: Any, request: Request) -> list[dict[str, Any]]:
 def _row_of(model: Any, arguments: dict[str, Any], index: int, n_rows: int) -> dict[str, Any]:
     if n_rows == 1:
         return arguments
+    if edits := arguments.get("interventions"):
+        arguments["interventions"] = edits_of(edits, index, n_rows)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and (value.ndim == 0 or len(value) != n_rows):
             raise ValueError(
@@ -87,6 +91,25 @@ def _row_of(model: Any, arguments: dict[str, Any], index: int, n_rows: int) -> d
     if arguments["attention_mask"].all():
         del arguments["attention_mask"]
     return arguments
+
+
+def edits_of(edits: Any, index: int, n_rows: int) -> Any:
+    """The interventions in row ``index`` of ``n_rows``. Raises ``ValueError`` for rows that do not exist."""
+    if not isinstance(edits, list | tuple):
+        return edits  # the row's call refuses it
+    own = []
+    for edit in edits:
+        if isinstance(edit, Edit) and edit.rows is not None:
+            if max(edit.rows) >= n_rows:
+                raise ValueError(
+                    f"`rows` of an intervention are {edit.rows}, but there are {n_rows}."
+                )
+            if index not in edit.rows:
+                continue
+            edit = copy.copy(edit)
+            edit.rows = None
+        own.append(edit)
+    return own
 
 
 def _has_rows(kwargs: dict[str, Any], name: str) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
+from ..decoding.activations import Recorder
 from ..decoding.loop import commit
 from ..decoding.recipes import recipe
 from ..decoding.results import Ending, text_of
 from ..decoding.strategies import Sample
+from ..engine.plain import Choice, Choices, PlainRows
 from ..logits import logprobs
 from ..logits.processors.feedback import Feedback
 from ..logits.stopping import FinishReason
@@ -23,14 +26,12 @@ from ..prepare.stages import prepare, prepare_functions
 from ..running.step_inputs import MEDIA
 from ..settings.kinds import is_zero
 from ..state import seeds
-from ..state.call import Request
+from ..state.call import Call, Request
 from ..state.run import Run
 from ..streaming import StreamEvent
 from ..streaming.events import Rows
 from .arguments import check, folded
-
-if TYPE_CHECKING:
-    from .states import States
+from .states import States, logits_of
 
 #: What an encoder has made of a prompt, which is not encoded again.
 ENCODED = ("encoder_outputs", "mm_encoder_outputs")
@@ -85,29 +86,34 @@ class Row:
     ``n_cached``: how many of its tokens are in the cache, prompt included. ``states`` may hold more of them.
     """
 
-    def __init__(
-        self, model: Any, arguments: dict[str, Any], tokens: Sequence[int] = (), encoded: Any = None
-    ) -> None:
-        """Raises what ``generate`` raises for ``arguments`` that cannot be used."""
-        self.model, self.arguments = model, arguments
+    @classmethod
+    def prepared(
+        cls, model: Any, arguments: dict[str, Any], tokens: Sequence[int] = (), encoded: Any = None
+    ) -> Row:
+        """The row of a call. Raises what ``generate`` raises for ``arguments`` that cannot be used.
+
+        ``encoded``: what an encoder has made of the prompt already.
+        """
         inputs = arguments
         if encoded and "mm_encoder_outputs" in encoded:
             inputs = {name: value for name, value in arguments.items() if name not in MEDIA}
         inputs = folded(inputs | {"return_dict_in_generate": True}) | (encoded or {})
-        request = Request.of(**inputs)
-        self.call = call = prepare(model, driven(model, request))
+        call = prepare(model, driven(model, Request.of(**inputs)))
         try:
             check(call)
             if call.config.do_sample and call.row_keys is None:  # a seed that ``call`` can name
-                self.arguments = arguments | {"seed": int(torch.randint(2**62, ()))}
+                arguments = arguments | {"seed": int(torch.randint(2**62, ()))}
                 device = call.prompt.ids.device  # type: ignore[union-attr]
-                call.row_keys = seeds.keys_of([self.arguments["seed"]], 1, device)
+                call.row_keys = seeds.keys_of([arguments["seed"]], 1, device)
+            return cls(model, arguments, call, tokens)
         except BaseException:
             call.release()
             raise
-        assert call.prompt is not None
-        kwargs = call.prompt.model_kwargs
-        self.encoded = {name: kwargs[name] for name in ENCODED if kwargs.get(name)}
+
+    def __init__(
+        self, model: Any, arguments: dict[str, Any], call: Call, tokens: Sequence[int] = ()
+    ) -> None:
+        self.model, self.arguments, self.call = model, arguments, call
         #: Generated tokens that were not chosen under the arguments and the seed of now.
         self.n_given = len(tokens)
         self.states: States | None = None
@@ -155,14 +161,21 @@ class Row:
             self.n_given = len(tokens)
         run.finished = run.finished or is_zero(run.config.max_new_tokens)
         self.reason = FinishReason("length") if run.finished else None
+        #: The row, if it chooses its token together with others.
+        self.plain = PlainRows.of(run, strategy, self.events, kind=Continued)
 
-    def choose(self) -> list[StreamEvent]:
-        """Choose the next token by ``outputs``; returns the events, of row 0."""
-        step = self.strategy.step(self.run, self.outputs)
-        self.strategy.stop(self.run)
-        for observer in self.run.observers:
-            observer.add(self.run, self.strategy, step)
-        events = self.events.advance(step)
+    def choose(self, choice: Choice | None) -> list[StreamEvent]:
+        """Append the ``choice``, or else choose the next token by ``outputs``; returns the events, of row 0."""
+        if choice is None:
+            step = self.strategy.step(self.run, self.outputs)
+            self.strategy.stop(self.run)
+            for observer in self.run.observers:
+                observer.add(self.run, self.strategy, step)
+            events = self.events.advance(step)
+        else:
+            assert self.plain is not None
+            events = self.plain.take(choice)
+            self.plain.write()
         self.reason = next((e.finish_reason for e in events if e.finish_reason), None)
         self.outputs = None
         return events
@@ -192,15 +205,26 @@ class Row:
 
         A copy with a ``number`` above 0 samples by a seed of its own.
         """
-        if number and self.call.config.do_sample:
-            config_seed = getattr(self.call.config, "seed", None)
-            seed = self.arguments.get("seed", config_seed)
-            arguments["seed"] = seeds.split(int(seed), number, len(self.tokens))  # type: ignore[arg-type]
-        twin = Row(self.model, self.arguments | arguments, self.tokens, self.encoded)
+        call, keys = self.call, self.call.row_keys
+        assert call.prompt is not None
+        if arguments:
+            kwargs = call.prompt.model_kwargs
+            encoded = {name: kwargs[name] for name in ENCODED if kwargs.get(name)}
+            twin = Row.prepared(self.model, self.arguments | arguments, self.tokens, encoded)
+        else:  # all that is prepared holds for the twin as well, but for its noise
+            if number and call.config.do_sample:
+                seed = self.arguments.get("seed", getattr(call.config, "seed", None))
+                arguments["seed"] = seeds.split(int(seed), number, len(self.tokens))  # type: ignore[arg-type]
+                keys = seeds.keys_of([arguments["seed"]], 1, call.prompt.ids.device)
+            config, edits = copy.copy(call.config), copy.copy(call.interventions)
+            call = dataclasses.replace(call, config=config, row_keys=keys, interventions=edits)
+            twin = Row(self.model, self.arguments | arguments, call, self.tokens)
         if not (arguments or twin.is_restarted):
             twin.n_given = self.n_given
         if self.run.finished and not (arguments and self.reason == "length"):
             twin.run.finished, twin.reason = True, self.reason
+        if "interventions" in arguments:  # the states are of others
+            return twin
         twin.outputs, twin.snapshots = self.outputs, list(self.snapshots)
         if self.states is not None:
             self.states.is_shared = True
@@ -256,6 +280,31 @@ class Row:
             self.set_tokens([*self.tokens, *tokens])
             self.n_given, self.outputs = self.n_tokens - self.n_prompt, None
 
+    def activations(self, number: int, found: dict[str, list[Tensor]]) -> None:
+        """Add what ``record=`` asks for to ``found``, or write it to the file of row ``number``."""
+        if self.call.record is None:
+            raise ValueError("`activations` need names of modules: model.session(…, record=[…]).")
+        recorder = Recorder(self.run, self.call.record)
+        n_new = self.n_tokens - self.n_prompt
+        recorder.keep(number, recorder.of_row(self.run, self.run.ids, 0, n_new), found)
+
     def newest(self, n: int) -> Tensor:
         """The last ``n`` tokens ``(n,)``."""
         return self.run.ids[0, -n:]
+
+
+def chosen(rows: list[Row], choices: Choices) -> list[Choice | None]:
+    """The next token of each row that can choose together with others; ``None`` for each that cannot.
+
+    Raises what ended the choice of a row.
+    """
+    plain = [row.plain for row in rows if row.plain is not None]
+    if not plain:
+        return [None] * len(rows)
+    logits = logits_of([row for row in rows if row.plain is not None])
+    found = iter(choices.choose(plain, logits))
+    tokens = [None if row.plain is None else next(found) for row in rows]
+    for choice in tokens:
+        if isinstance(choice, Exception):
+            raise choice
+    return tokens  # type: ignore[return-value]

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from .. import families
+from ..engine.plain import Choices
 from ..memory.batch import TOKEN_DIM
 from ..mixin import mixed_view
-from ..running import last_logits
 from ..state.call import Request
 from ..streaming import StreamEvent
-from .arguments import IDS, REFUSED, check_each, check_number, ids_of, split
-from .row import Row
-from .states import MayJoin, States, gathered
+from .arguments import IDS, REFUSED, check_each, check_number, edits_of, ids_of, split
+from .row import Row, chosen
+from .states import MayJoin, States, forward, logits_of
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -76,7 +76,7 @@ class Session:
         check_number(snapshot_bytes, "snapshot_bytes", 0)
         self.model: Any = mixed_view(model)
         self.snapshot_every, self.snapshot_bytes = snapshot_every, snapshot_bytes
-        self._may_join = MayJoin(self.model)
+        self._may_join, self._choices = MayJoin(self.model), Choices()
         self._lock = threading.Lock()
         self._is_closed = False
         if families.keeps_other_state(self.model):
@@ -86,13 +86,14 @@ class Session:
             )
         with torch.inference_mode(False), torch.no_grad():
             self._rows = [
-                Row(self.model, each) for each in split(self.model, Request.of(*args, **kwargs))
+                Row.prepared(self.model, each)
+                for each in split(self.model, Request.of(*args, **kwargs))
             ]
 
     def _of(self, rows: list[Row]) -> Session:
         """A session of other rows."""
         session = copy.copy(self)
-        session._rows, session._lock = rows, threading.Lock()
+        session._rows, session._lock, session._choices = rows, threading.Lock(), Choices()
         return session
 
     # ------------------------------------------------------------ what it holds
@@ -131,9 +132,16 @@ class Session:
     def logits(self) -> Tensor:
         """The model's logits of the next token of each row, ``(rows, vocab)`` float32; forwarded once."""
         self._forward(self._rows)
-        device = self._rows[0].run.ids.device
-        outputs: Any = [row.outputs for row in self._rows]
-        return torch.cat([last_logits(each, device) for each in outputs])
+        return logits_of(self._rows)
+
+    @property
+    @_operation
+    def activations(self) -> dict[str, list[Tensor]]:
+        """What the modules of ``record=`` return for each row, ``(tokens, width)``, by a forward of its ids."""
+        found: dict[str, list[Tensor]] = {}
+        for number, row in enumerate(self._rows):
+            row.activations(number, found)
+        return found
 
     @_operation
     def call(self, row: int) -> dict[str, Any]:
@@ -168,9 +176,9 @@ class Session:
         before = [(row, row.tokens, row.outputs) for row in active]
         events: list[StreamEvent] = []
         try:
-            for row in active:
+            for row, choice in zip(active, chosen(active, self._choices), strict=True):
                 number = self._rows.index(row)
-                events += [dataclasses.replace(event, row=number) for event in row.choose()]
+                events += [dataclasses.replace(event, row=number) for event in row.choose(choice)]
         except BaseException:
             for row, tokens, outputs in before:
                 row.set_tokens(tokens)
@@ -257,8 +265,15 @@ class Session:
             if name in (*IDS, *TOKEN_DIM) or isinstance(held, Tensor):
                 raise ValueError(f"`{name}` is an input of the prompt, which is forwarded already.")
         was_shared = {id(states): states.is_shared for states in self._states().values()}
-        changed = {place: self._rows[place].copy(**arguments) for place in places}
+        changed = {}
+        for place in places:
+            own = dict(arguments)
+            if edits := own.get("interventions"):
+                own["interventions"] = edits_of(edits, place, len(self))
+            changed[place] = self._rows[place].copy(**own)
         for place, other in changed.items():
+            if other.states is None:
+                self._rows[place].leave_states()
             self._rows[place] = other
             if (states := other.states) is not None and not was_shared[id(states)]:
                 states.is_shared, states.rows[other.place] = False, other
@@ -286,30 +301,11 @@ class Session:
     # ------------------------------------------------------------ forwards and snapshots
 
     def _forward(self, rows: list[Row]) -> None:
-        """Forward what the caches lack of ``rows``, so that each has outputs."""
-        try:
-            for row in rows:
-                if row.states is None:
-                    States.of_prompt(row)
-                    row.take_snapshot(is_prompt=True)
-                    if row.n_tokens > row.n_prompt:
-                        row.outputs = None
-            missing = [row for row in rows if row.outputs is None]
-            for n in sorted({row.n_tokens - row.n_cached for row in missing}):
-                same = [row for row in missing if row.n_tokens - row.n_cached == n]
-                for states in gathered(same, self._may_join):
-                    states.forward(n)
-        except BaseException:
-            for row in rows:  # what the caches hold is not known
-                row.leave_states()
-            raise
-        for row in missing:
-            if (row.n_tokens - row.n_prompt) % self.snapshot_every == 0:
-                row.take_snapshot()
-        self._bound_snapshots()
+        """Forward what the caches lack of ``rows``, and drop the oldest snapshots while they take too many bytes.
 
-    def _bound_snapshots(self) -> None:
-        """Drop the oldest snapshots, but for those of the prompts, while they take too many bytes."""
+        Those of the prompts stay.
+        """
+        forward(rows, self._may_join, self.snapshot_every)
         while True:
             kept = {id(s.states): s.states for r in self._rows for s in r.snapshots if s.states}
             longest = max(self._rows, key=lambda row: len(row.snapshots)).snapshots

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DynamicIndexedLayer,
@@ -21,7 +22,7 @@ from ..memory.batch import Batch, OfBatch, take_rows
 from ..memory.caches import joining, slots
 from ..memory.caches.dynamic import upstream_kind
 from ..memory.caches.layers import decoder_cache, layers_of, roll_back
-from ..running import hides_padding, next_token, prefill, resized
+from ..running import hides_padding, last_logits, next_token, prefill, resized
 from ..running.prefix import eligibility
 from ..running.row_states import foreign_code
 
@@ -64,7 +65,8 @@ class States(OfBatch):
             name: copy.deepcopy(value) if isinstance(value, Cache) else value
             for name, value in call.prompt.model_kwargs.items()
         }
-        outputs = prefill(model, call.prompt.ids, call.config, kwargs)
+        with edited(row, call.prompt, row.n_prompt):
+            outputs = prefill(model, call.prompt.ids, call.config, kwargs)
         is_encoder_decoder = bool(model.config.is_encoder_decoder)
         kwargs = model._update_model_kwargs_for_generation(
             outputs, kwargs, is_encoder_decoder=is_encoder_decoder
@@ -165,7 +167,8 @@ class States(OfBatch):
             tokens = newest[:, start : start + at_once]
             self.batch.ids = torch.cat([self.batch.ids[:, :-1], tokens], dim=1)
             self.batch.model_kwargs = resized(self, at_once - 1)  # type: ignore[arg-type]
-            outputs = next_token(self, self.model.__call__, n_new=at_once)  # type: ignore[arg-type]
+            with edited(rows[0], self, max(self.held) + start + at_once):
+                outputs = next_token(self, self.model.__call__, n_new=at_once)  # type: ignore[arg-type]
             self.batch.model_kwargs = self.model._update_model_kwargs_for_generation(
                 outputs, self.batch.model_kwargs, is_encoder_decoder=self.is_encoder_decoder
             )
@@ -186,6 +189,22 @@ class States(OfBatch):
         if fields["logits"].shape[1] > 1:
             fields["logits"] = fields["logits"][:, -1:]
         return type(outputs)(**fields)
+
+
+@contextmanager
+def edited(row: Row, known: Any, n: int) -> Iterator[None]:
+    """Run a forward with the interventions of ``row``, which all rows have.
+
+    ``known``: has ``ids (rows, columns)``, up to those that are forwarded, the last ``n`` of which are no padding.
+    """
+    edits = row.call.interventions
+    if edits is None:
+        yield
+        return
+    n_padding = known.ids.new_tensor([known.ids.shape[1] - n])
+    with edits.on(row.model, n_padding, int(n_padding) + row.n_prompt, known):
+        yield
+    edits.check_used()
 
 
 def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) -> list[States]:
@@ -225,6 +244,36 @@ def gathered(rows: Sequence[Row], may_join: Callable[[States, States], bool]) ->
     return joined
 
 
+def forward(rows: list[Row], may_join: MayJoin, snapshot_every: int) -> None:
+    """Forward what the caches lack of ``rows``, so that each has outputs."""
+    try:
+        for row in rows:
+            if row.states is None:
+                States.of_prompt(row)
+                row.take_snapshot(is_prompt=True)
+                if row.n_tokens > row.n_prompt:
+                    row.outputs = None
+        missing = [row for row in rows if row.outputs is None]
+        for n in sorted({row.n_tokens - row.n_cached for row in missing}):
+            same = [row for row in missing if row.n_tokens - row.n_cached == n]
+            for states in gathered(same, may_join):
+                states.forward(n)
+    except BaseException:
+        for row in rows:  # what the caches hold is not known
+            row.leave_states()
+        raise
+    for row in missing:
+        if (row.n_tokens - row.n_prompt) % snapshot_every == 0:
+            row.take_snapshot()
+
+
+def logits_of(rows: list[Row]) -> Tensor:
+    """``(rows, vocab)`` float32, by the outputs of each row."""
+    device = rows[0].run.ids.device
+    outputs: Any = [row.outputs for row in rows]
+    return torch.cat([last_logits(each, device) for each in outputs])
+
+
 class MayJoin:
     """Tells whether two batches can be one: rows do not depend on each other, nor on padding."""
 
@@ -235,6 +284,12 @@ class MayJoin:
 
     def __call__(self, states: States, other: States) -> bool:
         rows = [row for row in (*states.rows, *other.rows) if row is not None]
+        if any(row.call.interventions for row in rows):
+            # Hooks are told the position of a column once, for all rows.
+            edits = [getattr(row.call.interventions, "placed", None) for row in rows]
+            pairs = zip(rows, edits, strict=True)
+            if len({(row.n_prompt, row.n_tokens, id(placed)) for row, placed in pairs}) > 1:
+                return False
         longest = max(int(row.run.config.max_length) for row in rows)
         if not self.is_row_wise or eligibility.is_length_dependent(self.model, longest):
             return False

@@ -67,6 +67,8 @@ class Token(Candidate):
     step: int
     #: Whether it was drafted, and accepted.
     is_drafted: bool = False
+    #: In a call with ``interventions``: the model's probability without them, after the same tokens.
+    unedited_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

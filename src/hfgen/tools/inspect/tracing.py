@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from ...decoding.strategies.minimum_bayes_risk import MinimumBayesRisk
 from ...memory.checks import explaining_misfit
 from ...mixin import GenerationMixin, driven, mixed_view
 from ...prepare.stages import prepare
+from ...running.exact.logprobs import token_logprobs
+from ...running.step_inputs import MEDIA
 from ...settings.fields import FIELDS
 from ...state.call import Call
 from ...state.call import Request as GenerateRequest
@@ -106,7 +109,8 @@ def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Tr
                     pass
             loop.conclude(run, strategy, recording)
         speller = Speller(tokenizer)
-        sequences = tuple(sequences_of(run, tracer, len(prompts), speller))
+        unedited = unedited_probabilities(run, call, tracer.result["sequences"])
+        sequences = tuple(sequences_of(run, tracer, len(prompts), speller, unedited))
         beams: Any = ()
         if tracer.tree is not None:
             paths = tracer.result["beam_indices"]
@@ -178,7 +182,31 @@ def prompts_of(run: Run, call: Call) -> Iterable[list[int]]:
         yield row[kept].tolist()
 
 
-def sequences_of(run: Run, tracer: Tracer, n_prompts: int, speller: Speller) -> Iterable[Sequence]:
+def unedited_probabilities(run: Run, call: Call, sequences: Tensor) -> list[list[float]] | None:
+    """Return the probability of each generated token without ``interventions``, by a forward of each text.
+
+    ``None`` if there are none, and for encoder-decoders and prompts with images or sound.
+    """
+    assert call.prompt is not None
+    kwargs, prompt_length = call.prompt.model_kwargs, run.prompts.shape[1]
+    has_media = any(kwargs.get(name) is not None for name in MEDIA)
+    if call.interventions is None or run.is_encoder_decoder or has_media:
+        return None
+    is_token, mask = torch.ones_like(sequences), kwargs.get("attention_mask")
+    if mask is not None and mask.shape == run.prompts.shape:
+        rows = torch.arange(len(sequences), device=mask.device) * len(mask) // len(sequences)
+        is_token[:, :prompt_length] = mask[rows]
+    logprobs = token_logprobs(run.model, sequences, is_token)
+    return logprobs[:, prompt_length - 1 :].exp().tolist()  # type: ignore[no-any-return]
+
+
+def sequences_of(
+    run: Run,
+    tracer: Tracer,
+    n_prompts: int,
+    speller: Speller,
+    unedited: list[list[float]] | None,
+) -> Iterable[Sequence]:
     """The sequences that are returned, with what is known of their tokens."""
     found: Any = tracer.result["sequences"]
     paths, reasons = tracer.result.get("beam_indices"), run.extras["finish_reasons"]
@@ -199,7 +227,10 @@ def sequences_of(run: Run, tracer: Tracer, n_prompts: int, speller: Speller) -> 
             is_token = tracer.is_token[place]
             if row < 0 or (is_token is not None and not is_token[row]):
                 break
-            tokens.append(position.token(row, token, (index, place) in drafted))
+            record = position.token(row, token, (index, place) in drafted)
+            if unedited is not None:
+                record = replace(record, unedited_probability=unedited[index][place])
+            tokens.append(record)
         prompt, reason = index * n_prompts // len(found), reasons[index]
         stop = getattr(reason, "stop", None)
         text = texts[index] if texts[index] is not None else speller.text(ids[: len(tokens)])

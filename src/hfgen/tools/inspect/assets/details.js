@@ -13,6 +13,7 @@ function showDetails(place) {
       "dl",
       { class: "facts" },
       fact("model's probability", percent(token.probability)),
+      isEdited ? fact("without interventions", percent(token.unedited_probability)) : null,
       fact("its rank", token.rank ? count(token.rank) : "–"),
       isProcessed ? fact("after processors", percent(token.final_probability)) : null,
       fact("entropy", bits(token.entropy)),

@@ -56,6 +56,8 @@ const written = (v) => (Array.isArray(v) ? `[${v.map(written).join(", ")}]` : St
 
 // Whether anything but a logarithm came between the logits and the choice.
 const isProcessed = trace.stages.slice(1).some((stage) => stage.name !== "log-probability");
+// Whether the call had interventions, and it is known what they changed.
+const isEdited = trace.sequences.some((each) => each.tokens.some((token) => token.unedited_probability !== null));
 
 const sequence = () => trace.sequences[state.sequence];
 

@@ -3,10 +3,14 @@ const COLOURS = {
   probability: ["probability", "by the model's own probability"],
   final_probability: ["after processors", "by the probability that it was chosen with"],
   entropy: ["entropy", "by how uncertain the model was"],
+  shift: ["interventions", "by how much likelier the interventions made it"],
 };
 // From 0, certain, to 1: a probability of 1/256 and below, or an entropy of 8 bits and above.
 const heatOf = (p) => (p === null ? 0 : p <= 0 ? 1 : Math.min(1, -Math.log2(p) / 8));
-const heat = (token) => (state.colour === "entropy" ? Math.min(1, (token.entropy ?? 0) / 8) : heatOf(token[state.colour]));
+// How many bits likelier the interventions made a token.
+const shift = (token) => Math.log2((token.probability ?? 0) / (token.unedited_probability || 1e-9));
+const bitsOf = { entropy: (token) => token.entropy ?? 0, shift };
+const heat = (token) => (state.colour in bitsOf ? Math.max(0, Math.min(1, bitsOf[state.colour](token) / 8)) : heatOf(token[state.colour]));
 
 function pieces(id) {
   const text = spelled(id);
@@ -42,9 +46,10 @@ function tokenElement(token, place) {
 }
 
 function showLegend() {
-  const steps = state.colour === "entropy" ? [0, 2, 4, 6, 8] : [1, 0.5, 0.1, 0.02, 0.004];
-  const label = (v) => (state.colour === "entropy" ? `${v} bits` : `${100 * v}%`);
-  const heats = steps.map((v) => (state.colour === "entropy" ? v / 8 : heatOf(v)));
+  const inBits = state.colour in bitsOf;
+  const steps = inBits ? [0, 2, 4, 6, 8] : [1, 0.5, 0.1, 0.02, 0.004];
+  const label = (v) => (state.colour === "shift" ? `${2 ** v}×` : inBits ? `${v} bits` : `${100 * v}%`);
+  const heats = steps.map((v) => (inBits ? v / 8 : heatOf(v)));
   byId("legend").replaceChildren(...steps.map((v, n) => el("span", { style: { "--t": heats[n].toFixed(3) } }, label(v))));
   for (const button of byId("colours").children) {
     button.setAttribute("aria-checked", String(button.dataset.colour === state.colour));
@@ -66,7 +71,8 @@ function choices(parent, buttons) {
 }
 
 function makeColours() {
-  const shown = Object.entries(COLOURS).filter(([name]) => isProcessed || name !== "final_probability");
+  const isAbsent = { final_probability: !isProcessed, shift: !isEdited };
+  const shown = Object.entries(COLOURS).filter(([name]) => !isAbsent[name]);
   const buttons = shown.map(([name, [label, title]]) => {
     const button = el("button", { type: "button", role: "radio", title: `Colour ${title}` }, label);
     button.dataset.colour = name;
