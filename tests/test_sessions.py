@@ -60,7 +60,9 @@ OPERATIONS = st.one_of(
 
 
 def steered(model: Any, tokens: str) -> list[hfgen.Steer]:
-    part = ".mlp" if "gemma3n" in model.config.model_type else ""  # its layers have four states a token
+    part = (
+        ".mlp" if "gemma3n" in model.config.model_type else ""
+    )  # its layers have four states a token
     vector = torch.linspace(-1, 1, width_of(model))
     return [hfgen.Steer(layer_of(model) + part, vector, tokens=tokens)]
 

@@ -118,6 +118,7 @@ def running(
     settings: Settings | None = None,
     name: str = "tiny",
     drafts: Mapping[str, Any] = MappingProxyType({}),
+    steering: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[Running]:
     """A server in a thread of its own; ``tokenizer`` may be a processor, ``options`` are the engine's."""
@@ -128,7 +129,7 @@ def running(
 
     def run() -> None:
         try:
-            asyncio.run(serve(*arguments, drafts=drafts))
+            asyncio.run(serve(*arguments, drafts=drafts, steering=steering))
         except hfgen.engine.errors.EngineError as error:
             errors.append(error)
 

@@ -8,6 +8,7 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -17,8 +18,10 @@ import psutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import hfgen
+from hfgen.tools.serve.steering import read_sets
 from tests.clients.server import FAILING, LINES, Running, running, wait_for
 
 PROMPT = "def remove_file(path):\n"
@@ -204,6 +207,45 @@ def test_an_assistant_drafts(server: Running) -> None:
                 ]
                 assert both[0] == both[1]
             assert (len(calls) > n_calls) == ("num_beams" not in body)
+
+
+def test_a_suffix_memory_drafts(server: Running) -> None:
+    memory = hfgen.SuffixMemory()
+    with running(server.model, server.tokenizer, drafts={"assistant_model": memory}) as drafted:
+        for body in {"temperature": 0}, {"seed": 3}:
+            answers = [asked(each, False, True, extra_body=body) for each in (server, drafted)]
+            assert answers[0] == answers[1]
+            n_before = memory.n_accepted
+            assert asked(drafted, True, True, extra_body=body) == answers[0]
+            assert memory.n_accepted > n_before
+
+
+def test_requests_ask_for_steering_vectors_by_name(server: Running, tmp_path: Path) -> None:
+    vectors = {f"model.layers.{n}": torch.linspace(-n, n, 256) for n in (1, 2)}
+    save_file(vectors, tmp_path / "odd.safetensors")
+    save_file({"model.layers.3": torch.ones(256)}, tmp_path / "even.safetensors")
+    sets = read_sets(tmp_path, server.model)
+    edits = [hfgen.Steer(name, vector, 0.5) for name, vector in vectors.items()]
+    steered_text = solo(server, interventions=edits).texts[0]
+    with running(server.model, server.tokenizer, steering=sets) as steered:
+        for body, text in ({}, solo(server).texts[0]), ({"odd": 0.5}, steered_text):
+            body = {"interventions": body} if body else {}
+            (choice,) = asked(steered, True, False, temperature=0, extra_body=body)
+            assert choice["text"] == text
+        assert steered_text != solo(server).texts[0]
+        wrong = (["odd"], {"add": 1}, {"odd": "1"}, {"odd": 1e9}, {"odd": True}, {"odd": 2**62}, 1)
+        for value in wrong:
+            with pytest.raises(openai.BadRequestError, match="`interventions`"):
+                asked(steered, False, False, extra_body={"interventions": value})
+    with pytest.raises(openai.BadRequestError, match="started without --steering"):
+        asked(server, False, False, extra_body={"interventions": {"odd": 1}})
+    for name, vector in ("model.layer.3", torch.ones(256)), ("model.layers.3", torch.ones(8)):
+        save_file({name: vector}, tmp_path / "bad.safetensors")
+        with pytest.raises(ValueError, match=r"bad\.safetensors holds no steering vectors"):
+            read_sets(tmp_path, server.model)
+    (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
+    with pytest.raises(ValueError, match=r"bad\.safetensors holds no steering vectors"):
+        read_sets(tmp_path, server.model)
 
 
 def test_the_prompt_may_be_the_beginning_of_the_answer(server: Running) -> None:

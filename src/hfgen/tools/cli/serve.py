@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from typer import Option
@@ -34,6 +35,18 @@ def serve(
     assistant: str | None = options.model_source(
         None, "Draft tokens with this smaller model.", "--assistant"
     ),
+    suffix_memory: int | None = Option(
+        None,
+        min=1,
+        help="Draft what followed the newest tokens in earlier texts; MiB. For clients of one owner: how fast an "
+        "answer comes tells whether its text was seen before.",
+    ),
+    steering: Path | None = Option(
+        None,
+        exists=True,
+        file_okay=False,
+        help="A folder of NAME.safetensors: vectors by module, which requests ask for by name.",
+    ),
     optimize: bool = options.OPTIMIZE,
     log_level: str = options.choice(
         "warning", LEVELS, f"{', '.join(LEVELS)}; info prints a line per request.", "--log-level"
@@ -46,6 +59,8 @@ def serve(
     """
     if not host:
         raise CliError("--host is empty: give an address, such as 127.0.0.1")
+    if suffix_memory is not None and assistant is not None:
+        raise CliError("--suffix-memory and --assistant both draft: give one of them")
     if api_key == "":
         raise CliError("--api-key is empty: give a key, or leave it out")
     try:
@@ -53,8 +68,10 @@ def serve(
     except ImportError as error:
         raise CliError(str(error)) from error
     with quiet(source.debug):
+        from ... import SuffixMemory
         from ...engine.errors import EngineError
         from ..serve.server import LOCAL, Settings, bound, serve
+        from ..serve.steering import read_sets
 
         try:
             listener = bound(host, port)
@@ -72,6 +89,13 @@ def serve(
             loading.optimize(loaded)
         if source.exact:
             make_exact(loaded)
+        drafting = loaded.drafting()
+        if suffix_memory is not None:
+            drafting = {"assistant_model": SuffixMemory(suffix_memory * 2**20)}
+        try:
+            sets = {} if steering is None else read_sets(steering, model)
+        except ValueError as error:
+            raise CliError(str(error)) from error
         running_engine = engine.engine(model, tokenizer, policy=policy, max_queue=max_queue)
     if api_key is None and host not in LOCAL:
         say(f"[yellow]hfgen:[/] anybody who reaches {host} may use the model: give --api-key")
@@ -83,7 +107,8 @@ def serve(
         running_engine,
         listening,
         lambda _: say(f"{source.model} at http://{host}:{listening.port}/v1 (Ctrl-C ends it)"),
-        drafts=loaded.drafting(),
+        drafts=drafting,
+        steering=sets,
         listener=listener,
     )
     with suppress(KeyboardInterrupt):

@@ -32,6 +32,7 @@ from ..openai_api.responses import echoed, head
 from .answers import ChatChoices, Message, TextChoices, check_open, chunks
 from .chats import has_media, inputs_of
 from .served import Served
+from .steering import steers_of
 from .tools import USUAL, Tools, reader_of
 
 #: Fields of a generation config that a client sends along, and the model decides.
@@ -109,7 +110,12 @@ class Handler:
         """Check the body and set ``fields``. Raises ``ValueError`` for what a server cannot give, too."""
         self.served.limits.check(self.body)
         self.body = body = unfolded(self.body)
-        self.fields = fields = self.parameters({n: v for n, v in body.items() if n != "priority"})
+        of_server = ("priority", "interventions")
+        self.fields = fields = self.parameters(
+            {n: v for n, v in body.items() if n not in of_server}
+        )
+        if (scales := body.get("interventions")) is not None:
+            fields["interventions"] = steers_of(scales, self.served.steering)
         if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
             name = "top_logprobs" if "top_logprobs" in body else "logprobs"
             raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")

@@ -26,6 +26,8 @@ class Served:
     service: Service
     drafts: Mapping[str, Any]
     limits: Limits
+    #: Steering vectors by name and module, which requests ask for.
+    steering: Mapping[str, Any] = field(default_factory=dict)
     #: Threads for templates, tokenizers and grammars, and for media, which may come slowly.
     pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
     media_pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))

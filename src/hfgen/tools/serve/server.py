@@ -128,13 +128,14 @@ async def serve(
     settings: Settings,
     on_start: Callable[[uvicorn.Server], None] = lambda server: None,
     drafts: Mapping[str, Any] = MappingProxyType({}),
+    steering: Mapping[str, Any] = MappingProxyType({}),
     listener: socket.socket | None = None,
 ) -> None:
     """Serve ``model`` under ``name`` until the process gets a signal, or the server's ``should_exit`` is set.
 
     ``processor``: a tokenizer, or a processor of other inputs as well. ``on_start`` gets the server
     when it listens. ``drafts``: arguments of each ``generate`` that can draft, as
-    ``assistant_model``. ``listener``: a bound socket. Raises ``EngineError`` if the engine has failed,
+    ``assistant_model``. ``steering``: vectors by name and module. ``listener``: a bound socket. Raises ``EngineError`` if the engine has failed,
     ``OSError`` if the port is taken.
     """
     upstream = logging.getLogger("transformers.cli.serving")
@@ -142,7 +143,9 @@ async def serve(
     listener = listener or bound(settings.host, settings.port)
     metrics, limits = Metrics(engine), settings.limits
     async with Service(engine, metrics.observe) as service:
-        app = application(Served(name, model, processor, service, drafts, limits), metrics)
+        app = application(
+            Served(name, model, processor, service, drafts, limits, steering), metrics
+        )
         config = uvicorn.Config(
             Guard(app, settings.api_key, limits, settings.hosts),
             host=settings.host,
