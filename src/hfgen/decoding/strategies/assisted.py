@@ -213,7 +213,7 @@ class Assisted:
         n_rows, start = run.ids.shape
         rows.reserve(start + width)
         # A copy, unless nobody can write to it or keep it.
-        is_copied = self.plain is None or run.config.return_dict_in_generate
+        is_copied = bool(self.plain is None or run.processors or run.config.return_dict_in_generate)
         logits = model_outputs.logits[:, -width:]
         logits = logits.to(copy=is_copied, dtype=torch.float32, device=run.ids.device)
         if self.draft is not None:

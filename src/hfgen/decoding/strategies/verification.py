@@ -8,6 +8,7 @@ with probability ``q`` is accepted with probability ``min(1, p / q)``, else one 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from ...logits import logprobs
+from ...logits.processors.lists import reads_scores_only
 from ...state.run import Run
 from ...state.seeds import RowChoice
 from .drafted_rows import DraftedRows
@@ -199,14 +201,14 @@ def is_plain(run: Run, verification: Verification) -> bool:
             return False
     return (
         type(verification) is GreedyMatch
-        and (verification.weight, verification.row_choice) == (None, None)
-        and not run.processors
+        and verification.weight is None
+        and all(map(reads_scores_only, run.processors))
         and {MaxLengthCriteria} <= kinds <= {MaxLengthCriteria, EosTokenCriteria}
     )
 
 
 class PlainMatch:
-    """``verify`` for a call that ``is_plain``: the host compares all positions, with one read."""
+    """``verify`` for a call that ``is_plain``: the host compares tokens; there is one read of a device."""
 
     def __init__(self, run: Run) -> None:
         criteria = run.criteria
@@ -216,29 +218,57 @@ class PlainMatch:
         self.eos = {token for tokens in eos for token in tokens}
 
     def verify(self, run: Run, rows: DraftedRows, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Write the tokens that ``rows`` gain by ``logits (rows, width, vocab)``; return these by position."""
-        start, width = run.ids.shape[1], logits.shape[1]
-        choice = logits.argmax(dim=-1)  # of a position with a NaN: the index of that NaN
-        is_nan = logits.gather(2, choice[:, :, None]).squeeze(2).isnan()
-        table = torch.cat([choice, is_nan, rows.guesses], dim=1).cpu()
-        known, ended, invalid_at = [*rows.known], [*rows.has_ended], []
-        rows.drafted = []
-        for row, facts in enumerate(table.tolist()):
-            tokens, invalid, guesses = facts[:width], facts[width : 2 * width], facts[2 * width :]
-            rows.drafted.append(sum(guess >= 0 for guess in guesses))
-            first = end = known[row] - start
-            goes_on = not ended[row]
-            while goes_on and end < width:
-                ended[row] = tokens[end] in self.eos or start + end + 1 >= self.max_length
-                goes_on = not ended[row] and guesses[end : end + 1] == tokens[end : end + 1]
-                end += 1
-            known[row] = start + end
-            invalid_at.append(next((start + i for i in range(first, end) if invalid[i]), -1))
-            rows.host_tokens[row, start + first : start + end] = table[row, first:end]
+        """Write the tokens that ``rows`` gain by ``logits (rows, width, vocab)``; return the processed scores."""
+        start, guesses = run.ids.shape[1], rows.guesses.tolist()
+        rows.drafted = [sum(guess >= 0 for guess in row) for row in guesses]
+        known, ended = [*rows.known], [*rows.has_ended]
+        goes_on, invalid_at = [not has_ended for has_ended in ended], [-1] * len(known)
+        gained: list[list[int]] = [[] for _ in known]
+        all_scores: list[torch.Tensor] = []
+        for scores, tokens, is_invalid in self.choices(run, rows, logits):
+            length = start + len(all_scores)
+            all_scores.append(scores)
+            for row, token in enumerate(tokens):
+                if not goes_on[row] or known[row] > length:
+                    continue
+                gained[row].append(token)
+                known[row] += 1
+                ended[row] = token in self.eos or known[row] >= self.max_length
+                is_right = guesses[row][length - start : length - start + 1] == [token]
+                goes_on[row] = is_right and not ended[row]
+                if is_invalid[row] and invalid_at[row] < 0:
+                    invalid_at[row] = length
+            if not any(goes_on):
+                break
+        for row, new in enumerate(gained):
+            if new:
+                rows.host_tokens[row, known[row] - len(new) : known[row]] = torch.tensor(new)
         if rows.host_tokens is not rows.tokens:
-            window = slice(start, start + width)
+            window = slice(start, start + logits.shape[1])
             rows.tokens[:, window] = rows.host_tokens[:, window].to(rows.tokens.device)
         rows.set_known(known, ended)
-        rows.write_padding(start, width)
+        rows.write_padding(start, logits.shape[1])
         rows.end_invalid(invalid_at)
-        return logits.unbind(dim=1)
+        return tuple(all_scores)
+
+    def choices(
+        self, run: Run, rows: DraftedRows, logits: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, list[int], list[bool]]]:
+        """Yield of each position its scores ``(rows, vocab)``, and of each row a token and whether it is none."""
+        found = []
+        for position, raw in enumerate(logits.unbind(dim=1)):
+            length = run.ids.shape[1] + position
+            scores = _processed(run, rows, raw, length)
+            if run.row_choice is not None:
+                tokens, is_invalid = run.row_choice.choose(scores, length)
+            else:
+                tokens = scores.argmax(dim=-1)  # with a NaN: its index
+                is_invalid = scores.gather(1, tokens[:, None])[:, 0].isnan()
+            if tokens.is_cpu:  # to read is free, and later positions may not matter
+                yield scores, tokens.tolist(), is_invalid.tolist()
+            else:
+                found.append((scores, tokens, is_invalid))
+        if found:
+            pairs = torch.stack([torch.stack([t, flags.long()]) for _, t, flags in found]).tolist()
+            for (scores, _, _), (tokens, flags) in zip(found, pairs, strict=True):
+                yield scores, tokens, [bool(flag) for flag in flags]
