@@ -12,8 +12,7 @@ from ...decoding.strategies.beam import Beam as Search
 from ...decoding.strategies.hypotheses import NEG_INF
 from .records import Beam
 
-#: Hypotheses below this score stand for none.
-NONE = NEG_INF / 2
+NONE = NEG_INF / 2  # hypotheses below this score stand for none
 
 
 @dataclass(slots=True)
@@ -21,8 +20,7 @@ class Node:
     """A hypothesis of a prompt after a step."""
 
     beam: Beam
-    #: Its index among the prompt's rows, if it runs on.
-    row: int | None
+    row: int | None  # its index among the prompt's rows, if it runs on
 
 
 class Tree:
@@ -32,6 +30,7 @@ class Tree:
         self.n_beams, self.n_prompts = strategy.beams, strategy.batch
         #: Of each prompt, the nodes after each step.
         self.steps: list[list[list[Node]]] = [[] for _ in range(self.n_prompts)]
+        #: Whether later steps may still change its result.
         self.is_open = [True] * self.n_prompts
 
     def add(self, run: Any, strategy: Search) -> None:
@@ -58,20 +57,15 @@ class Tree:
                         beam = Beam(parent, tokens[place], scores[place], fate)  # type: ignore[arg-type]
                         nodes.append(Node(beam, place if hypotheses is running else None))
             self.steps[prompt].append(nodes)
-        self.is_open = self.open(run, strategy)
+        closed: Tensor | None = getattr(strategy, "is_closed", None)
+        is_open = strategy.is_open(run)[:, 0] if closed is None else ~closed
+        both = zip(self.is_open, is_open.tolist(), strict=True)
+        self.is_open = [was and now for was, now in both]
 
     def number(self, prompt: int, row: int) -> int | None:
         """The number among the nodes of the last step of the one that went on in ``row``."""
-        if not self.steps[prompt]:
-            return None
-        nodes = self.steps[prompt][-1]
+        nodes = self.steps[prompt][-1] if self.steps[prompt] else []
         return next((n for n, node in enumerate(nodes) if node.row == row), None)
-
-    def open(self, run: Any, strategy: Search) -> list[bool]:
-        """Return for each prompt whether later steps may still change its result."""
-        closed: Tensor | None = getattr(strategy, "is_closed", None)
-        is_open = strategy.is_open(run)[:, 0] if closed is None else ~closed
-        return [was and now for was, now in zip(self.is_open, is_open.tolist(), strict=True)]
 
     def result(self, paths: Tensor, sequences: Tensor) -> tuple[tuple[tuple[Beam, ...], ...], ...]:
         """The beams with their fates, of ``sequences (returned, length)`` with ``paths (returned, n)``.
@@ -89,23 +83,21 @@ class Tree:
                 for number, node in enumerate(nodes):
                     if node.beam.fate == "open" and number not in going_on:
                         node.beam = replace(node.beam, fate="died")
-        return tuple(
-            tuple(tuple(node.beam for node in nodes) for nodes in steps) for steps in self.steps
-        )
+        beams = [[tuple(node.beam for node in nodes) for nodes in each] for each in self.steps]
+        return tuple(map(tuple, beams))
 
     def mark(self, prompt: int, rows: list[int], ids: list[int]) -> None:
         """Mark the beams that became the sequence whose tokens ``ids`` were scored in ``rows``."""
         steps, first = self.steps[prompt], prompt * self.n_beams
         for step, nodes in enumerate(steps[: len(rows)]):
-            is_last = step == len(rows) - 1
             for node in nodes:
-                if is_last:
+                if step < len(rows) - 1:
+                    is_it = node.row == rows[step + 1] - first
+                else:
                     is_it = node.row is None and node.beam.token_id == ids[step]
                     if is_it and step > 0:
                         parent = node.beam.parent
                         row = None if parent is None else steps[step - 1][parent].row
                         is_it = row == rows[step] - first
-                else:
-                    is_it = node.row == rows[step + 1] - first
                 if is_it:
                     node.beam = replace(node.beam, fate="returned")

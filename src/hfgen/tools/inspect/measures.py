@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .records import Candidate, Token
 
-#: A token is ruled out below this score; grammars give it to beams that have ended.
-LOWEST = -1e29
+LOWEST = -1e29  # a token is ruled out below this score; grammars give it to beams that have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,16 @@ class Position:
     """
 
     step: int
-    #: ``(rows, c)``: likely tokens, some of them twice.
-    ids: Tensor
-    #: ``(stages, rows, c)``, and the model's and the final probabilities ``(2, rows, c)``.
-    scores: Tensor
-    probabilities: Tensor
-    #: ``(2, rows)``: in bits, of the model's probabilities and of the final ones.
-    entropies: Tensor
-    #: ``(stages, rows)``.
-    left: Tensor
-    mass: Tensor
-    #: ``(row, token)`` → its number among the chosen.
-    chosen: dict[tuple[int, int], int]
-    #: ``(m,)``, ``(stages, m)`` and ``(2, m)``.
-    ranks: Tensor
-    chosen_scores: Tensor
-    chosen_probabilities: Tensor
+    ids: Tensor  # (rows, c): likely tokens, some of them twice
+    scores: Tensor  # (stages, rows, c)
+    probabilities: Tensor  # (2, rows, c): the model's and the final ones
+    entropies: Tensor  # (2, rows): of both, in bits
+    left: Tensor  # (stages, rows)
+    mass: Tensor  # (stages, rows)
+    chosen: dict[tuple[int, int], int]  # (row, token) → its number among the chosen
+    ranks: Tensor  # (m,)
+    chosen_scores: Tensor  # (stages, m)
+    chosen_probabilities: Tensor  # (2, m)
 
     @classmethod
     def of(
@@ -69,32 +63,15 @@ class Position:
         )
 
     def token(self, row: int, token: int, is_drafted: bool = False) -> Token:
-        """The record of a token that was chosen in ``row``.
-
-        One that was never scored, written by a processor of the caller's, has NaN for its numbers.
-        """
+        """The record of a token chosen in ``row``; NaN where it was never scored (a caller's processor wrote it)."""
         number = self.chosen.get((row, token))
-        rank, probability, final_probability = 0, math.nan, math.nan
-        scores: tuple[float, ...] = (math.nan,) * len(self.scores)
+        numbers: list[Any] = [math.nan, math.nan, (math.nan,) * len(self.scores), 0]
         if number is not None:
-            rank = int(self.ranks[number])
-            probability, final_probability = self.chosen_probabilities[:, number].tolist()
-            scores = tuple(self.chosen_scores[:, number].tolist())
-        entropy, final_entropy = self.entropies[:, row].tolist()
-        return Token(
-            token,
-            probability,
-            final_probability,
-            scores,
-            rank,
-            entropy,
-            final_entropy,
-            tuple(self.left[:, row].tolist()),
-            tuple(self.mass[:, row].tolist()),
-            tuple(self.candidates(row)),
-            self.step,
-            is_drafted,
-        )
+            both, scores = self.chosen_probabilities[:, number], self.chosen_scores[:, number]
+            numbers = [*both.tolist(), tuple(scores.tolist()), int(self.ranks[number])]
+        left, mass = (tuple(each[:, row].tolist()) for each in (self.left, self.mass))
+        entropies, others = self.entropies[:, row].tolist(), tuple(self.candidates(row))
+        return Token(token, *numbers, *entropies, *[left, mass, others, self.step, is_drafted])
 
     def candidates(self, row: int) -> Iterable[Candidate]:
         """The likely tokens of ``row``; of those that the processors favour, only what is left."""

@@ -9,16 +9,12 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-HERE = Path(__file__).parent
-
 #: Scripts of the page, in the order in which they run.
 SCRIPTS = ("format.js", "tokens.js", "details.js", "charts.js", "main.js")
 
-#: Digits that numbers keep in JSON.
-DIGITS = 6
+DIGITS = 6  # digits that numbers keep in JSON
 
-#: What becomes of a beam: it is returned, ended without being returned, ran on until the search ended,
-#: or was continued by no later beam.
+#: A beam is returned, ended otherwise, ran on until the search ended, or was continued by no later beam.
 Fate = Literal["returned", "finished", "open", "died"]
 
 
@@ -26,12 +22,9 @@ Fate = Literal["returned", "finished", "open", "died"]
 class Stage:
     """A column of scores: the model's logits, and what each processor made of them, in order."""
 
-    #: As people say it: "logits", "temperature", "top k".
-    name: str
-    #: Numbers that it was made with: ``{"top_k": 50}``.
-    settings: dict[str, Any] = field(default_factory=dict)
-    #: Whether it is a grammar's mask.
-    is_grammar: bool = False
+    name: str  # as people say it: "logits", "temperature", "top k"
+    settings: dict[str, Any] = field(default_factory=dict)  # its numbers: {"top_k": 50}
+    is_grammar: bool = False  # whether it is a grammar's mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +32,9 @@ class Candidate:
     """A token that was likely at a position, before the processors or after them."""
 
     token_id: int
-    #: The model's own: softmax of the logits.
-    probability: float
-    #: Softmax of the last scores: what sampling draws by.
-    final_probability: float
-    #: One for each of the trace's stages; ``-inf`` where the token is ruled out.
-    scores: tuple[float, ...]
+    probability: float  # the model's own: softmax of the logits
+    final_probability: float  # softmax of the last scores: what sampling draws by
+    scores: tuple[float, ...]  # one for each of the trace's stages; -inf where it is ruled out
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +42,19 @@ class Token(Candidate):
     """A generated token, and what else was likely in its place.
 
     Entropies are in bits. ``left`` and ``mass``: after each stage, how many tokens of the vocabulary are
-    left, and which share of the model's probability they have.
+    left, and which share of the model's probability they have. ``candidates``: those with the highest
+    logits, then those with the highest last scores that are not among them.
     """
 
-    #: 1 for the token with the highest logit.
-    rank: int
+    rank: int  # 1 for the token with the highest logit
     entropy: float
     final_entropy: float
     left: tuple[int, ...]
     mass: tuple[float, ...]
-    #: Those with the highest logits, then those with the highest last scores that are not among them.
     candidates: tuple[Candidate, ...]
-    #: Index of the step that brought it.
-    step: int
-    #: Whether it was drafted, and accepted.
-    is_drafted: bool = False
-    #: In a call with ``interventions``: the model's probability without them, after the same tokens.
-    unedited_probability: float | None = None
+    step: int  # index of the step that brought it
+    is_drafted: bool = False  # whether it was drafted, and accepted
+    unedited_probability: float | None = None  # the model's without the call's interventions
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +69,12 @@ class Prompt:
 class Sequence:
     """A sequence that ``generate`` returns, from behind the prompt to its end."""
 
-    #: Index of its prompt.
-    prompt: int
+    prompt: int  # index of its prompt
     tokens: tuple[Token, ...]
     text: str | None
     finish_reason: str | None
-    #: What ended it: a stop string, or the id of a token.
-    stop: str | int | None = None
-    #: Of beams: the sum of log-probabilities, by length to the power of the length penalty.
-    score: float | None = None
+    stop: str | int | None = None  # what ended it: a stop string, or the id of a token
+    score: float | None = None  # of beams: log-probability by length to the power of length_penalty
 
     @property
     def token_ids(self) -> list[int]:
@@ -102,11 +85,9 @@ class Sequence:
 class Beam:
     """A hypothesis after one step of a search."""
 
-    #: Index among the beams of the step before; ``None`` at the first step.
-    parent: int | None
+    parent: int | None  # index among the beams of the step before; None at the first step
     token_id: int
-    #: The sum of its log-probabilities as processors leave them; of one that has ended, as it is ranked.
-    score: float
+    score: float  # log-probability as processors leave it; of one that has ended, as it is ranked
     fate: Fate
 
 
@@ -115,8 +96,7 @@ class Draft:
     """The tokens drafted for one sequence in a round, and how many of them the model accepted."""
 
     sequence: int
-    #: The generated position of the first of ``token_ids``.
-    position: int
+    position: int  # the generated position of the first of token_ids
     token_ids: tuple[int, ...]
     n_accepted: int
 
@@ -125,8 +105,7 @@ class Draft:
 class Step:
     """A step of the loop, and its times in seconds: all of it, and what forwards and drafting took."""
 
-    #: Tokens that every sequence gained.
-    n_tokens: int
+    n_tokens: int  # tokens that every sequence gained
     seconds: float
     forward_seconds: float
     draft_seconds: float
@@ -137,22 +116,17 @@ class Step:
 class Trace:
     """What happened in a call of ``generate``: made by ``hfgen.trace``."""
 
-    #: As people say it: "sample", "beam search".
-    mode: str
+    mode: str  # as people say it: "sample", "beam search"
     model: str
-    #: The fields of the config that are not as the defaults have them.
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # the fields of the config that are not as the defaults have them
     stages: tuple[Stage, ...]
     prompts: tuple[Prompt, ...]
     sequences: tuple[Sequence, ...]
     steps: tuple[Step, ...]
-    #: Of each prompt, the beams after each step.
-    beams: tuple[tuple[tuple[Beam, ...], ...], ...]
-    #: Seconds until decoding began: arguments, caches, an encoder.
-    prepare_seconds: float
+    beams: tuple[tuple[tuple[Beam, ...], ...], ...]  # of each prompt, the beams after each step
+    prepare_seconds: float  # until decoding began: arguments, caches, an encoder
     vocabulary_size: int
-    #: How each id that occurs here is spelled; empty without a tokenizer.
-    spelling: dict[int, str]
+    spelling: dict[int, str]  # how each id that occurs here is spelled; empty without a tokenizer
 
     @property
     def text(self) -> str | None:
@@ -171,7 +145,7 @@ class Trace:
         """One page that needs nothing else: no network, no other file."""
 
         def asset(name: str) -> str:
-            return (HERE / "assets" / name).read_text(encoding="utf-8")
+            return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
         page = asset("page.html").replace("{{style}}", asset("page.css"))
         page = page.replace("{{script}}", "\n".join(map(asset, SCRIPTS)))

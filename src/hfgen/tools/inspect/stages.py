@@ -34,11 +34,10 @@ NAMES = {
 
 #: Attributes that say nothing about what was asked for.
 TECHNICAL = re.compile(
-    r"filter_value|min_tokens_to_keep|.*length.*|.*size|vocab|hash_key|is_.*|of_.*"
+    r"filter_value|min_tokens_to_keep|.*(length.*|size)|vocab|hash_key|(is|of)_.*"
 )
 
-#: Prompts whose settings are shown, where they differ.
-SHOWN = 8
+SHOWN = 8  # prompts whose settings are shown, where they differ
 
 
 class Watched(LogitsProcessorList):
@@ -64,7 +63,7 @@ class Watched(LogitsProcessorList):
         return scores
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Without the notes: a copy is for something else, such as drafting."""
+        # Without the notes: a copy is for something else, such as drafting.
         return self.kind(copy.deepcopy(list(self), memo))
 
     def stages(self, configs: Sequence[Any]) -> list[Stage]:

@@ -28,8 +28,7 @@ class Clock:
 
     device: torch.device
     seconds: float = 0.0
-    #: How many of its functions run, one within the other: the outermost is timed.
-    depth: int = 0
+    depth: int = 0  # of its functions that run, one within the other: the outermost is timed
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -62,7 +61,7 @@ class Tracer:
     def __init__(self, run: Run, strategy: Any, watched: Watched, top: int) -> None:
         self.watched, self.top = watched, top
         self.prompt_length = run.ids.shape[1]
-        self.stages = (Stage("logits"), *self.before(strategy), *watched.stages(run.configs))
+        self.stages = Stage("logits"), *self.before(strategy), *watched.stages(run.configs)
         self.positions: list[Position] = []
         #: ``(rows,)`` of each position: which rows have a token there, or ``None`` for all.
         self.is_token: list[list[bool] | None] = []
@@ -74,8 +73,8 @@ class Tracer:
         self.guesses: list[list[int]] = []
         #: Methods that are watched, by their objects and names.
         self.replaced: list[tuple[Any, str]] = []
-        parts = (strategy, "prefill"), (strategy.executor, "forward"), (strategy.executor, "verify")
-        for owner, name in parts:
+        executor = strategy.executor
+        for owner, name in (strategy, "prefill"), (executor, "forward"), (executor, "verify"):
             self.replace(owner, name, self.forward.around(getattr(owner, name)))
         if isinstance(strategy, Assisted):
             self.watch_drafts(strategy)
@@ -102,9 +101,8 @@ class Tracer:
         draft = self.draft.take()
         n_new = step.tokens.shape[1]
         if step.logits is None:
-            raise ValueError(
-                f"A trace needs `Step.logits`, which {type(strategy).__name__} does not set."
-            )
+            name = type(strategy).__name__
+            raise ValueError(f"A trace needs `Step.logits`, which {name} does not set.")
         told = getattr(strategy, "is_token", None)
         is_token = None if told is None else told(run, step)
         length = run.ids.shape[1] - n_new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from ...state.call import Call
 from ...state.call import Request as GenerateRequest
 from ...state.run import Run
 from ...state.text import Pieces, decode
-from .records import Beam, Prompt, Sequence, Step, Trace
+from .records import Prompt, Sequence, Trace
 from .stages import Watched
 from .tracer import Tracer
 
@@ -85,11 +85,7 @@ def trace(
     if tokenizer is not None:
         kwargs["tokenizer"] = tokenizer
     kwargs |= model_inputs(prompt, tokenizer, model)
-    return _trace(model, driven(model, GenerateRequest.of(**kwargs)), tokenizer, top)
-
-
-def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Trace:
-    call = prepare(model, request)
+    call = prepare(model, driven(model, GenerateRequest.of(**kwargs)))
     try:
         kind = call.strategy
         if not (isinstance(kind, type) and issubclass(kind, SHOWN)) or issubclass(kind, NOT_SHOWN):
@@ -108,25 +104,30 @@ def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Tr
                 for _ in steps:
                     pass
             loop.conclude(run, strategy, recording)
-        speller = Speller(tokenizer)
+        pieces = Pieces(tokenizer) if hasattr(tokenizer, "convert_ids_to_tokens") else None
+
+        def text(ids: list[int]) -> str | None:
+            return None if pieces is None else decode(tokenizer, ids)
+
         unedited = unedited_probabilities(run, call, tracer.result["sequences"])
-        sequences = tuple(sequences_of(run, tracer, len(prompts), speller, unedited))
+        sequences = tuple(sequences_of(run, tracer, len(prompts), text, unedited))
         beams: Any = ()
         if tracer.tree is not None:
             paths = tracer.result["beam_indices"]
             beams = tracer.tree.result(paths, tracer.result["sequences"])
+        ids = all_ids(prompts, sequences, beams, tracer.steps)
         return Trace(
             mode=call.who,
             model=type(model).__name__,
             settings=settings_of(call, model),
             stages=tracer.stages,
-            prompts=tuple(Prompt(tuple(prompt), speller.text(prompt)) for prompt in prompts),
+            prompts=tuple(Prompt(tuple(prompt), text(prompt)) for prompt in prompts),
             sequences=sequences,
             steps=tuple(tracer.steps),
             beams=beams,
             prepare_seconds=prepare_seconds,
             vocabulary_size=int(model.config.get_text_config(decoder=True).vocab_size),
-            spelling=speller.spelling(all_ids(prompts, sequences, beams, tracer.steps)),
+            spelling={} if pieces is None else {i: spelled(pieces[i]) for i in sorted(ids)},
         )
     finally:
         call.release()
@@ -134,8 +135,6 @@ def _trace(model: Any, request: GenerateRequest, tokenizer: Any, top: int) -> Tr
 
 def model_inputs(prompt: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
     """The inputs of ``generate`` for what ``trace`` takes as its prompt."""
-    if prompt is None:
-        return {}
     texts = [prompt] if isinstance(prompt, str) else prompt
     if isinstance(texts, list | tuple) and texts and all(isinstance(t, str) for t in texts):
         if tokenizer is None:
@@ -144,26 +143,23 @@ def model_inputs(prompt: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
         if empty := [text for text, ids in zip(texts, rows, strict=True) if not len(ids)]:
             raise ValueError(f"The prompt {empty[0]!r} has no tokens.")
         side = "right" if model.config.is_encoder_decoder else "left"
-        pad = getattr(tokenizer, "pad_token_id", None) or 0
-        masks = [torch.ones_like(ids) for ids in rows]
-        return {
-            "input_ids": pad_sequence(rows, True, pad, side).to(families.device_of(model)),
-            "attention_mask": pad_sequence(masks, True, 0, side).to(families.device_of(model)),
+        pad, masks = getattr(tokenizer, "pad_token_id", None) or 0, map(torch.ones_like, rows)
+        prompt = {
+            "input_ids": pad_sequence(rows, True, pad, side),
+            "attention_mask": pad_sequence(list(masks), True, 0, side),
         }
-    if isinstance(prompt, Mapping):
-        return {
-            n: v.to(families.device_of(model)) if isinstance(v, Tensor) else v
-            for n, v in prompt.items()
-        }
-    if isinstance(prompt, list | tuple):
+    elif isinstance(prompt, list | tuple):
         with suppress(TypeError, ValueError):  # rows of several lengths, or no ids
             prompt = torch.tensor(prompt, dtype=torch.long)
-    if not isinstance(prompt, Tensor):
+    if isinstance(prompt, Tensor):
+        prompt = {"inputs": torch.atleast_2d(prompt)}
+    if not isinstance(prompt, Mapping | None):
         raise TypeError(
             "`prompt` has to be text, a list of texts, token ids `(length,)` or `(batch, length)`, or a "
             f"mapping of model inputs, but is {prompt!r:.80}."
         )
-    return {"inputs": torch.atleast_2d(prompt).to(families.device_of(model))}
+    device, inputs = families.device_of(model), dict(prompt or {})
+    return {n: v.to(device) if isinstance(v, Tensor) else v for n, v in inputs.items()}
 
 
 def prompts_of(run: Run, call: Call) -> Iterable[list[int]]:
@@ -197,14 +193,14 @@ def unedited_probabilities(run: Run, call: Call, sequences: Tensor) -> list[list
         rows = torch.arange(len(sequences), device=mask.device) * len(mask) // len(sequences)
         is_token[:, :prompt_length] = mask[rows]
     logprobs = token_logprobs(run.model, sequences, is_token)
-    return logprobs[:, prompt_length - 1 :].exp().tolist()  # type: ignore[no-any-return]
+    return logprobs[:, prompt_length - 1 :].exp().tolist()
 
 
 def sequences_of(
     run: Run,
     tracer: Tracer,
     n_prompts: int,
-    speller: Speller,
+    text_of: Callable[[list[int]], str | None],
     unedited: list[list[float]] | None,
 ) -> Iterable[Sequence]:
     """The sequences that are returned, with what is known of their tokens."""
@@ -233,18 +229,15 @@ def sequences_of(
             tokens.append(record)
         prompt, reason = index * n_prompts // len(found), reasons[index]
         stop = getattr(reason, "stop", None)
-        text = texts[index] if texts[index] is not None else speller.text(ids[: len(tokens)])
+        text = texts[index] if texts[index] is not None else text_of(ids[: len(tokens)])
         yield Sequence(prompt, tuple(tokens), text, str(reason), stop, score=scores[index])
 
 
 def settings_of(call: Call, model: Any) -> dict[str, Any]:
     """The fields of the config that the call, or the model's own config, has set."""
     request = call.request
-    sources = (
-        request.kwargs,
-        vars(request.generation_config or SimpleNamespace()),
-        vars(model.generation_config),
-    )
+    own = vars(request.generation_config or SimpleNamespace())
+    sources = request.kwargs, own, vars(model.generation_config)
     names = [n for source in sources for n, v in source.items() if n in FIELDS and v is not None]
     settings = {}
     for name in dict.fromkeys(n for n in names if n != "transformers_version"):
@@ -254,38 +247,15 @@ def settings_of(call: Call, model: Any) -> dict[str, Any]:
     return settings
 
 
-class Speller:
-    """Writes ids by a tokenizer; without one, texts are ``None``."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer if hasattr(tokenizer, "convert_ids_to_tokens") else None
-
-    def text(self, ids: list[int]) -> str | None:
-        """The text of ``ids``, special tokens included."""
-        return None if self.tokenizer is None else decode(self.tokenizer, ids)
-
-    def spelling(self, ids: set[int]) -> dict[int, str]:
-        """Each id's text; bytes that are no characters by themselves as ``<0xE2>``."""
-        if self.tokenizer is None:
-            return {}
-        pieces = Pieces(self.tokenizer)
-        return {token: spelled(pieces[token]) for token in sorted(ids)}
-
-
 def spelled(piece: bytes) -> str:
-    """``piece`` as text, or its bytes."""
+    """``piece`` as text; bytes that are no characters by themselves as ``<0xE2>``."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
         return "".join(f"<0x{byte:02X}>" for byte in piece)
 
 
-def all_ids(
-    prompts: Iterable[list[int]],
-    sequences: Iterable[Sequence],
-    beams: Iterable[Iterable[Iterable[Beam]]],
-    steps: Iterable[Step],
-) -> set[int]:
+def all_ids(prompts: Any, sequences: Any, beams: Any, steps: Any) -> set[int]:
     """The ids that occur in a trace."""
     ids = {token for prompt in prompts for token in prompt}
     for token in (token for sequence in sequences for token in sequence.tokens):
