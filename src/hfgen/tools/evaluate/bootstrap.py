@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Resamples of an interval, and the share of them that lies within it.
-DRAWS, LEVEL = 1000, 0.95
+DRAWS, LEVEL = 1000, 0.95  # resamples of an interval, and the share of them that lies within it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,5 @@ def interval(
     for _ in range(DRAWS):
         drawn = torch.randint(n, (n,), generator=generator).bincount(minlength=n)
         values.append(statistic((drawn.double() @ parts.double()).tolist()))
-    tail = (1 - LEVEL) / 2
-    low, high = torch.tensor(values, dtype=torch.float64).quantile(
-        torch.tensor([tail, 1 - tail], dtype=torch.float64)
-    )
-    return Interval(float(low), float(high))
+    found, tail = torch.tensor(values, dtype=torch.float64), (1 - LEVEL) / 2
+    return Interval(float(found.quantile(tail)), float(found.quantile(1 - tail)))

@@ -10,10 +10,7 @@ from ...engine.many import generate_many
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """A row for each line of a file: ``line`` (from 1), ``prompt``, ``references`` and ``options``.
-
-    A line that cannot be used has ``line`` and ``error``. Raises ``OSError``.
-    """
+    """A row for each line of a file; one that cannot be used has ``line`` and ``error``. Raises ``OSError``."""
     rows: list[dict[str, Any]] = []
     for number, content in enumerate(path.read_bytes().splitlines(), start=1):
         try:
@@ -44,9 +41,8 @@ def parse(content: bytes) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ValueError(f"`options` has to be a JSON object, but is {options!r}")
     if (n := options.get("num_return_sequences", 1)) != 1:
-        raise ValueError(
-            f"one completion is scored: `num_return_sequences` has to be 1, but is {n!r}"
-        )
+        why = "one completion is scored"
+        raise ValueError(f"{why}: `num_return_sequences` has to be 1, but is {n!r}")
     return {"prompt": prompt, "references": references, "options": options}
 
 
@@ -55,16 +51,12 @@ def _is_list_of(value: Any, kind: type) -> bool:
 
 
 def complete(model: Any, tokenizer: Any, rows: list[dict[str, Any]], **kwargs: Any) -> None:
-    """Complete the prompts of ``rows`` by ``generate_many`` with ``kwargs``.
-
-    A row gets its ``prediction``, ``finish_reason`` and ``n_tokens``, or else an ``error``.
-    """
+    """Give ``rows`` their ``prediction``, ``finish_reason`` and ``n_tokens``, or else an ``error``."""
     prompts = [(row["prompt"], row["options"]) for row in rows]
     outputs = generate_many(model, prompts, tokenizer, **kwargs)
     for row, output in zip(rows, outputs, strict=True):
         if output.error is not None:
             row["error"] = str(output.error) or type(output.error).__name__
             continue
-        row["prediction"] = output.text or ""
-        row["finish_reason"] = str(output.finish_reason)
+        row |= {"prediction": output.text or "", "finish_reason": str(output.finish_reason)}
         row["n_tokens"] = len(output.token_ids)

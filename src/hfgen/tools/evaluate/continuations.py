@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from ...running import shared_prefix
-from ...running.shared_prefix import Forwarded, Prefixes
+from ...running.shared_prefix import Prefixes
 
 #: Without a batch size: tokens that are forwarded at once. Logits of prompts are made some positions
 #: at a time, so that tokens bound little more than hidden states.
 TOKENS = 8192
 
-#: Bytes of keys and values that rows may take together, if ``TOKENS`` take less.
-HELD = 2**29
+HELD = 2**29  # bytes of keys and values that rows may take together, if `TOKENS` take less
 
 #: What a forward costs besides its tokens, in tokens: no batch has more padding. On an accelerator, an
 #: estimate: launching a forward takes some 20 ms, and models forward 30,000 to 300,000 tokens per second.
@@ -31,8 +30,10 @@ WORTH = 4
 #: Texts share a prefix if that saves so large a share of their tokens. Each forward has a cost of its own.
 SHARE = 0.3
 
-#: Ids of a context, and ids of a continuation.
-Pair = tuple[list[int], list[int]]
+Pair = tuple[list[int], list[int]]  # ids of a context, and ids of a continuation
+
+#: By number of the pair: the continuation's log-probability, and whether each token is the likeliest one.
+Found = dict[int, tuple[float, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,10 @@ class Group:
         return self.prefix[: min(text.n_context for text in self.texts) - 1]
 
 
+#: What is forwarded in one row: a row of prefixes, how many of the tokens those have, the tokens, and texts.
+Part = tuple[int, int, tuple[int, ...], list[Text]]
+
+
 @dataclass(frozen=True, slots=True)
 class Likelihoods:
     """Log-likelihoods by ``model``, a decoder; computed in ``dtype``.
@@ -80,12 +85,8 @@ class Likelihoods:
     batch_size: int | None = None
     dtype: torch.dtype | None = None
 
-    def of(self, pairs: Sequence[Pair]) -> Iterator[dict[int, tuple[float, bool]]]:
-        """By number of the pair, some pairs after another: a continuation's log-probability, and whether
-        each of its tokens is the likeliest one.
-
-        Of a pair that is too long, the first tokens are left out.
-        """
+    def of(self, pairs: Sequence[Pair]) -> Iterator[Found]:
+        """Score some pairs after another. Of one that is too long, the first tokens are left out."""
         may_share = shared_prefix.may_share(self.model, self.max_length)
         groups = list(grouped(pairs, self.max_length, may_share))
         least = WORTH * self._cost
@@ -102,38 +103,25 @@ class Likelihoods:
                 yield self._of_groups(some[start : start + n], n_shared, prefixes)
                 start += n
 
-    def _of_groups(
-        self, groups: list[Group], n_shared: int, shared: Prefixes | None
-    ) -> dict[int, tuple[float, bool]]:
+    def _of_groups(self, groups: list[Group], n_shared: int, shared: Prefixes | None) -> Found:
         """Score the continuations of ``groups``; their first ``n_shared`` tokens are the row of ``shared``."""
-        found: dict[int, tuple[float, bool]] = defaultdict(lambda: (0.0, True))
-        longer = [
-            (row, len(group.prefix), text)
+        found: Found = defaultdict(lambda: (0.0, True))
+        longer: list[Part] = [
+            (row, len(group.prefix), text.tokens, [text])
             for row, group in enumerate(groups)
             for text in group.texts
             if len(text.tokens) > len(group.prefix)
         ]
-        tokens = [group.prefix[n_shared:] for group in groups]
-        if shared is not None:
-            n = len(groups)
-            shared = shared.expand(self.model, n * [0], n * [n_shared], max(map(len, tokens)))
-        forwarded = shared_prefix.forward(self.model, tokens, shared, keeps=bool(longer))
-        wanted = (
-            (row, column - n_shared, *others)
-            for row, group in enumerate(groups)
-            for text in group.texts
-            for column, *others in text.wanted()
-            if column < len(group.prefix)
-        )
-        self._add(found, forwarded, wanted)
-        longer.sort(key=lambda each: each[1] - len(each[2].tokens))
+        parts: list[Part] = [(0, n_shared, group.prefix, group.texts) for group in groups]
+        prefixes = self._add(found, shared, parts, keeps=bool(longer))
+        longer.sort(key=lambda part: part[1] - len(part[2]))
         while longer:
-            assert forwarded.prefixes is not None
-            sizes = [len(text.tokens) - length for _, length, text in longer]
-            longest = max(len(text.tokens) for _, _, text in longer)
-            most = max(self.batch_size or 1, _rows(longest, sizes[0], forwarded.prefixes))
+            assert prefixes is not None
+            sizes = [len(tokens) - start for _, start, tokens, _ in longer]
+            longest = max(len(tokens) for _, _, tokens, _ in longer)
+            most = max(self.batch_size or 1, _rows(longest, sizes[0], prefixes))
             n = self._n_alike(sizes, most)
-            self._add_longer(found, forwarded.prefixes, longer[:n])
+            self._add(found, prefixes, longer[:n])
             del longer[:n]
         return found
 
@@ -147,26 +135,23 @@ class Likelihoods:
         padding = accumulate(some[0] - size for size in some)
         return sum(n <= self._cost for n in padding)
 
-    def _add_longer(
-        self, found: dict[int, Any], prefixes: Prefixes, longer: list[tuple[int, int, Text]]
-    ) -> None:
-        """Forward what texts have behind their prefixes: of each, a row of ``prefixes`` and its tokens there."""
-        rows, lengths, texts = zip(*longer, strict=True)
-        tokens = [text.tokens[length:] for _, length, text in longer]
-        own = prefixes.expand(self.model, rows, lengths, max(map(len, tokens)))
-        wanted = (
-            (row, column - lengths[row], *others)
-            for row, text in enumerate(texts)
-            for column, *others in text.wanted()
-            if column >= lengths[row]
-        )
-        self._add(found, shared_prefix.forward(self.model, tokens, own), wanted)
-
     def _add(
-        self, found: dict[int, Any], forwarded: Forwarded, wanted: Iterable[tuple[int, ...]]
-    ) -> None:
-        """Add the log-probabilities of ``wanted``: row, column, the token that follows, the pair's number."""
-        row, column, token, number = torch.tensor(list(wanted)).T
+        self, found: Found, prefixes: Prefixes | None, parts: list[Part], keeps: bool = False
+    ) -> Prefixes | None:
+        """Forward ``parts``, add the log-probabilities of what follows in them; returns what is kept of them."""
+        rows, starts, _, _ = zip(*parts, strict=True)
+        new_tokens = [tokens[start:] for _, start, tokens, _ in parts]
+        if prefixes is not None:
+            prefixes = prefixes.expand(self.model, rows, starts, max(map(len, new_tokens)))
+        forwarded = shared_prefix.forward(self.model, new_tokens, prefixes, keeps=keeps)
+        wanted = [
+            (row, column - start, *others)
+            for row, (_, start, tokens, texts) in enumerate(parts)
+            for text in texts
+            for column, *others in text.wanted()
+            if start <= column < len(tokens)
+        ]
+        row, column, token, number = torch.tensor(wanted).T
         width = forwarded.ids.shape[1]
         places, index = (row * width + column).unique(return_inverse=True)
         start = 0
@@ -177,11 +162,11 @@ class Likelihoods:
             logprobs = logits.log_softmax(dim=-1, dtype=self.dtype or torch.float32)[at, tokens]
             is_best = logits.argmax(dim=-1)[at] == tokens
             start = end
-            for which, *values in zip(
-                number[here].tolist(), logprobs.tolist(), is_best.tolist(), strict=True
-            ):
+            columns = number[here], logprobs, is_best
+            for which, *values in zip(*(each.tolist() for each in columns), strict=True):
                 value, is_greedy = found[which]
                 found[which] = value + values[0], is_greedy and values[1]
+        return forwarded.prefixes
 
 
 def _rows(longest: int, n_new: int, prefixes: Prefixes | None) -> int:
@@ -213,7 +198,7 @@ def clusters(groups: Iterable[Group], least: int) -> Iterator[tuple[int, list[Gr
 
     Those of which too few begin alike to save ``least`` tokens come first, with 0.
     """
-    found: list[tuple[tuple[int, ...], list[Group]]] = []
+    found: list[tuple[Any, list[Group]]] = []
     for group in sorted(groups, key=lambda group: group.prefix):
         context = group.context
         if found:
@@ -227,10 +212,11 @@ def clusters(groups: Iterable[Group], least: int) -> Iterator[tuple[int, list[Gr
                 found[-1] = common, some
                 continue
         found.append((context, [group]))
-    is_worth = [len(prefix) * (len(some) - 1) >= max(least, 1) for prefix, some in found]
-    rest = [g for (_, some), is_so in zip(found, is_worth, strict=True) if not is_so for g in some]
-    if rest:
-        yield 0, rest
-    for (prefix, some), is_so in zip(found, is_worth, strict=True):
-        if is_so:
-            yield len(prefix), some
+    alone: list[Group] = []
+    alike = []
+    for prefix, some in found:
+        if len(prefix) * (len(some) - 1) >= max(least, 1):
+            alike.append((len(prefix), some))
+        else:
+            alone += some
+    yield from [*([(0, alone)] if alone else []), *alike]

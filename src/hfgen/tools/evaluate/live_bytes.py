@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,28 +25,22 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        inputs = {
-            tensor.untyped_storage()._cdata
-            for tensor in tree_leaves((args, kwargs))
-            if isinstance(tensor, torch.Tensor)
-        }
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in inputs and storage not in self._seen:
-                    self._count(storage)
+        for storage in _storages(result):
+            if storage._cdata not in inputs and storage not in self._seen:
+                self._seen.add(storage)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        n_bytes = storage.nbytes()
-        self._seen.add(storage)
+    def _add(self, n_bytes: int) -> None:
         self.now += n_bytes
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, n_bytes)
 
-    def _free(self, n_bytes: int) -> None:
-        self.now -= n_bytes
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    return (t.untyped_storage() for t in tree_leaves(values) if isinstance(t, torch.Tensor))
 
 
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:

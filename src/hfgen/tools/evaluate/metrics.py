@@ -32,8 +32,7 @@ class Metric:
     """A value of sums over lines, so that it can be computed of any resample of them."""
 
     name: str
-    #: What each line adds to the sums, ``(lines, k)``.
-    parts: Callable[[Sequence[str], References], Tensor]
+    parts: Callable[[Sequence[str], References], Tensor]  # what lines add to the sums, (lines, k)
     statistic: Callable[[list[float]], float]
 
 
@@ -63,8 +62,8 @@ def metrics_of(name: str) -> list[Metric]:
     if ":" in name:
         return [_mean(name, _users(name))]
     if name not in NAMES:
-        known = ", ".join(NAMES)
-        raise ValueError(f"A metric is one of {known} or module:function, but is {name!r}.")
+        known = f"{', '.join(NAMES)} or module:function"
+        raise ValueError(f"A metric is one of {known}, but is {name!r}.")
     if name in PACKAGES and find_spec(PACKAGES[name]) is None:
         package = PACKAGES[name].replace("_", "-")
         raise MissingMetricError(
@@ -78,25 +77,20 @@ def metrics_of(name: str) -> list[Metric]:
 def score(
     metrics: Sequence[Metric], predictions: Sequence[str], references: References, seed: int = 0
 ) -> list[Score]:
-    """Each metric of ``predictions``, which have one or several ``references`` each.
-
-    Raises ``ValueError`` for no predictions, another number of references, and one that has none.
-    """
+    """Each metric of the predictions. ``ValueError`` for none, and for one without references."""
     if len(predictions) != len(references):
-        raise ValueError(
-            f"`references` needs one entry for each of {len(predictions)} predictions, but has "
-            f"{len(references)}."
-        )
+        needs = f"needs one entry for each of {len(predictions)} predictions"
+        raise ValueError(f"`references` {needs}, but has {len(references)}.")
     if not predictions:
         raise ValueError("`predictions` is empty, but at least one prediction is needed.")
     if empty := [number for number, each in enumerate(references) if not each]:
         raise ValueError(f"`references[{empty[0]}]` has to have at least one, but is empty.")
     found = []
     for metric in metrics:
-        parts = metric.parts(predictions, references).double()
-        value = metric.statistic(parts.sum(dim=0).tolist())
-        of_lines = [metric.statistic(row) for row in parts.tolist()]
-        found.append(Score(metric.name, value, interval(parts, metric.statistic, seed), of_lines))
+        parts, statistic = metric.parts(predictions, references).double(), metric.statistic
+        of_lines, of_all = map(statistic, parts.tolist()), statistic(parts.sum(dim=0).tolist())
+        between = interval(parts, statistic, seed)
+        found.append(Score(metric.name, of_all, between, list(of_lines)))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -16,8 +16,7 @@ from ... import families
 from ...state.text import Pieces
 from .bootstrap import Interval, interval
 
-#: Tokens of a window where none are given and the model allows more.
-WINDOW = 2048
+WINDOW = 2048  # tokens of a window where none are given and the model allows more
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class TextScore:
     """How likely a text is: for each of its windows, the nats of its scored tokens, and their number."""
 
     name: str
-    #: UTF-8 bytes of the scored tokens.
-    n_bytes: int
+    n_bytes: int  # in UTF-8, of the scored tokens
     nats: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
@@ -53,17 +51,12 @@ class Perplexity:
     interval: Interval | None
 
     @classmethod
-    def of(
-        cls, scores: Sequence[TextScore], *, by_document: bool = False, seed: int = 0
-    ) -> Perplexity:
+    def of(cls, scores: list[TextScore], *, by_document: bool = False, seed: int = 0) -> Perplexity:
         """Sum ``scores`` up; the interval's units are windows, or texts if ``by_document``."""
-        rows = [
-            [(sum(s.nats), sum(s.counts))]
-            if by_document
-            else list(zip(s.nats, s.counts, strict=True))
-            for s in scores
-        ]
-        parts = torch.tensor([pair for row in rows for pair in row], dtype=torch.float64)
+        pairs = [pair for score in scores for pair in zip(score.nats, score.counts, strict=True)]
+        if by_document:
+            pairs = [(sum(score.nats), sum(score.counts)) for score in scores]
+        parts = torch.tensor(pairs, dtype=torch.float64)
         nats, n_tokens = parts.sum(dim=0).tolist()
         n_bytes = sum(score.n_bytes for score in scores)
         return cls(
@@ -78,8 +71,7 @@ class Perplexity:
 
 
 def _perplexity(sums: list[float]) -> float:
-    nats, n_tokens = sums
-    return float(torch.tensor(nats / n_tokens, dtype=torch.float64).exp())
+    return float(torch.tensor(sums[0] / sums[1], dtype=torch.float64).exp())
 
 
 def sizes(model: Any, window: int | None = None, stride: int | None = None) -> tuple[int, int]:
@@ -88,9 +80,9 @@ def sizes(model: Any, window: int | None = None, stride: int | None = None) -> t
     Raises ``ValueError`` for a model with an encoder, and for sizes that do not fit it or each other.
     """
     if model.config.is_encoder_decoder:
+        kind = type(model).__name__
         raise ValueError(
-            "Perplexity needs a decoder-only model, but "
-            f"{type(model).__name__} is an encoder-decoder."
+            f"Perplexity needs a decoder-only model, but {kind} is an encoder-decoder."
         )
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or math.inf
@@ -107,10 +99,7 @@ def sizes(model: Any, window: int | None = None, stride: int | None = None) -> t
 
 
 def windows(n_tokens: int, window: int, stride: int) -> Iterator[Window]:
-    """Windows that start each ``stride`` tokens; each token but the first is scored once.
-
-    A token has at least ``window - stride`` tokens before it, if the text has them.
-    """
+    """Windows that start each ``stride`` tokens, which score each token but the first once."""
     first = 1
     for start in range(0, max(n_tokens, 1), stride):
         end = min(start + window, n_tokens)
@@ -158,15 +147,9 @@ def score(
 
 def _logprobs(model: Any, rows: list[Tensor]) -> Tensor:
     """Log-probabilities ``(rows, longest)`` of ``rows`` of tokens, padded on the left."""
-    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, padding_side="left")
-    output = model.generate(
-        pad_sequence(rows, True, 0, padding_side="left").to(families.device_of(model)),
-        attention_mask=mask.to(families.device_of(model)),
-        max_new_tokens=0,
-        do_sample=False,
-        num_beams=1,
-        prompt_logprobs=0,
-        return_dict_in_generate=True,
-    )
+    both, device = (rows, [torch.ones_like(row) for row in rows]), families.device_of(model)
+    ids, mask = (pad_sequence(each, True, 0, padding_side="left").to(device) for each in both)
+    settings = {"max_new_tokens": 0, "do_sample": False, "num_beams": 1, "prompt_logprobs": 0}
+    output = model.generate(ids, attention_mask=mask, **settings, return_dict_in_generate=True)
     found: Tensor = output.prompt_logprobs.token_logprobs.cpu()
     return found
