@@ -8,13 +8,5 @@ from .prompts import prompts_of
 from .requests import generate_kwargs, in_words_of
 from .responses import chat_response, completion_response, error_body, finish_reason, usage
 
-__all__ = [
-    "chat_response",
-    "completion_response",
-    "error_body",
-    "finish_reason",
-    "generate_kwargs",
-    "in_words_of",
-    "prompts_of",
-    "usage",
-]
+__all__ = ["chat_response", "completion_response", "error_body", "finish_reason"]
+__all__ += ["generate_kwargs", "in_words_of", "prompts_of", "usage"]

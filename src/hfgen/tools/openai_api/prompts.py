@@ -17,10 +17,7 @@ RESERVED = {
 
 
 def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> list[list[int]]:
-    """The token ids of the prompts of ``body``: one of a chat; one or more of a completion.
-
-    Raises ``ValueError`` for a prompt that is missing, empty, or of another kind.
-    """
+    """The ids of a chat's prompt, or of each of a completion's. ``ValueError`` for no or wrong ones."""
     if not is_chat:
         return _completion_prompts(body, tokenizer)
     messages: Any = body.get("messages")
@@ -28,15 +25,12 @@ def prompts_of(body: Mapping[str, Any], tokenizer: Any, *, is_chat: bool) -> lis
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("The tokenizer has no chat template: give one, or complete a prompt.")
     if body.get("tool_choice") not in (None, "auto", "none"):
-        raise ValueError(
-            "`tool_choice` has to be 'auto' or 'none': only `hfgen serve` requires calls."
-        )
-    options = template_options(body)
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        why = "only `hfgen serve` requires calls"
+        raise ValueError(f"`tool_choice` has to be 'auto' or 'none': {why}.")
+    options = template_options(body) | {"return_dict": True}
+    options["tools"] = body.get("tools") if body.get("tool_choice") != "none" else None
     try:
-        encoded = tokenizer.apply_chat_template(
-            [_of_text(message) for message in messages], tools=tools, return_dict=True, **options
-        )
+        encoded = tokenizer.apply_chat_template([_of_text(each) for each in messages], **options)
     except Exception as error:  # the template's own: no system message, roles out of turn
         raise ValueError(f"The chat template raised an error: {error}") from error
     return [list(encoded["input_ids"])]
@@ -63,14 +57,11 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"`chat_template_kwargs` has to be an object, but is {variables!r:.80}.")
     if reserved := sorted(variables.keys() & RESERVED):
         raise ValueError(f"`chat_template_kwargs` has `{reserved[0]}`, which is no variable.")
-    is_continued, opens = (
-        bool(body.get("continue_final_message")),
-        body.get("add_generation_prompt"),
-    )
+    continues, opens = bool(body.get("continue_final_message")), body.get("add_generation_prompt")
     return {
         **({"documents": body["documents"]} if body.get("documents") else {}),
-        "add_generation_prompt": not is_continued if opens is None else bool(opens),
-        "continue_final_message": is_continued,
+        "add_generation_prompt": not continues if opens is None else bool(opens),
+        "continue_final_message": continues,
         **variables,
     }
 
@@ -97,9 +88,7 @@ def _completion_prompts(body: Mapping[str, Any], tokenizer: Any) -> list[list[in
         if isinstance(ids, str):
             ids = tokenizer(ids, add_special_tokens=has_special).input_ids
         if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            raise ValueError(
-                "`prompt` has to be text, a list of ids, or a list of these, and not empty, but is "
-                f"{prompt!r:.80}."
-            )
+            has_to = "has to be text, a list of ids, or a list of these, and not empty"
+            raise ValueError(f"`prompt` {has_to}, but is {prompt!r:.80}.")
         prompt_ids.append(ids)
     return prompt_ids

@@ -11,11 +11,8 @@ from ...settings import grammar
 from ...settings.fields import FIELDS, PER_ROW, with_suggestions
 from ...settings.vllm import PARAMS, Param
 
-#: Tokens of a completion whose body gives no limit; a chat goes on to its end (OpenAI's defaults).
-COMPLETION_TOKENS = 16
-
-#: New tokens of a chat that neither the request nor the model limits, as upstream has it.
-CHAT_TOKENS = 1024
+COMPLETION_TOKENS = 16  # where the body gives no limit, as OpenAI has it; a chat goes on to its end
+CHAT_TOKENS = 1024  # new tokens where neither the request nor the model has a limit: upstream's
 
 #: hfgen's own names that a body may use. Fields that name files, or what is kept in memory, are not among them.
 OWN = frozenset(PER_ROW) | frozenset(
@@ -45,16 +42,14 @@ def in_words_of(body: Mapping[str, Any], message: str) -> str:
 
     def field(match: re.Match[str]) -> str:
         name = match[1]
-        names = FROM.get(
-            name, [n for n, field in CHECKED_AS.items() if field == name != "logprobs"]
-        )
+        others = [n for n, field in CHECKED_AS.items() if field == name != "logprobs"]
+        names = FROM.get(name, others)
         return "`" + next((n for n in [name, *names] if n in body), [*names, name][0])
 
     return re.sub(r"`(\w+)", field, message)
 
 
-#: White space between the tokens of JSON: as much as it likes, a small model writes without end.
-SPACE = " ?"
+SPACE = " ?"  # white space between the tokens of JSON: small models may write it without end
 
 
 def _response_format(value: Any) -> dict[str, Any]:
@@ -65,18 +60,16 @@ def _response_format(value: Any) -> dict[str, Any]:
             return {"grammar": grammar.json_object(whitespace=SPACE)}
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
             return {"grammar": grammar.json(schema, whitespace=SPACE)}
-    raise ValueError(
-        "`response_format` has to have a `type` of json_object, json_schema (with `json_schema`: "
-        f"{{name, schema}}) or text, but is {value!r:.80}."
-    )
+    types = "json_object, json_schema (with `json_schema`: {name, schema}) or text"
+    raise ValueError(f"`response_format` has to have a `type` of {types}, but is {value!r:.80}.")
 
 
 def _logit_bias(value: Any) -> dict[str, Any]:
     try:
         return PARAMS["logit_bias"].becomes(value)
     except (AttributeError, TypeError, ValueError):
-        message = f"`logit_bias` has to map token ids to numbers, but is {value!r}."
-        raise ValueError(message) from None
+        has_to = "has to map token ids to numbers"
+        raise ValueError(f"`logit_bias` {has_to}, but is {value!r}.") from None
 
 
 def _stream_options(value: Any) -> dict[str, Any]:
@@ -204,9 +197,8 @@ def generate_kwargs(
         fields["do_sample"] = bool(is_sampled and defaults.get("temperature") != 0)
     if not fields["do_sample"]:
         if fields.get("num_return_sequences", 1) > n_beams == 1:
-            raise ValueError(
-                f"`n` (={set_fields['n']}) needs a `temperature` above 0: greedy answers are equal."
-            )
+            needs = f"`n` (={set_fields['n']}) needs a `temperature` above 0"
+            raise ValueError(f"{needs}: greedy answers are equal.")
         fields = {n: value for n, value in fields.items() if FIELDS[n].needs != "do_sample"}
     elif "top_k" not in fields and defaults.get("top_k") is None:
         fields["top_k"] = 0  # transformers' default is 50

@@ -46,9 +46,7 @@ def usage(outputs: Sequence[Any]) -> dict[str, int]:
     return counts | {"total_tokens": n_prompt + n_new}
 
 
-def head(
-    kind: str, model: str, id: str | None = None, created: int | None = None
-) -> dict[str, Any]:
+def head(kind: str, model: str, id: str | None = None, created: Any = None) -> dict[str, Any]:
     """The first fields of a response; ``created``: seconds since 1970."""
     if id is None:
         id = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{uuid.uuid4().hex}"
@@ -57,10 +55,7 @@ def head(
 
 
 def chat_response(output: Any, *, tokenizer: Any = None, **names: Any) -> dict[str, Any]:
-    """The body of a chat's response, of one ``RequestOutput``; ``names`` as of ``head``.
-
-    ``tokenizer``: spells the tokens of log-probabilities.
-    """
+    """The body of a chat's response; ``names`` as of ``head``. ``tokenizer``: spells log-probabilities."""
     pieces = None if tokenizer is None else Pieces(tokenizer)
     choices = [
         choice(

@@ -7,10 +7,7 @@ import importlib.util
 
 from packaging import version
 
-__all__ = ["PACKAGES", "TESTED", "check_requirements"]
-
-#: Versions of transformers, up to their second number, whose server the adapter is tested with.
-TESTED = ("5.23",)
+TESTED = ("5.23",)  # versions of transformers whose server the adapter is tested with
 
 #: What the server imports, all of it in the extra ``hfgen[serve]``.
 PACKAGES = ("fastapi", "openai", "prometheus_client", "pydantic", "uvicorn")

@@ -6,18 +6,16 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
 from ...engine.errors import EngineClosedError
+from ...engine.request import EngineEvent
+from ...engine.serving import ServiceRequest
 from ...logits.logprobs.openai import legacy
 from ...settings.logs import logger
 from ..openai_api.responses import chat_logprobs, choice, error_body, usage
-
-if TYPE_CHECKING:
-    from ...engine.request import EngineEvent
-    from ...engine.serving import ServiceRequest
 
 Choice = dict[str, Any]
 
@@ -27,8 +25,7 @@ class Message:
 
     def __init__(self, parser: Any = None) -> None:
         self.parser = parser
-        #: Text of which nothing has been returned.
-        self.unread = ""
+        self.unread = ""  # text of which nothing has been returned
         self.opening = [] if parser is None else response_events_to_chunks(parser.initial_events)
 
     def items(self, text: str, is_end: bool) -> list[str | ToolCall]:
@@ -54,25 +51,22 @@ class Message:
         items = self.items(text, is_end=True)
         if self.parser is None:
             return {"content": text}
-        calls = [
-            tool_call(request_id, row, number, item)
-            for number, item in enumerate(i for i in items if isinstance(i, ToolCall))
-        ]
+        calls = [item for item in items if isinstance(item, ToolCall)]
         thoughts = "".join(item for item in items if isinstance(item, ReasoningText)).strip()
         rest = "".join(item for item in items if type(item) is str).strip()
         message: dict[str, Any] = {"content": rest if rest or not calls else None}
         if thoughts:
             message["reasoning_content"] = thoughts
         if calls:
-            message["tool_calls"] = calls
+            message["tool_calls"] = [tool_call(request_id, row, *each) for each in enumerate(calls)]
         return message
 
 
 def tool_call(request_id: str, row: int, number: int, call: ToolCall) -> dict[str, Any]:
     """A call as OpenAI's messages have it."""
     function = {"name": call.name, "arguments": call.arguments}
-    name = f"{request_id}_{row}_tool_call_{number}"
-    return {"id": name, "type": "function", "function": function}
+    id = f"{request_id}_{row}_tool_call_{number}"
+    return {"id": id, "type": "function", "function": function}
 
 
 @dataclass(slots=True)
@@ -120,15 +114,12 @@ class TextChoices:
 
     index: int
     pieces: Any
-    #: The text of the prompt, if the answer is to begin with it.
-    opening: str = ""
-    #: Characters of the tokens that have come.
-    offset: int = 0
+    opening: str = ""  # the text of the prompt, if the answer is to begin with it
+    offset: int = 0  # characters of the tokens that have come
 
     def begin(self) -> list[Choice]:
-        if not self.opening:
-            return []
-        return [choice(self.index, None, text=self.opening, logprobs=None)]
+        opening = choice(self.index, None, text=self.opening, logprobs=None)
+        return [opening] if self.opening else []
 
     def gain(self, event: EngineEvent) -> list[Choice]:
         """One choice, if there is something to tell."""
@@ -165,7 +156,7 @@ async def chunks(
                     choices = rows[event.row].begin()
                 choices += rows[event.row].gain(event)
                 if choices:
-                    yield "".join(sse({**common, "choices": [choice]}) for choice in choices)
+                    yield "".join(sse({**common, "choices": [each]}) for each in choices)
         except Exception as error:  # the status has been sent: the client reads it here
             logger.error("A request has failed.", exc_info=error)
             yield sse(error_body(error, 500))

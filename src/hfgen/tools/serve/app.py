@@ -7,7 +7,6 @@ parsing of thoughts and tool calls, and the format of ``/v1/responses``.
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..openai_api import error_body
+from .answers import sse
 from .guard import refusal
 from .handlers import Chat, Completion, Handler, refusals
 from .metrics import Metrics
@@ -33,21 +33,17 @@ class LoadModel(Handler):
         with refusals(self.body):
             self.served.check_name(self.body)
         status = {"status": "ready", "model": self.served.name, "cached": True}
-        return Response(f"data: {json.dumps(status)}\n\n", media_type="text/event-stream")
+        return Response(sse(status), media_type="text/event-stream")
 
 
-#: What answers the requests of each path.
 HANDLERS: dict[str, type[Handler]] = {
     "/v1/chat/completions": Chat,
     "/v1/completions": Completion,
     "/v1/responses": Responses,
     "/load_model": LoadModel,
 }
-#: What only ``transformers serve`` has.
-NOT_OFFERED = ("/v1/audio/transcriptions", "/v1/systemone")
-
-#: Names a request, and its response.
-REQUEST_ID = "x-request-id"
+NOT_OFFERED = ("/v1/audio/transcriptions", "/v1/systemone")  # what only `transformers serve` has
+REQUEST_ID = "x-request-id"  # names a request, and its response
 
 
 def application(served: Served, metrics: Metrics) -> Starlette:
@@ -58,10 +54,8 @@ def application(served: Served, metrics: Metrics) -> Starlette:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     def show_health(_: Request) -> Response:
-        is_running = served.service.is_running
-        return JSONResponse(
-            {"status": "ok" if is_running else "unhealthy"}, 200 if is_running else 503
-        )
+        status, code = ("ok", 200) if served.service.is_running else ("unhealthy", 503)
+        return JSONResponse({"status": status}, code)
 
     def show_models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model]})
@@ -80,13 +74,11 @@ def application(served: Served, metrics: Metrics) -> Starlette:
     async def failed(_: Request, error: Exception) -> Response:
         return JSONResponse(error_body(error, 500), 500)
 
+    posts = {path: endpoint(kind, served) for path, kind in HANDLERS.items()}
+    posts |= dict.fromkeys(NOT_OFFERED, not_offered)
     return Starlette(
         routes=[
-            *(
-                Route(path, endpoint(kind, served), methods=["POST"])
-                for path, kind in HANDLERS.items()
-            ),
-            *(Route(path, not_offered, methods=["POST"]) for path in NOT_OFFERED),
+            *(Route(path, function, methods=["POST"]) for path, function in posts.items()),
             Route("/metrics", show_metrics),
             Route("/health", show_health),
             Route("/v1/models", show_models),
@@ -97,10 +89,7 @@ def application(served: Served, metrics: Metrics) -> Starlette:
 
 
 def endpoint(kind: type[Handler], served: Served) -> Callable[[Request], Any]:
-    """The function of a route; each request gets an id, or has its own.
-
-    When the client hangs up, the task that answers it is cancelled: in Starlette, only streams are.
-    """
+    """The function of a route. When the client hangs up, its task is cancelled (Starlette: only streams)."""
 
     async def handle(request: Request, request_id: str) -> Response:
         try:

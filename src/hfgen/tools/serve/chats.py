@@ -1,7 +1,4 @@
-"""From the messages of a request to the inputs of the model.
-
-No medium is fetched or opened that the operator has not allowed.
-"""
+"""From the messages of a request to the inputs of the model; media only as the operator allows."""
 
 from __future__ import annotations
 
@@ -33,23 +30,17 @@ def parts_of(messages: Any) -> Iterator[Any]:
 
 
 def has_media(messages: Any) -> bool:
-    return any(
-        not isinstance(part, dict) or part.get("type") not in TEXTS for part in parts_of(messages)
-    )
+    kinds = (part.get("type") if isinstance(part, dict) else None for part in parts_of(messages))
+    return any(kind not in TEXTS for kind in kinds)
 
 
 def inputs_of(
-    model: Any,
-    processor: Any,
-    messages: Any,
-    body: Mapping[str, Any],
-    name: str,
-    limits: Limits,
+    model: Any, processor: Any, messages: Any, body: Mapping[str, Any], name: str, limits: Limits
 ) -> Any:
     """The inputs of ``model``, on its device: ``messages``, of the field ``name``, in its chat template.
 
-    Media are checked against ``limits``. ``body`` may have ``tools``, ``documents``, ``chat_template_kwargs``, ``add_generation_prompt`` and
-    ``continue_final_message``. Raises ``ValueError`` for what cannot be read, or not by this model.
+    Media are checked against ``limits``; ``body`` may have what fills a template. Raises ``ValueError`` for
+    what cannot be read, or not by this model.
     """
     modality = ModelManager.get_model_modality(model, processor=processor)
     kinds = [*TEXTS, *(SEEN if modality is not Modality.LLM else ())]
@@ -57,10 +48,8 @@ def inputs_of(
     for part in parts_of(messages):
         kind = part.get("type") if isinstance(part, dict) else part
         if kind not in kinds:
-            readable = ", ".join(kinds)
-            raise ValueError(
-                f"`{name}` has content of type {kind!r}, but this model reads {readable}."
-            )
+            has = f"`{name}` has content of type {kind!r}"
+            raise ValueError(f"{has}, but this model reads {', '.join(kinds)}.")
     options = template_options(body)
     chat = [{n: v for n, v in message.items() if v is not None} for message in messages]
     try:
@@ -83,11 +72,7 @@ def inputs_of(
 
 
 def inline_media(messages: list[dict[str, Any]], limits: Limits, name: str) -> None:
-    """Replace each URL of a medium in ``messages``, as upstream reads them, by its bytes in base64.
-
-    Raises ``ValueError`` that names the field of the body for a source that is not allowed, for media that are too
-    many or too large, and for images of too many pixels.
-    """
+    """Replace URLs of media by their bytes in base64; ``ValueError`` for what ``limits`` do not allow."""
     parts = [part for part in parts_of(messages) if part["type"] != "text"]
     if len(parts) > limits.max_media:
         raise ValueError(f"`{name}` has more than {limits.max_media} images, sounds or videos.")
@@ -133,8 +118,7 @@ def content_of(url: str, limits: Limits) -> bytes:
         if source.hostname not in limits.media_hosts.split(","):
             raise ValueError("fetching from this host is not allowed (--media-hosts)")
         with FETCH.open(url, timeout=limits.media_seconds) as answer:
-            fetched: bytes = answer.read(too_many)
-            return fetched
+            return bytes(answer.read(too_many))
     if source.scheme == "file" and limits.media_folder:
         path = Path(unquote(source.path)).resolve()
         if not path.is_relative_to(Path(limits.media_folder).resolve()) or not path.is_file():

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from ..openai_api import error_body
 from .limits import Limits
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-#: Paths that need no key: what a load balancer asks.
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health",)  # paths that need no key: what a load balancer asks
 
 
 def refusal(error: HTTPException) -> JSONResponse:

@@ -19,33 +19,20 @@ from ...logits.grammar.llguidance import library_of
 from ...settings.grammar import Grammar
 from ...settings.logs import logger
 from ...state.text import Pieces
-from ..openai_api import (
-    chat_response,
-    completion_response,
-    generate_kwargs,
-    in_words_of,
-    prompts_of,
-)
-from ..openai_api.prompts import check_messages
-from ..openai_api.requests import default_length
-from ..openai_api.responses import echoed, head
+from ..openai_api.prompts import check_messages, prompts_of
+from ..openai_api.requests import default_length, generate_kwargs, in_words_of
+from ..openai_api.responses import chat_response, completion_response, echoed, head
 from .answers import ChatChoices, Message, TextChoices, check_open, chunks
 from .chats import has_media, inputs_of
 from .served import Served
 from .steering import steers_of
 from .tools import USUAL, Tools, reader_of
 
-#: Fields of a generation config that a client sends along, and the model decides.
+# Fields of a generation config that the model decides; below, those of a body that limit its answer.
 OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cache")
-
-#: Of the likeliest tokens that an answer tells of in each place, as OpenAI has it.
-MAX_LOGPROBS = 20
-
-#: The fields of a body that limit its answer.
+MAX_LOGPROBS = 20  # of the likeliest tokens that an answer tells of in each place, as OpenAI has it
 ANSWER_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
-
-#: Seconds after which a client that was refused may come again.
-RETRY_AFTER = 1
+RETRY_AFTER = 1  # seconds after which a client that was refused may come again
 
 
 @contextmanager
@@ -84,8 +71,7 @@ async def result_of(request: ServiceRequest) -> Any:
 class Handler:
     """One request: its ``body``, and its ``fields`` of generation. A class for each path."""
 
-    #: The field of a body that has its messages.
-    messages = "messages"
+    messages = "messages"  # the field of a body that has them
     is_chat = True
 
     def __init__(self, served: Served, body: dict[str, Any], request_id: str) -> None:
@@ -119,8 +105,6 @@ class Handler:
         if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
             name = "top_logprobs" if "top_logprobs" in body else "logprobs"
             raise ValueError(f"`{name}` has to be between 0 and {MAX_LOGPROBS}, but is not.")
-        if type(body.get("priority", 0)) is not int:
-            raise ValueError(f"`priority` has to be an integer, but is {body['priority']!r}.")
         if body.get("prompt_logprobs") is not None:
             advice = "a completion with `echo` and `logprobs` has the prompt's"
             raise ValueError(f"`prompt_logprobs` is not supported: {advice}.")
@@ -187,10 +171,7 @@ class Handler:
             self.fields["max_new_tokens"] = room
 
     def streamed(
-        self,
-        request: ServiceRequest,
-        kind: str,
-        choices_of: Callable[[int], ChatChoices | TextChoices],
+        self, request: ServiceRequest, kind: str, choices_of: Callable[[int], Any]
     ) -> StreamingResponse:
         """Stream the answer in chunks of a ``kind``, with its usage at the end for ``include_usage``."""
         has_usage = bool((self.body.get("stream_options") or {}).get("include_usage"))
@@ -235,11 +216,8 @@ class Chat(Handler):
             return Message(build_response_parser(reader, served.model, ids, tools=tools))
 
         if body.get("stream"):
-            return self.streamed(
-                request,
-                "chat.completion.chunk",
-                lambda row: ChatChoices(row, message(), pieces, self.request_id),
-            )
+            kind, id = "chat.completion.chunk", self.request_id
+            return self.streamed(request, kind, lambda n: ChatChoices(n, message(), pieces, id))
         response = chat_response(await result_of(request), **self.names)
         for choice in response["choices"]:
             parts = choice["message"]
@@ -255,8 +233,7 @@ class Completion(Handler):
     is_chat = False
 
     async def answer(self) -> Response:
-        tokenizer = self.served.tokenizer
-        read = partial(prompts_of, is_chat=False)
+        tokenizer, read = self.served.tokenizer, partial(prompts_of, is_chat=False)
         prompts = await self.served.prepared(read, self.body, tokenizer)
         pieces, echo = self.pieces, bool(self.body.get("echo"))
         if self.body.get("stream"):
@@ -265,11 +242,9 @@ class Completion(Handler):
             if echo and pieces is not None:
                 raise ValueError("With `echo` and `logprobs`, `stream` has to be false.")
             opening = echoed(prompts[0], tokenizer) if echo else ""
-            return self.streamed(
-                await self.add(prompts[0]),
-                "text_completion",
-                lambda row: TextChoices(row, pieces, opening),
-            )
+            request = await self.add(prompts[0])
+            kind = "text_completion"
+            return self.streamed(request, kind, lambda n: TextChoices(n, pieces, opening))
         async with AsyncExitStack() as stack:
             requests = [
                 await stack.enter_async_context(await self.add(prompt, has_events=False))

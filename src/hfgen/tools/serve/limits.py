@@ -10,9 +10,7 @@ from typing import Any
 
 MEBIBYTE = 2**20
 
-#: The largest integers of other systems; JSON has no limit.
-LARGEST = 2**63
-
+LARGEST = 2**63  # the largest integers of other systems; JSON has no limit
 
 #: Fields of a body that say what the prompt is.
 PROMPTS = ("messages", "prompt", "input", "instructions", "tools", "documents")
@@ -38,19 +36,13 @@ class Limits:
     max_media: int = limit(16, "Images, sounds and videos.")
     max_media_mb: float = limit(8.0, "Size of one of them in MiB.")
     max_pixels: int = limit(16_000_000, "Pixels of an image.")
-    media_hosts: str = limit(
-        "", "Hosts from which media may be fetched, with commas; none by default."
-    )
+    media_hosts: str = limit("", "Hosts of media to fetch, with commas; none by default.")
     media_folder: str = limit("", "A folder whose files may be used as media; none by default.")
     media_seconds: float = limit(10.0, "Time in which a host has to answer with one of them.")
-    prepare_seconds: float = limit(
-        10.0, "Time to prepare a request: media, template, tokens, grammar."
-    )
+    prepare_seconds: float = limit(10.0, "Time to prepare media, template, tokens and grammar.")
     receive_seconds: float = limit(30.0, "Time to send the headers, and then the body.")
     max_connections: int = limit(1024, "Open connections; further ones get 503.")
-    allowed_hosts: str = limit(
-        "", "Names by which clients may call the server, with commas; on loopback, its own names."
-    )
+    allowed_hosts: str = limit("", "Names of the server, with commas; on loopback, its own names.")
     grace_seconds: float = limit(5.0, "Time that open answers get when the server is stopped.")
 
     def __post_init__(self) -> None:
@@ -110,10 +102,8 @@ class Limits:
                 # A list of numbers is the ids of one prompt.
                 is_list = isinstance(value, list) and value and not isinstance(value[0], int)
                 n_items = len(value) if is_list else 1
-                if n_chars > self.max_prompt_chars:
-                    raise ValueError(
-                        f"`{name}`: the prompt has more than {self.max_prompt_chars:,} characters."
-                    )
+                if n_chars > (most := self.max_prompt_chars):
+                    raise ValueError(f"`{name}`: the prompt has more than {most:,} characters.")
             else:
                 n_items = len(texts)
                 if size > self.max_field_chars:
@@ -121,8 +111,7 @@ class Limits:
             if n_items > self.max_items:
                 raise ValueError(f"`{name}` has more than {self.max_items:,} items.")
         for name in ("stop", "stop_strings"):
-            stops = body.get(name)
-            if isinstance(stops, list) and len(stops) > self.max_stops:
+            if isinstance(stops := body.get(name), list) and len(stops) > self.max_stops:
                 raise ValueError(f"`{name}` has more than {self.max_stops:,} strings.")
         if body.get("stop_regex") is not None and not self.stop_regex:
             raise ValueError("`stop_regex` is not allowed: the server was started without it.")

@@ -46,10 +46,7 @@ class Responses(Handler, ResponseHandler):
 
 
 class OneRequest(BaseGenerateManager):
-    """A request of the engine, as upstream's handlers ask for what they generate.
-
-    It is also what they know as the streamer: it counts tokens, and can be cancelled.
-    """
+    """A request of the engine as upstream's handlers know a manager, and a streamer that counts tokens."""
 
     total_tokens = 0
 

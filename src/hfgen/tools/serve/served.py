@@ -12,8 +12,7 @@ from typing import Any
 from ...engine.serving import Service
 from .limits import Limits
 
-#: Requests of a kind that are prepared at once.
-N_WORKERS = 4
+N_WORKERS = 4  # requests of a kind that are prepared at once
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Served:
 
     def check_name(self, body: dict[str, Any]) -> None:
         """Raise ``ValueError`` if ``body`` is for another model."""
-        if body.get("model") not in (None, self.name):
-            raise ValueError(f"`model` has to be {self.name!r}, but is {body['model']!r}.")
+        if (name := body.get("model")) not in (None, self.name):
+            raise ValueError(f"`model` has to be {self.name!r}, but is {name!r}.")
 
     async def prepared(self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False) -> Any:
         """Run ``prepare`` in a worker thread and return its result; ``ValueError`` if it takes too long."""
@@ -55,6 +54,5 @@ class Served:
         try:
             return await asyncio.wait_for(running, seconds)
         except asyncio.TimeoutError:
-            raise ValueError(
-                f"The request took more than {seconds:g} seconds (--prepare-seconds) to prepare."
-            ) from None
+            limit = f"{seconds:g} seconds (--prepare-seconds)"
+            raise ValueError(f"The request took more than {limit} to prepare.") from None

@@ -25,8 +25,7 @@ from .served import Served
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
-#: Seconds for clients to read their last event after the grace period.
-PARTING = 2
+PARTING = 2  # seconds for clients to read their last event after the grace period
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +33,14 @@ class Settings:
     """Where the server listens, and what it lets in."""
 
     host: str = "127.0.0.1"
-    #: 0: any that is free.
-    port: int = 8000
+    port: int = 8000  # 0: any that is free
     api_key: str | None = None
     limits: Limits = field(default_factory=Limits)
     log_level: str = "warning"
 
     @property
     def hosts(self) -> list[str]:
-        """The names by which clients may call the server; any if it is empty.
-
-        A page of any website may call a server on loopback by a name of its own (DNS rebinding).
-        """
+        """The names of the server, any if empty. On loopback, any site could give it others (DNS rebinding)."""
         named = [name for name in self.limits.allowed_hosts.split(",") if name]
         return [*LOCAL, *named] if self.host in LOCAL or named else []
 
@@ -66,8 +61,7 @@ def bound(host: str, port: int) -> socket.socket:
 class Protocol(H11Protocol):
     """Closes connections whose client takes too long to send the headers of a request."""
 
-    #: Of the server; a subclass has it.
-    seconds: float
+    seconds: float  # of the server; a subclass has it
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -86,13 +80,7 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """Ends open answers with an error when their grace has passed, and the process if that fails."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        service: Service,
-        grace: float,
-        on_start: Callable[[Any], None],
-    ) -> None:
+    def __init__(self, config: Any, service: Service, grace: float, on_start: Any) -> None:
         super().__init__(config)
         self.service, self.grace, self.on_start = service, grace, on_start
 
@@ -133,13 +121,12 @@ async def serve(
 ) -> None:
     """Serve ``model`` under ``name`` until the process gets a signal, or the server's ``should_exit`` is set.
 
-    ``processor``: a tokenizer, or a processor of other inputs as well. ``on_start`` gets the server
-    when it listens. ``drafts``: arguments of each ``generate`` that can draft, as
-    ``assistant_model``. ``steering``: vectors by name and module. ``listener``: a bound socket. Raises ``EngineError`` if the engine has failed,
-    ``OSError`` if the port is taken.
+    ``processor``: a tokenizer, or one of other inputs as well. ``on_start`` gets the server when it listens.
+    ``drafts``: arguments of each ``generate`` that can draft. ``steering``: vectors by name and module.
+    ``listener``: a bound socket. Raises ``EngineError`` if the engine has failed, ``OSError`` if the port is
+    taken.
     """
-    upstream = logging.getLogger("transformers.cli.serving")
-    upstream.setLevel(logging.ERROR)  # it warns of every request
+    logging.getLogger("transformers.cli.serving").setLevel("ERROR")  # it warns of every request
     listener = listener or bound(settings.host, settings.port)
     metrics, limits = Metrics(engine), settings.limits
     async with Service(engine, metrics.observe) as service:

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from ...running.interventions import Steer, modules_named
 
-#: A scale of a request is at most this, or its negative.
-MAX_SCALE = 1000.0
+MAX_SCALE = 1000.0  # a scale of a request is at most this, or its negative
 
 
 def read_sets(folder: Path, model: Any) -> dict[str, dict[str, torch.Tensor]]:
@@ -44,17 +43,13 @@ def steers_of(scales: Any, sets: Mapping[str, Mapping[str, torch.Tensor]]) -> li
     """
     if not isinstance(scales, dict) or not scales.keys() <= sets.keys():
         names = ", ".join(sets) or "none: the server was started without --steering"
-        raise ValueError(
-            f"`interventions` has to map names to scales, but is {scales!r:.80}. Names: {names}."
-        )
+        has_to = f"has to map names to scales, but is {scales!r:.80}"
+        raise ValueError(f"`interventions` {has_to}. Names: {names}.")
     for name, scale in scales.items():
         if type(scale) not in (int, float) or not abs(scale) <= MAX_SCALE:
-            raise ValueError(
-                f"`interventions`: the scale of {name!r} has to be a number from {-MAX_SCALE:g} to "
-                f"{MAX_SCALE:g}, but is {scale!r:.80}."
+            has_to = (
+                f"has to be a number from {-MAX_SCALE:g} to {MAX_SCALE:g}, but is {scale!r:.80}"
             )
-    return [
-        Steer(module, vector, float(scale))
-        for name, scale in scales.items()
-        for module, vector in sets[name].items()
-    ]
+            raise ValueError(f"`interventions`: the scale of {name!r} {has_to}.")
+    pairs = [(float(scale), sets[name].items()) for name, scale in scales.items()]
+    return [Steer(module, vector, scale) for scale, some in pairs for module, vector in some]

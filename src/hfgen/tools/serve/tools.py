@@ -31,7 +31,6 @@ USUAL: dict[str, Any] = {
     },
 }
 
-#: What `tool_choice` may be.
 CHOICES = "'none', 'auto', 'required', or an object that names functions of `tools`"
 
 
@@ -131,10 +130,7 @@ class Format:
 
 
 def reader_of(model: Any, processor: Any, tools: Tools) -> tuple[Any, Format | None]:
-    """Return the processor that upstream's parsers read answers with, and the format of calls if it is JSON.
-
-    Raises ``ValueError`` if a call is required and there is none.
-    """
+    """What upstream's parsers read answers with, and the format of calls. ``ValueError`` without a needed one."""
     tokenizer = getattr(processor, "tokenizer", processor)
     template = get_response_template(processor, model)
     format = Format.of(template, tokenizer) if tools.functions else None
@@ -153,9 +149,8 @@ def _functions(tools: Any) -> dict[str, Mapping[str, Any]]:
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ValueError(
-                f"`tools` has to have functions with a `name`, but one is {tool!r:.80}."
-            )
+            has_to = "has to have functions with a `name`"
+            raise ValueError(f"`tools` {has_to}, but one is {tool!r:.80}.")
         if tool.get("type", "function") != "function":
             raise ValueError(f"`tools` has to have functions only, but one is a {tool['type']!r}.")
         functions[function["name"]] = function
