@@ -7,8 +7,7 @@ import inspect
 import re
 from pathlib import Path
 
-#: Where hfgen's own source lies.
-SOURCE = Path(__file__).parents[1]
+SOURCE = Path(__file__).parents[1]  # where hfgen's own source lies
 
 #: Names of the mixin that are hfgen's own, or of modes that transformers has moved to repositories.
 OWN = frozenset(
@@ -21,10 +20,7 @@ OWN = frozenset(
 PRIVATE: dict[str, tuple[str, str]] = {
     "_active_collector": ("utils/output_capturing.py", "compiled decoder layers"),
     "_attn_implementation": ("configuration_utils.py", "fingerprints of stored prefixes"),
-    "_attn_implementation_internal": (
-        "configuration_utils.py",
-        "generate_batch with paged|eager; hfgen.exact",
-    ),
+    "_attn_implementation_internal": ("configuration_utils.py", "generate_batch; hfgen.exact"),
     "_experts_implementation_internal": ("configuration_utils.py", "hfgen.exact"),
     "_bos_token_tensor": ("generation/utils.py", "special tokens, as models read them"),
     "_can_compile_fullgraph": ("modeling_utils.py", "which models mask a static cache"),
@@ -66,10 +62,7 @@ def hooks() -> dict[str, list[str]]:
 
 
 def imports() -> dict[tuple[str, str], str]:
-    """Return the imports from modules of transformers: ``(module, name)`` → the first file that imports it.
-
-    Names of the package itself are left out: they are documented.
-    """
+    """Return ``(module, name)`` of transformers → the first file that imports it; without documented names."""
     found: dict[tuple[str, str], str] = {}
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -81,16 +74,13 @@ def imports() -> dict[tuple[str, str], str]:
 
 
 def moved_names(folder: Path) -> list[str]:
-    """The imports and attributes that the transformers in ``folder`` does not have, a line each.
-
-    It can be called where hfgen cannot be imported.
-    """
+    """What the transformers in ``folder`` lacks, a line each; for when hfgen cannot be imported, too."""
     lines = []
     for (module, name), place in imports().items():
         base = folder.joinpath(*module.split(".")[1:])
-        files = [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.exists()]
+        files = base.with_suffix(".py"), base / "__init__.py"
         is_module = (base / f"{name}.py").exists() or (base / name).is_dir()
-        if not is_module and not (files and _has_name(files[0], name)):
+        if not is_module and not any(_has_name(file, name) for file in files):
             lines.append(f"{module}.{name}: is not there; hfgen/{place} imports it")
     for name, (path, purpose) in PRIVATE.items():
         if not _has_name(folder / path, name):
@@ -115,10 +105,8 @@ def moved_hooks(folder: Path) -> list[str]:
         if name not in theirs:
             lines.append(f"GenerationMixin.{name}: is not there")
         elif theirs[name] != ours:
-            lines.append(
-                f"GenerationMixin.{name}: takes ({', '.join(theirs[name])}), "
-                f"and hfgen's ({', '.join(ours)})"
-            )
+            takes, our = ", ".join(theirs[name]), ", ".join(ours)
+            lines.append(f"GenerationMixin.{name}: takes ({takes}), and hfgen's ({our})")
     return lines
 
 

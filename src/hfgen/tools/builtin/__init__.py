@@ -13,8 +13,6 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 
 from ...patching import mix_into
 
-__all__ = ["builtin_model"]
-
 
 def builtin_model(draft: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the built-in model and its tokenizer, anew at each call and without a network.

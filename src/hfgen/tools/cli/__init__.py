@@ -1,8 +1,7 @@
-"""The command line: ``hfgen generate``, ``chat``, ``compare``, ``batch``, ``demo``, ``serve``, ``inspect``, ``doctor`` and ``replay``.
+"""The command line: each command has a file of its name.
 
 Commands import torch and transformers when they run, so that ``--help`` does not wait. Read
-``field_options.py`` for the options of generation, ``options.py`` for those that commands share, then a
-command: each has a file of its name.
+``field_options.py`` for the options of generation, ``options.py`` for those that commands share.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from typer.core import TyperGroup
 from . import batch, bench, chat, compare, demo, doctor, evaluate, generate, inspect, replay, serve
 from .options import Command, FlagsWithoutType, with_groups
 from .report import CliError, one_line, say
-
-__all__ = ["app", "main"]
 
 
 class OneLineErrors(FlagsWithoutType, TyperGroup):
@@ -100,9 +97,8 @@ for _command in (
     *(demo.demo, bench.bench, serve.serve, doctor.doctor, replay.replay),
 ):
     app.command(cls=Command)(with_groups(_command))
-_eval = typer.Typer(
-    cls=OneLineErrors, help="Measure a model: perplexity of texts, metrics of completions."
-)
+_help = "Measure a model: perplexity of texts, metrics of completions."
+_eval = typer.Typer(cls=OneLineErrors, help=_help)
 _eval.command(cls=Command)(with_groups(evaluate.perplexity))
 _eval.command(cls=Command)(with_groups(evaluate.generate))
 app.add_typer(_eval, name="eval")

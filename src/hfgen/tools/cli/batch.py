@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ...engine import Engine, RequestOutput
     from ...engine.many import JobProgress
 
-#: Tokens of a chat whose body gives no limit, where the model has room for them.
-NEW_TOKENS = 1024
+NEW_TOKENS = 1024  # tokens of a chat whose body gives no limit, where the model has room for them
 
 #: URL → whether it asks for a chat; else it asks for a completion.
 URLS = {"/v1/chat/completions": True, "/v1/completions": False}
@@ -35,16 +34,12 @@ def batch(
     engine: options.EngineOptions,
     fields: FieldsWithoutAssistant,
     requests: Path = Argument(metavar="IN.jsonl", help="Requests, one JSON object on each line."),
-    output: Path = Option(
-        ..., "--output", "-o", metavar="OUT.jsonl", help="The file to append answers to."
-    ),
+    output: Path = Option(..., "--output", "-o", metavar="OUT.jsonl", help="Append answers here."),
     shard: str | None = Option(None, metavar="i/n", help="Only every n-th line, from the i-th."),
     policy: str = options.choice(
         "fcfs", ("fcfs", "srpt"), "Order: fcfs, or srpt (short prompts first).", "--policy"
     ),
-    card: Path | None = Option(
-        None, metavar="CARD.json", help="Write what all answers depend on (hfgen.card)."
-    ),
+    card: Path | None = Option(None, metavar="CARD.json", help="Write hfgen.card of the answers."),
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, and go on where a killed job was.
 
@@ -61,9 +56,8 @@ def batch(
     with Output(output) as file:
         if file.was_cut:
             note("the last line of the output was not finished, and is done again")
-        n_lines = n_open = 0
-        for line in lines:
-            n_lines, n_open = n_lines + 1, n_open + (not file.has(line))
+        is_open = [not file.has(line) for line in lines]
+        n_lines, n_open = len(is_open), sum(is_open)
         if not n_open:
             say(f"all {n_lines} requests were done before, {file.n_failed} of them with an error")
             raise typer.Exit(1 if file.n_failed else 0)
@@ -96,8 +90,7 @@ class Request:
     """A line that is being answered: the outputs of its prompts, as they finish."""
 
     line: Line
-    n_prompts: int
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    outputs: list[Any]  # of each prompt; None before it ends
 
 
 @dataclass(slots=True)
@@ -123,8 +116,8 @@ class Job:
         for number, output in outputs:
             request, place = self.requests.pop(number)
             request.outputs[place] = output
-            if len(request.outputs) == request.n_prompts:
-                self.finish(request)
+            if None not in request.outputs:
+                self.finish(request.line, request.outputs)
 
     def prompts(self) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """The prompts of the lines that are not done, and their arguments; wrong lines are written."""
@@ -141,16 +134,14 @@ class Job:
             except BaseException as error:  # a panic of Rust is no Exception; other lines go on
                 self.fail(line, error)
                 continue
-            request = Request(line, len(prompts))
+            request = Request(line, [None] * len(prompts))
             has_length = {"max_new_tokens", "max_length"} & (self.defaults | kwargs).keys()
             for place, prompt in enumerate(prompts):
                 self.requests[number] = request, place
                 number += 1
-                if has_length:
-                    yield prompt, kwargs
-                else:
-                    length = default_length(self.loaded.model, len(prompt))
-                    yield prompt, kwargs | {"max_new_tokens": length}
+                if not has_length:
+                    kwargs["max_new_tokens"] = default_length(self.loaded.model, len(prompt))
+                yield prompt, dict(kwargs)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -171,9 +162,7 @@ class Job:
         if line.request.get("method", "POST") != "POST":
             raise ValueError(f"`method` has to be POST, but is {line.request['method']!r}.")
         if body.get("stream"):
-            raise ValueError(
-                "`stream` has to be false: the answers of a batch are written as a whole."
-            )
+            raise ValueError("`stream` has to be false: answers of a batch are written as a whole.")
         if url not in URLS:
             raise ValueError(f"`url` has to be one of {list(URLS)}, but is {url!r}.")
         is_chat = URLS[url]
@@ -182,25 +171,20 @@ class Job:
             kwargs = {n: v for n, v in kwargs.items() if FIELDS[n].needs != "do_sample"}
         return prompts_of(body, self.loaded.tokenizer, is_chat=is_chat), kwargs
 
-    def finish(self, request: Request) -> None:
+    def finish(self, line: Line, outputs: list[RequestOutput]) -> None:
         """Write the response of a request, or the error of one of its prompts."""
         from ..openai_api import chat_response, completion_response
 
-        outputs = [request.outputs[place] for place in range(request.n_prompts)]
-        errors = [output.error for output in outputs if output.error is not None]
-        if errors:
-            return self.fail(request.line, errors[0])
-        asked = request.line.request["body"]
-        names = {
-            "model": asked.get("model") or self.loaded.name,
-            "tokenizer": self.loaded.tokenizer,
-        }
-        if URLS[request.line.request["url"]]:
+        if errors := [output.error for output in outputs if output.error is not None]:
+            return self.fail(line, errors[0])
+        asked, loaded = line.request["body"], self.loaded
+        names = {"model": asked.get("model") or loaded.name, "tokenizer": loaded.tokenizer}
+        if URLS[line.request["url"]]:
             body = chat_response(outputs[0], **names)
         else:
             body = completion_response(outputs, echo=bool(asked.get("echo")), **names)
         self.n_answered += 1
-        return self.write(request.line, 200, body, None)
+        return self.write(line, 200, body, None)
 
     def fail(self, line: Line, error: BaseException) -> None:
         """Write that a line is wrong, or that answering it failed."""
@@ -208,31 +192,23 @@ class Job:
 
         status = 400 if isinstance(error, ValueError | TypeError) else 500
         body = error_body(error, status)
-        facts = {"code": body["error"]["type"], "message": body["error"]["message"]}
+        kind, message = body["error"]["type"], body["error"]["message"]
         self.n_failed += 1
         self.output.n_failed += 1
-        self.write(line, status, body, {**facts, "line": line.number})
+        self.write(line, status, body, {"code": kind, "message": message, "line": line.number})
 
-    def write(
-        self, line: Line, status: int, body: dict[str, Any], error: dict[str, Any] | None
-    ) -> None:
+    def write(self, line: Line, status: int, body: Any, error: dict[str, Any] | None) -> None:
         name = uuid.uuid4().hex
         response = {"status_code": status, "request_id": name, "body": body}
-        record = {"id": f"batch_req_{name}", "custom_id": line.custom_id}
-        record["request_digest"] = line.digest
-        self.output.write({**record, "response": response, "error": error})
+        ids = {"custom_id": line.custom_id, "request_digest": line.digest}
+        self.output.write({"id": f"batch_req_{name}", **ids, "response": response, "error": error})
         self.progress.add_done()
 
     def summary(self, n_before: int) -> str:
         """One line: how many were answered, failed, or done before; tokens and time."""
-        progress = self.progress
-        return " · ".join(
-            [
-                f"{self.n_answered:,} answered",
-                f"{self.n_failed:,} failed",
-                *([f"{n_before:,} done before"] if n_before else []),
-                f"{progress.n_tokens:,} tokens",
-                duration(progress.seconds),
-                f"{progress.tokens_per_second:,.0f} tokens/s",
-            ]
+        progress, before = self.progress, f" · {n_before:,} done before" if n_before else ""
+        return (
+            f"{self.n_answered:,} answered · {self.n_failed:,} failed{before} · "
+            f"{progress.n_tokens:,} tokens · {duration(progress.seconds)} · "
+            f"{progress.tokens_per_second:,.0f} tokens/s"
         )

@@ -49,9 +49,8 @@ def bench(
         print_json({"model": loaded.name, "repeat": repeat, "cases": cases})
     else:
         out.print(table_of(cases))
-        out.print(
-            f"[dim]median of {repeat} interleaved runs, ± half of their range; greedy decoding[/]"
-        )
+        medians = f"median of {repeat} interleaved runs, ± half of their range"
+        out.print(f"[dim]{medians}; greedy decoding[/]")
 
 
 def numbers(option: str, text: str) -> list[int]:
@@ -74,10 +73,9 @@ def run_case(
 
     from ..evaluate.live_bytes import peak_bytes
 
-    generator = torch.Generator().manual_seed(0)
+    generator, shape = torch.Generator().manual_seed(0), (batch_size, prompt_tokens)
     vocab = loaded.model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab, (batch_size, prompt_tokens), generator=generator)
-    ids = ids.to(loaded.model.device)
+    ids = torch.randint(vocab, shape, generator=generator).to(loaded.model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def run(library: str) -> tuple[float, float]:
@@ -89,11 +87,10 @@ def run_case(
     runs, peaks = measure.race(loaded, run, repeat), measure.race(loaded, memory, 0)
     case: dict[str, Any] = {}
     for library, (_, *timed) in runs.items():
+        later = timed if new_tokens > 1 else []
         case[library] = {
             "first": [first for first, _ in timed],
-            "per_token": [(total - first) / (new_tokens - 1) for first, total in timed]
-            if new_tokens > 1
-            else [],
+            "per_token": [(total - first) / (new_tokens - 1) for first, total in later],
             "total": [total for _, total in timed],
             "peak_bytes": peaks[library][0],
             "tokens_per_second": [batch_size * new_tokens / total for _, total in timed],

@@ -13,13 +13,7 @@ from rich.table import Column
 from typer import Argument, Option
 
 from . import files, measure, options
-from .field_options import (
-    RESULTS,
-    Fields,
-    generation_config,
-    note_idle,
-    note_unknown_upstream,
-)
+from .field_options import RESULTS, Fields, generation_config, note_idle, note_unknown_upstream
 from .loading import Loaded
 from .measure import LIBRARIES
 from .report import duration, out, print_json, spread, table
@@ -37,9 +31,7 @@ class CompareFields(Fields):
 def compare(
     source: options.ModelOptions,
     fields: CompareFields,
-    prompts: list[str] | None = Argument(
-        None, help="Prompts; - or a pipe reads one from standard input."
-    ),
+    prompts: list[str] | None = Argument(None, help="Prompts; - or a pipe: of standard input."),
     batch: bool = Option(False, "--batch", help="All prompts in one call, padded on the left."),
     repeat: int = options.REPEAT,
     seed: int = options.seed("Seed of each call.", "--seed"),
@@ -72,10 +64,7 @@ def compare(
 def compare_call(
     loaded: Loaded, inputs: dict[str, Any], config: Any, seed: int, repeat: int
 ) -> dict[str, Any]:
-    """One warm-up and ``repeat`` timed calls of each library, in turns, as ``--json`` prints them.
-
-    Times are in seconds, medians without the warm-up. Raises ``CliError`` if a call fails.
-    """
+    """A warm-up and ``repeat`` timed calls of each library, in turns, as ``--json`` prints them."""
     runs = measure.race(loaded, lambda _: measure.generate(loaded, inputs, config, seed), repeat)
     pairs = list(zip(runs["transformers"], runs["hfgen"], strict=True))
     ratios = [ours.seconds / theirs.seconds for theirs, ours in pairs[1:]]
@@ -96,12 +85,10 @@ def compare_call(
         with LIBRARIES["transformers"](loaded):
             output = measure.generate(loaded, inputs, recording, seed).output
         rows = enumerate(zip(differing[0].padded, differing[1].padded, strict=False))
-        result["differences"] = [
-            find_difference(row, theirs, ours, output)
-            for row, (theirs, ours) in rows
-            if theirs != ours
-        ]
         result["identical"] = False
+        result["differences"] = [
+            find_difference(row, *pair, output) for row, pair in rows if pair[0] != pair[1]
+        ]
     return result
 
 
@@ -111,10 +98,7 @@ def median(values: list[Any]) -> Any:
 
 
 def find_difference(row: int, theirs: list[int], ours: list[int], output: Any) -> dict[str, Any]:
-    """Where ``theirs`` and ``ours`` differ first; ``output`` is transformers', with its logits.
-
-    A token is None where its row has ended. ``logit_gap``: between the two largest logits there.
-    """
+    """Where the rows differ first (None: ended); ``output`` is transformers', with its logits."""
     pairs = enumerate(zip_longest(theirs, ours))
     position, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     tokens = dict(zip(LIBRARIES, pair, strict=True))

@@ -51,15 +51,10 @@ PROPERTIES: dict[str, Any] = {
     "mode": {"enum": ["r", "w", "a"]},
     "buffering": {"type": "integer", "minimum": -1, "maximum": 9},
 }
-SCHEMA = {
-    "type": "object",
-    "properties": PROPERTIES,
-    "required": list(PROPERTIES),
-    "additionalProperties": False,
-}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES)}
+SCHEMA["additionalProperties"] = False
 
-#: Tokens of a call with one of the libraries, and the seconds that count.
-Run = tuple[Any, float]
+Run = tuple[Any, float]  # tokens of a call with one of the libraries, and the seconds that count
 
 
 def demo(debug: bool = DEBUG) -> None:
@@ -119,10 +114,8 @@ def show_stream(loaded: Loaded) -> None:
 
 def show_rows(loaded: Loaded) -> bool:
     """Generate ``ROWS`` in one batch and each alone; return whether the tokens are the same."""
-    heading(
-        "Rows with their own parameters and seeds",
-        "model.generate(**inputs, generation_config=[first, second, third])",
-    )
+    call = "model.generate(**inputs, generation_config=[first, second, third])"
+    heading("Rows with their own parameters and seeds", call)
     defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": True}
     configs = [config_of(**defaults | fields) for _, fields in ROWS]
 
@@ -136,8 +129,8 @@ def show_rows(loaded: Loaded) -> bool:
     for (prompt, fields), config, text in zip(ROWS, configs, together, strict=True):
         are_equal.append(texts([prompt], config) == [text])
         parameters = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-        cells = escape(parameters), escape((prompt + text).strip()), same(are_equal[-1])
-        rows.add_row(*cells, end_section=True)
+        text = escape((prompt + text).strip())
+        rows.add_row(escape(parameters), text, same(are_equal[-1]), end_section=True)
     out.print(rows)
     return all(are_equal)
 
@@ -160,10 +153,8 @@ def show_json(loaded: Loaded) -> None:
 
 def show_races(loaded: Loaded) -> bool:
     """Run both libraries on the same work and print their times; return whether all tokens are the same."""
-    heading(
-        "Beside transformers: same weights, same work, in turns",
-        f"Medians of {ROUNDS} runs. Speedup: transformers / hfgen, ± half of its range.",
-    )
+    how = f"Medians of {ROUNDS} runs. Speedup: transformers / hfgen, ± half of its range."
+    heading("Beside transformers: same weights, same work, in turns", how)
     columns = (*measure.LIBRARIES, "speedup", "tokens")
     times = table(Column("what", no_wrap=True), numbers=columns)
     are_equal = []
@@ -200,11 +191,8 @@ def calls(loaded: Loaded) -> dict[str, Callable[[str], Run]]:
     short = measure.encode(loaded, [PROMPT])["input_ids"]
     long, turn = torch.tensor([source[:LONG]]), torch.tensor([source[: LONG + 16]])
     rng = random.Random(0)
-    requests = [
-        (source[start : start + rng.randint(8, 160)], rng.randint(4, 48))
-        for start in range(0, 32 * REQUESTS, 32)
-    ]
-
+    starts = range(0, 32 * REQUESTS, 32)
+    requests = [(source[n : n + rng.randint(8, 160)], rng.randint(4, 48)) for n in starts]
     requests.sort(key=lambda request: len(request[0]))
 
     def generate(ids: Any, **kwargs: Any) -> Any:
@@ -218,11 +206,11 @@ def calls(loaded: Loaded) -> dict[str, Callable[[str], Run]]:
         generate(long, max_new_tokens=1, prefix_cache=prefixes)  # the first turn
         return timed(lambda: generate(turn, max_new_tokens=1, prefix_cache=prefixes))
 
-    def by_engine() -> Any:
-        pairs = [(prompt, {"max_new_tokens": n}) for prompt, n in requests]
-        return [output.token_ids for output in hfgen.generate_many(model, pairs, do_sample=False)]
-
-    def in_batches() -> Any:
+    def answers(library: str) -> Any:
+        if library == "hfgen":
+            pairs = [(prompt, {"max_new_tokens": n}) for prompt, n in requests]
+            outputs = hfgen.generate_many(model, pairs, do_sample=False)
+            return [output.token_ids for output in outputs]
         rows = []
         for start in range(0, REQUESTS, PADDED_ROWS):
             part = requests[start : start + PADDED_ROWS]
@@ -239,9 +227,7 @@ def calls(loaded: Loaded) -> dict[str, Callable[[str], Run]]:
         "8 samples": lambda _: timed(lambda: generate(long, **samples)),
         "4 beams": lambda _: timed(lambda: generate(long, **beams)),
         "second turn": second_turn,
-        f"{REQUESTS} requests": lambda library: timed(
-            in_batches if library == "transformers" else by_engine
-        ),
+        f"{REQUESTS} requests": lambda library: timed(lambda: answers(library)),
         "a short greedy call": lambda _: timed(lambda: generate(short, max_new_tokens=NEW_TOKENS)),
     }
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,9 +58,7 @@ class Finding:
 
 
 def doctor(
-    exact: str | None = Option(
-        None, metavar="MODEL", help="Say instead whether its rows can be exact here."
-    ),
+    exact: str | None = Option(None, metavar="MODEL", help="Say instead whether it can be exact."),
     dtype: str = options.DTYPE,
     as_json: bool = options.JSON,
     debug: bool = options.DEBUG,
@@ -77,19 +76,18 @@ def doctor(
     n_broken = sum(finding.state == "broken" for finding in findings)
     if as_json:
         print_json({"works": not n_broken, "findings": [asdict(each) for each in findings]})
-        raise typer.Exit(1 if n_broken else 0)
+        raise typer.Exit(min(n_broken, 1))
     grid = table("", "")
     grid.show_header = False
-    topics = dict.fromkeys(finding.topic for finding in findings)
-    for topic in topics:
+    for topic, some in groupby(findings, key=lambda finding: finding.topic):
         grid.add_row(f"[bold]{topic}[/]")
-        for finding in (each for each in findings if each.topic == topic):
+        for finding in some:
             style = STYLES[finding.state]
             grid.add_row(f"  {escape(finding.name)}", f"[{style}]{escape(finding.value)}[/]")
     out.print(grid)
     works = "[bold green]hfgen works here.[/]"
     out.print(f"[bold red]{n_broken} broken.[/]" if n_broken else works)
-    raise typer.Exit(1 if n_broken else 0)
+    raise typer.Exit(min(n_broken, 1))
 
 
 def print_exactness(name: str, dtype: str, as_json: bool, debug: bool) -> int:
@@ -109,12 +107,12 @@ def print_exactness(name: str, dtype: str, as_json: bool, debug: bool) -> int:
         print_json({"exact": refusal is None, "refusal": refusal, "operations": rows})
         return int(refusal is not None)
     grid = table("operation", "shape", "type", "rows")
-    for operation in operations:
-        result = f"[bold red]{operation.differs}[/]" if operation.differs else "[green]exact[/]"
-        grid.add_row(escape(operation.name), operation.shape, operation.dtype, result)
+    for each in operations:
+        result = f"[bold red]{each.differs}[/]" if each.differs else "[green]exact[/]"
+        grid.add_row(escape(each.name), each.shape, each.dtype, result)
     out.print(grid)
-    refused = f"[bold red]Refused:[/] {escape(refusal or '')}"
-    out.print(refused if refusal is not None else "[bold green]The model is exact here.[/]")
+    is_exact = "[bold green]The model is exact here.[/]"
+    out.print(is_exact if refusal is None else f"[bold red]Refused:[/] {escape(refusal)}")
     return int(refusal is not None)
 
 
@@ -130,18 +128,17 @@ def versions() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             yield Finding("versions", package, f"missing: pip install {package}", "broken")
             continue
-        if package == "transformers" and version not in TESTED:
+        if package != "transformers" or version in TESTED:
+            yield Finding("versions", package, version)
+        else:
             words = f"{version}, not tested: hfgen's are {TESTED}"
             yield Finding("versions", package, words, "note")
-        else:
-            yield Finding("versions", package, version)
 
 
 def parts() -> Iterator[Finding]:
     """Optional packages: installed, or the line that installs them."""
     for name, (modules, line) in OPTIONAL.items():
-        missing = [module for module in modules if find_spec(module) is None]
-        if missing:
+        if missing := [module for module in modules if find_spec(module) is None]:
             yield Finding("optional", name, f"{line}, for {', '.join(missing)}", "note")
         else:
             yield Finding("optional", name, "installed")
@@ -210,9 +207,7 @@ def self_check(debug: bool) -> Iterator[Finding]:
                 continue
             seconds = duration(time.perf_counter() - before)
             if differences:
-                words = (
-                    f"transformers' tokens differ: {described(differences[0], loaded.tokenizer)}"
-                )
-                yield Finding(topic, mode, words, "broken")
+                words = described(differences[0], loaded.tokenizer)
+                yield Finding(topic, mode, f"transformers' tokens differ: {words}", "broken")
             else:
                 yield Finding(topic, mode, f"same tokens as transformers, {seconds}")

@@ -14,7 +14,7 @@ from typer import Argument, Option
 from . import files as paths
 from . import options
 from .field_options import FieldsWithoutAssistant, generation_config, note_idle
-from .report import CliError, err, interval_text, note, one_line, out, print_json, table
+from .report import CliError, err, interval_text, note, one_line, out, print_json, refused, table
 
 UNITS = ("windows", "documents")
 NEW_TOKENS = 64  # of a completion
@@ -27,9 +27,7 @@ def perplexity(
     source: options.ModelOptions,
     files: list[Path] = Argument(metavar="FILE…", help="UTF-8 texts."),
     window: int | None = Option(None, min=2, help="Tokens per window; default: up to 2048."),
-    stride: int | None = Option(
-        None, min=1, help="Tokens between windows; default: half a window."
-    ),
+    stride: int | None = Option(None, min=1, help="Tokens between windows; default: half of one."),
     batch_size: int = Option(4, min=1, help="Windows forwarded at once."),
     resample: str = options.choice(
         "windows", UNITS, "Units of the total's interval: windows or documents.", "--resample"
@@ -50,18 +48,15 @@ def perplexity(
         from ...engine.many import JobProgress
         from ..evaluate.perplexity import Perplexity, score, sizes
 
-        try:
+        with refused(ValueError):
             window, stride = sizes(loaded.model, window, stride)
-        except ValueError as error:
-            raise CliError(str(error)) from error
         settings: dict[str, Any] = {"window": window, "stride": stride, "batch_size": batch_size}
         progress, scores, failed = JobProgress(len(files)), [], []
         with progress if err.is_terminal else nullcontext():
             for file in files:
                 try:
-                    text, on_tokens = paths.read_text(file), progress.add_tokens
-                    texts = loaded.model, loaded.tokenizer, str(file), text
-                    scores.append(score(*texts, **settings, on_tokens=on_tokens))
+                    texts = loaded.model, loaded.tokenizer, str(file), paths.read_text(file)
+                    scores.append(score(*texts, **settings, on_tokens=progress.add_tokens))
                 except ValueError as error:  # the other files go on
                     failed.append({"file": str(file), "error": str(error)})
                 progress.add_done()
@@ -114,10 +109,8 @@ def generate(
     from ..evaluate import completions, metrics
 
     names = metrics.installed() if metric is None else dict.fromkeys(metric)
-    try:
+    with refused(ImportError, ValueError, before="--metric: "):
         chosen = [each for name in names for each in metrics.metrics_of(name)]
-    except (ImportError, ValueError) as error:
-        raise CliError(f"--metric: {error}") from error
     rows = completions.read(file)
     usable = [row for row in rows if "error" not in row]
     if not usable:
@@ -126,10 +119,8 @@ def generate(
     with source.loaded() as loaded:
         config = generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
-        settings = {"max_rows": max_rows, "progress": err.is_terminal}
-        completions.complete(
-            loaded.model, loaded.tokenizer, usable, generation_config=config, **settings
-        )
+        settings = {"generation_config": config, "max_rows": max_rows, "progress": err.is_terminal}
+        completions.complete(loaded.model, loaded.tokenizer, usable, **settings)
         scored = [row for row in rows if "error" not in row]
         failed = [{"line": row["line"], "error": row["error"]} for row in rows if "error" in row]
         if not scored:
@@ -147,19 +138,15 @@ def generate(
     if as_json:
         from ...decoding.card import card
 
+        intervals = [score.interval and asdict(score.interval) for score in scores]
+        pairs = zip(scores, intervals, strict=True)
         report = {
             "model": loaded.name,
             "options": fields.as_json(),
             "lines": len(rows),
             "scored": len(scored),
             "tokens": sum(row["n_tokens"] for row in scored),
-            "metrics": {
-                score.name: {
-                    "value": score.value,
-                    "interval": score.interval and asdict(score.interval),
-                }
-                for score in scores
-            },
+            "metrics": {s.name: {"value": s.value, "interval": each} for s, each in pairs},
             "failed": failed,
             "failed_metrics": failed_metrics,
             "card": asdict(card(loaded.model, loaded.tokenizer)),

@@ -17,18 +17,16 @@ from ...settings import grammar
 from ...settings.fields import FIELDS, OWN_FIELDS, is_on
 from . import loading
 from .files import read_text
-from .report import CliError, note
+from .report import CliError, note, refused
 from .topics import TOPICS
 
 #: The fields that can be given as text, and the kind of value that each takes.
 KNOWN_FIELDS = {name: row.kind for name, row in FIELDS.items() if row.kind.option is not None}
 
 #: Those of them that may stand without a value, and those of these that take a word, too.
+FLAG_WORDS = {"early_stopping": "never", "output_card": "prompt"}
 FLAGS = {name for name, kind in KNOWN_FIELDS.items() if kind.option == "true or false"}
-FLAGS_WITH_WORDS = {
-    "early_stopping": "true, false or never",
-    "output_card": "true, false or prompt",
-}
+FLAGS_WITH_WORDS = {name: f"true, false or {word}" for name, word in FLAG_WORDS.items()}
 
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
@@ -41,10 +39,8 @@ LEGEND = (
 
 #: Fields with results of their own, which some commands do not show.
 RESULTS = frozenset(
-    [
-        *("logprobs", "logprob_token_ids", "logprobs_support", "prompt_logprobs"),
-        *("output_card", "output_metrics", "output_speculation"),
-    ]
+    "logprobs logprob_token_ids logprobs_support prompt_logprobs "
+    "output_card output_metrics output_speculation".split()
 )
 
 #: Modes of which transformers uses one and ignores the others.
@@ -77,8 +73,8 @@ NEEDS = {name: needs.split() for needs, names in IDLE_WITHOUT.items() for name i
 #: What a backslash and a letter stand for in ``--stop``.
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
-#: Between the tokens of JSON: small models may write spaces without end.
-WHITESPACE = " ?"
+WHITESPACE = " ?"  # between the tokens of JSON: small models may write spaces without end
+JSON_OBJECT = grammar.json_object(whitespace=WHITESPACE)
 
 
 class ShortForm(NamedTuple):
@@ -107,9 +103,7 @@ def read_stops(texts: list[str]) -> list[str]:
 SHORT_FORMS: dict[str, ShortForm] = {
     "--stop": ShortForm("stop_strings", "TEXT", read_stops, list[str] | None),
     "--json-schema": ShortForm("grammar", "FILE", read_schema),
-    "--json-object": ShortForm(
-        "grammar", "", lambda _: grammar.json_object(whitespace=WHITESPACE), bool
-    ),
+    "--json-object": ShortForm("grammar", "", lambda _: JSON_OBJECT, bool),
     "--regex": ShortForm("grammar", "PATTERN", grammar.regex),
     "--choice": ShortForm("grammar", "TEXT", grammar.choice, list[str] | None),
     "--lark": ShortForm("grammar", "FILE", lambda path: grammar.lark(read_text(Path(path)))),
@@ -143,12 +137,10 @@ class Fields(dict[str, Any]):
             name = parameter if form is None else form.field
             if name in self:
                 raise CliError(f"{options[name]} and {option} exclude each other: leave one out")
-            try:
+            with refused(ImportError, TypeError, ValueError, before=f"{option}: "):
                 self[name] = parse_value(name, text) if form is None else form.read(text)
                 if name == "grammar":
                     self[name].check()
-            except (ImportError, TypeError, ValueError) as error:
-                raise CliError(f"{option}: {error}") from error
             options[name] = option
         is_open = "do_sample" not in self and "penalty_alpha" not in self
         samples = any(FIELDS[name].needs == "do_sample" for name in self)
@@ -165,16 +157,13 @@ class Fields(dict[str, Any]):
                     continue
                 form, option = SHORT_FORMS.get(name), option_name(name)
                 metavar = form.metavar if form else METAVARS[KNOWN_FIELDS[name].option or ""]
-                settings: dict[str, Any] = {"metavar": metavar, "rich_help_panel": topic}
-                # Typer's panels cut long names, so `Command` prints these itself.
                 kind = form.type if form else str | None
-                default = False if kind is bool else None
-                yield inspect.Parameter(
-                    option[2:].replace("-", "_"),
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=Option(default, option, help=escape(line), hidden=True, **settings),
-                    annotation=kind,
-                )
+                # Typer's panels cut long names, so `Command` prints these itself.
+                settings: dict[str, Any] = {"metavar": metavar, "rich_help_panel": topic}
+                none = False if kind is bool else None
+                default: Any = Option(none, option, help=escape(line), hidden=True, **settings)
+                name, where = option[2:].replace("-", "_"), inspect.Parameter.KEYWORD_ONLY
+                yield inspect.Parameter(name, where, default=default, annotation=kind)
 
     def check(self) -> None:
         """Raise ``CliError`` for a value out of a range that holds beside the others, and for idle pairs."""
@@ -196,9 +185,8 @@ class Fields(dict[str, Any]):
         for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
             low, high = self.get(least), self.get(most)
             if low is not None and high is not None and low > high:
-                raise CliError(
-                    f"{option_name(least)} {low} is more than {option_name(most)} {high}"
-                )
+                too_high = f"{option_name(least)} {low}"
+                raise CliError(f"{too_high} is more than {option_name(most)} {high}")
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON has them."""
@@ -276,10 +264,7 @@ def with_options(message: str) -> str:
 
 
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
-    """The config of ``fields``; ``default_new_tokens`` are the limit where these and the model have none.
-
-    Raises ``CliError`` for a value that the config refuses.
-    """
+    """The config of ``fields``, with a length if nobody has set one. Raises ``CliError``."""
     import transformers
 
     import hfgen

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from .report import CliError
+from .report import CliError, refused
 
 #: The tags of chat templates that only transformers knows.
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
@@ -29,15 +29,14 @@ def read_template(path: str | None) -> str | None:
         return None
     import jinja2
 
-    try:
+    with refused(ValueError, before="--chat-template: "):
         template = read_text(Path(path))
+    try:
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
         environment.parse(GENERATION.sub("", template))
     except jinja2.TemplateSyntaxError as error:
         place = f"line {error.lineno} of {path!r}"
         raise CliError(f"--chat-template: {place} is wrong: {error.message}") from error
-    except ValueError as error:
-        raise CliError(f"--chat-template: {error}") from error
     return template
 
 
@@ -47,9 +46,8 @@ def check_output(
     """Raise ``CliError`` for a path that cannot be written or is ``source``, before a model is loaded."""
     name = f"{option}: {str(path)!r}"
     if suffixes and path.suffix not in suffixes:
-        raise CliError(
-            f"{option} takes a file that ends in {', '.join(suffixes)}, but is {str(path)!r}"
-        )
+        takes = f"takes a file that ends in {', '.join(suffixes)}"
+        raise CliError(f"{option} {takes}, but is {str(path)!r}")
     if path.is_dir():
         raise CliError(f"{name} is a folder: give a file")
     if not path.parent.is_dir():
@@ -67,10 +65,7 @@ def check_input(path: Path) -> None:
 
 
 def read_prompt(prompt: str | None) -> str:
-    """The prompt of the command line, or of standard input (piped or ``-``) without its line end.
-
-    Raises ``CliError`` for a prompt that is missing, empty or not UTF-8.
-    """
+    """The prompt, or standard input (a pipe or ``-``) without its line end; ``CliError`` for no text."""
     if prompt is None and sys.stdin.isatty():
         raise CliError("no prompt: write one after the command, or pipe one in")
     try:

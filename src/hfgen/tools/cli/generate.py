@@ -19,16 +19,11 @@ from .topics import TOPICS
 
 NEW_TOKENS = 64
 
-#: Alternatives that one line of the table of log-probabilities has room for.
-SHOWN = 10
+SHOWN = 10  # alternatives that one line of the table of log-probabilities has room for
 
 #: What keeps the built-in model from repeating itself, measured in its card (``builtin/README.md``).
-BUILTIN_FIELDS: dict[str, Any] = {
-    "frequency_penalty": 0.3,
-    "dry_multiplier": 0.8,
-    "dry_allowed_length": 3,
-    "dry_sequence_breakers": [],
-}
+BUILTIN_FIELDS: dict[str, Any] = {"dry_multiplier": 0.8, "dry_allowed_length": 3}
+BUILTIN_FIELDS |= {"dry_sequence_breakers": [], "frequency_penalty": 0.3}
 
 #: Fields beside which the built-in model gets these: where to stop, and what to show.
 NEUTRAL = {name for topic in ("Length", "Stopping", "Output") for name in TOPICS[topic]}
@@ -37,17 +32,11 @@ NEUTRAL = {name for topic in ("Length", "Stopping", "Output") for name in TOPICS
 def generate(
     source: options.ModelOptions,
     fields: Fields,
-    prompt: str | None = Argument(
-        None, help="The text to complete; - or a pipe reads standard input."
-    ),
+    prompt: str | None = Argument(None, help="The text to complete; - or a pipe: standard input."),
     stream: bool = Option(False, "--stream", help="Print text as it is generated."),
-    as_json: bool = Option(
-        False, "--json", help="Print one JSON object: text, tokens, times, memory."
-    ),
+    as_json: bool = Option(False, "--json", help="Print JSON: text, tokens, times, memory."),
     optimize: bool = options.OPTIMIZE,
-    compile: bool = Option(
-        False, "--compile", help="With --optimize: also compile decoder layers."
-    ),
+    compile: bool = Option(False, "--compile", help="With --optimize: compile decoder layers."),
 ) -> None:
     """Complete a prompt; the prompt itself is not printed.
 
@@ -63,9 +52,8 @@ def generate(
     if compile and not optimize:
         raise CliError("--compile is a part of --optimize: give both")
     if compile and source.exact:
-        raise CliError(
-            "--exact probes operations one by one, and --compile fuses them: leave one out"
-        )
+        why = "--exact probes operations one by one, and --compile fuses them"
+        raise CliError(f"{why}: leave one out")
     text = files.read_prompt(prompt)
     with source.loaded(fields.assistant, optimize, compile) as loaded:
         model = loaded.model
@@ -76,10 +64,10 @@ def generate(
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         n_tokens = inputs["input_ids"].shape[1] + (config.max_new_tokens or 0)
         if isinstance(limit, int) and n_tokens > limit and not model.config.is_encoder_decoder:
-            note(
-                f"the model has {limit:,} positions, and prompt and answer may take {n_tokens:,}: "
-                "what comes after is worse, or an error"
+            takes = (
+                f"prompt and answer may take {n_tokens:,}: what comes after is worse, or an error"
             )
+            note(f"the model has {limit:,} positions, and {takes}")
         n_rows = config.num_return_sequences or model.generation_config.num_return_sequences or 1
         answers = Answers(n_rows)
         if stream:
@@ -161,16 +149,12 @@ def print_logprobs(loaded: Loaded, result: measure.Generated) -> None:
     from ...state.text import Pieces
 
     pieces = Pieces(loaded.tokenizer)
-    tables: list[tuple[str, Any, int]] = []
-    if (logprobs := getattr(result.output, "prompt_logprobs", None)) is not None:
-        tables.append(("prompt", logprobs, 0))
-    if (logprobs := getattr(result.output, "logprobs", None)) is not None:
-        n = len(logprobs)
-        names = [f"answer {row} of {n}" if n > 1 else "answer" for row in range(1, n + 1)]
-        tables += [(name, logprobs, row) for row, name in enumerate(names)]
-    for name, logprobs, row in tables:
-        out.print(f"\n[bold]{name}[/]")
-        out.print(logprobs_table(logprobs[row], pieces, logprobs.settings.is_logits))
+    for field, kind in ("prompt_logprobs", "prompt"), ("logprobs", "answer"):
+        logprobs: Any = getattr(result.output, field, None)
+        n = 0 if logprobs is None else 1 if kind == "prompt" else len(logprobs)
+        for row in range(n):
+            out.print(f"\n[bold]{kind} {row + 1} of {n}[/]" if n > 1 else f"\n[bold]{kind}[/]")
+            out.print(logprobs_table(logprobs[row], pieces, logprobs.settings.is_logits))
 
 
 def probability(logprob: float, is_logit: bool) -> str:
@@ -182,10 +166,7 @@ def probability(logprob: float, is_logit: bool) -> str:
 
 
 def logprobs_table(tokens: Sequence[Any], pieces: Any, is_logit: bool) -> Table:
-    """A row for each ``TokenLogprob``: the token, its probability and rank, and what else was likely.
-
-    ``pieces``: the bytes of each token id. White space and control codes are escaped.
-    """
+    """A row for each ``TokenLogprob``: token, probability, rank, what else was likely. ``pieces``: of bytes."""
 
     def spelled(token_id: int) -> str:
         return repr(pieces[token_id].decode("utf-8", "replace"))[1:-1].replace(" ", "␣")

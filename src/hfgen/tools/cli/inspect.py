@@ -19,9 +19,7 @@ SUFFIXES = (".html", ".htm", ".json")
 def inspect(
     source: options.ModelOptions,
     fields: FieldsWithoutResults,
-    output: Path = Option(
-        ..., "--output", "-o", metavar="PAGE.html", help="The output file; .json: the data."
-    ),
+    output: Path = Option(..., "--output", "-o", metavar="PAGE.html", help="Page, or .json: data."),
     prompts: list[str] | None = Argument(
         None,
         metavar="PROMPT",

@@ -13,8 +13,7 @@ from typing import Any
 
 from .report import CliError
 
-#: What each line of an output begins with.
-PREFIX = b'{"id": "batch_req_'
+PREFIX = b'{"id": "batch_req_'  # what each line of an output begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +66,8 @@ class Requests:
         """``shard`` as ``"2/4"``. Raises ``CliError`` for another one."""
         i, _, n = ("1/1" if shard is None else shard).partition("/")
         if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
-            raise CliError(
-                f"--shard takes 1/4, 2/4, 3/4 or 4/4, and the like, but {shard!r} was given"
-            )
+            takes = "--shard takes 1/4, 2/4, 3/4 or 4/4, and the like"
+            raise CliError(f"{takes}, but {shard!r} was given")
         return cls(path, int(i), int(n))
 
     def __iter__(self) -> Iterator[Line]:
@@ -130,9 +128,8 @@ class Output:
 
                 fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise CliError(
-                f"another job writes to {str(self.path)!r}: give each its own file"
-            ) from error
+            writes = f"another job writes to {str(self.path)!r}"
+            raise CliError(f"{writes}: give each its own file") from error
 
     def _read(self) -> None:
         self._file.seek(0)
@@ -148,10 +145,9 @@ class Output:
                     key = error["line"] if custom_id is None else custom_id
                     self.done[key] = record.get("request_digest")
                 except (KeyError, TypeError, ValueError):
-                    raise CliError(
-                        f"line {number} of {str(self.path)!r} is not one of an output: give another "
-                        "file to -o"
-                    ) from None
+                    place = f"line {number} of {str(self.path)!r}"
+                    advice = "give another file to -o"
+                    raise CliError(f"{place} is not one of an output: {advice}") from None
                 self.n_failed += error is not None
                 n_bytes += len(line)
         if self.was_cut:
@@ -170,9 +166,8 @@ class Output:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a line, in one piece where the system does so. Raises ``CliError`` on a full disk."""
-        unwritten = memoryview(
-            json.dumps(record, ensure_ascii=False).encode(errors="replace") + b"\n"
-        )
+        line = json.dumps(record, ensure_ascii=False) + "\n"
+        unwritten = memoryview(line.encode(errors="replace"))
         try:
             while unwritten:
                 unwritten = unwritten[self._file.write(unwritten) :]

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from .report import CliError, err, note, one_line, say
+from .report import CliError, err, note, one_line, refused, say
 
 BUILTIN = {"builtin": False, "builtin-draft": True}  # name → whether it is the draft model
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -57,11 +57,7 @@ class Loaded:
 
 
 def load(
-    name: str,
-    assistant: str | None,
-    dtype: str,
-    device: str | None,
-    trust_remote_code: bool = False,
+    name: str, assistant: str | None, dtype: str, device: str | None, trusts_code: bool = False
 ) -> Loaded:
     """Load ``name`` (a folder, a hub id, ``builtin`` or ``builtin-draft``); raises ``CliError``.
 
@@ -75,17 +71,16 @@ def load(
     try:
         torch.empty(1, device="cpu" if device == "auto" else device).item()
     except (AssertionError, RuntimeError) as error:  # the former without CUDA in torch's build
-        raise CliError(
-            f"--device {device}: it cannot be used here ({first_line(error)})"
-        ) from error
-    drafts = None if assistant is None else load(assistant, None, dtype, device, trust_remote_code)
+        why = f"it cannot be used here ({first_line(error)})"
+        raise CliError(f"--device {device}: {why}") from error
+    drafts = None if assistant is None else load(assistant, None, dtype, device, trusts_code)
     try:
         if name in BUILTIN:
             model, tokenizer = hfgen.builtin_model(draft=BUILTIN[name])
             model = model if dtype == "auto" else model.to(getattr(torch, dtype))
             model = model if device == "auto" else model.to(device)
         else:
-            model, tokenizer = _load(name, dtype, device, trust_remote_code)
+            model, tokenizer = _load(name, dtype, device, trusts_code)
         return Loaded(name, hfgen.mix_into(model).eval(), tokenizer, drafts)
     except CliError:
         raise
@@ -93,62 +88,50 @@ def load(
         raise CliError(f"cannot load {name!r}: {cause(error, name)}") from error
 
 
-def _load(name: str, dtype: str, device: str, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load(name: str, dtype: str, device: str, trusts_code: bool) -> tuple[Any, Any]:
     import transformers
 
     path = check_source(name)
     source = name if path is None else str(path)
-    shared = {"local_files_only": offline(), "trust_remote_code": trust_remote_code}
+    shared = {"local_files_only": offline(), "trust_remote_code": trusts_code}
     config = transformers.AutoConfig.from_pretrained(source, **shared)
-    kind = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
-    auto = getattr(transformers, f"AutoModelFor{kind}")
+    kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM
+    auto: Any = kinds[bool(config.is_encoder_decoder)]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **shared)
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise
         reason = "" if first_line(error).endswith("one of") else f" ({first_line(error)})"
-        raise CliError(
-            f"no tokenizer with {name!r}: save one to the same folder{reason}"
-        ) from error
+        advice = f"save one to the same folder{reason}"
+        raise CliError(f"no tokenizer with {name!r}: {advice}") from error
     settings = {"dtype": dtype, "device_map": device, "output_loading_info": True}
     model, info = auto.from_pretrained(source, **settings, **shared)
     if missing := sorted(info["missing_keys"]):
-        note(
-            f"{name} lacks weights, which are random now, so that answers mean nothing "
-            f"({missing[0]}, …): is it a model that generates?"
-        )
+        lacks = "lacks weights, which are random now, so that answers mean nothing"
+        note(f"{name} {lacks} ({missing[0]}, …): is it a model that generates?")
     return model, tokenizer
 
 
-def make_exact(loaded: Loaded) -> None:
-    """``hfgen.exact`` of the model; raises ``CliError`` for one that cannot be exact."""
+def change(loaded: Loaded, optimize: bool, exact: bool, compile: bool = False) -> Loaded:
+    """``hfgen.optimize`` the model and the one that drafts for it, make it exact; raises ``CliError``."""
     import hfgen
 
-    try:
-        hfgen.exact(loaded.model)
-    except ValueError as error:
-        raise CliError(f"--exact: {str(error).removeprefix('exact: ')}") from error
-
-
-def optimize(loaded: Loaded, compile: bool = False) -> None:
-    """``hfgen.optimize`` of the model and of the one that drafts for it; raises ``CliError``."""
-    import hfgen
-
-    for part in filter(None, (loaded, loaded.assistant)):
-        try:
+    for part in filter(None, (loaded, loaded.assistant) if optimize else ()):
+        with refused(ValueError, before="--optimize: "):
             hfgen.optimize(part.model, compile=compile)
-        except ValueError as error:
-            raise CliError(f"--optimize: {error}") from error
         if err.is_terminal:
             say(f"[dim]{one_line(str(part.model.optimization), 2000)}[/]")
+    if exact:
+        try:
+            hfgen.exact(loaded.model)
+        except ValueError as error:
+            raise CliError(f"--exact: {str(error).removeprefix('exact: ')}") from error
+    return loaded
 
 
 def check_source(name: str) -> Path | None:
-    """The folder of a model, or None for a hub id or a built-in one.
-
-    Raises ``CliError`` for a folder that is not there or has no model in it.
-    """
+    """The folder of a model; None for a hub id or a built-in one. ``CliError`` for a path without one."""
     if not name.strip():
         raise CliError("the name of the model is empty: give a folder, a hub id, or builtin")
     path = Path(name).expanduser()

@@ -8,14 +8,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from .field_options import with_options
 from .loading import Loaded, upstream
 from .report import CliError
-
-if TYPE_CHECKING:
-    from ... import StreamEvent
 
 T = TypeVar("T")
 
@@ -82,12 +79,10 @@ def encode(loaded: Loaded, prompts: list[str]) -> dict[str, Any]:
     for prompt, row in zip(prompts, ids, strict=True):
         if not len(row):
             raise CliError(f"the prompt {prompt!r} has no tokens: give some text")
-    masks = [torch.ones_like(row) for row in ids]
     pad, device = loaded.tokenizer.pad_token_id or 0, loaded.model.device
-    return {
-        "input_ids": pad_sequence(ids, True, pad, padding_side="left").to(device),
-        "attention_mask": pad_sequence(masks, True, padding_side="left").to(device),
-    }
+    padded = pad_sequence(ids, True, pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in ids], True, padding_side="left")
+    return {"input_ids": padded.to(device), "attention_mask": mask.to(device)}
 
 
 def generate(
@@ -118,9 +113,7 @@ def generate(
     return Generated(padded, rows, seconds, clock.first, output, named)
 
 
-def without_padding(
-    row: list[int], reason: Any, eos: list[int | None], pad: int | None
-) -> list[int]:
+def without_padding(row: list[int], reason: Any, eos: list[Any], pad: int | None) -> list[int]:
     """``row`` up to its end. ``reason``: why it ended; None with transformers, which does not say."""
     if reason is None or reason == "eos":
         ends = [getattr(reason, "stop", None)] if reason is not None else eos
@@ -132,12 +125,9 @@ def without_padding(
 
 
 def stream(
-    loaded: Loaded,
-    inputs: dict[str, Any],
-    config: Any,
-    show: Callable[[StreamEvent], None] = lambda event: None,
+    loaded: Loaded, inputs: dict[str, Any], config: Any, show: Callable[[Any], None]
 ) -> Generated:
-    """``generate``, and ``show`` each event as it comes."""
+    """``generate``, and ``show`` each ``StreamEvent`` as it comes."""
     kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
     first, rows = None, defaultdict[int, list[int]](list)
     reasons: dict[int, str] = {}
@@ -149,10 +139,9 @@ def stream(
             reasons[event.row] = event.finish_reason or ""
             show(event)
     padded = new_tokens(loaded, inputs, events.result)
-    seconds = time.perf_counter() - started
-    tokens = [rows[row] for row in range(len(rows))]
-    in_order = [reasons[row] for row in range(len(rows))]
-    return Generated(padded, tokens, seconds, first, events.result, in_order)
+    seconds, order = time.perf_counter() - started, sorted(rows)
+    tokens, why = [rows[row] for row in order], [reasons[row] for row in order]
+    return Generated(padded, tokens, seconds, first, events.result, why)
 
 
 def race(loaded: Loaded, call: Callable[[str], T], repeat: int) -> dict[str, list[T]]:

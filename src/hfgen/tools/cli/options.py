@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial, wraps
 from typing import Any, TypeVar, get_type_hints
 
 from rich.panel import Panel
@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 from . import loading
 from .field_options import LEGEND, joined_flags
 from .files import read_template
-from .report import CliError, out
+from .report import CliError, out, refused
 from .topics import TOPICS
 
 T = TypeVar("T")
@@ -70,9 +70,7 @@ class ModelOptions:
     """Options of commands that load a model: the built-in one, unless another is named."""
 
     model: str = MODEL
-    exact: bool = Option(
-        False, "--exact", help="The same bits for a row, whatever is computed beside it."
-    )
+    exact: bool = Option(False, "--exact", help="The same bits for a row, whatever is beside it.")
     dtype: str = DTYPE
     device: str | None = Option(
         None, help="cpu, cuda, cuda:1, mps, or auto to spread over all; the GPU if there is one."
@@ -87,23 +85,17 @@ class ModelOptions:
         self, assistant: str | None = None, optimize: bool = False, compile: bool = False
     ) -> Iterator[loading.Loaded]:
         """Load the model, and keep transformers' messages off while it is used; raises ``CliError``."""
+        settings = self.dtype, self.device, self.trust_remote_code
         with loading.quiet(self.debug):
-            settings = self.dtype, self.device, self.trust_remote_code
             loaded = loading.load(self.model, assistant, *settings)
-            if optimize:
-                loading.optimize(loaded, compile)
-            if self.exact:
-                loading.make_exact(loaded)
-            yield loaded
+            yield loading.change(loaded, optimize, self.exact, compile)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatModelOptions(ModelOptions):
     """Options of ``hfgen chat``, whose model has to be named."""
 
-    model: str = Option(
-        "", metavar="ID_OR_PATH", help="A folder or hub id of a model that can chat."
-    )
+    model: str = Option("", metavar="ID_OR_PATH", help="A folder or hub id of a chat model.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,18 +121,10 @@ class EngineOptions:
         """An engine for ``model``; raises ``CliError`` for one that it does not take."""
         import hfgen
 
-        try:
-            return hfgen.Engine(
-                model,
-                tokenizer,
-                max_rows=self.max_rows,
-                memory=self.memory,
-                prefill_tokens=self.prefill_tokens,
-                prefix_cache=hfgen.PrefixCache() if self.prefix_cache else None,
-                **settings,
-            )
-        except (TypeError, ValueError) as error:
-            raise CliError(str(error)) from error
+        settings |= {n: getattr(self, n) for n in ("max_rows", "memory", "prefill_tokens")}
+        prefixes = hfgen.PrefixCache() if self.prefix_cache else None
+        with refused(TypeError, ValueError):
+            return hfgen.Engine(model, tokenizer, prefix_cache=prefixes, **settings)
 
 
 def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
@@ -155,30 +139,23 @@ def parameters_of(group: Any) -> Iterator[inspect.Parameter]:
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as typer takes it, with options for each argument whose annotation is a group.
-
-    A group is a dataclass of options, or a class with ``parameters()``.
-    """
+    """``command`` with an option for each part of its groups: dataclasses, or classes with ``parameters``."""
     groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     parameters: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         kind = parameter.annotation
         members = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
         if hasattr(kind, "parameters") or hasattr(kind, "__dataclass_fields__"):
-            members = list(
-                kind.parameters() if hasattr(kind, "parameters") else parameters_of(kind)
-            )
+            members = list(getattr(kind, "parameters", partial(parameters_of, kind))())
             groups[name] = kind, members
         parameters |= {member.name: member for member in members}
 
-    @functools.wraps(command)
+    @wraps(command)
     def whole(**arguments: Any) -> None:
         for name, (group, members) in groups.items():
             values = {member.name: arguments.pop(member.name) for member in members}
-            try:
+            with refused(ValueError):
                 arguments[name] = group(**values)
-            except ValueError as error:
-                raise CliError(str(error)) from error
         command(**arguments)
 
     whole.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
@@ -193,9 +170,8 @@ class FlagsWithoutType:
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for parameter in parameters:
-            if getattr(parameter, "is_flag", False):
-                parameter.metavar = ""
+        for flag in (each for each in parameters if getattr(each, "is_flag", False)):
+            flag.metavar = ""
         return parameters
 
 
@@ -209,9 +185,8 @@ class Command(FlagsWithoutType, TyperCommand):
             if hasattr(error, "ctx"):  # a usage error
                 error.ctx = error.ctx or ctx
             if hasattr(error, "possibilities"):  # there is no such option
-                names = [name for parameter in self.params for name in parameter.opts]
-                wrong = getattr(error, "option_name", "-")
-                longer = [name for name in names if name.startswith(wrong)]
+                wrong, names = getattr(error, "option_name", "-"), self.params
+                longer = [n for each in names for n in each.opts if n.startswith(wrong)]
                 error.possibilities = longer or error.possibilities
             raise
 

@@ -8,20 +8,17 @@ import typer
 from typer import Argument, Option
 
 from . import files, options
-from .loading import load, make_exact, optimize, quiet
+from .loading import change, load, quiet
 from .measure import encode, named_errors
-from .report import CliError, out, print_json
+from .report import CliError, out, print_json, refused
 
-#: Bytes of a file that is read as a card, at most.
-MAX_BYTES = 2**27
+MAX_BYTES = 2**27  # bytes of a file that is read as a card, at most
 
 
 def replay(
     card: Path = Argument(metavar="CARD.json", help="What str(output.card) wrote."),
     model: str = options.MODEL,
-    prompt: list[str] | None = Option(
-        None, help="A text of the call, where the card has no prompts; repeatable."
-    ),
+    prompt: list[str] | None = Option(None, help="A text, if the card has no prompts; repeatable."),
     dtype: str = options.DTYPE,
     device: str | None = Option(None, help="A torch device."),
     as_json: bool = options.JSON,
@@ -37,16 +34,11 @@ def replay(
 
     if card.is_file() and card.stat().st_size > MAX_BYTES:
         raise CliError(f"{str(card)!r} has more than {MAX_BYTES:,} bytes, which no card has")
-    try:
+    with refused(ValueError):
         expected = Card.read(files.read_text(card))
-    except ValueError as error:
-        raise CliError(str(error)) from error
     with quiet(debug):
-        loaded = load(model, None, dtype, device)
-        if expected.kernels.get("optimized") == "True":
-            optimize(loaded)
-        if expected.kernels.get("exact") == "True":
-            make_exact(loaded)
+        kinds = (expected.kernels.get(name) == "True" for name in ("optimized", "exact"))
+        loaded = change(load(model, None, dtype, device), *kinds)
         inputs = encode(loaded, prompt) if prompt else None
         with named_errors():
             decoded = decode_again(expected, loaded.model, loaded.tokenizer, inputs)
@@ -59,7 +51,6 @@ def replay(
         for line in [*differing, *filter(None, [place])]:
             out.print(line, markup=False, highlight=False)
         if place is not None and not differing:
-            out.print(
-                "Nothing that the card records differs, so the steps of this call were computed otherwise."
-            )
+            why = "the steps of this call were computed otherwise"
+            out.print(f"Nothing that the card records differs, so {why}.")
     raise typer.Exit(0 if place is None else 1)

@@ -7,27 +7,20 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-if TYPE_CHECKING:
-    from ... import StreamEvent
-
 #: C0 and C1 controls but tab and line feed: without them, a terminal obeys no text (ECMA-48).
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 #: Why an answer ended, in words.
-REASONS = {
-    "eos": "ended by itself",
-    "length": "cut off by its length",
-    "stop": "stopped",
-    "time": "out of time",
-    "repetition": "repeated itself",
-}
+REASONS = {"eos": "ended by itself", "length": "cut off by its length", "stop": "stopped"}
+REASONS |= {"time": "out of time", "repetition": "repeated itself"}
 
 out = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)
@@ -35,6 +28,15 @@ err = Console(stderr=True, highlight=False, emoji=False)
 
 class CliError(Exception):
     """The input is wrong: shown as one line, exit code 2."""
+
+
+@contextmanager
+def refused(*kinds: type[Exception], before: str = "") -> Iterator[None]:
+    """Turn errors of these ``kinds`` inside the context into ``CliError``."""
+    try:
+        yield
+    except kinds as error:
+        raise CliError(f"{before}{error}") from error
 
 
 class Answers:
@@ -49,8 +51,8 @@ class Answers:
         self.row = 0  # the one that is being written
         self.n_written: int | None = None  # characters of it; None before its heading
 
-    def __call__(self, event: StreamEvent) -> None:
-        """Take an event of a stream."""
+    def __call__(self, event: Any) -> None:
+        """Take a ``StreamEvent``."""
         self.add(event.row, event.text, event.finish_reason is not None)
 
     def add(self, row: int, text: str, has_ended: bool) -> None:

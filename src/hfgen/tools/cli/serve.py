@@ -11,9 +11,9 @@ from typer import Option
 
 from ..serve import check_requirements
 from ..serve.limits import Limits
-from . import loading, options
-from .loading import BUILTIN, Loaded, first_line, load, make_exact, quiet
-from .report import CliError, say
+from . import options
+from .loading import BUILTIN, Loaded, change, first_line, load, quiet
+from .report import CliError, refused, say
 
 POLICIES = ("fcfs", "srpt", "priority")
 LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -26,15 +26,11 @@ def serve(
     host: str = Option("127.0.0.1", help="The address to listen on."),
     port: int = Option(8000, min=0, max=65535),
     api_key: str | None = Option(
-        None,
-        envvar="HFGEN_API_KEY",
-        help="The key that clients must send; other requests get 401.",
+        None, envvar="HFGEN_API_KEY", help="The key that clients must send; others get 401."
     ),
     max_queue: int = Option(256, min=1, help="Requests that may wait; further ones get 429."),
     policy: str = options.choice("fcfs", POLICIES, f"{', '.join(POLICIES)}.", "--policy"),
-    assistant: str | None = options.model_source(
-        None, "Draft tokens with this smaller model.", "--assistant"
-    ),
+    assistant: str | None = options.model_source(None, "Draft with this model.", "--assistant"),
     suffix_memory: int | None = Option(
         None,
         min=1,
@@ -63,10 +59,8 @@ def serve(
         raise CliError("--suffix-memory and --assistant both draft: give one of them")
     if api_key == "":
         raise CliError("--api-key is empty: give a key, or leave it out")
-    try:
+    with refused(ImportError):
         check_requirements()
-    except ImportError as error:
-        raise CliError(str(error)) from error
     with quiet(source.debug):
         from ... import SuffixMemory
         from ...engine.errors import EngineError
@@ -84,53 +78,39 @@ def serve(
             processor.chat_template = engine.chat_template
         tokenizer = getattr(processor, "tokenizer", processor)
         drafts = None if assistant is None else load(assistant, None, *settings)
-        loaded = Loaded(source.model, model, tokenizer, drafts)
-        if optimize:
-            loading.optimize(loaded)
-        if source.exact:
-            make_exact(loaded)
+        loaded = change(Loaded(source.model, model, tokenizer, drafts), optimize, source.exact)
         drafting = loaded.drafting()
         if suffix_memory is not None:
             drafting = {"assistant_model": SuffixMemory(suffix_memory * 2**20)}
-        try:
+        with refused(ValueError):
             sets = {} if steering is None else read_sets(steering, model)
-        except ValueError as error:
-            raise CliError(str(error)) from error
         running_engine = engine.engine(model, tokenizer, policy=policy, max_queue=max_queue)
     if api_key is None and host not in LOCAL:
         say(f"[yellow]hfgen:[/] anybody who reaches {host} may use the model: give --api-key")
-    listening = Settings(host, listener.getsockname()[1], api_key, limits, log_level)
+    name, port = source.model, listener.getsockname()[1]
+    listening = Settings(host, port, api_key, limits, log_level)
     running = serve(
-        source.model,
-        model,
-        processor,
-        running_engine,
-        listening,
-        lambda _: say(f"{source.model} at http://{host}:{listening.port}/v1 (Ctrl-C ends it)"),
+        *(name, model, processor, running_engine, listening),
+        lambda _: say(f"{name} at http://{host}:{port}/v1 (Ctrl-C ends it)"),
         drafts=drafting,
         steering=sets,
         listener=listener,
     )
-    with suppress(KeyboardInterrupt):
-        try:
-            asyncio.run(running)
-        except EngineError as error:
-            raise CliError(str(error)) from error
+    with suppress(KeyboardInterrupt), refused(EngineError):
+        asyncio.run(running)
 
 
-def load_served(
-    name: str, dtype: str, device: str | None, trust_remote_code: bool
-) -> tuple[Any, Any]:
+def load_served(name: str, dtype: str, device: str | None, trusts_code: bool) -> tuple[Any, Any]:
     """A model as ``transformers serve`` loads it, with its processor; or the built-in one."""
     if name in BUILTIN:
-        loaded = load(name, None, dtype, device, trust_remote_code)
+        loaded = load(name, None, dtype, device, trusts_code)
         return loaded.model, loaded.tokenizer
     from transformers.cli.serving.model_manager import ModelManager
 
     import hfgen
 
     try:
-        manager = ModelManager(device or "auto", dtype, trust_remote_code)
+        manager = ModelManager(device or "auto", dtype, trusts_code)
         source = name if "@" in name else f"{name}@main"
         model, processor = manager._load_model(source), manager._load_processor(source)
     except Exception as error:
