@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ...engine import Engine, RequestOutput
     from ...engine.many import JobProgress
 
-NEW_TOKENS = 1024  # tokens of a chat whose body gives no limit, where the model has room for them
-
 #: URL → whether it asks for a chat; else it asks for a completion.
 URLS = {"/v1/chat/completions": True, "/v1/completions": False}
 
@@ -66,7 +64,7 @@ def batch(
 
             if engine.chat_template is not None:
                 loaded.tokenizer.chat_template = engine.chat_template
-            generation_config(fields, loaded.model, NEW_TOKENS)  # checks the fields
+            generation_config(fields, loaded.model, 1)  # checks the fields
             if card is not None:
                 from ...decoding.card import card as card_of
 
