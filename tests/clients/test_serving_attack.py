@@ -23,6 +23,8 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.clients.server import LINES, wait_for
 
@@ -80,7 +82,9 @@ def is_up(served: Served) -> bool:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("served")) as found:
+    folder = tmp_path_factory.mktemp("served")
+    save_file({"model.layers.2": torch.ones(256)}, folder / "odd.safetensors")
+    with serving(folder, "--steering", str(folder)) as found:
         yield found
         assert is_up(found)
 
@@ -163,6 +167,9 @@ ATTACKS: dict[str, tuple[tuple[str, Any], str]] = {
     "bad words at the limit": (completion(bad_words=[f"{i}abc" for i in range(1000)]), ""),
     "a long logit_bias": (completion(logit_bias={str(i): 1 for i in range(2000)}), "logit_bias"),
     "many ids": (completion(prompt=[5] * 400_000), "prompt"),
+    "a wrong scale": (completion(interventions={"odd": 10**18}), "interventions"),
+    "a wrong vector": (completion(interventions={"../odd": 1}), "interventions"),
+    "many vectors": (completion(interventions={f"{i}": 1 for i in range(1000)}), "interventions"),
     "a wrong id": (completion(prompt=[10**12]), "prompt"),
     "digits": (
         raw('{"model":"builtin","prompt":"x","max_tokens":' + "9" * 400 + "}"),
@@ -390,12 +397,14 @@ FIELDS = (
     "guided_grammar stop_token_ids ignore_eos min_tokens bad_words allowed_token_ids num_beams length_penalty priority "
     "dry_multiplier dry_sequence_breakers mirostat thinking_token_budget prompt_logprobs include_stop_str_in_output "
     "skip_special_tokens max_completion_tokens generation_config text instructions max_output_tokens reasoning truncate "
-    "add_generation_prompt continue_final_message documents functions structured_outputs xtc_probability grammar"
+    "add_generation_prompt continue_final_message documents functions structured_outputs xtc_probability grammar "
+    "interventions"
 ).split()
 VALID: list[tuple[str, dict[str, Any]]] = [
     completion(),
     completion(stream=True, n=2, temperature=0.8, seed=1, logprobs=2),
     completion(guided_regex="[a-z]{2}", stop=["x"]),
+    completion(interventions={"odd": 0.5}),
     chat(response_format={"type": "json_object"}, logprobs=True, top_logprobs=1),
     chat(
         tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
