@@ -56,13 +56,8 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
     kwargs = dict(request.kwargs)
     for name in NOT_THE_MODELS:
         kwargs.pop(name, None)
-    mode_kwargs = model._extract_generation_mode_kwargs(
-        request.custom_generate,
-        kwargs,
-        request.synced_gpus,
-        request.assistant_model,
-        request.streamer,
-    )
+    others = request.synced_gpus, request.assistant_model, request.streamer
+    mode_kwargs = model._extract_generation_mode_kwargs(request.custom_generate, kwargs, *others)
     config, model_kwargs = model._prepare_generation_config(request.generation_config, **kwargs)
     params = None if split is None else rows.resolve(model, *split)
     if params is None:
@@ -72,8 +67,7 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
         mode = MODES[rows.common_mode(params, config.do_sample, request.assistant_model)]
     method: Any = request.custom_generate or mode.method_of(type(model))
     has_defaults = request.has_default_lengths(model)
-    call = Call(request, config, mode, mode_kwargs, *has_defaults, method, rows=params)
-    return call, model_kwargs
+    return Call(request, config, mode, mode_kwargs, *has_defaults, method, params), model_kwargs
 
 
 def set_lengths(model: Any, call: Call, prompt: Prompt) -> None:
@@ -117,9 +111,7 @@ def extract_generation_mode_kwargs(
         "streamer": streamer,
         "synced_gpus": families.is_sharded(self) if synced_gpus is None else synced_gpus,
     }
-    for name, value in list(mode_kwargs.items()):
-        if value is None:
-            del mode_kwargs[name]
+    mode_kwargs = {name: value for name, value in mode_kwargs.items() if value is not None}
     if callable(custom_generate):
         named = inspect.signature(custom_generate).parameters.keys()
         usual = inspect.signature(type(self)._sample).parameters.keys()
@@ -131,10 +123,7 @@ def extract_generation_mode_kwargs(
 def prepare_generation_config(
     self: Any, generation_config: transformers.GenerationConfig | None, **kwargs: Any
 ) -> tuple[transformers.GenerationConfig, dict[str, Any]]:
-    """Return a private, complete config, and the kwargs that name no field of it.
-
-    Raises ``ValueError`` or ``TypeError`` for a field of a wrong range or type.
-    """
+    """Return a private, complete config, and the kwargs that name no field of it."""
     config, model_defaults = copy.deepcopy(generation_config), self.generation_config
     if config is None:
         if in_model_config := self.config._get_generation_parameters():
@@ -147,8 +136,7 @@ def prepare_generation_config(
     for name, value in vars(config).items():
         if value is not None:
             known[name] = value
-    set_values = known | kwargs
-    plain_values = validate.check_fields(set_values)
+    plain_values = validate.check_fields(known | kwargs)
     defaults = model_defaults._get_default_generation_params()
     for name in WITHOUT_DEFAULTS & defaults.keys():
         del defaults[name]
@@ -175,9 +163,22 @@ def prepare_generation_config(
         if config.pad_token_id is None:
             config.pad_token_id = eos[0] if isinstance(eos, list) else eos
     if config.max_new_tokens == vllm.TO_LAST_POSITION:
-        config.max_new_tokens, config.max_length = None, validate.require_positions(self)
-    if isinstance(model_defaults.cache_config, dict) and kwargs.get("cache_config") is None:
-        _drop_path_of_checkpoint(config, model_defaults.cache_config)
+        if (n_positions := families.max_positions(self)) is None:
+            raise ValueError(
+                "`max_tokens=None` ends a row at the model's positions, but the config of "
+                f"{type(self).__name__} has no number of them: set `max_tokens`."
+            )
+        config.max_new_tokens, config.max_length = None, n_positions
+    settings, of_checkpoint = config.cache_config, model_defaults.cache_config
+    if isinstance(of_checkpoint, dict) and isinstance(settings, dict) and "path" in settings:
+        # Only the caller says where files go.
+        is_callers = kwargs.get("cache_config") is not None
+        if not is_callers and (path := settings["path"]) == of_checkpoint.get("path"):
+            config.cache_config = {k: v for k, v in settings.items() if k != "path"}
+            logger.warning_once(
+                f"`path`={path!r} in the `cache_config` of the model's generation config is not used. To "
+                "keep the cache there, pass `cache_config` to generate()."
+            )
     if config.cache_implementation == "hybrid":  # of old checkpoints; the dynamic one does as well
         config.cache_implementation = None
     if generation_config is not None and (overridden := set(kwargs) - set(model_kwargs)):
@@ -189,21 +190,6 @@ def prepare_generation_config(
         if value := getattr(config, flag):
             model_kwargs[flag] = value
     return config, model_kwargs
-
-
-def _drop_path_of_checkpoint(
-    config: transformers.GenerationConfig, model_settings: dict[str, Any]
-) -> None:
-    """Drop ``path`` of the checkpoint's own ``cache_config``: only the caller says where files go."""
-    settings = config.cache_config
-    if not isinstance(settings, dict) or "path" not in settings:
-        return
-    if (path := settings["path"]) == model_settings.get("path"):
-        config.cache_config = {k: v for k, v in settings.items() if k != "path"}
-        logger.warning_once(
-            f"`path`={path!r} in the `cache_config` of the model's generation config is not used. To "
-            "keep the cache there, pass `cache_config` to generate()."
-        )
 
 
 def prepare_special_tokens(

@@ -51,10 +51,7 @@ def prepare_text_encoder_decoder_kwargs_for_generation(
 def prepare_multimodal_encoder_kwargs_for_generation(
     self: Any, model_kwargs: ModelKwargs
 ) -> ModelKwargs:
-    """Encode images and videos ahead of the prefill; their raw inputs leave the kwargs.
-
-    Raises ``ValueError`` if a modality comes both raw and encoded.
-    """
+    """Encode images and videos ahead of the prefill; their raw inputs leave the kwargs."""
     encoded = dict(model_kwargs.get("mm_encoder_outputs") or {})
     model_kwargs["mm_encoder_outputs"] = encoded
     consumed: set[str] = set()

@@ -16,7 +16,6 @@ def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> to
     """Replace the last token of each prompt by the likeliest token that starts with its text.
 
     Returns ids ``(rows, length)`` of the stripped and retokenised prompts, whose length may differ.
-    Raises ``ValueError`` without a tokenizer.
     """
     require_tokenizer(tokenizer, "token_healing", True)
     bos_id, pad_id = tokenizer.bos_token_id, tokenizer.pad_token_id

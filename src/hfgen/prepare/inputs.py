@@ -102,14 +102,14 @@ def prepare_ids(model: Any, call: Call, prompt: Prompt) -> None:
     expand_size = max(config.num_beams, config.num_return_sequences)
     if expand_size > 1 and not config.token_healing and is_row_wise(model):
         call.shared_prompt = SharedPrompt(ids, dict(prompt.model_kwargs), expand_size)
-    ids, prompt.model_kwargs = model._expand_inputs_for_generation(
+    prompt.ids, prompt.model_kwargs = model._expand_inputs_for_generation(
         input_ids=ids,
         expand_size=expand_size,
         is_encoder_decoder=model.config.is_encoder_decoder,
         **prompt.model_kwargs,
     )
-    prompt.ids = ids
     if config.token_healing:
+        ids = prompt.ids
         prompt.ids = model.heal_tokens(ids, call.mode_kwargs.get("tokenizer"))
         follow_length(model, prompt, ids, config._pad_token_tensor)
 
@@ -147,7 +147,6 @@ def prepare_model_inputs(
     """The main input, its name, and the model kwargs without it.
 
     It comes as ``inputs``, by name, or as ``inputs_embeds``; else it is one BOS token per row.
-    Raises ``ValueError`` if it comes twice, or not at all and there is no BOS.
     """
     is_encoder_decoder = self.config.is_encoder_decoder
     has_encoder = is_encoder_decoder and hasattr(self, "encoder")
@@ -164,20 +163,19 @@ def prepare_model_inputs(
     if name == "input_ids" and embeds is None:
         model_kwargs.pop("inputs_embeds", None)
     elif name == "input_ids":
-        accepted = parameters(self.prepare_inputs_for_generation)
-        if is_encoder_decoder and inputs is not None:
-            raise ValueError(
-                "Both `inputs_embeds` and `input_ids` were passed to the encoder. Pass one of them."
-            )
-        if not is_encoder_decoder and "inputs_embeds" not in accepted:
-            raise ValueError(
-                f"{type(self).__name__} does not generate from `inputs_embeds`: its "
-                "prepare_inputs_for_generation() has no such argument. Pass `input_ids`."
-            )
         if not is_encoder_decoder:
+            if "inputs_embeds" not in parameters(self.prepare_inputs_for_generation):
+                raise ValueError(
+                    f"{type(self).__name__} does not generate from `inputs_embeds`: its "
+                    "prepare_inputs_for_generation() has no such argument. Pass `input_ids`."
+                )
             # The ids stay in the kwargs: what comes after the prompt is appended to them.
             model_kwargs["input_ids"] = self._maybe_initialize_input_ids_for_generation(
                 inputs, bos_token_id, model_kwargs=model_kwargs
+            )
+        elif inputs is not None:
+            raise ValueError(
+                "Both `inputs_embeds` and `input_ids` were passed to the encoder. Pass one of them."
             )
         inputs, name = embeds, "inputs_embeds"
     inputs = self._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)
@@ -198,8 +196,8 @@ def maybe_initialize_input_ids_for_generation(
         return torch.full(
             hidden_state.shape[:-1], -100, dtype=torch.long, device=hidden_state.device
         )
-    tensors = (value for value in model_kwargs.values() if isinstance(value, torch.Tensor))
-    batch_size = next((tensor.shape[0] for tensor in tensors), 1)
+    tensors = [value for value in model_kwargs.values() if isinstance(value, torch.Tensor)]
+    batch_size = len(tensors[0]) if tensors else 1
     if "inputs_embeds" in model_kwargs:
         is_meta = self.device.type == "meta"  # of an offloaded model
         device = model_kwargs["inputs_embeds"].device if is_meta else self.device
@@ -208,8 +206,8 @@ def maybe_initialize_input_ids_for_generation(
         raise ValueError(
             "There is no prompt, and no `bos_token_id` to start from without one. Pass `input_ids`."
         )
-    device = families.device_of(self)
-    return torch.ones((batch_size, 1), dtype=torch.long, device=device) * bos_token_id
+    ones = torch.ones((batch_size, 1), dtype=torch.long, device=families.device_of(self))
+    return ones * bos_token_id
 
 
 def maybe_prepare_encoder_kwargs_for_generation(
@@ -277,21 +275,16 @@ def prepare_decoder_input_ids_for_generation(
     decoder_start_token_id: torch.Tensor,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, ModelKwargs]:
-    """Decoder ids ``(batch, length)`` of an encoder-decoder model, starting with its start token.
-
-    Raises ``ValueError`` unless ``decoder_start_token_id`` is a scalar or ``(batch,)``.
-    """
-    if decoder_start_token_id.ndim == 1:
-        if decoder_start_token_id.shape[0] != batch_size:
-            raise ValueError(
-                f"`decoder_start_token_id` has to be one id or {batch_size}, one per row, but has "
-                f"{decoder_start_token_id.shape[0]}."
-            )
-        start = decoder_start_token_id.view(-1, 1)
-    else:
+    """Decoder ids ``(batch, length)`` of an encoder-decoder model, starting with its start token."""
+    start = decoder_start_token_id.view(-1, 1)
+    if decoder_start_token_id.ndim != 1:
         start_device = self.device if device is None else device
-        ones = torch.ones((batch_size, 1), dtype=torch.long, device=start_device)
-        start = decoder_start_token_id * ones
+        start = start * torch.ones((batch_size, 1), dtype=torch.long, device=start_device)
+    elif len(start) != batch_size:
+        raise ValueError(
+            f"`decoder_start_token_id` has to be one id or {batch_size}, one per row, but has "
+            f"{len(start)}."
+        )
     is_named = "decoder_input_ids" in model_kwargs or model_input_name == "input_ids"
     name = "decoder_input_ids" if is_named else "input_ids"
     if (ids := model_kwargs.pop(name, None)) is None:

@@ -16,32 +16,25 @@ from ..state.call import Call, Prompt, Request
 from ..state.rows import RowParams
 
 
-def has_value_per_prompt(name: str, value: Any) -> bool:
-    """Return whether the value of a field is a list with one value for each prompt.
-
-    It is if a list is no value of the field; of fields that take lists, if each item is a value.
-    """
-    if not isinstance(value, list | tuple) or (row := PER_ROW.get(name)) is None:
-        return False
-    kind = row.kind
-    if not kind.may_be_list:
-        return True
-    is_each = bool(value) and all(v is None or kind.accepts(v) for v in value)
-    return is_each and not kind.accepts(value)
-
-
 def each(value: Any) -> list[Any]:
     """The values of a field that may have one per prompt."""
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def lists_in(values: dict[str, Any]) -> dict[str, list[Any]]:
-    """The fields in ``values`` that have a value per prompt."""
-    return {
-        n: list(v)
-        for n, v in values.items()
-        if isinstance(v, list | tuple) and has_value_per_prompt(n, v)
-    }
+    """The fields in ``values`` that have a list with a value for each prompt.
+
+    It is one if a list is no value of the field; of fields that take lists, if each item is a value.
+    """
+    lists: dict[str, list[Any]] = {}
+    for name, value in values.items():
+        if not isinstance(value, list | tuple) or (row := PER_ROW.get(name)) is None:
+            continue
+        accepts = row.kind.accepts
+        is_each = value and all(v is None or accepts(v) for v in value) and not accepts(value)
+        if is_each or not row.kind.may_be_list:
+            lists[name] = list(value)
+    return lists
 
 
 def with_stop_strings(request: Request) -> Request:
@@ -106,10 +99,7 @@ def with_fields(config: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any
 
 
 def resolve(model: Any, requests: list[Request], list_arguments: tuple[str, ...]) -> RowParams:
-    """The config of each prompt, as a call of its own would have it.
-
-    Raises ``ValueError`` for fields that the prompts of one call cannot differ in.
-    """
+    """The config of each prompt. Raises ``ValueError`` for fields that prompts cannot differ in."""
     configs = [
         model._prepare_generation_config(request.generation_config, **request.kwargs)[0]
         for request in requests
@@ -125,10 +115,7 @@ def resolve(model: Any, requests: list[Request], list_arguments: tuple[str, ...]
 
 
 def common_mode(params: RowParams, do_sample: bool, assistant_model: Any) -> Any:
-    """The mode of all prompts, where greedy ones among sampled count as sampled.
-
-    Raises ``ValueError`` if they ask for different modes.
-    """
+    """The mode of all prompts; a greedy one among sampled counts as sampled."""
     modes = set()
     for config in params.configs:
         own_do_sample, config.do_sample = config.do_sample, do_sample
@@ -176,21 +163,14 @@ def prepare_special_tokens(model: Any, call: Call, rows: RowParams, prompt: Prom
 
 
 def set_lengths(model: Any, call: Call, rows: RowParams, fix: Callable[..., Any]) -> None:
-    """Set each prompt's lengths by ``fix``, the model's hook; the call takes the largest.
-
-    Raises ``ValueError`` for a prompt that has no room.
-    """
-    pairs = zip(rows.configs, rows.has_defaults, strict=True)
-    rows.configs = [
-        fix(
-            generation_config=config,
-            has_default_max_length=has_default_max_length,
-            has_default_min_length=has_default_min_length,
+    """Set each prompt's lengths by ``fix``, the model's hook; the call takes the largest."""
+    for index, (has_default_max, has_default_min) in enumerate(rows.has_defaults):
+        rows.configs[index] = config = fix(
+            generation_config=rows.configs[index],
+            has_default_max_length=has_default_max,
+            has_default_min_length=has_default_min,
         )
-        for config, (has_default_max_length, has_default_min_length) in pairs
-    ]
-    for config, (has_default, _) in zip(rows.configs, rows.has_defaults, strict=True):
-        model._validate_generated_length(config, call.prompt_length, has_default)
+        model._validate_generated_length(config, call.prompt_length, has_default_max)
     if call.config.num_beams > 1 and 0 in rows.values("max_new_tokens"):
         raise ValueError(
             "`max_new_tokens` of a prompt is 0, and there is nothing to search with beams for. Leave the "
@@ -203,10 +183,9 @@ def set_lengths(model: Any, call: Call, rows: RowParams, fix: Callable[..., Any]
 
 def set_keys(call: Call, prompt: Prompt) -> None:
     """Write ``call.row_keys``, if a prompt has a seed, or if greedy and sampled prompts are mixed."""
-    configs = call.configs
-    seed_of_prompt = [getattr(config, "seed", None) for config in configs]
-    is_mixed = len({bool(config.do_sample) for config in configs}) > 1
-    if not call.config.do_sample or (all(seed is None for seed in seed_of_prompt) and not is_mixed):
+    seed_of_prompt = [getattr(config, "seed", None) for config in call.configs]
+    is_mixed = not all(config.do_sample for config in call.configs)  # the call samples
+    if all(seed is None for seed in seed_of_prompt) and not is_mixed:
         return
     if not getattr(call.strategy, "takes_rows", False):
         raise ValueError(
@@ -220,7 +199,6 @@ def set_keys(call: Call, prompt: Prompt) -> None:
         )
     if call.rows is None:
         seed_of_prompt *= prompt.batch_size
-    copies = 1 if call.config.num_beams > 1 else call.config.num_return_sequences
-    keys = seeds.keys_of(seed_of_prompt, copies, prompt.ids.device)
     # Beams of a prompt draw together, each continuation by its own index.
-    call.row_keys = keys
+    copies = 1 if call.config.num_beams > 1 else call.config.num_return_sequences
+    call.row_keys = seeds.keys_of(seed_of_prompt, copies, prompt.ids.device)

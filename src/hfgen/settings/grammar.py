@@ -63,10 +63,7 @@ class Grammar:
         return LLMatcher.grammar_from_json_schema(self.text, overrides=options)
 
     def check(self) -> None:
-        """Check the syntax, without a tokenizer.
-
-        Raises ``ImportError`` if llguidance is not installed, ``ValueError`` for what it does not read.
-        """
+        """Check the syntax. Raises ``ImportError`` without llguidance, ``ValueError`` for what it refuses."""
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -85,9 +82,7 @@ def json(schema: Any, *, whitespace: bool | str = True) -> Grammar:
         whitespace: Whether white space may stand between tokens, or a regular expression of what may.
             ``False`` writes compact JSON; a small model may else write spaces without end.
 
-    Raises:
-        TypeError: ``schema`` is none of these.
-        ValueError: ``schema`` is text, but not JSON.
+    Raises ``TypeError`` for another ``schema``, and ``ValueError`` for text that is not JSON.
     """
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
@@ -119,12 +114,7 @@ def lark(text: str) -> Grammar:
 
 
 def choice(options: Sequence[str]) -> Grammar:
-    """One of some texts.
-
-    Raises:
-        TypeError: ``options`` is not a list of strings.
-        ValueError: There are none.
-    """
+    """One of some texts. Raises ``TypeError`` for no list of strings, ``ValueError`` for an empty one."""
     is_list = isinstance(options, Sequence) and not isinstance(options, str)
     if not is_list or not all(isinstance(option, str) for option in options):
         raise TypeError(f"`options` has to be a list of strings, but is {_kind(options)}.")

@@ -58,11 +58,6 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
 
 
-def _is_flag_or_layers(value: Any) -> bool:
-    is_list = isinstance(value, list | tuple | set | range)
-    return all(map(is_integer, value)) if is_list else _is_flag(value)
-
-
 def _is_token(value: Any) -> bool:
     """Whether ``value`` is an id that fits into a tensor."""
     return not isinstance(value, bool) and is_integer(value) and abs(int(value)) < 2**63
@@ -79,10 +74,6 @@ def _is_tokens(value: Any) -> bool:
     return _is_token(value) or _is_token_list(value)
 
 
-def _plain_number(value: Any) -> int | float:
-    return value if isinstance(value, int | float) else float(value)
-
-
 def _plain_tokens(value: Any) -> int | list[int]:
     return int(value) if _is_token(value) else [int(token) for token in value]
 
@@ -95,44 +86,29 @@ def tokens_in(value: Any) -> Iterator[int]:
         for sequence in value:
             yield from sequence
     elif isinstance(value, Iterable):
-        for item in value:
-            # A bias in a list is a pair of a sequence and a number.
-            yield from tokens_in(item[0] if _is_bias(item) else item)
+        for item in value:  # a bias in a list is a pair of a sequence and a number
+            is_pair = isinstance(item, list) and len(item) == 2
+            yield from tokens_in(item[0] if is_pair and isinstance(item[0], list | tuple) else item)
     else:
         yield int(value)
 
 
-def _is_bias(item: Any) -> bool:
-    return isinstance(item, list) and len(item) == 2 and isinstance(item[0], list | tuple)
-
-
 def _is_text(value: Any) -> bool:
     """Whether ``value`` is a text that UTF-8 has bytes for: lone surrogates have none."""
-    return (
-        isinstance(value, str) and value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
-    )
+    is_filled = isinstance(value, str) and value != ""
+    return is_filled and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def _is_strings(value: Any) -> bool:
     strings = [value] if isinstance(value, str) else value
-    return (
-        isinstance(strings, list | tuple | set) and len(strings) > 0 and all(map(_is_text, strings))
-    )
-
-
-def _are_names(value: Any) -> bool:
-    names = [value] if isinstance(value, str) else value
-    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    is_filled = isinstance(strings, list | tuple | set) and len(strings) > 0
+    return is_filled and all(map(_is_text, strings))
 
 
 def _are_breakers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(
         _is_text(item) or (_is_tokens(item) and item not in ([], ())) for item in value
     )
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
 
 
 def _builds(make: Callable[[Any], Any]) -> Callable[[Any], bool]:
@@ -176,7 +152,11 @@ FLAG_OR_PROMPT = Kind(
 )
 FLAG_OR_LAYERS = Kind(
     "True or False, or a list of layers",
-    _is_flag_or_layers,
+    lambda value: (
+        all(map(is_integer, value))
+        if isinstance(value, list | tuple | set | range)
+        else _is_flag(value)
+    ),
     option=FLAG.option,
     plain_types=(bool, int),
 )
@@ -189,7 +169,14 @@ SIZE = Kind(
     False,
     (int,),
 )
-NUMBER = Kind("a number", is_number, _plain_number, "a number", False, (int, float))
+NUMBER = Kind(
+    "a number",
+    is_number,
+    lambda value: value if isinstance(value, int | float) else float(value),
+    "a number",
+    False,
+    (int, float),
+)
 # Integers to a power grow without end.
 FLOAT = Kind("a number", is_number, float, "a number", False, (float,))
 TOKEN = Kind("a token id", _is_token, int, "an integer", False, (int,))
@@ -206,7 +193,12 @@ REPETITION = Kind(
     lambda value: isinstance(value, dict) or hasattr(value, "max_pattern_size"),
     RepetitionDetection.of,
 )
-PAIR = Kind("a pair (start, factor)", _is_pair)
+PAIR = Kind(
+    "a pair (start, factor)",
+    lambda value: (
+        isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+    ),
+)
 WORDS = Kind("a list of lists of token ids", _builds(_upstream("NoBadWordsLogitsProcessor")))
 BIASES = Kind(
     "a non-empty dictionary {(id, …): bias} or list [[[id, …], bias], …]",
@@ -227,7 +219,13 @@ WATERMARK = Kind(
 DFLASH = Kind("'dflash'", lambda value: isinstance(value, str) and value == "dflash")
 NAME = Kind("a name", lambda value: isinstance(value, str))
 BREAKERS = Kind("a list of strings, token ids and lists of token ids", _are_breakers)
-NAMES = Kind("a name or a list of names", _are_names)
+NAMES = Kind(
+    "a name or a list of names",
+    lambda value: (
+        isinstance(value, str)
+        or (isinstance(value, list | tuple) and all(isinstance(name, str) for name in value))
+    ),
+)
 ANY = Kind("text or JSON", lambda value: True)  # checked by the stage that reads it
 OBJECT = Kind("an object", lambda value: True, option=None)
 GRAMMAR = Kind(

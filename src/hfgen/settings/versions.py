@@ -17,10 +17,9 @@ class UntestedVersionWarning(UserWarning):
 
 @functools.cache
 def warn_if_untested() -> None:
-    """Say so, once in a process, if the installed transformers is not a tested one.
+    """Warn, once in a process, if the installed transformers is not a tested one.
 
-    To switch it off: ``warnings.filterwarnings("ignore", category=hfgen.settings.versions.UntestedVersionWarning)``, or
-    ``PYTHONWARNINGS="ignore:hfgen is not tested"``.
+    ``PYTHONWARNINGS="ignore:hfgen is not tested"`` switches it off.
     """
     import transformers
 

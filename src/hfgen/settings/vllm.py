@@ -45,10 +45,6 @@ def _bias(biases: Mapping[Any, float] | None) -> dict[str, Any]:
     return {"sequence_bias": {(int(token),): float(bias) for token, bias in biases.items()}}
 
 
-def _max_tokens(value: int | None) -> dict[str, Any]:
-    return {"max_new_tokens": TO_LAST_POSITION if value is None else value}
-
-
 def _stop(value: str | list[str] | None) -> dict[str, Any]:
     return {"stop_strings": [value] if isinstance(value, str) else value} if value else {}
 
@@ -113,7 +109,7 @@ PARAMS: dict[str, Param] = {
     "stop": Param(None, _stop),
     "stop_token_ids": Param(None, lambda value: {"stop_token_ids": value} if value else {}),
     "ignore_eos": Param(False, lambda value: {"ignore_eos": True} if value else {}),
-    "max_tokens": Param(16, _max_tokens),
+    "max_tokens": Param(16, lambda n: {"max_new_tokens": TO_LAST_POSITION if n is None else n}),
     "min_tokens": Param(0, lambda value: {"min_tokens": value} if value else {}),
     "logprobs": Param(None, _count("logprobs")),
     "prompt_logprobs": Param(None, _count("prompt_logprobs")),
@@ -155,8 +151,7 @@ PARAMS: dict[str, Param] = {
 def translated(params: dict[str, Any]) -> dict[str, Any]:
     """The fields of a generation config that say what ``params``, by vLLM's names, say there.
 
-    Greedy ones are without those of sampling, which transformers would warn of. Raises ``ValueError``
-    for a name that vLLM does not know, and for an unsupported field.
+    Greedy ones are without those of sampling, which transformers would warn of.
     """
     if unknown := [name for name in params if name not in PARAMS]:
         raise ValueError(f"SamplingParams does not know {with_suggestions(unknown, PARAMS)}.")

@@ -15,19 +15,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
 from ..settings.vllm import TO_LAST_POSITION
-from .run import Run
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-    from transformers.generation.streamers import BaseStreamer
-
-    from .rows import RowParams
-    from .run import Strategy
+from .rows import RowParams
+from .run import Run, Strategy
 
 ModelKwargs = dict[str, Any]
 
@@ -52,24 +48,23 @@ class Request:
     @property
     def runs_elsewhere(self) -> bool:
         """A repository's own ``generate`` or continuous batching runs the call, not hfgen's loop."""
-        is_paged = (
-            str(self.kwargs.get("cache_implementation")) == "paged"
-        )  # an array equals no text
-        return is_paged or isinstance(self.custom_generate, str)
+        cache_name = str(self.kwargs.get("cache_implementation"))  # an array equals no text
+        return cache_name == "paged" or isinstance(self.custom_generate, str)
 
     def has_default_lengths(self, model: Any) -> tuple[bool, bool]:
         """Return two bools: nobody set ``max_length``; nobody set ``min_length``."""
-        set_values: dict[str, Any] = {}
-        sources = [self.kwargs, vars(model.generation_config)]
-        if self.generation_config is not None:
-            sources.insert(1, vars(self.generation_config))
-        for values in sources:
+        own: Any = self.generation_config
+        found: dict[str, Any] = {}
+        for values in (
+            self.kwargs,
+            {} if own is None else vars(own),
+            vars(model.generation_config),
+        ):
             for name in ("max_new_tokens", "max_length", "min_length"):
-                if set_values.get(name) is None:
-                    set_values[name] = values.get(name)
-        ends_at_last_position = set_values["max_new_tokens"] == TO_LAST_POSITION
-        has_default_max_length = set_values["max_length"] is None and not ends_at_last_position
-        return has_default_max_length, set_values["min_length"] is None
+                if found.get(name) is None:
+                    found[name] = values.get(name)
+        is_endless = found["max_new_tokens"] == TO_LAST_POSITION
+        return found["max_length"] is None and not is_endless, found["min_length"] is None
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Request:

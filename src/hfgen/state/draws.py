@@ -25,9 +25,8 @@ TINY = 1e-30
 def draw(scores: Tensor, n: int) -> Tensor | None:
     """Indices ``(rows, n)`` that ``torch.multinomial(scores.softmax(dim=-1), n)`` would draw.
 
-    Returns ``None``, and draws nothing, if torch has to draw: many tokens are left, scores are invalid, two
-    ratios are too near to each other, or another version of torch draws in another way. (A uniform number of 0
-    for a token that was dropped, at a chance of 2 ** -53 each, would make torch draw that token.)
+    Returns ``None``, and draws nothing, if torch has to draw: many tokens are left, scores are invalid,
+    two ratios are too near to each other, or another version of torch draws in another way.
     """
     few = survivors.left_in(scores)
     if few is None or n > few.values.shape[1] or not draws_by_uniforms():

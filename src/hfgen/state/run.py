@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
 
+from .rows import RowParams
 from .seeds import RowChoice
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-    from transformers.generation.streamers import BaseStreamer
-    from transformers.utils import ModelOutput
-
     from .call import Call, ModelKwargs
-    from .rows import RowParams
-
 
 #: Arguments of one mode or another that no model's forward takes.
 OF_MODES = ("tokenizer", "streamer", "assistant_tokenizer", "assistant_model", "inputs_tensor")
@@ -63,9 +61,7 @@ class Run:
     finished: bool = False  # nothing is left to decode on this device; by the strategy's ``stop``
     #: Processed scores of each step, if asked for, as stopping criteria see them; written by ``step``.
     scores: tuple[torch.Tensor, ...] | None = None
-    speculation: Speculation | None = (
-        None  # how drafting went; by ``decoding/strategies/assisted.py``
-    )
+    speculation: Speculation | None = None  # how drafting went; by ``strategies/assisted.py``
     shares_prompts: bool = False  # in prefill and in the cache; by ``execution``
     rows_have_left: bool = False  # the cache has fewer than ``ids``; by ``execution.active_rows``
     tokenizer: Any = None
@@ -78,9 +74,7 @@ class Run:
     ahead: Any = None  # reads stop flags late; a ``running.ahead.Ahead``, written there
     is_streamed: bool = False  # somebody waits for each token
     invalid: Any = None  # which rows are lost (``strategies.base.InvalidScores``); by the strategy
-    body: Any = (
-        None  # for ``prompt_logprobs``: hidden states of the prefill, a ``prompt_logits.Body``
-    )
+    body: Any = None  # for ``prompt_logprobs``: states of the prefill, a ``prompt_logits.Body``
     prompts: torch.Tensor = field(init=False)  # the first ``ids``
 
     def __post_init__(self) -> None:
@@ -173,12 +167,9 @@ class Strategy(Protocol):
     * ``takes_rows = True``: prompts may differ (``hfgen.state.rows``), but for the fields in ``fields_of_call``.
     * ``reads_prompt(model, call)``: whether it needs hidden states of the whole prompt; default: no.
     * ``row_ends(run)``: see ``streaming.events.Rows``; without it, rows end at an EOS.
-
-    Observers ask two more methods, if it has them, about the newest step, behind ``stop``:
-
     * ``is_token(run, step)``: bools ``(rows, n_new)``, false for padding; ``None``: all are tokens.
-    * ``scored()``: rows and tokens ``(m,)`` that the step scored and that may be returned, where rows
-      have changed places since: beams. Then ``result`` has ``beam_indices``.
+    * ``scored()``: rows and tokens ``(m,)`` that the newest step scored and that may be returned, where
+      rows have changed places since: beams. Then ``result`` has ``beam_indices``.
     """
 
     def prefill(self, run: Run) -> ModelOutput | None:

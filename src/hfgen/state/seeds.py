@@ -8,14 +8,12 @@ processed (Gumbel coupling, arXiv 2408.07978).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from . import survivors
-
-if TYPE_CHECKING:
-    from .rows import RowParams
+from .rows import RowParams
 
 #: Multipliers of splitmix64 (Steele et al. 2014), and its increment, as signed integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -74,10 +72,7 @@ def _open_interval(x: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32, for keys and tokens that broadcast.
-
-    It is the logarithm of an exponential variable whose small values, which decide, are fine-grained.
-    """
+    """Standard Gumbel noise, float32, for keys and tokens that broadcast: fine-grained where it decides."""
     return -torch.log(-torch.log1p(-_open_interval(bits(keys, position, tokens))))
 
 

@@ -106,10 +106,7 @@ class Blocks:
 
 
 def is_large(scores: Tensor) -> bool:
-    """Whether it pays to search ``scores (rows, vocab)`` for the tokens that are left.
-
-    On an accelerator, to count them would be to wait for the device.
-    """
+    """Whether it pays to search ``scores`` for the tokens left; to count on a device is to wait for it."""
     return (
         scores.is_cpu
         and scores.dtype == torch.float32

@@ -72,10 +72,7 @@ def _space_sign(tokenizer: Any) -> str:
 def check_translation(
     model: Any, assistant: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the assistant's tokens cannot be translated.
-
-    Also raise if there is nothing to sample from, or the assistant would read the model's encoder.
-    """
+    """Raise ``TypeError`` or ``ValueError`` if the assistant's tokens cannot be translated."""
     sampling = ["get_vocab", "convert_ids_to_tokens"] if config.do_sample else []
     needed = ["decode", "encode", *sampling]
     for name in ("tokenizer", "assistant_tokenizer"):

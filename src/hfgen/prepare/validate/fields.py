@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ... import families
 from ...decoding import constraints
 from ...families import accepted_names
 from ...memory import caches
@@ -39,6 +38,10 @@ def _is_assistant(value: Any) -> bool:
     return isinstance(value, nn.Module) or hasattr(value, "generate") or is_drafter
 
 
+def _is_tokenizer(value: Any) -> bool:
+    return not isinstance(value, str)  # a name; tokenizers have no class in common
+
+
 #: Arguments that are no tensors: the test of each, and what it has to do.
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "generation_config": (
@@ -62,6 +65,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: callable(value) or isinstance(value, str),
         "be a callable or a repository's name or path",
     ),
+    **dict.fromkeys(
+        ("tokenizer", "assistant_tokenizer"),
+        (_is_tokenizer, "be a tokenizer, as AutoTokenizer.from_pretrained() loads it"),
+    ),
+    "cancel": (lambda value: isinstance(value, Cancellation), "be a hfgen.Cancellation"),
 }
 
 #: Arguments that are tensors with a row per prompt, if they are given.
@@ -74,38 +82,25 @@ TENSORS = (
 def check_request(request: Request) -> None:
     """Raise ``TypeError`` for an argument of ``generate`` that is of the wrong kind."""
     for name, (accepts, what) in ARGUMENTS.items():
-        value = getattr(request, name)
+        value = getattr(request, name, request.kwargs.get(name))
         if value is not None and not accepts(value):
             raise TypeError(f"`{name}` has to {what}, but is {_kind(value)}.")
-    for name in ("tokenizer", "assistant_tokenizer"):
-        tokenizer = request.kwargs.get(name)
-        if isinstance(tokenizer, str):  # a name; tokenizers have no class in common
-            loaded = "AutoTokenizer.from_pretrained() loads it"
-            raise TypeError(
-                f"`{name}` has to be a tokenizer, as {loaded}, but is {_kind(tokenizer)}."
-            )
-    cancellation = request.kwargs.get("cancel")
-    if cancellation is not None and not isinstance(cancellation, Cancellation):
-        raise TypeError(f"`cancel` has to be a hfgen.Cancellation, but is {_kind(cancellation)}.")
     for name in ("logits_processor", "stopping_criteria"):
         for function in getattr(request, name) or ():
             if not callable(function):
                 raise TypeError(f"`{name}` has to hold callables, but holds {_kind(function)}.")
     for name in TENSORS:
-        tensor = getattr(request, name, request.kwargs.get(name))
-        if tensor is not None and not isinstance(tensor, torch.Tensor):
-            advice = _advice(tensor)
+        if (tensor := getattr(request, name, request.kwargs.get(name))) is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            advice = "Use torch.tensor(...)."
+            if hasattr(tensor, "input_ids") or isinstance(tensor, dict):
+                advice = "Unpack it: generate(**inputs)."
+            elif any(isinstance(text, str) for text in (tensor if _is_list(tensor) else [tensor])):
+                advice = "Tokenize it: generate(**tokenizer(text, return_tensors='pt'))."
             raise TypeError(f"`{name}` has to be a tensor, but is {_kind(tensor)}. {advice}")
-        if tensor is not None and tensor.ndim == 0:
+        if tensor.ndim == 0:
             raise IndexError(f"`{name}` has to be (batch, …), but is one number, {tensor}.")
-
-
-def _advice(value: Any) -> str:
-    if hasattr(value, "input_ids") or isinstance(value, dict):
-        return "Unpack it: generate(**inputs)."
-    if isinstance(value, str) or (_is_list(value) and any(isinstance(text, str) for text in value)):
-        return "Tokenize it: generate(**tokenizer(text, return_tensors='pt'))."
-    return "Use torch.tensor(...)."
 
 
 def _kind(value: Any) -> str:
@@ -151,10 +146,9 @@ CHECKED_FIELDS = [(name, row) for name, row in FIELDS.items() if row.kind not in
 
 
 def check_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values of the fields that are set otherwise: to ``8.0``, ``tensor(8)``, a JSON schema.
+    """Return plain values of the fields that are set otherwise: to ``8.0``, ``tensor(8)``, a schema.
 
-    Raises ``FieldError`` or ``ValueError`` for the first field that cannot have its value. Warns of a value
-    out of range that upstream takes for "off".
+    Raises ``FieldError`` or ``ValueError`` for a value that a field cannot have.
     """
     plain_values = {}
     for name, row in CHECKED_FIELDS:
@@ -182,16 +176,6 @@ def check_fields(values: dict[str, Any]) -> dict[str, Any]:
     return plain_values
 
 
-def require_positions(model: Any) -> int:
-    """How many positions the model has; ``ValueError`` if their number is not limited."""
-    if (n := families.max_positions(model)) is None:
-        raise ValueError(
-            "`max_tokens=None` ends a row at the model's positions, but the config of "
-            f"{type(model).__name__} has no number of them: set `max_tokens`."
-        )
-    return n
-
-
 def check_config(call: Call) -> None:
     """Raise ``ValueError``, before an encoder runs, for a field that lacks what it works with."""
     tokenizer = call.mode_kwargs.get("tokenizer")
@@ -200,12 +184,9 @@ def check_config(call: Call) -> None:
         ignores_eos |= bool(getattr(config, "ignore_eos", False))
         if (penalty := config.exponential_decay_length_penalty) is not None:
             require_eos(config.eos_token_id, penalty)
-        for name in ON_OUTPUT:
+        for name in () if config.return_dict_in_generate else ON_OUTPUT:
             value = getattr(config, name, None)
-            is_asked = (
-                value is not None and value is not False
-            )  # 0 is a number of log-probabilities
-            if is_asked and not config.return_dict_in_generate:
+            if value is not None and value is not False:  # 0 is a number of log-probabilities
                 raise ValueError(
                     f"`{name}`={value!r} returns its results on the output object: set "
                     "`return_dict_in_generate=True` as well."
@@ -213,8 +194,9 @@ def check_config(call: Call) -> None:
         for name in ("stop_strings", "bad_words", "stop_regex"):
             if (value := getattr(config, name, None)) is not None:
                 require_tokenizer(tokenizer, name, value)
-        if (patterns := getattr(config, "stop_regex", None)) is not None:
-            _check_patterns([patterns] if isinstance(patterns, str) else patterns)
+        patterns = getattr(config, "stop_regex", None)
+        for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+            _check_pattern(pattern)
         if getattr(config, "thinking_token_budget", None) is not None:
             _check_thinking(config, tokenizer)
         if tokenizer is None and getattr(config, "dry_multiplier", None):
@@ -244,35 +226,30 @@ STOPS = (
 ).split()
 
 
-def _check_patterns(patterns: Any) -> None:
-    for pattern in patterns:
-        try:
-            matches_nothing = re.compile(pattern).search("") is not None
-        except re.error as error:
-            raise ValueError(f"`stop_regex` {pattern!r} does not compile: {error}.") from None
-        if matches_nothing:
-            raise ValueError(
-                f"`stop_regex` {pattern!r} matches the empty text: every row would end at its first "
-                "token."
-            )
+def _check_pattern(pattern: str) -> None:
+    try:
+        matches_nothing = re.compile(pattern).search("") is not None
+    except re.error as error:
+        raise ValueError(f"`stop_regex` {pattern!r} does not compile: {error}.") from None
+    if matches_nothing:
+        raise ValueError(
+            f"`stop_regex` {pattern!r} matches the empty text: every row would end at its first token."
+        )
 
 
 def _check_thinking(config: Any, tokenizer: Any) -> None:
-    names = ("thinking_start", "thinking_end", "thinking_message")
-    markers = {name: getattr(config, name) for name in names}
-    for name in names[:2]:
-        if markers[name] is None:
+    for name in ("thinking_start", "thinking_end", "thinking_message"):
+        marker = getattr(config, name)
+        if marker is None and name != "thinking_message":
             raise ValueError(f"`thinking_token_budget` needs the marker `{name}`, which is None.")
-    for name, marker in markers.items():
         if isinstance(marker, str) and tokenizer is None:
             raise ValueError(
                 f"`thinking_token_budget` needs the tokens of `{name}`={marker!r}: pass the model's "
                 f"tokenizer to `generate` as `tokenizer`, or token ids as `{name}`."
             )
-    if markers["thinking_start"] == markers["thinking_end"]:
+    if (start := config.thinking_start) == config.thinking_end:
         raise ValueError(
-            "`thinking_start` and `thinking_end` have to differ, but both are "
-            f"{markers['thinking_start']!r}."
+            f"`thinking_start` and `thinking_end` have to differ, but both are {start!r}."
         )
 
 
@@ -304,9 +281,10 @@ def validate_generated_length(
     if config.constraints is not None or config.force_words_ids is not None:
         constraints.check_room(config, longest - input_ids_length)
     if has_default_max_length and config.max_new_tokens is None:
-        _warn(
+        warnings.warn(
             f"No length was asked for, so up to {longest} tokens are generated, the default "
-            "`max_length`. Set `max_new_tokens`."
+            "`max_length`. Set `max_new_tokens`.",
+            stacklevel=2,
         )
     if input_ids_length >= longest:
         name = "decoder_input_ids" if self.config.is_encoder_decoder else "input_ids"
@@ -320,11 +298,8 @@ def validate_generated_length(
         length = value if field == "min_length" else value + input_ids_length
         if length > longest:
             default = " (its default)" if has_default_max_length else ""
-            _warn(
+            warnings.warn(
                 f"`{field}`={value} asks for {length} tokens in all, more than `max_length`={longest}{default}: "
-                "generation stops at `max_length`."
+                "generation stops at `max_length`.",
+                stacklevel=2,
             )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=3)

@@ -43,8 +43,7 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
         _check_ids("input_ids", main, table)
     elif name == "inputs_embeds" and is_read:
         width = main.shape[-1] if table is None else table.embedding_dim
-        fits = main.ndim == 3 and main.shape[2] == width
-        if not fits:
+        if main.ndim != 3 or main.shape[2] != width:
             raise _wrong_shape("inputs_embeds", main, f"be (batch, length, {width})")
     if model_kwargs.get("attention_mask") is not None:
         _check_mask(model, call, prompt)
@@ -53,11 +52,8 @@ def check_prompt(model: Any, call: Call, prompt: Prompt) -> None:
     _check_fields_with_tokens(model, call, prompt)
     if is_text and call.request.negative_prompt_ids is not None:
         _check_negative_prompt(call, prompt, table)
-    if (
-        is_text
-        and model_kwargs.get("position_ids") is not None
-        and not model.config.is_encoder_decoder
-    ):
+    has_positions = model_kwargs.get("position_ids") is not None
+    if is_text and has_positions and not model.config.is_encoder_decoder:
         _check_position_ids(model, call, prompt)
     if model_kwargs.get(families.cache_argument(model)) is not None:
         check_cache(model, call, prompt)
@@ -107,10 +103,8 @@ def _check_ids(name: str, ids: torch.Tensor, table: nn.Embedding | None) -> None
 
 
 def _check_mask_of(name: str, ids: torch.Tensor, mask_name: str, mask: torch.Tensor | None) -> None:
-    if mask is not None:
-        fits = mask.ndim == 2 and len(mask) == len(ids)
-        if not fits:
-            raise _wrong_shape(mask_name, mask, f"have the shape of `{name}`, {tuple(ids.shape)}")
+    if mask is not None and (mask.ndim != 2 or len(mask) != len(ids)):
+        raise _wrong_shape(mask_name, mask, f"have the shape of `{name}`, {tuple(ids.shape)}")
 
 
 def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | None) -> None:
@@ -120,13 +114,11 @@ def _check_negative_prompt(call: Call, prompt: Prompt, table: nn.Embedding | Non
         return
     _check_ids(name, ids, table)
     n_rows = prompt.batch_size * max(call.config.num_beams, call.config.num_return_sequences)
-    fits = ids.numel() > 0 and n_rows % len(ids) == 0
-    if not fits:
-        raise _wrong_shape(
-            name, ids, f"hold one row, or one for each of {prompt.batch_size} prompts"
-        )
+    if ids.numel() == 0 or n_rows % len(ids):
+        what = f"hold one row, or one for each of {prompt.batch_size} prompts"
+        raise _wrong_shape(name, ids, what)
     mask_name = "negative_prompt_attention_mask"
-    _check_mask_of(name, ids, mask_name, call.request.negative_prompt_attention_mask)
+    _check_mask_of(name, ids, mask_name, getattr(call.request, mask_name))
 
 
 def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
@@ -136,8 +128,7 @@ def _check_decoder_ids(model: Any, prompt: Prompt) -> None:
     if (table := families.token_embedding(decoder)) is None:
         return
     _check_ids(name, ids, table)
-    fits = len(ids) == rows and ids.shape[1] > 0
-    if not fits:
+    if len(ids) != rows or ids.shape[1] == 0:
         raise _wrong_shape(name, ids, f"hold {rows} rows of tokens, one per row of the input")
     _check_mask_of(name, ids, "decoder_attention_mask", mask)
 
@@ -152,10 +143,9 @@ def _check_position_ids(model: Any, call: Call, prompt: Prompt) -> None:
     is_repeated = max(call.config.num_beams, call.config.num_return_sequences) > 1
     n_rows = (prompt.batch_size,) if is_repeated else (1, prompt.batch_size)
     fits = positions.ndim == 2 and positions.shape[0] in n_rows and positions.dtype != torch.bool
-    fits = (fits or is_flat) and (is_continued or not is_short)
-    shape = tuple(ids.shape[:2])
-    if not fits:
-        raise _wrong_shape("position_ids", positions, f"be (batch, length), {shape} here")
+    if not (fits or is_flat) or (is_short and not is_continued):
+        what = f"be (batch, length), {tuple(ids.shape[:2])} here"
+        raise _wrong_shape("position_ids", positions, what)
     if table is None or positions.device.type == "meta" or positions.numel() == 0:
         return
     last, (lowest, highest) = families.n_positions(table) - 1, positions.aminmax()
@@ -245,8 +235,7 @@ def _check_mask(model: Any, call: Call, prompt: Prompt) -> None:
         return
     if getattr(prompt.model_kwargs.get("encoder_outputs"), "attention_mask", None) is not None:
         return  # an encoder with a mask of its own adds to the tokens: UDOP, the parts of an image
-    is_table = mask.ndim == 2 or (mask.ndim > 2 and name == "inputs_embeds")
-    if not is_table:
+    if mask.ndim < 2 or (mask.ndim > 2 and name != "inputs_embeds"):
         raise _wrong_shape("attention_mask", mask, "be (batch, length)")
     if mask.ndim != 2 or main.ndim < 2:
         return
@@ -257,9 +246,8 @@ def _check_mask(model: Any, call: Call, prompt: Prompt) -> None:
         fits = shape[0] == expected[0] and shape[1] >= expected[1]
     if mask.device.type == "meta":
         return
-    what = f"have the shape of `{name}`, {expected}"
-    fits = fits or _is_idle(model, call.config, prompt, mask)
-    if not fits:
+    if not fits and not _is_idle(model, call.config, prompt, mask):
+        what = f"have the shape of `{name}`, {expected}"
         raise _wrong_shape("attention_mask", mask, what, ValueError)
     if mask.numel() == 0:
         return
@@ -293,9 +281,7 @@ def _check_length(model: Any, length: int, positions: int) -> None:
     table = families.position_table(model)
     if table is not None and families.n_positions(table) < length:
         raise IndexError(f"{message}.")
-    if any(
-        getattr(module, "rope_type", None) == "default" for module in families.modules_of(model)
-    ):
+    if "default" in (getattr(module, "rope_type", 0) for module in families.modules_of(model)):
         logger.warning_once(
             f"{message}, or set rotary scaling: quality drops beyond the positions of the training."
         )

@@ -11,16 +11,10 @@ IN_STEP = "With `synced_gpus` all ranks have to forward as often"
 
 
 def check_ranks(model: Any, call: Call) -> None:
-    """Raise ``ValueError`` for what the ranks of a call cannot do together.
-
-    With ``synced_gpus``, the default for sharded parameters: forwards whose number depends on tokens. With
-    tensor parallelism: heads that cannot be divided, and what ends at another token on another rank.
-    """
-    if (ranks := call.ranks) is None:
-        return
-    if ranks.is_synced:
+    """Raise ``ValueError`` for what the ranks of a call cannot do together."""
+    if call.ranks.is_synced:
         _check_forwards(model, call)
-    if ranks.tensor_group is not None:
+    if call.ranks.tensor_group is not None:
         _check_heads(model, int(model._tp_size))
         _check_clocks(call, families.is_sharded(model))
 
@@ -28,16 +22,14 @@ def check_ranks(model: Any, call: Call) -> None:
 def _check_forwards(model: Any, call: Call) -> None:
     config, assistant = call.config, call.request.assistant_model
     is_assistant_sharded = hasattr(assistant, "modules") and families.is_sharded(assistant)
-    drafts_beside = config.assistant_early_exit is not None or is_assistant_sharded
     if any(each.guidance_scale not in (None, 1) for each in call.configs):
+        reason = ""
         if model.config.is_encoder_decoder:
             reason = f"the second branch of {type(model).__name__} runs its encoder as well"
         elif config.penalty_alpha is not None:
             reason = "contrastive search forwards its candidates within a step"
-        elif drafts_beside:
+        elif config.assistant_early_exit is not None or is_assistant_sharded:
             reason = "drafts of sharded parameters are forwarded besides the loop, too"
-        else:
-            reason = ""
         if reason:
             raise ValueError(
                 f"{IN_STEP}: `guidance_scale` is refused, since {reason}. Leave it out."
@@ -78,11 +70,8 @@ def _check_heads(model: Any, n_ranks: int) -> None:
 
 
 def _check_clocks(call: Call, is_sharded: bool) -> None:
-    clocks = {
-        "max_time": any(each.max_time is not None for each in call.configs),
-        "cancel": call.request.kwargs.get("cancel") is not None,
-    }
-    if (name := next((name for name, is_given in clocks.items() if is_given), None)) is None:
+    has_limit = any(each.max_time is not None for each in call.configs)
+    if not has_limit and call.request.kwargs.get("cancel") is None:
         return
     if not call.ranks.is_synced:
         advice = "Pass `synced_gpus=True` with it: all ranks then end with the first"
@@ -92,4 +81,5 @@ def _check_clocks(call: Call, is_sharded: bool) -> None:
         advice = "Pass it for all prompts alike, which then end together on all ranks"
     else:
         return
+    name = "max_time" if has_limit else "cancel"
     raise ValueError(f"`{name}` may end one rank a token before another. {advice}.")
