@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..settings.requirements import require_tokenizer
+from ..settings.fields import require_tokenizer
 from ..state.run import Run, Strategy
 from .loop import finish
 from .outputs import GenerateOutput

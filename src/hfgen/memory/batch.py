@@ -41,10 +41,7 @@ def row_dim(name: str, tensor: Tensor) -> int:
 
 
 def take_rows(value: Any, index: Tensor, n_rows: int, name: str = "") -> Any:
-    """The rows ``index (wanted,)`` of an argument of forward that has ``n_rows``.
-
-    Tensors with another number of rows, such as positions ``(1, length)``, and tuples of states stay.
-    """
+    """The rows ``index (wanted,)`` of an argument of forward that has ``n_rows``; others stay."""
     if isinstance(value, ModelOutput):
         return type(value)(**{key: take_rows(v, index, n_rows, key) for key, v in value.items()})
     if not isinstance(value, Tensor):
@@ -67,8 +64,7 @@ def map_outputs(outputs: ModelOutput, take: Change, rows_of_states: int) -> None
         elif isinstance(value, tuple):
             dim = rows_of_states if name.endswith("hidden_states") else 0
             outputs[name] = tuple(
-                take(v, dim if v.ndim == 4 else 0) if isinstance(v, torch.Tensor) else v
-                for v in value
+                take(v, dim if v.ndim == 4 else 0) if isinstance(v, Tensor) else v for v in value
             )
 
 
@@ -113,17 +109,6 @@ class Batch:
         a mask that hides both. Raises ``ValueError``, before anything is changed, if arguments or
         caches cannot be joined. A cache writes the rows that join, and seldom the others.
         """
-        joined = self.joined_arguments(other)
-        for name, cache in self.caches.items():
-            joining.append(cache, other.caches[name])
-            joined[name] = cache
-        both = (self.ids, other.ids)
-        length = max(ids.shape[1] for ids in both)
-        padded = [F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id) for ids in both]
-        self.ids, self.model_kwargs = torch.cat(padded), joined
-
-    def joined_arguments(self, other: Batch) -> ModelKwargs:
-        """The arguments of both without caches. Raises ``ValueError`` if ``other`` cannot be appended."""
         arguments, added = _with_masks(self, other)
         joined: ModelKwargs = {}
         for name in arguments.keys() | added.keys():
@@ -140,13 +125,19 @@ class Batch:
                     "its other part attends to. Decode these prompts with `generate`."
                 )
             joining.check(cache, other.caches[name])
-        return joined
+        for name, cache in self.caches.items():
+            joining.append(cache, other.caches[name])
+            joined[name] = cache
+        both = (self.ids, other.ids)
+        length = max(ids.shape[1] for ids in both)
+        padded = [F.pad(ids, (length - ids.shape[1], 0), value=pad_token_id) for ids in both]
+        self.ids, self.model_kwargs = torch.cat(padded), joined
 
     def leave(self, row: int) -> None:
         """Remove ``row``: the last row takes its place, caches in place.
 
-        Raises ``ValueError``, before anything is changed, for a row that is not there, for the only one,
-        and for caches whose layers do not declare how rows leave.
+        Raises ``ValueError``, before anything is changed, for the only row, one that is not there, and
+        caches whose layers do not declare how rows leave.
         """
         last = len(self) - 1
         if not 0 <= row <= last or last == 0:
@@ -157,10 +148,7 @@ class Batch:
         self.move(torch.tensor([last if i == row else i for i in range(last)]))
 
     def extract(self, index: Tensor) -> Batch:
-        """A batch of the rows ``index (wanted,)``, states copied; these rows stay.
-
-        Raises ``ValueError`` for caches whose layers do not declare how rows leave.
-        """
+        """A batch of copies of the rows ``index (wanted,)``; these stay. Raises as ``leave``."""
         index = index.to(self.ids.device)
         extracted = {id(cache): joining.extract(cache, index) for cache in self.caches.values()}
         kwargs: ModelKwargs = {
@@ -170,11 +158,7 @@ class Batch:
         return Batch(self.ids[index], kwargs)
 
     def move(self, index: Tensor) -> None:
-        """``take`` of no more rows than there are: ``index (wanted,)``. Caches do not write rows that stay.
-
-        Raises ``ValueError``, before anything is changed, for caches whose layers do not declare how rows
-        join and leave.
-        """
+        """``take`` of no more rows, without writing those that stay. Raises as ``leave``."""
         changed = (index != torch.arange(len(index), device=index.device)).nonzero().flatten()
         if len(changed) or len(index) < len(self):
             index, changed = index.to(self.ids.device), changed.to(self.ids.device)
@@ -183,10 +167,9 @@ class Batch:
             self.take_arguments(index)
 
     def trim(self, n_tokens: int) -> None:
-        """Drop the first ``n_tokens`` columns, which are padding in all rows; caches do not copy.
+        """Drop the first ``n_tokens`` columns, padding in all rows; an encoder's stay. Caches do not copy.
 
-        Columns of an encoder stay. Raises ``ValueError``, before anything is changed, if there are not
-        more columns than that, and for caches whose layers do not declare how columns are trimmed.
+        Raises ``ValueError``, before anything is changed, if there are no more columns, and as ``leave``.
         """
         length = self.ids.shape[1]
         if not 0 <= n_tokens < length:
@@ -218,19 +201,14 @@ def _own_mask(kwargs: ModelKwargs) -> str:
 
 
 def _with_masks(batch: Batch, other: Batch) -> list[ModelKwargs]:
-    """The arguments of both batches.
-
-    If a batch has a mask, or lengths differ, then a mask of ones stands where none was given. The same
-    holds for the mask over an encoder's states.
-    """
+    """The arguments of both, with masks of ones where only one has a mask, or lengths differ."""
     both = [(b.ids, dict(b.model_kwargs)) for b in (batch, other)]
     name = _own_mask(batch.model_kwargs)
     has_mask = any(kwargs.get(name) is not None for _, kwargs in both)
     if has_mask or batch.ids.shape[1] != other.ids.shape[1]:
         for ids, kwargs in both:
-            own_name = _own_mask(kwargs)
-            if kwargs.get(own_name) is None:
-                kwargs[own_name] = torch.ones_like(ids)
+            if kwargs.get(name) is None:
+                kwargs[name] = torch.ones_like(ids)
     encoded: list[Any] = [kwargs.get("encoder_outputs") for _, kwargs in both]
     if None not in encoded:
         has_mask = any(kwargs.get("attention_mask") is not None for _, kwargs in both)
@@ -245,24 +223,18 @@ def _with_masks(batch: Batch, other: Batch) -> list[ModelKwargs]:
 
 
 def _joined(name: str, one: Any, two: Any, n_rows: tuple[int, int]) -> Any:
-    """An argument of both batches. Raises ``ValueError`` for values without rows that differ."""
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        return _joined_tensors(name, one, two, n_rows)
+    """An argument of both, padded on the left along tokens. Raises ``ValueError`` for what does not fit."""
     if isinstance(one, ModelOutput) and isinstance(two, ModelOutput) and one.keys() == two.keys():
         return type(one)(**{key: _joined(key, one[key], two[key], n_rows) for key in one})
-    try:
-        is_same = one is two or bool(one == two)
-    except RuntimeError:  # lists of tensors, which may have rows
-        is_same = False
-    if not is_same:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        try:
+            is_same = one is two or bool(one == two)
+        except RuntimeError:  # lists of tensors, which may have rows
+            is_same = False
+        if is_same:
+            return one
         raise ValueError(f"Rows cannot be joined: `{name}` is {one!r:.60} in one and {two!r:.60}.")
-    return one
-
-
-def _joined_tensors(name: str, one: Tensor, two: Tensor, n_rows: tuple[int, int]) -> Tensor:
-    """Both along the rows; a tensor with a column per token is padded on the left to the longer one."""
-    dim = row_dim(name, one)
-    parts = []
+    dim, parts = row_dim(name, one), []
     for tensor, n in zip((one, two), n_rows, strict=True):
         if tensor.ndim > dim and tensor.shape[dim] == 1 != n:  # shared by all rows
             tensor = tensor.expand(*tensor.shape[:dim], n, *tensor.shape[dim + 1 :])

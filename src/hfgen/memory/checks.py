@@ -84,10 +84,7 @@ def _check_length(model: Any, name: str, cache: Cache, prompt: Prompt) -> None:
 
 @contextmanager
 def explaining_misfit(model: Any, cache: Any) -> Iterator[None]:
-    """Replace errors of updates whose keys do not fit the caller's ``cache`` by errors that explain it.
-
-    The first layer's update is the check, since configs do not say reliably what a model caches.
-    """
+    """Replace errors of updates that do not fit the caller's ``cache`` by errors that explain it."""
     layers = cache_layers.layers_of(cache)
     shape = _shape_of_keys(layers)
     try:

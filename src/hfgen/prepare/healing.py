@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.tokenization_python import ExtensionsTrie
 
-from ..settings.requirements import require_tokenizer
+from ..settings.fields import require_tokenizer
 from ..state.call import Prompt
 
 

@@ -16,8 +16,8 @@ from ..families import parameters
 from ..memory.batch import row_dim
 from ..memory.caches import cache_kind
 from ..running.row_states import is_row_wise
+from ..settings.fields import require_tokenizer
 from ..settings.logs import logger
-from ..settings.requirements import require_tokenizer
 from ..state.call import Call, ModelKwargs, Prompt, SharedPrompt
 from . import rows, validate
 from .healing import follow_length, heal_tokens

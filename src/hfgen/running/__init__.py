@@ -4,7 +4,7 @@ Read ``executor.py`` first: it forwards prompts (``prefill.py`` in parts, ``shar
 rows) and steps (``step_inputs.py`` makes their arguments). A step is launched
 
 * kernel by kernel, by the model's own call;
-* by a compiled forward (``compiled.py``), on a cache of fixed length;
+* by a compiled forward, on a cache of fixed length;
 * as a recorded CUDA graph (``graphs.py``, ``recorders.py``), with ``use_cuda_graph``.
 
 ``hfgen.optimize`` changes what is launched: kernels of ``linears/``, and one graph for all decoder layers
@@ -12,16 +12,10 @@ rows) and steps (``step_inputs.py`` makes their arguments). A step is launched
 whether the call is over.
 """
 
-from .executor import Executor, call, last_logits, next_token, prefill
-from .padding import hides_padding
-from .step_inputs import resized
-
-__all__ = [
-    "Executor",
-    "call",
-    "hides_padding",
-    "last_logits",
-    "next_token",
-    "prefill",
-    "resized",
-]
+from .executor import Executor as Executor
+from .executor import call as call
+from .executor import last_logits as last_logits
+from .executor import next_token as next_token
+from .executor import prefill as prefill
+from .padding import hides_padding as hides_padding
+from .step_inputs import resized as resized

@@ -1,11 +1,9 @@
 """Late stop checks: the next forward is launched before the host reads whether the call has ended.
 
-Whether a call is over is known on the device as soon as the newest tokens are. A host that reads it at
-once waits until the device has caught up, and then the device waits for the host. Here the flags are on
-their way to the host while the next forward computes. If the call turns out to be over, that forward is
-dropped: it has written to the call's own cache, which nobody sees. Nothing else has been done by then, so
-that draws of torch's generator, scores, callbacks and outputs are those of immediate checks. Transformers'
-``DeferredStopCheck`` (5.23, on MPS) reads one whole step late; its generator has drawn once more.
+A host that reads the flags at once waits for the device, and then the device waits for the host. Here
+they are on their way to the host while the next forward computes. If the call turns out to be over, that
+forward is dropped: it has written to the call's own cache, which nobody sees, and nothing else has been
+done. (Transformers' ``DeferredStopCheck`` reads one whole step late; its generator has drawn once more.)
 """
 
 from __future__ import annotations
@@ -79,8 +77,7 @@ def forward_ahead(run: Run, strategy: Any) -> ModelOutput | None:
 def _is_wanted(run: Run, strategy: Any) -> bool:
     """Whether checking late pays: the host is ahead of the device, and no stream waits for each token.
 
-    A forward of which each kernel is launched by the host keeps the host busy for as long as the
-    device, and one more of them is what an EOS then costs. On MPS transformers checks late, too.
+    It is not where the host launches each kernel: an EOS would cost one more forward.
     """
     if ALWAYS:
         return True

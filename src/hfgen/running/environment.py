@@ -26,6 +26,8 @@ TRIED_IDS = (1, 5, 11, 23, 47, 95, 191, 383)
 
 def of(model: Any, tokenizer: Any = None) -> dict[str, dict[str, str]]:
     """Values by name in each of ``SECTIONS``. All weights are read, and ``TRIED_IDS`` are forwarded."""
+    device = model.device
+    is_cuda = device.type == "cuda"
     return {
         "versions": {
             "hfgen": __version__,
@@ -33,7 +35,14 @@ def of(model: Any, tokenizer: Any = None) -> dict[str, dict[str, str]]:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "machine": _machine(model),
+        "machine": {
+            "processor": torch.cuda.get_device_name(device) if is_cuda else processor_name(),
+            "device": device.type,
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "onednn": str(torch.backends.mkldnn.enabled),
+            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        },
         "model": _model(model),
         "kernels": _kernels(model),
         "weights": {name: digest(tensor) for name, tensor in sorted(model.state_dict().items())},
@@ -42,26 +51,12 @@ def of(model: Any, tokenizer: Any = None) -> dict[str, dict[str, str]]:
     }
 
 
-def _machine(model: Any) -> dict[str, str]:
-    device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    return {
-        "processor": name,
-        "device": device.type,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(torch.get_num_threads()),
-        "onednn": str(torch.backends.mkldnn.enabled),
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-    }
-
-
 def processor_name() -> str:
     """The processor's name as the system tells it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(
-                line.split(":")[1].strip() for line in file if line.startswith("model name")
-            )
+            names = (line.split(":")[1] for line in file if line.startswith("model name"))
+            return next(names).strip()
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
 
@@ -70,16 +65,13 @@ def _model(model: Any) -> dict[str, str]:
     configs = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "_attn_implementation_autoset"):
         configs.pop(name, None)
+    has_adapters = getattr(model, "_hf_peft_config_loaded", False)
     return {
         "class": type(model).__name__,
         **fingerprint.settings(model),
         "config": fingerprint.digest_of_text(sorted(configs.items(), key=str)),
         "parameters": f"{sum(weight.numel() for weight in model.parameters()):,}",
-        "adapters": str(
-            getattr(model, "active_adapters", "")
-            if getattr(model, "_hf_peft_config_loaded", 0)
-            else ""
-        ),
+        "adapters": str(getattr(model, "active_adapters", "") if has_adapters else ""),
     }
 
 
@@ -98,9 +90,7 @@ def _tokenizer(tokenizer: Any) -> dict[str, str]:
     if tokenizer is None:
         return {}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules: dict[str, Any] = (
-        tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    )
+    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
     calls = ("padding", "truncation")  # of the last call
     text = repr(sorted((name, rule) for name, rule in rules.items() if name not in calls))
     chat = str(getattr(tokenizer, "chat_template", None))
@@ -119,11 +109,8 @@ def _operations(model: Any) -> dict[str, str]:
 
         return hook
 
-    handles = [
-        module.register_forward_hook(note(name))
-        for name, module in model.named_modules()
-        if not any(module.children())
-    ]
+    leaves = [(name, leaf) for name, leaf in model.named_modules() if not any(leaf.children())]
+    handles = [leaf.register_forward_hook(note(name)) for name, leaf in leaves]
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.tensor([[token % vocab for token in TRIED_IDS]], device=model.device)
     training = model.training

@@ -1,18 +1,16 @@
-"""``Executor``: the interface through which a strategy runs the model. All forwards are made here.
-
-A prompt is forwarded by the model's hook ``_prefill``. A step is launched in one of three ways: kernel by
-kernel, by a compiled forward (``compiled.py``), or as a recorded CUDA graph (``graphs.py``).
-"""
+"""``Executor``: the interface through which a strategy runs the model. All forwards are made here."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config as fx_config
 from transformers import Cache, GenerationConfig
 from transformers import GenerationMixin as UpstreamMixin
 from transformers.utils import ModelOutput
@@ -20,10 +18,10 @@ from transformers.utils import ModelOutput
 from .. import families
 from ..families import parameters
 from ..memory.caches import layers
+from ..memory.caches.static import visible_length
 from ..state.call import ModelKwargs
 from ..state.run import Run
 from . import shared_prompt
-from .compiled import Compiled
 from .graphs import Recorded, recorded_forward
 from .prefill import prefill_in_chunks
 from .step_inputs import resized
@@ -34,13 +32,14 @@ _upstream_criteria = UpstreamMixin._valid_auto_compile_criteria
 #: Compiled layers look at their guards again where one cache is in another call.
 _numbers = itertools.count()
 
+#: By number of dimensions of an input, those whose sizes differ between calls: rows, keys, and lengths.
+DYNAMIC_DIMS = {4: (0, 3), 3: (0, 1), 2: (0, 1), 1: (0,)}
+#: Names of forward's inputs that have a row per row.
+IDS = ("decoder_input_ids", "input_ids", "inputs_embeds")
+
 
 class Executor:
-    """Runs the model of one call, through the hooks of its class.
-
-    It launches decoding steps in one of three ways: plain, compiled, or recorded. A recorded forward
-    overwrites the outputs of the last one.
-    """
+    """Runs the model of one call, through the hooks of its class."""
 
     def __init__(self, run: Run, may_compile: bool = False, may_record: bool = False) -> None:
         if isinstance(cache := run.model_kwargs.get("past_key_values"), Cache):
@@ -145,10 +144,7 @@ def uncached_length(
     model_kwargs: ModelKwargs,
     embeds: torch.Tensor | None = None,
 ) -> int | None:
-    """Return how many tokens of the prompt the cache does not hold; ``None``: forward all of ``input_ids``.
-
-    Raises ``ValueError`` if the cache holds all decoder ids, so that no token would get logits.
-    """
+    """Return how many tokens of the prompt the cache does not hold; ``None``: forward all ``input_ids``."""
     if (cache := model_kwargs.get("past_key_values")) is None:
         return None
     if embeds is not None:
@@ -169,6 +165,42 @@ def uncached_length(
 
 
 # ---------------------------------------------------------------- how a step is launched
+
+
+class Compiled:
+    """A model's compiled forward, not compiled again for another batch or another filled length."""
+
+    def __init__(self, model: Any, compile_config: Any, cache: Any) -> None:
+        compiled = getattr(vars(model).get("_compiled_call"), "_torchdynamo_orig_callable", None)
+        if getattr(compiled, "__self__", model) is not model:
+            del model._compiled_call  # a copied model has that of the one that it is a copy of
+        self.forward = model.get_compiled_call(compile_config)
+        self.visible = visible_length(cache)
+        if self.visible is not None:
+            self.visible.is_coarse = True
+
+    def __call__(self, **inputs: Any) -> Any:
+        from torch._dynamo.utils import counters  # takes a second: not for those who do not compile
+
+        for value in inputs.values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    for dim in DYNAMIC_DIMS.get(tensor.ndim, ()):
+                        if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
+                            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), None)
+        several_rows: Any = nullcontext()
+        # A graph for several rows takes a single one, too. An older torch compiles again.
+        if ids is not None and len(ids) > 1 and hasattr(fx_config, "backed_size_oblivious"):
+            several_rows = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        n_graphs = counters["stats"]["unique_graphs"]
+        with several_rows:
+            outputs = self.forward(**inputs)
+        if counters["stats"]["unique_graphs"] != n_graphs:
+            gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them
+        if self.visible is not None:
+            self.visible.close()
+        return outputs
 
 
 def fastest_forward(model: Any, config: GenerationConfig, model_kwargs: ModelKwargs) -> Callable:

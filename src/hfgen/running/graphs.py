@@ -1,9 +1,8 @@
 """``use_cuda_graph``: a forward pass on the static cache is recorded once as a CUDA graph and replayed.
 
-At batch 1 a GPU waits for the host, which launches each kernel of a forward. A CUDA graph is launched at
-once. It runs the same kernels on the same addresses, so that its inputs are copied to where they were when
-it was recorded, and nothing in it may depend on numbers that the host knows. What chooses tokens
-draws from torch's generators and from seeds as it does without graphs.
+At batch 1 a GPU waits for the host, which launches each kernel of a forward; a graph is launched at once.
+It runs the same kernels on the same addresses, so that its inputs are copied to where they were when it
+was recorded, and nothing in it may depend on numbers that the host knows.
 """
 
 from __future__ import annotations
@@ -127,10 +126,7 @@ class Recorded:
         return graph
 
     def record(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
-        """Record a step on inputs of its own; ``None``, with a warning, if that cannot be.
-
-        Afterwards the cache is what it was before.
-        """
+        """Record a step on inputs of its own, and reset the cache; ``None``, with a warning, if that fails."""
         inputs = tree_map_only(Tensor, torch.clone, inputs)
         length = self.visible.total - inputs["input_ids"].shape[1]
         device, graphs = self.layers[0].device, self.layers[0]._lease.buffers.graphs

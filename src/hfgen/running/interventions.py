@@ -277,9 +277,22 @@ class Interventions:
         thread = threading.get_ident()
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() == thread:
-                self.where = _where(args, kwargs, padding, prompt_length, known)
-                self.where.prompts.add_(first_prompt)
+            """Note what the rows and columns of the forward are, by its arguments."""
+            if threading.get_ident() != thread:
+                return
+            names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+            ids: Any = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
+            ids = args[0] if ids is None else ids
+            n_rows, n = ids.shape[:2]
+            cache, past = decoder_cache(kwargs.get("past_key_values")), 0
+            if any(hasattr(layer, "keys") for layer in getattr(cache, "layers", ())):
+                past = int(cache.get_seq_length())
+            elif known is not None:  # recurrent states, or no cache
+                past = max(known.ids.shape[1] - n, 0)
+            columns = past + torch.arange(n, device=ids.device)
+            prompts = torch.arange(n_rows, device=ids.device) // max(n_rows // len(padding), 1)
+            positions = columns - padding.to(ids.device)[prompts][:, None]
+            self.where = Where(prompts + first_prompt, positions, columns >= prompt_length)
 
         with ExitStack() as stack:
             handle = model.register_forward_pre_hook(before, with_kwargs=True)
@@ -305,25 +318,6 @@ class Interventions:
             return edit(hidden, self.where)
 
         return edited
-
-
-def _where(
-    args: tuple[Any, ...], kwargs: dict[str, Any], padding: Tensor, prompt_length: int, known: Any
-) -> Where:
-    """What the rows and columns of a forward are, by its arguments."""
-    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-    ids: Any = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
-    ids = args[0] if ids is None else ids
-    n_rows, n = ids.shape[:2]
-    cache, past = decoder_cache(kwargs.get("past_key_values")), 0
-    if any(hasattr(layer, "keys") for layer in getattr(cache, "layers", ())):
-        past = int(cache.get_seq_length())
-    elif known is not None:  # recurrent states, or no cache
-        past = max(known.ids.shape[1] - n, 0)
-    columns = past + torch.arange(n, device=ids.device)
-    prompts = torch.arange(n_rows, device=ids.device) // max(n_rows // len(padding), 1)
-    positions = columns - padding.to(ids.device)[prompts][:, None]
-    return Where(prompts, positions, columns >= prompt_length)
 
 
 def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> Any:

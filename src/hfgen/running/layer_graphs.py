@@ -43,10 +43,7 @@ _noted = threading.local()
 
 
 class OneLayerCache(Cache):
-    """The cache of one layer: keys and values ``(rows, heads, seen, size)``.
-
-    ``update`` writes to the columns ``positions (new,)``.
-    """
+    """Keys and values ``(rows, heads, seen, size)``; ``update`` writes to the columns ``positions (new,)``."""
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         self.keys, self.values, self.positions = keys, values, positions
@@ -177,10 +174,9 @@ class Step:
 
 @dataclass(slots=True)
 class Checked:
-    """A layer's graph, whose guards held in this call.
+    """A layer's graph, whose guards held in this call: its inputs, those of the layer filled in.
 
-    ``inputs``: those of the graph, of which the layer's own are there. ``place``: of the layer's result among
-    the graph's outputs.
+    ``place``: of the layer's result among the outputs.
     """
 
     graph: Graph

@@ -27,10 +27,9 @@ TOLERANCE, ROUNDINGS, TIMES_OF_TWO_ROWS = 1e-5, 4, 8
 def hides_padding(model: Any, batch: Batch) -> bool:
     """Whether a row gets the same logits with padding before it as without.
 
-    It does not where positions are counted by the length of the cache (BART), or states are kept elsewhere.
-    ``batch``: rows that have begun, with a cache of all but their newest tokens; they stay as they
-    are. Costs a copy of the first row's states, and some forwards of one token. Raises ``ValueError`` if
-    rows cannot join: see ``Batch.append``.
+    It does not where positions are counted by the length of the cache (BART), or states are elsewhere.
+    ``batch``: rows that have begun, which stay as they are. Costs a copy of a row, and some forwards of one
+    token. Raises ``ValueError`` if rows cannot join: see ``Batch.append``.
     """
     if families.selects_keys(model):  # not so until there are more keys than are selected
         return False

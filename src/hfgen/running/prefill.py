@@ -108,19 +108,12 @@ def forward_part(run: Run, n_tokens: int) -> None:
         ids, kwargs = shared.ids, kwargs | shared.model_kwargs
     cache: Any = run.model_kwargs["past_key_values"]
     end = int(cache.get_seq_length()) + n_tokens
-    forward_up_to(end, run.model, ids, run.config, kwargs | {"past_key_values": cache})
-
-
-def forward_up_to(
-    end: int, model: Any, ids: torch.Tensor, config: GenerationConfig, model_kwargs: ModelKwargs
-) -> None:
-    """Forward the columns of ``ids (rows, length)`` before ``end`` that the cache does not hold."""
-    part: ModelKwargs = {"past_key_values": model_kwargs["past_key_values"], "use_cache": True}
-    if model._supports_logits_to_keep():
+    part: ModelKwargs = {"past_key_values": cache, "use_cache": True}
+    if run.model._supports_logits_to_keep():
         part["logits_to_keep"] = 1
     for name in ("attention_mask", "position_ids"):
-        if (tensor := model_kwargs.get(name)) is not None:
+        if (tensor := kwargs.get(name)) is not None:
             part[name] = tensor[..., :end]
-    config = copy.copy(config)
+    config = copy.copy(run.config)
     config._mask_length = end
-    model._prefill(ids[:, :end], config, part, is_first_iteration=True)
+    run.model._prefill(ids[:, :end], config, part, is_first_iteration=True)

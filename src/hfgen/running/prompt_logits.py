@@ -115,11 +115,7 @@ class Body:
 
     @classmethod
     def of_prefill(cls, run: Run) -> Body | None:
-        """The body to watch in the prefill of ``run``; ``None`` if watching would change the prefill.
-
-        It would if the prefill is in chunks or compiled, if a stored prefix replaces a part of it, and for
-        encoder-decoders. A model that makes all logits anyway is not watched.
-        """
+        """The body to watch in the prefill of ``run``; ``None`` if watching would change the prefill."""
         if (
             (run.call is not None and run.call.prefix_session is not None)
             or run.config.prefill_chunk_size is not None
@@ -162,10 +158,7 @@ class Body:
         return _with_states(outputs, states[:, -1:])
 
     def covers(self, ids: Tensor) -> bool:
-        """Whether a module has returned the states of ``ids (prompts, length)``, or of rows of theirs.
-
-        Drops what other modules have returned.
-        """
+        """Keep the first module that has returned the states of all ``ids (prompts, length)``, if one has."""
         for path, outputs in self.outputs.items():
             if not outputs or any(part is None for part in outputs):
                 continue
@@ -225,10 +218,7 @@ def _states(outputs: Any) -> Any:
 
 
 def _with_states(outputs: Any, states: Tensor, is_bare: bool = False) -> Any:
-    """``outputs`` of a body with other hidden states; ``is_bare``: without a cache, other layers' states, ….
-
-    A ``ModelOutput`` or a tuple; its first item are the states.
-    """
+    """``outputs``, a tuple or ``ModelOutput``, with other states; ``is_bare``: and nothing besides."""
     if not isinstance(outputs, ModelOutput):
         return (states, *(None if is_bare else part for part in outputs[1:]))
     name = next(iter(outputs))

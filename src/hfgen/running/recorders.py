@@ -83,10 +83,7 @@ READS = frozenset(
 
 
 class NoReads(TorchDispatchMode):
-    """Raise ``RuntimeError`` where the host, in this thread, would wait for a device of ``kind``.
-
-    Copies between devices raise as well: a graph would copy from, or to, memory that the host has freed.
-    """
+    """Raise ``RuntimeError`` where this thread would wait for a device of ``kind``, or copy from or to it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -100,12 +97,13 @@ class NoReads(TorchDispatchMode):
         is_copy = name == "copy_" and args[0].device.type != args[1].device.type
         if name == "_to_copy" and (target := kwargs.get("device")) is not None:
             is_copy = torch.device(target).type != args[0].device.type
-        leaves = tree_leaves((args, kwargs))
-        devices = (leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        if any(isinstance(d, torch.device) and d.type == self.kind for d in devices) and (
-            is_copy or reads(name, args, kwargs)
-        ):
-            raise RuntimeError(f"{name} waits for the device, or copies between it and the host")
+        if is_copy or reads(name, args, kwargs):
+            leaves = tree_leaves((args, kwargs))
+            devices = [leaf.device if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            if any(isinstance(d, torch.device) and d.type == self.kind for d in devices):
+                raise RuntimeError(
+                    f"{name} waits for the device, or copies between it and the host"
+                )
         return func(*args, **kwargs)
 
 

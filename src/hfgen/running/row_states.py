@@ -42,18 +42,14 @@ ModuleTensors = dict[tuple[int, str], tuple[torch.Tensor, int | None]]
 
 
 def is_row_wise(model: Any) -> bool:
-    """Whether a forward is known to compute each row by itself, without noise or states of its own.
-
-    Modules that train are not known to: dropout draws a mask for each row.
-    """
+    """Whether a forward is known to compute each row by itself, without states or dropout's noise."""
     return foreign_code(model) is None and not any(part.training for part in model.modules())
 
 
 def foreign_code(model: Any) -> str | None:
     """The name of code in ``model`` that is not known to compute each row by itself, if there is any.
 
-    Of the libraries' code it is known. Other classes, functions on instances, and hooks declare it by an
-    attribute ``is_row_wise``.
+    Libraries' code is known; other classes, functions and hooks say so by an attribute ``is_row_wise``.
     """
     if not isinstance(model, nn.Module):
         return type(model).__name__

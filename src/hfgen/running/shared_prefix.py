@@ -14,8 +14,9 @@ from .. import families
 from ..families import parameters
 from ..memory.caches import layers
 from ..memory.caches.dynamic import GrowingCache, upstream_kind
-from .prefix import eligibility, windows
+from .prefix import eligibility
 from .prefix.radix import bytes_per_token
+from .prefix.session import attention_layers, key_values, recording_cache
 from .prompt_logits import Body
 from .row_states import restored
 
@@ -50,17 +51,14 @@ class Prefixes:
 
     @property
     def bytes_per_token(self) -> int:
-        return bytes_per_token(windows.key_values(windows.attention_layers(self.cache)))
+        return bytes_per_token(key_values(attention_layers(self.cache)))
 
     def expand(self, model: Any, rows: Sequence[int], lengths: Sequence[int], n: int) -> Prefixes:
-        """A copy of the first ``lengths`` columns of ``rows``, to be continued by up to ``n`` tokens.
-
-        All rows end in the same column: shorter ones are padded on the left.
-        """
+        """A copy of the first ``lengths`` columns of ``rows``, to be continued by up to ``n`` tokens."""
         new_lengths, width = torch.tensor(lengths), max(lengths)
-        cache, index = windows.recording_cache(model, width + n), torch.tensor(rows)[:, None]
+        cache, index = recording_cache(model, width + n), torch.tensor(rows)[:, None]
         columns = (torch.arange(width) - (width - new_lengths)[:, None]).clamp(min=0)
-        copies, layers_ = windows.attention_layers(cache), windows.attention_layers(self.cache)
+        copies, layers_ = attention_layers(cache), attention_layers(self.cache)
         for copy, layer in zip(copies, layers_, strict=True):
             at = index.to(layer.keys.device), columns.to(layer.keys.device)
             copy.update(*(s[at[0], :, at[1]].transpose(1, 2) for s in (layer.keys, layer.values)))
@@ -101,16 +99,12 @@ def forward(
     prefixes: Prefixes | None = None,
     keeps: bool = False,
 ) -> Forwarded:
-    """Forward the ids of ``texts``, behind ``prefixes`` if there are some.
-
-    ``keeps``: keep their keys and values, as prefixes of other texts. Columns behind the end of a shorter
-    text hold no tokens then.
-    """
+    """Forward the ids of ``texts``, behind ``prefixes`` if there are some; ``keeps``: as prefixes of others."""
     sizes = torch.tensor([len(text) for text in texts])
     ids = pad_sequence([torch.tensor(text) for text in texts], True, 0).to(model.device)
     n = ids.shape[1]
     if prefixes is None and keeps:
-        prefixes = Prefixes(windows.recording_cache(model, n), torch.zeros_like(sizes))
+        prefixes = Prefixes(recording_cache(model, n), torch.zeros_like(sizes))
     kwargs: dict[str, Any] = {"input_ids": ids, "use_cache": prefixes is not None}
     if prefixes is not None:
         kwargs |= {name: t.to(ids.device) for name, t in prefixes.inputs(sizes).items()}

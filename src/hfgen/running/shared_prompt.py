@@ -36,8 +36,7 @@ _NOT_SHARED: WeakSet[type] = WeakSet()
 def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     """Forward the prompt of each row, once where rows have the same one.
 
-    A forward that draws, or leaves states of its rows outside of the cache, is undone; then all rows are
-    forwarded.
+    A forward that draws, or leaves states elsewhere than in the cache, is undone; all rows follow.
     """
     assert run.call is not None
     # Its tensors are not needed after this.
@@ -62,14 +61,15 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
         if (cache := outputs.get("past_key_values")) is not None:
             layers.repeat(cache, prompts)
             run.shares_prompts = True
+
         # Without a cache, the model forwards all ids again at the next step.
-        rows_of_states = families.rows_of_states(run.model)
-        map_outputs(
-            outputs, lambda part, dim: part.repeat_interleave(shared.n, dim=dim), rows_of_states
-        )
+        def repeat(part: torch.Tensor, dim: int) -> torch.Tensor:
+            return part.repeat_interleave(shared.n, dim=dim)
+
+        map_outputs(outputs, repeat, families.rows_of_states(run.model))
         # Idefics feeds its images again.
         if isinstance(images := outputs.get("image_hidden_states"), torch.Tensor):
-            outputs["image_hidden_states"] = images.repeat_interleave(shared.n, dim=0)
+            outputs["image_hidden_states"] = repeat(images, 0)
         return outputs
     set_generator_states(device, before)
     _NOT_SHARED.add(type(run.model))

@@ -36,10 +36,7 @@ def view_of(module: Any) -> Any:
 
 
 def without_own_hooks(module: Any) -> Any:
-    """A view of ``module`` and of all its parts without forward hooks of no library that is known.
-
-    What code leaves on the parts of the view does not reach the module.
-    """
+    """A view of ``module`` and its parts without forward hooks of no library that is known."""
     view = view_of(module)
     for name in HOOKS:
         hooks = vars(module)[name]

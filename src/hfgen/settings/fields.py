@@ -256,6 +256,24 @@ FIELDS: dict[str, Field] = PER_ROW | PER_CALL
 OWN_FIELDS = {name: row.default for name, row in FIELDS.items() if row.is_own}
 
 
+def require_tokenizer(tokenizer: Any, field: str, value: Any) -> None:
+    """Raise ``ValueError`` if a config field that works on text has no tokenizer to do it with."""
+    if tokenizer is None:
+        raise ValueError(
+            f"`{field}` (={value!r}) needs text: pass the model's tokenizer to `generate` as "
+            "`tokenizer`."
+        )
+
+
+def require_eos(eos: Any, penalty: Any) -> None:
+    """Raise ``ValueError`` if there is no EOS for ``exponential_decay_length_penalty`` to raise."""
+    if eos is None:
+        raise ValueError(
+            f"`exponential_decay_length_penalty` (={penalty}) raises the score of the EOS token, "
+            "but there is none: set `eos_token_id`."
+        )
+
+
 def is_on(name: str, value: Any) -> bool:
     """Whether the field ``name`` has a value that others need: it samples, it has several beams."""
     return value is not None and bool(value > 1 if name == "num_beams" else value)

@@ -15,8 +15,7 @@ INCOMPLETE = "\ufffd"
 
 def n_scores(model: Any) -> int:
     """The width of the model's logits."""
-    head = families.output_embeddings(model)
-    weight = getattr(head, "weight", None)
+    weight = getattr(families.output_embeddings(model), "weight", None)
     if weight is None:
         return int(model.config.get_text_config().vocab_size)
     return int(families.whole_shape(weight)[0])

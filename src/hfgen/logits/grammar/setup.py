@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...settings.fields import require_tokenizer
 from ...settings.grammar import Grammar
-from ...settings.requirements import require_tokenizer
 from ...state.vocabularies import n_scores
 from ..markers import marker_ids
 from .follower import Follower, Thinking

@@ -8,7 +8,7 @@ import torch
 from transformers import ExponentialDecayLengthPenalty
 from transformers.generation import logits_process as upstream
 
-from ...settings.requirements import require_eos
+from ...settings.fields import require_eos
 from .context import Context
 from .per_row import expand
 from .vocabulary import Banning

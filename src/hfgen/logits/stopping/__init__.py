@@ -11,7 +11,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from ...settings.cancellation import Cancellation
-from ...settings.requirements import require_tokenizer
+from ...settings.fields import require_tokenizer
 from ..grammar import setup as grammar
 from ..processors.context import Builder, Context, Row, built
 from ..processors.lists import is_librarys, name_of

@@ -1,8 +1,4 @@
-"""Stage 4: the KV cache that a call decodes with.
-
-``CACHES`` says which kind stands behind which ``cache_implementation``. To add one, assign to it: see
-``CacheKind``.
-"""
+"""Stage 4: the KV cache that a call decodes with. ``CACHES`` has the kinds by ``cache_implementation``."""
 
 from __future__ import annotations
 
@@ -22,10 +18,9 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import get_head_shapes
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS, GenerationMode
 from transformers.generation.configuration_utils import (
-    ALL_CACHE_IMPLEMENTATIONS,
-    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS,
-    GenerationMode,
+    DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS as OLD_NAMES,
 )
 
 from ... import families
@@ -33,34 +28,14 @@ from ...settings import cache_settings
 from ...settings.logs import logger
 from ...state.call import Call, ModelKwargs, Prompt
 from . import layers, offloaded, quantized, static
-from .dynamic import GrowingCache
+from .dynamic import CacheRequest, GrowingCache
 from .static import fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
-
-
-@dataclass(frozen=True, slots=True)
-class CacheRequest:
-    """What a factory is told about the call."""
-
-    model: Any
-    config: GenerationConfig
-    model_kwargs: ModelKwargs
-    rows: int  # sequences that the cache will hold
-    max_length: int  # tokens per sequence, at most
-
-    @property
-    def decoder_config(self) -> Any:
-        return self.model.config.get_text_config(decoder=True)
 
 
 def make_dynamic(request: CacheRequest) -> Cache:
     """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
     return GrowingCache(config=request.decoder_config, max_length=request.max_length)
-
-
-def make_cross_attention(request: CacheRequest) -> Cache:
-    """The encoder's keys and values, which come once and do not grow."""
-    return DynamicCache(config=request.decoder_config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +56,9 @@ class CacheKind:
     name: str
     factory: Callable[[CacheRequest], Cache]
     settings: Callable[[Any, Any], None] | None = None
-    make_cross_attention: Callable[[CacheRequest], Cache] = make_cross_attention
+    make_cross_attention: Callable[[CacheRequest], Cache] = lambda request: DynamicCache(
+        config=request.decoder_config
+    )
     compiles: bool = False
     loses_rows: bool = False
     rolls_back: bool = False
@@ -94,10 +71,9 @@ def _dynamic(name: str, may_hold_prefix: bool = True) -> CacheKind:
     )
 
 
-#: The kinds by name. To add one, assign a ``CacheKind``, or only its factory.
-CACHES: dict[str, CacheKind | Callable[[CacheRequest], Cache]] = {
-    "dynamic": _dynamic("dynamic"),
-    "offloaded": CacheKind(
+_KINDS = (
+    _dynamic("dynamic"),
+    CacheKind(
         "offloaded",
         offloaded.make_offloaded,
         offloaded.check_settings,
@@ -105,13 +81,9 @@ CACHES: dict[str, CacheKind | Callable[[CacheRequest], Cache]] = {
         loses_rows=True,
         rolls_back=True,
     ),
-    "static": CacheKind(
-        "static", static.make_static, compiles=True, rolls_back=True, may_hold_prefix=True
-    ),
-    "offloaded_static": CacheKind(
-        "offloaded_static", static.make_static, cache_settings.check_none, rolls_back=True
-    ),
-    "quantized": CacheKind(
+    CacheKind("static", static.make_static, compiles=True, rolls_back=True, may_hold_prefix=True),
+    CacheKind("offloaded_static", static.make_static, cache_settings.check_none, rolls_back=True),
+    CacheKind(
         "quantized",
         quantized.make_quantized,
         cache_settings.check_quantized,
@@ -119,12 +91,12 @@ CACHES: dict[str, CacheKind | Callable[[CacheRequest], Cache]] = {
         rolls_back=True,
     ),
     # Of a config; as an argument, it means continuous batching.
-    "paged": _dynamic("paged", may_hold_prefix=False),
-    **{
-        name: CacheKind(name, static.make_static, rolls_back=True)
-        for name in DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS
-    },
-}
+    _dynamic("paged", may_hold_prefix=False),
+    *(CacheKind(n, static.make_static, rolls_back=True) for n in OLD_NAMES),
+)
+
+#: The kinds by name. To add one, assign a ``CacheKind``, or only its factory.
+CACHES: dict[str, CacheKind | Callable[[CacheRequest], Cache]] = {k.name: k for k in _KINDS}
 
 
 def cache_kind(name: str | None) -> CacheKind:
@@ -140,7 +112,7 @@ def is_upstreams(name: str | None) -> bool:
 
 def names() -> list[str]:
     """The names that error messages offer."""
-    return sorted({*CACHES} - {*DEPRECATED_STATIC_CACHE_IMPLEMENTATIONS} - {"paged"})
+    return sorted({*CACHES} - {*OLD_NAMES, "paged"})
 
 
 def check_config(model: Any, call: Call) -> None:
@@ -157,18 +129,13 @@ def check_config(model: Any, call: Call) -> None:
 
 
 def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
-    """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it.
-
-    Raises ``ValueError`` for a cache of the caller's that holds other rows, or whose layers cannot do
-    what the mode asks of them.
-    """
+    """Put a cache with room for the whole call into the model kwargs, or fit the caller's to it."""
     config, model_kwargs = call.config, prompt.model_kwargs
-    rolls_back = getattr(call.strategy, "rolls_back", False)
     max_length = _max_length(model, call, prompt)
     name = families.cache_argument(model)
     cache = model_kwargs.get(name)
     if isinstance(cache, Cache) and config.cache_implementation is None:
-        if rolls_back:
+        if getattr(call.strategy, "rolls_back", False):
             layers.check_known(cache, "take tokens back out of")
         cache = _fit_rows(cache, prompt.batch_size, prompt.ids.shape[0], will_fan_out)
         if isinstance(decoder_cache := layers.decoder_cache(cache), GrowingCache):
@@ -184,10 +151,7 @@ def prepare(model: Any, call: Call, prompt: Prompt, will_fan_out: bool) -> None:
 
 
 def check_room(model: Any, call: Call, prompt: Prompt) -> None:
-    """Raise ``ValueError`` if a static cache of the caller's is certainly too short for the call.
-
-    It has to hold the prompt, and all that the call can reach if its length alone can end it.
-    """
+    """Raise ``ValueError`` if a static cache of the caller's is certainly too short."""
     cache = prompt.model_kwargs.get(families.cache_argument(model))
     if not isinstance(cache, Cache) or not getattr(cache, "_is_user_defined", False):
         return
@@ -211,8 +175,7 @@ def check_room(model: Any, call: Call, prompt: Prompt) -> None:
 def _fit_rows(cache: Cache, batch_size: int, n_rows: int, will_fan_out: bool) -> Cache:
     """The caller's cache, for the ``n_rows`` rows that ``batch_size`` prompts are expanded to.
 
-    Expanded caches are copies, expanded after the prefill if the call fans out then. A static cache that
-    ``reset()`` emptied takes any number of rows. Raises ``ValueError`` for another number of rows.
+    Expanded caches are copies, expanded after the prefill if the call fans out then.
     """
     rows = layers.count(cache)
     if rows is None or rows == n_rows:
@@ -250,10 +213,7 @@ def prepare_cache_for_generation(
     batch_size: int,
     max_cache_length: int,
 ) -> None:
-    """Make the cache that the config asks for, unless one is given or none is wanted.
-
-    Raises ``ValueError`` if both a cache and an implementation are given, or a tuple as a cache.
-    """
+    """Make the cache that the config asks for, unless one is given or none is wanted."""
     name = families.cache_argument(self)
     given_cache = model_kwargs.get(name)
     if given_cache is not None:
@@ -282,9 +242,8 @@ def prepare_cache_for_generation(
     is_contrastive = generation_mode is GenerationMode.CONTRASTIVE_SEARCH
     if is_contrastive and not generation_config.low_memory:  # a row for each candidate
         expand_size *= int(generation_config.top_k)
-    request = CacheRequest(
-        self, generation_config, model_kwargs, batch_size * expand_size, max_cache_length
-    )
+    rows = batch_size * expand_size
+    request = CacheRequest(self, generation_config, model_kwargs, rows, max_cache_length)
     kind = cache_kind(generation_config.cache_implementation)
     cache = kind.factory(request)
     if not isinstance(cache, Cache):
@@ -300,10 +259,9 @@ def prepare_cache_for_generation(
 
 
 def get_static_cache_init_shape(self: Any) -> tuple[int | list[int], int | list[int]] | None:
-    """Heads and head size, on this device, to allocate a static cache by before its first update.
+    """Heads and head size, on this device, to allocate a static cache by; a list has one per layer.
 
-    A list has one value per layer. ``None`` where the first update has to tell: layers on several
-    devices, MLA, heads that devices cannot share evenly, a config without sizes of its own (BLT).
+    ``None`` where the first update has to tell: layers on several devices, MLA, BLT, uneven heads.
     """
     if len(set(getattr(self, "hf_device_map", {}).values())) > 1:
         return None

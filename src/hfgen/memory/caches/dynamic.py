@@ -7,12 +7,13 @@ capacity of a buffer and returns a view of the filled part.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -23,6 +24,21 @@ from transformers.cache_utils import (
 )
 
 from .growing import GrowableTensor, GrowthPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """What the factory of a cache is told about the call."""
+
+    model: Any
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    rows: int  # sequences that the cache will hold
+    max_length: int  # tokens per sequence, at most
+
+    @property
+    def decoder_config(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
 
 
 def _growing(name: str) -> Any:
@@ -119,10 +135,7 @@ class GrowingLayer(TakesRows, DynamicLayer):
         return self._keys.append(key_states, spare), self._values.append(value_states, spare)
 
     def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
-        """Room for ``n`` more tokens: keys and values with it, and where in them it begins.
-
-        The caller writes what ``update`` would have written. The layer holds tokens already.
-        """
+        """Room for ``n`` more tokens, which the caller writes: keys, values, and where in them it begins."""
         start = self._keys.view.shape[-2]
         spare = self._growth.spare
         return self._keys.reserve(n, spare), self._values.reserve(n, spare), start

@@ -146,11 +146,9 @@ class GrowableTensor:
         return bool(use_count(storage._cdata) > 3)  # buffer, view and storage
 
     def _can_follow(self, new: Tensor) -> bool:
-        view = self.view
-        if (view.dtype, view.device) != (new.dtype, new.device):
-            return False
-        shapes = [(*states.shape[:-2], states.shape[-1]) for states in (view, new)]
-        return is_nothing(view) or shapes[0] == shapes[1]
+        shapes = [(*states.shape[:-2], states.shape[-1]) for states in (self.view, new)]
+        fits = is_nothing(self.view) or shapes[0] == shapes[1]
+        return fits and (self.view.dtype, self.view.device) == (new.dtype, new.device)
 
     def _make_room(self, new: Tensor, spare: Spare) -> None:
         """Make room for ``new`` behind ``view``: in the same buffer if that lasts, or in another."""
@@ -178,10 +176,7 @@ class GrowableTensor:
     def _move(
         self, tokens: Tensor, capacity: int, before: int = 0, room: int | None = None
     ) -> None:
-        """Make a buffer with ``tokens`` behind ``before`` free tokens.
-
-        It has ``room`` for that many rows; by default, for as many as the former one, unless few are in use.
-        """
+        """Make a buffer with ``tokens`` behind ``before`` free tokens, and ``room`` for that many rows."""
         n_rows, *heads, length, size = tokens.shape
         if room is None:
             former = n_rows if self.buffer is None else len(self.buffer)
@@ -206,8 +201,7 @@ class GrowableTensor:
 
     def assign(self, value: Tensor | None) -> None:
         """Become ``value``; the buffer stays only if ``value`` is a part of it."""
-        start = self._position(value)
-        if value is None or start is None:
+        if value is None or (start := self._position(value)) is None:
             self.buffer, self.shared = None, 0
         else:
             n_dropped = start - (self.end - self.view.shape[-2])
@@ -215,7 +209,7 @@ class GrowableTensor:
             self.shared = min(max(self.shared - n_dropped, 0), value.shape[-2])
         self.view = value
 
-    def _position(self, value: Tensor | None) -> int | None:
+    def _position(self, value: Tensor) -> int | None:
         """Where in the buffer ``value`` begins; ``None`` if it is not a part of it."""
         buffer = self.buffer
         if (
@@ -256,8 +250,8 @@ class GrowableTensor:
     def join(self, added: Tensor, spare: Spare) -> None:
         """Append the rows ``added (n, …, length, size)``; shorter rows get zeros before them.
 
-        Only the rows that join, and the columns by which they are longer, are written. If the buffer is
-        full, everything moves to one of twice the rows, with ``spare`` tokens on both sides.
+        Only new rows and columns are written. A full buffer moves to one of twice the rows, with ``spare``
+        tokens on both sides.
         """
         may_write, self.shared = self._may_write(), 0
         view = self.view
@@ -299,11 +293,10 @@ class GrowableTensor:
         return GrowableTensor(self.view)
 
     def __reduce__(self) -> tuple[type[GrowableTensor], tuple[Tensor | None]]:
-        return GrowableTensor, (self._compact(),)
-
-    def _compact(self) -> Tensor | None:
-        is_part = self.view is not None and self.buffer is not None
-        return self.view.clone(memory_format=torch.contiguous_format) if is_part else self.view
+        view = self.view
+        if view is not None and self.buffer is not None:
+            view = view.clone(memory_format=torch.contiguous_format)
+        return GrowableTensor, (view,)
 
 
 def is_nothing(view: Tensor | None) -> bool:

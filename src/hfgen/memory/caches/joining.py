@@ -23,11 +23,7 @@ from .layers import decoder_cache, is_foreign_part
 
 
 def append(cache: Any, other: Any) -> None:
-    """Append the rows of ``other`` to ``cache`` in place; ``other`` stays as it is.
-
-    The shorter rows are padded with zeros on the left; cross-attention is padded by itself. Raises
-    ``ValueError``: see ``check``.
-    """
+    """Append the rows of ``other``, which stays; zeros are put before shorter ones. Raises as ``check``."""
     check(cache, other)
     for layer, added in zip(_layers_with_room(cache), _layers(other), strict=True):
         slots.join(layer, added)
@@ -52,20 +48,13 @@ def move_to(cache: Any, device: torch.device) -> None:
 
 
 def move(cache: Any, index: Tensor, changed: Tensor) -> None:
-    """Reorder rows in place: row ``i`` becomes old row ``index[i]``; ``index (wanted,)``, no more than before.
-
-    Only the rows ``changed`` are written.
-    """
+    """Row ``i`` becomes old row ``index[i]``, of no more rows; only the rows ``changed`` are written."""
     for layer in _layers_with_room(cache):
         slots.move(layer, index, changed)
 
 
 def trim(cache: Any, n_tokens: int) -> None:
-    """Drop the first ``n_tokens`` columns, which masks have to hide in all rows. Nothing is copied.
-
-    Lengths are then those of a batch that was shorter from the start. Keys of an encoder, or of an image,
-    stay. Raises ``ValueError``, before anything is changed, if there are not more columns than that.
-    """
+    """Drop the first ``n_tokens`` columns of the decoder, which masks have to hide. Nothing is copied."""
     check_declared(cache)
     length = _length(cache)
     if n_tokens < 0 or (length and n_tokens >= length):
@@ -77,27 +66,19 @@ def trim(cache: Any, n_tokens: int) -> None:
 def bytes_of_row(cache: Any, n_tokens: int) -> int:
     """Bytes that one row of ``n_tokens`` takes in a cache like this one, which holds tokens already.
 
-    What grows is extrapolated, windows up to their size; states that do not grow, and keys of an encoder or
-    of an image, count as they are. Spare room of buffers comes on top: up to twice the rows, and a share of
-    the tokens (``GrowthPolicy``).
+    What grows is extrapolated, windows up to their size; other states count as they are. Spare room of
+    buffers comes on top (``GrowthPolicy``).
     """
     check_declared(cache)
     length = _length(cache)
-    layers = decoder_cache(cache).layers
-    total = sum(slots.bytes_of_row(layer, n_tokens, length) for layer in layers)
-    if isinstance(cache, EncoderDecoderCache):
-        total += sum(
-            slots.bytes_of_row(layer, 0, -1) for layer in cache.cross_attention_cache.layers
-        )
+    total = sum(slots.bytes_of_row(e, n_tokens, length) for e in decoder_cache(cache).layers)
+    for part in _parts(cache)[1:]:
+        total += sum(slots.bytes_of_row(layer, 0, -1) for layer in part.layers)
     return total
 
 
 def check(cache: Any, other: Any) -> None:
-    """Raise ``ValueError`` if rows of ``other`` cannot join ``cache``.
-
-    That is so for layers that do not declare how, and for layers that differ in number, kind, heads, size,
-    window or dtype.
-    """
+    """Raise ``ValueError`` for layers of another number, kind or ``form``, or that declare nothing."""
     check_declared(cache)
     check_declared(other)
     for part, added_part in zip(_parts(cache), _parts(other), strict=True):
@@ -120,7 +101,6 @@ def check_declared(cache: Any) -> None:
     """Raise ``ValueError`` for a layer that does not declare how its rows join and leave."""
     for part in _parts(cache):
         name, layers = type(part).__name__, getattr(part, "layers", None)
-        unknown = None
         if getattr(part, "offloading", False):
             unknown = f"{name} that moves layers between devices by itself"
         elif layers is None or (
@@ -130,11 +110,12 @@ def check_declared(cache: Any) -> None:
             unknown = name
         elif undeclared := [layer for layer in layers if not slots.is_declared(layer)]:
             unknown = f"{type(undeclared[0]).__name__}, a layer of {name}"
-        if unknown is not None:
-            raise ValueError(
-                f"It is not known how rows join and leave a {unknown}. Decode these prompts with "
-                "`generate`, or give the layers the methods of `hfgen.memory.caches.slots.Slots`."
-            )
+        else:
+            continue
+        raise ValueError(
+            f"It is not known how rows join and leave a {unknown}. Decode these prompts with "
+            "`generate`, or give the layers the methods of `hfgen.memory.caches.slots.Slots`."
+        )
 
 
 def _parts(cache: Any) -> list[Any]:
@@ -156,10 +137,7 @@ def _length(cache: Any) -> int:
 
 
 def _layers_with_room(cache: Any) -> list[Any]:
-    """The layers, as such that rows can join in place and that do not end with the first call.
-
-    Raises ``ValueError`` as ``check_declared``.
-    """
+    """The layers, as such that rows can join in place and that do not end with the first call."""
     check_declared(cache)
     for part in _parts(cache):
         growth = getattr(part, "_growth", None) or GrowthPolicy(2 * len(part.layers) or 1)

@@ -81,19 +81,12 @@ def check_known(cache: Any, operation: str) -> None:
 
 def capacity(cache: Any) -> float:
     """How many tokens a row of a static cache holds; infinity for caches that grow."""
-    lengths = [
-        layer.max_cache_len
-        for layer in layers_of(cache)
-        if isinstance(layer, StaticLayer) and not layer.is_sliding
-    ]
-    return min(lengths, default=math.inf)
+    whole = [e for e in layers_of(cache) if isinstance(e, StaticLayer) and not e.is_sliding]
+    return min((layer.max_cache_len for layer in whole), default=math.inf)
 
 
 def windows(cache: Any) -> list[float | None] | None:
-    """How many keys a position sees in each attention layer, itself included; ``None`` if static.
-
-    An entry is ``None`` for a layer that reads the keys of another one.
-    """
+    """How many keys a position sees in each attention layer; ``None`` if static, or another layer's."""
     if is_static(cache):
         return None
     return [
@@ -156,10 +149,7 @@ def repeat(cache: Any, rows: Tensor) -> None:
 
 
 def reorder_beams(cache: Any, rows: Tensor, is_encoder_decoder: bool) -> None:
-    """Reorder a repeated cache: row ``i`` becomes old row ``rows[i]``, of the same prompt.
-
-    What the rows of a prompt share stays: its own tokens, and cross-attention.
-    """
+    """Row ``i`` becomes old row ``rows[i]`` of the same prompt; what its rows share stays."""
     layers = list(layers_of(cache))
     if isinstance(cache, EncoderDecoderCache) and not is_encoder_decoder:  # BLT: it grows too
         layers += cache.cross_attention_cache.layers
@@ -208,10 +198,7 @@ def n_keys(cache: Any) -> list[int]:
 def check_growth(
     cache: Any, before: Sequence[int], n_tokens: int, of_images: Sequence[int] = ()
 ) -> None:
-    """Raise ``ValueError`` if ``n_tokens`` new tokens cannot be rolled back: layers had ``before`` keys.
-
-    Layers have to keep all new keys, and have the same length; those ``of_images`` may stay as they are.
-    """
+    """Raise ``ValueError`` unless layers, but those ``of_images``, kept the keys of ``n_tokens`` new tokens."""
     layers = layers_of(cache)
     first: Any = next((layer for layer in layers if isinstance(layer, DynamicLayer)), None)
     for index, (old, new) in enumerate(zip(before, n_keys(cache), strict=False)):
@@ -227,10 +214,7 @@ def check_growth(
 
 
 def roll_back(cache: Any, n_tokens: int, of_images: Sequence[int] = ()) -> None:
-    """Remove the last ``n_tokens`` of every row, and what was recorded before them.
-
-    The layers ``of_images`` stay as they are: they hold an image, which does not grow.
-    """
+    """Remove the last ``n_tokens`` of every row; layers ``of_images``, which do not grow, stay."""
     cache = decoder_cache(cache)
     if not hasattr(cache, "layers"):
         cache.crop(-n_tokens)

@@ -13,7 +13,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from ...settings.cache_settings import path_of
-from .dynamic import GrowingCache, GrowingLayer
+from .dynamic import CacheRequest, GrowingCache, GrowingLayer
 from .growing import GrowableTensor, GrowthPolicy, Spare
-
-if TYPE_CHECKING:
-    from . import CacheRequest
 
 HOST = torch.device("cpu")
 
@@ -138,10 +135,7 @@ class Offloaded(GrowableTensor):
 
 
 class OffloadedCache(GrowingCache):
-    """The dynamic cache whose growing tensors are on the host: in files of ``path``, or in memory.
-
-    ``max_length``: tokens at the end of the call.
-    """
+    """The dynamic cache with growing tensors on the host: in files of ``path``, or in memory."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ time is unpacked, into memory that the layers use in turn.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
@@ -19,11 +19,8 @@ from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kw
 
 from ...settings.cache_settings import Settings, upstream_backend
 from ...settings.logs import logger
-from .dynamic import GrowingCache, TakesRows
+from .dynamic import CacheRequest, GrowingCache, TakesRows
 from .packing import CHANNELS, TOKENS, Grouping, Packed, Scratch
-
-if TYPE_CHECKING:
-    from . import CacheRequest
 
 
 class States:

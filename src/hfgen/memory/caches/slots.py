@@ -38,8 +38,8 @@ Place = tuple[str, int | None]
 class Slots(Protocol):
     """The methods of a custom layer whose rows join and leave, besides those of every layer.
 
-    Rows leave by ``reorder_cache(rows)`` of fewer rows. It may also have ``form_of_rows() -> dict``: what it has to
-    have in common with ``other``, such as sizes and dtypes. Layers that differ in it are refused.
+    Rows leave by ``reorder_cache(rows)`` of fewer rows. ``form_of_rows() -> dict``, if it has that: sizes
+    and dtypes, say, in which layers have to agree.
     """
 
     def join_rows(self, other: Any) -> None:
@@ -55,11 +55,11 @@ class Slots(Protocol):
         """Bytes that one row of ``n_tokens`` takes."""
 
 
+#: The methods of ``Slots``.
 METHODS = ("join_rows", "trim_tokens", "bytes_of_row")
 
 
 def has_methods(layer: Any) -> bool:
-    """Whether the layer has the methods of ``Slots``."""
     return all(callable(getattr(layer, name, None)) for name in METHODS)
 
 
@@ -83,9 +83,7 @@ def states_of(layer: Any) -> dict[Place, Tensor]:
 def growables_of(layer: Any) -> dict[Place, GrowableTensor]:
     """The storage of the states that grow in place. No other tensor of them may be held meanwhile."""
     storages = {(name, i): vars(layer).get(f"_{name}") for name, i in states_of(layer)}
-    return {
-        place: states for place, states in storages.items() if isinstance(states, GrowableTensor)
-    }
+    return {place: s for place, s in storages.items() if isinstance(s, GrowableTensor)}
 
 
 def set_state(layer: Any, place: Place, tensor: Tensor) -> None:
@@ -189,10 +187,7 @@ def trim(layer: Any, n_tokens: int, length: int) -> None:
 
 
 def bytes_of_row(layer: Any, n_tokens: int, length: int) -> int:
-    """Bytes that a row of ``n_tokens`` takes, extrapolated from the rows of ``length`` tokens.
-
-    Spare room of buffers does not count. A window counts its tokens only.
-    """
+    """Bytes of a row of ``n_tokens`` without spare room, extrapolated from rows of ``length`` tokens."""
     if hasattr(layer, "bytes_of_row"):
         return int(layer.bytes_of_row(n_tokens))
     total = 0

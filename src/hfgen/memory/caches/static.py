@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import EncoderDecoderCache, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache, StaticLayer, StaticSlidingWindowLayer
@@ -16,6 +16,7 @@ from ... import families
 from ...settings.logs import logger
 from ...state.call import ModelKwargs
 from . import offloaded
+from .dynamic import CacheRequest
 from .layers import layers_of
 from .pool import Lease, Size, pool_of
 from .static_layers import (
@@ -24,9 +25,6 @@ from .static_layers import (
     SlicedStaticLayer,
     VisibleLength,
 )
-
-if TYPE_CHECKING:
-    from . import CacheRequest
 
 
 def make_static(request: CacheRequest) -> Cache:

@@ -104,7 +104,7 @@ class Pooled:
         _mark(self.keys, self._dynamic)
         _mark(self.values, self._dynamic)
 
-    def _filled(self: Any) -> int:
+    def _length(self: Any) -> int:
         """How many tokens from the start of ``keys`` hold something."""
         return int(self.keys.shape[2])
 
@@ -112,7 +112,7 @@ class Pooled:
         """Row ``i`` becomes old row ``beam_idx[i]``, in place; there may be more or fewer rows."""
         if not self.is_initialized:  # its length would be a read of the device
             return
-        filled, rows = self._filled(), len(beam_idx)
+        filled, rows = self._length(), len(beam_idx)
         for name in ("keys", "values"):
             states = getattr(self, name)
             chosen = states[:, :, :filled].index_select(0, beam_idx.to(states.device))
@@ -248,10 +248,9 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return keys, values
 
     def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
-        """Make room for ``n`` tokens; return the keys and values that attention sees, and its start.
+        """Room for ``n`` tokens, which the caller writes: keys and values that attention sees, and its start.
 
-        The caller writes what ``update`` would have written. The layer is initialised. Raises
-        ``IndexError`` if it has no room.
+        The layer is initialised. Raises ``IndexError`` if it has no room.
         """
         start = self._length()
         end, visible = start + n, self._visible
@@ -288,9 +287,6 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         values.index_copy_(2, places, value_states)
         count.add_(n)
         return keys, values
-
-    def _filled(self) -> int:
-        return self._length()
 
 
 def _restored(kind: Any, state: dict[str, Any]) -> Any:

@@ -17,10 +17,9 @@ from ...families import accepted_names
 from ...memory import caches
 from ...settings import sampler_order
 from ...settings.cancellation import Cancellation
-from ...settings.fields import FIELDS, is_on, with_suggestions
+from ...settings.fields import FIELDS, is_on, require_eos, require_tokenizer, with_suggestions
 from ...settings.kinds import ANY, LOGPROBS_MODES, OBJECT
 from ...settings.logs import logger
-from ...settings.requirements import require_eos, require_tokenizer
 from ...state.call import Call, Request
 
 

@@ -34,10 +34,7 @@ class PrefixRequest:
 
 
 def take_argument(model: Any, request: Request, default: Any = None) -> PrefixRequest | None:
-    """The call's ``prefix_cache`` if it has one, else ``default``, else the model's.
-
-    Raises ``TypeError`` for other types.
-    """
+    """The call's ``prefix_cache`` if it has one, else ``default``, else the model's."""
     by_name = "prefix_cache" in request.kwargs
     prefixes = request.kwargs.get("prefix_cache", default or getattr(model, "prefix_cache", None))
     if prefixes is None:
@@ -54,31 +51,30 @@ def take_argument(model: Any, request: Request, default: Any = None) -> PrefixRe
 
 
 def check(
-    prefix_request: PrefixRequest | None, model: Any, call: Call, model_kwargs: ModelKwargs
+    prefix_request: PrefixRequest, model: Any, call: Call, model_kwargs: ModelKwargs
 ) -> PrefixRequest | None:
     """``prefix_request``, or ``None`` if the call's arguments rule it out. Raises as ``refuse``."""
-    if prefix_request is None or call.config.is_assistant or is_zero(call.config.max_new_tokens):
+    if call.config.is_assistant or is_zero(call.config.max_new_tokens):
         return None
-    if (reason := eligibility.of_arguments(model, call, model_kwargs)) is not None:
-        prefix_request.refuse(reason)
-        return None
-    return prefix_request
+    if (reason := eligibility.of_arguments(model, call, model_kwargs)) is None:
+        return prefix_request
+    prefix_request.refuse(reason)
+    return None
 
 
 def begin(model: Any, call: Call, prompt: Prompt) -> None:
     """Fill the call's cache with stored prefixes, and set ``call.prefix_session``; or ``refuse``."""
     prefix_request: PrefixRequest | None = call.prefixes
     if prefix_request is None:
-        return None
-    if (reason := eligibility.of_prompt(model, call, prompt)) is not None:
-        return prefix_request.refuse(reason)
-    cache = prompt.model_kwargs["past_key_values"]
+        return
     rows: Any = call.shared_prompt if shared_prompt.is_ahead(model, call, prompt) else prompt
-    layout = Layout.of(rows.ids, rows.model_kwargs)
+    layout: Any = eligibility.of_prompt(model, call, prompt)
+    if layout is None:
+        layout = Layout.of(rows.ids, rows.model_kwargs)
     if isinstance(layout, Reason):
-        return prefix_request.refuse(layout)
-    prefixes = prefix_request.prefixes
-    session = PrefixSession(prefixes, model, call.config, cache, rows, layout)
+        prefix_request.refuse(layout)
+        return
+    cache = prompt.model_kwargs["past_key_values"]
+    session = PrefixSession(prefix_request.prefixes, model, call.config, cache, rows, layout)
     session.fill()
     call.prefix_session = session
-    return None

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
+from ... import families
 from ...memory import fingerprint
+from ...memory.caches.dynamic import GrowingCache, GrowingSlidingWindowLayer
 from ...state.call import ModelKwargs, Prompt, SharedPrompt
 from ...state.run import Run, Step
-from . import windows
 from .cache import PrefixCache
 from .eligibility import Reason
-from .radix import Offset, bytes_per_token, size
-from .windows import attention_layers, key_values
+from .radix import KeyValues, Offset, bytes_per_token, size
 
 TOO_LARGE = "the prompt is larger than `max_bytes`"
 
@@ -91,21 +92,18 @@ class PrefixSession:
 
     def detach(self) -> None:
         """Release the cache: the rows move to the cache of a batch, with windows of the usual size."""
-        windows.stop(self.cache)
+        _stop(self.cache)
         self.cache = None
 
     def fill(self) -> None:
-        """Fill the call's empty cache with stored states of all but the last token of each prompt.
-
-        It is filled up to the first column in which a row needs a state that is not stored.
-        """
+        """Fill the call's cache with stored states, up to the first column in which a row has none."""
         n_rows, length = self.ids.shape
         pads = self.layout.pads
         tokens = [self.layout.tokens(row, length - 1) for row in range(n_rows)]
         matches = self.prefixes._match(self.keys, tokens)
         end = min(pad + match.length for pad, match in zip(pads, matches, strict=True))
         self.prefixes._count(tokens, [end - pad for pad in pads])
-        windows.start(self.cache)
+        _record(self.cache)
         if not any(end > pad for pad in pads):
             return
         sample = next(match.nodes[0].states for match in matches if match.nodes)
@@ -166,7 +164,7 @@ class PrefixSession:
         if any(layer.keys.shape[-2] < length for layer in shared_layers):  # a window dropped some
             self.is_given_up = True
             return
-        self.cache = windows.recording_cache(self.model, length)
+        self.cache = recording_cache(self.model, length)
         for own_layer, layer in zip(self.layers, shared_layers, strict=True):
             own_layer.update(layer.keys[rows, :, -length:], layer.values[rows, :, -length:])
 
@@ -185,7 +183,7 @@ class PrefixSession:
                 end = min(int(agreement[best]), self._end(sequence))
                 self._store(row, best, sequence[self.layout.pads[row] : end].long())
         if self.cache is not None:
-            windows.stop(self.cache)
+            _stop(self.cache)
 
     def _end(self, sequence: Tensor) -> int:
         """Where a sequence ends: behind its first EOS token, or before its padding."""
@@ -211,3 +209,50 @@ class PrefixSession:
         """Store ``tokens``, with which prompt ``row`` begins, from a row of the cache."""
         states = tuple(s[cache_row, :, self.layout.pads[row] :] for s in key_values(self.layers))
         self.prefixes._insert(self.keys[row], tokens, states)
+
+
+# ---------------------------------------------------------------- windows that keep all tokens
+
+
+class RecordingWindow(GrowingSlidingWindowLayer):
+    """``keys`` and ``values`` hold all tokens, also after ``crop``, which upstream's cuts to a window."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        DynamicLayer.crop(self, tokens_to_remove)
+        self.cumulative_length = self.keys.shape[-2] if self.is_initialized else 0
+
+
+def attention_layers(cache: Any) -> list[Any]:
+    """The layers that hold keys and values; those that share others' hold none."""
+    return [layer for layer in cache.layers if not isinstance(layer, families.EMPTY_LAYERS)]
+
+
+def key_values(layers: list[Any]) -> KeyValues:
+    """Keys and values of each layer in turn, ``(rows, heads, length, size)``."""
+    return tuple(states for layer in layers for states in (layer.keys, layer.values))
+
+
+def recording_cache(model: Any, max_length: int) -> GrowingCache:
+    """An empty cache for up to ``max_length`` tokens whose windows keep all tokens."""
+    cache = GrowingCache(config=model.config.get_text_config(decoder=True), max_length=max_length)
+    _record(cache)
+    return cache
+
+
+def _record(cache: Any) -> None:
+    """Make the windows of ``cache`` keep all tokens, from now on."""
+    for layer in cache.layers:
+        if type(layer) is GrowingSlidingWindowLayer:
+            layer.__class__ = RecordingWindow
+            layer.activate_past_recording()
+
+
+def _stop(cache: Any) -> None:
+    """Cut the windows of ``cache`` to the tokens that they would hold without ``_record``."""
+    for layer in cache.layers:
+        if type(layer) is not RecordingWindow:
+            continue
+        layer.__class__, layer.record_past = GrowingSlidingWindowLayer, False
+        if layer.is_initialized and (n_before := layer.sliding_window - 1):
+            for states in (layer._keys, layer._values):
+                states.keep_last(n_before, layer._growth.behind_window(n_before))

@@ -10,28 +10,13 @@ that comes next, and every rank raises. After a failure within a forward, the ot
 that failed has ended.
 """
 
-from .agreement import Ranks
-from .in_step import (
-    RankError,
-    announce,
-    any_unfinished,
-    end_with,
-    explain,
-    is_together,
-    of_config,
-    together,
-    wait,
-)
-
-__all__ = [
-    "RankError",
-    "Ranks",
-    "announce",
-    "any_unfinished",
-    "end_with",
-    "explain",
-    "is_together",
-    "of_config",
-    "together",
-    "wait",
-]
+from .agreement import Ranks as Ranks
+from .in_step import RankError as RankError
+from .in_step import announce as announce
+from .in_step import any_unfinished as any_unfinished
+from .in_step import end_with as end_with
+from .in_step import explain as explain
+from .in_step import is_together as is_together
+from .in_step import of_config as of_config
+from .in_step import together as together
+from .in_step import wait as wait

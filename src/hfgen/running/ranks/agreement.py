@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ... import __version__, families
 from ...memory.caches import layers
+from ...state.call import Call, Request
 from ..row_states import generator_states
 from ..step_inputs import MEDIA
 from .in_step import RankError, error_of, error_of_connection, exchange, text_of
-
-if TYPE_CHECKING:
-    from ...state.call import Call, Request
 
 #: The hook that runs encoders.
 ENCODES = "_maybe_prepare_encoder_kwargs_for_generation"
@@ -58,22 +56,18 @@ class Ranks:
     @classmethod
     def of_request(cls, model: Any, request: Request) -> Ranks | None:
         """The ranks that a request is decoded with; ``None`` where it concerns this process alone."""
-        config = request.generation_config
-        if getattr(config, "is_assistant", False):
-            return None
-        tensor_group = families.tensor_parallel_group(model)
-        is_synced = request.synced_gpus
+        tensor_group, is_synced = families.tensor_parallel_group(model), request.synced_gpus
         if is_synced is None:
             is_synced = families.is_sharded(model)
-        if not is_synced and tensor_group is None:
+        is_assistant = getattr(request.generation_config, "is_assistant", False)
+        if is_assistant or (not is_synced and tensor_group is None):
             return None
         group = None if is_synced else tensor_group
         return cls(model.device, bool(is_synced), group, tensor_group)
 
     def agree(self, model: Any, call: Call, prompt: Any) -> None:
         """Wait for the other ranks; ``RankError`` on each if one has failed, or if calls differ."""
-        of_all, of_part = _of_every_rank(call, prompt), {}
-        part = -1
+        of_all, of_part, part = _of_every_rank(call, prompt), {}, -1
         if self.tensor_group is not None:
             of_part = _of_tensor_ranks(call, prompt)
             part = min(dist.get_process_group_ranks(self.tensor_group))
@@ -99,10 +93,7 @@ class Ranks:
 
     @contextmanager
     def encoding(self, model: Any, call: Call, prompt: Any) -> Iterator[None]:
-        """Run an encoder within, if there is one, once all ranks have come that far.
-
-        It runs outside of the model's forward; FSDP gathers what is sharded around its layers as well.
-        """
+        """Run an encoder within, outside of the model's forward, once all ranks have come that far."""
         if families.takes_only_text(model) and not model.config.is_encoder_decoder:
             yield
             return
@@ -116,10 +107,7 @@ class Ranks:
         self.may_tell = True
 
     def forwards_beside(self, model: Any, is_own: bool) -> bool:
-        """Whether others take part in forwards of ``model`` besides the loop, which are announced then.
-
-        ``is_own``: it is the model that is decoded with, or a part of it; else it is another one.
-        """
+        """Whether ranks forward ``model`` besides the loop; ``is_own``: it is, or is in, the model decoded with."""
         if self.is_synced and (is_own or families.is_sharded(model)):
             self.beside = model
         return self.beside is model
@@ -155,14 +143,12 @@ def _of_every_rank(call: Call, prompt: Any) -> dict[str, Any]:
     """By name, what decides how often a rank forwards."""
     config, size = call.config, call.config.prefill_chunk_size
     length = _ids(prompt).shape[1]
-    versions = (
-        f"hfgen {__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
-    )
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
     passed = {name for name, value in prompt.model_kwargs.items() if value is not None}
     media = (passed & MEDIA) | {*(prompt.model_kwargs.get("mm_encoder_outputs") or ())}
     tried = f" with {config.top_k} candidates" if config.low_memory else ""
     return {
-        "the versions": versions,
+        "the versions": f"hfgen {__version__}, {versions}",
         "the mode": call.who + tried,
         "what is forwarded besides": _besides(call),
         "the kinds of input": ", ".join(sorted(media)) or "text",

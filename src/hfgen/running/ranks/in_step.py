@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ... import families
 from ... import running as execution
+from ...state.run import Run
 
 if TYPE_CHECKING:
-    from ...state.run import Run
     from .agreement import Ranks
 
 #: What ranks add up before a forward: whether they decode, forward something besides, have failed.
@@ -40,10 +40,7 @@ def of_config(config: Any) -> Ranks | None:
 
 
 def any_unfinished(model: Any, is_finished: bool, device: torch.device) -> bool:
-    """Whether to go on: while any rank decodes; with tensor parallelism, while all of its ranks do.
-
-    Raises ``RankError`` if a rank has failed.
-    """
+    """Whether to go on: while any rank decodes; with tensor parallelism, while all of its ranks do."""
     n_decoding = _add_up(0 if is_finished else DECODES, device)
     group = families.tensor_parallel_group(model)
     if group is not None and (n_ranks := dist.get_world_size()) == dist.get_world_size(group):
@@ -115,16 +112,11 @@ def is_together(model: Any) -> bool:
 
 
 def _add_up(number: int, device: torch.device) -> int:
-    """Return the sum of the ranks' numbers. Raises ``RankError`` if a rank has failed."""
-    total = _sum(number, device)
-    if total >= FAILED:
-        raise error_of(exchange(""))
-    return total
-
-
-def _sum(number: int, device: torch.device) -> int:
+    """Return the sum of the ranks' numbers. Raises ``RankError`` if another rank has failed."""
     total = torch.tensor(number, device=device)
     dist.all_reduce(total)
+    if int(total) >= FAILED and number != FAILED:
+        raise error_of(exchange(""))
     return int(total)
 
 
@@ -149,7 +141,7 @@ def end_with(run: Run, strategy: Any, error: BaseException) -> None:
 def _fail(error: BaseException, device: torch.device) -> None:
     """Tell ``error`` to the other ranks, with the collective that comes before their next forward."""
     with suppress(Exception):  # what is raised is ``error``
-        _sum(FAILED, device)
+        _add_up(FAILED, device)
         exchange(text_of(error))
 
 
