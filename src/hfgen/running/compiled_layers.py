@@ -55,8 +55,7 @@ class LayerGraph:
     """The compiled function, which the layers of one model share, and whether it can be used."""
 
     def __init__(self) -> None:
-        #: Why nothing more is compiled; None while all could be.
-        self.failure: str | None = None
+        self.failure: str | None = None  # why nothing more is compiled; None while all could be
         #: How many layers run compiled in some calls; those of which no call decoded yet do not.
         self.n_layers = 0
         self.is_broken = False
@@ -164,10 +163,8 @@ class CompiledLayer:
 
     def __init__(self, module: nn.Module, index: int, graph: LayerGraph) -> None:
         self.module, self.index, self.graph = module, index, graph
-        #: For which kinds of arguments a graph is there.
-        self._ready: set[tuple[Any, ...]] = set()
-        #: The hooks of the layer's parts.
-        self._hooks: list[dict[int, Any]] | None = None
+        self._ready: set[tuple[Any, ...]] = set()  # for which kinds of arguments a graph is there
+        self._hooks: list[dict[int, Any]] | None = None  # the hooks of the layer's parts
         #: The packed weights of its parts, which are inputs of the graph.
         self._packed: list[tuple[Any, Any]] | None = None
         #: By kinds of arguments: graphs whose guards held in this call.

@@ -81,8 +81,7 @@ class Recorded:
         visible = visible_length(run.model_kwargs["past_key_values"])
         assert visible is not None
         self.visible, visible.is_coarse, visible.is_recorded = visible, True, True
-        #: Why steps are not recorded any more.
-        self.refusal: str | None = None
+        self.refusal: str | None = None  # why steps are not recorded any more
         self.state: Hashable = None
         #: The graphs of this call, by visible length and number of tokens, with the form of their inputs.
         self.graphs: dict[tuple[int, int], tuple[Hashable, Graph]] = {}

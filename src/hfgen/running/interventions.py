@@ -29,12 +29,10 @@ TOKENS = ("all", "prompt", "generated")
 class Where:
     """What the rows and columns of a hidden state ``(rows, n, width)`` are."""
 
-    #: ``(rows,)``: the prompt, from 0, that each row continues.
-    prompts: Tensor
+    prompts: Tensor  # ``(rows,)``: the prompt, from 0, that each row continues
     #: ``(rows, n)``: positions in the row's text, padding not counted; below 0 for padding.
     positions: Tensor
-    #: ``(n,)`` bools: whether the tokens were generated.
-    is_generated: Tensor
+    is_generated: Tensor  # ``(n,)`` bools: whether the tokens were generated
 
 
 class Edit:

@@ -56,8 +56,7 @@ class PromptLogits:
             if len(index) < len(ids):
                 kwargs = {n: take_rows(v, index, len(ids), n) for n, v in kwargs.items()}
                 ids = ids[index.to(ids.device)]
-        #: ``(prompts, length)``
-        self.ids = ids
+        self.ids = ids  # ``(prompts, length)``
         self.kwargs = with_own_states(kwargs) | {"use_cache": False}
         if run.model._supports_logits_to_keep():
             self.kwargs["logits_to_keep"] = 0
@@ -104,8 +103,7 @@ class Body:
         self.model = model
         #: Outputs by path of each module that may be the body, the outermost first.
         self.outputs: dict[str, list[Any]] = {path: [] for path in paths}
-        #: How many of these modules are running.
-        self.depth = 0
+        self.depth = 0  # how many of these modules are running
 
     @classmethod
     def of_model(cls, model: Any, n_paths: int | None = None) -> Body | None:

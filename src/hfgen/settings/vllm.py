@@ -66,14 +66,8 @@ def fields_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if not name.startswith("_")}
 
 
-#: The kinds of grammar, by their names in vLLM's ``StructuredOutputsParams``.
-GRAMMARS = {
-    "json": "json",
-    "json_object": "json",
-    "regex": "regex",
-    "choice": "choice",
-    "grammar": "lark",
-}
+#: The kinds of grammar in vLLM's ``StructuredOutputsParams``.
+GRAMMARS = ("choice", "grammar", "json", "json_object", "regex")
 
 
 def _structured(params: Any) -> dict[str, Any]:
@@ -83,12 +77,11 @@ def _structured(params: Any) -> dict[str, Any]:
     is_compact = given.pop("disable_any_whitespace", False)
     if len(given) != 1 or (name := next(iter(given))) not in GRAMMARS:
         raise ValueError(
-            f"`structured_outputs` has to have one of {sorted(GRAMMARS)}, and beside it only "
+            f"`structured_outputs` has to have one of {[*GRAMMARS]}, and beside it only "
             f"`disable_any_whitespace`, but has {sorted(given)}."
         )
-    made = getattr(grammar, GRAMMARS[name])(
-        {"type": "object"} if name == "json_object" else given[name]
-    )
+    make: Any = grammar.lark if name == "grammar" else getattr(grammar, name)
+    made = make() if name == "json_object" else make(given[name])
     return {"grammar": replace(made, whitespace=False) if is_compact else made}
 
 

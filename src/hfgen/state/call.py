@@ -77,13 +77,11 @@ class Request:
 class Prompt:
     """The prompt: the tensors that the stages prepare for the loop."""
 
-    #: ``(batch, …)``: what the model, or its encoder, is conditioned on.
-    main_input: torch.Tensor
+    main_input: torch.Tensor  # ``(batch, …)``: what the model, or its encoder, is conditioned on
     main_input_name: str | None
     batch_size: int
     model_kwargs: ModelKwargs
-    #: ``(rows, length)``: written by ``inputs.prepare_ids``.
-    ids: torch.Tensor = field(init=False)
+    ids: torch.Tensor = field(init=False)  # ``(rows, length)``: written by ``inputs.prepare_ids``
 
 
 @dataclass(slots=True)
@@ -103,11 +101,9 @@ class Call:
     """
 
     request: Request
-    #: The resolved config: a copy that belongs to this call.
-    config: GenerationConfig
+    config: GenerationConfig  # the resolved config: a copy that belongs to this call
     mode: Any  # a row of ``decoding.modes.MODES``
-    #: Arguments of the decoding method that are not the model's.
-    mode_kwargs: dict[str, Any]
+    mode_kwargs: dict[str, Any]  # arguments of the decoding method that are not the model's
     has_default_max_length: bool
     has_default_min_length: bool
     #: The function that decodes: a method of the model's class, or the caller's callable.

@@ -16,8 +16,7 @@ class RowParams:
     configs: list[transformers.GenerationConfig]
     #: Of each prompt, two bools: ``max_length`` is unset; ``min_length`` is unset.
     has_defaults: list[tuple[bool, bool]]
-    #: The arguments that came as lists.
-    given: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()  # the arguments that came as lists
 
     def __len__(self) -> int:
         return len(self.configs)

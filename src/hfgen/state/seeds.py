@@ -99,10 +99,8 @@ def perturbed(scores: torch.Tensor, keys: torch.Tensor, position: int) -> torch.
 class RowChoice:
     """Chooses tokens by scores and noise, as a function of the row's key and position alone."""
 
-    #: ``(rows,)``: keys of the rows' noise; with beams, of the prompts'.
-    keys: torch.Tensor
-    #: ``(rows,)`` bools; ``None`` if all rows sample.
-    is_sampled: torch.Tensor | None
+    keys: torch.Tensor  # ``(rows,)``: keys of the rows' noise; with beams, of the prompts'
+    is_sampled: torch.Tensor | None  # ``(rows,)`` bools; ``None`` if all rows sample
     prompt_length: int
 
     @classmethod

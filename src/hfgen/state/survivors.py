@@ -63,8 +63,7 @@ class Blocks:
         self.size = next(size for vocab, size in BLOCKS if self.vocab >= vocab)
         self.n_blocks = self.vocab // self.size
         n = self.n_blocks * self.size
-        #: The last columns, which fill no block.
-        self.tail = torch.arange(n, self.vocab)
+        self.tail = torch.arange(n, self.vocab)  # the last columns, which fill no block
         blocks = scores[:, :n].unflatten(1, (self.size, self.n_blocks))
         # Division keeps the order, so that only the maxima have to be divided.
         self.maxima = self.scaled(blocks.amax(dim=1))

@@ -30,8 +30,7 @@ class GrowthPolicy:
     Together, spare tokens take the memory of one tensor, as concatenating does for a moment.
     """
 
-    #: Tensors that grow together.
-    n_tensors: int = 24
+    n_tensors: int = 24  # tensors that grow together
     #: Tokens at the end of the call, if known. A longer cache belongs to another call.
     max_length: int | None = None
 

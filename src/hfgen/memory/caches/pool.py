@@ -116,8 +116,7 @@ class Lease:
 
     def __init__(self, pool: Pool, buffers: CacheBuffers, requested: Size) -> None:
         self.pool, self.buffers = pool, buffers
-        #: What the call asked for; ``buffers`` may be larger.
-        self.requested = requested
+        self.requested = requested  # what the call asked for; ``buffers`` may be larger
         #: Tokens per row that the call can reach; ``max_cache_len`` may have asked for more.
         self.needed = 0
 
@@ -131,8 +130,7 @@ class Pool:
     def __init__(self) -> None:
         # Adding to a deque and taking from it are atomic, which a lock in __del__ could not be.
         self.idle: deque[CacheBuffers] = deque(maxlen=1)
-        #: Tokens per row that the longest call so far needed, and got.
-        self.needed = 0
+        self.needed = 0  # tokens per row that the longest call so far needed, and got
 
     def lend(self, requested: Size) -> Lease:
         """Memory for a cache of the size ``requested`` or larger."""

@@ -105,8 +105,7 @@ class QuantizedLayer(TakesRows, DynamicLayer):
 
     def __init__(self, settings: Settings, scratch: tuple[Scratch, Scratch] | None = None) -> None:
         self.settings = settings
-        #: What keys, and values, are unpacked into.
-        self.scratch = scratch or (Scratch(), Scratch())
+        self.scratch = scratch or (Scratch(), Scratch())  # what keys, and values, are unpacked into
         self.record_past = False  # whether an update may be taken back before the next one
         self.states: dict[str, States] = {}
         super().__init__()
@@ -175,8 +174,7 @@ class QuantizedCache(DynamicCache, UpstreamQuantizedCache):
                 "`cache_implementation='quantized'` quantises layers of kind 'full_attention', "
                 f"and this model has none: its layers are {sorted(set(kinds))}."
             )
-        #: What the layers unpack keys, and values, into.
-        self.scratch = (Scratch(), Scratch())
+        self.scratch = (Scratch(), Scratch())  # what the layers unpack keys, and values, into
         layers = [
             QuantizedLayer(settings, self.scratch) if kind == "full_attention" else layer
             for kind, layer in zip(kinds, GrowingCache(config=config).layers, strict=True)

@@ -164,8 +164,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
     #: The keys and values that attention sees; they are the first tokens of ``_source``: number, keys, values.
     _seen: tuple[Tensor, Tensor]
     _source: tuple[int | None, Tensor | None, Tensor | None] = (None, None, None)
-    #: Tokens held, as read when ``cumulative_length`` had the version ``_version``.
-    _known = 0
+    _known = 0  # tokens held, as read when ``cumulative_length`` had the version ``_version``
     _version = -1
 
     @classmethod
