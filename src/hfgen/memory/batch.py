@@ -167,9 +167,9 @@ class Batch:
             self.take_arguments(index)
 
     def trim(self, n_tokens: int) -> None:
-        """Drop the first ``n_tokens`` columns, padding in all rows; an encoder's stay. Caches do not copy.
+        """Drop the first ``n_tokens`` columns, padding in all rows; an encoder's stay. Nothing is copied.
 
-        Raises ``ValueError``, before anything is changed, if there are no more columns, and as ``leave``.
+        Raises ``ValueError``, before anything is changed, if there are no more columns; else as ``leave``.
         """
         length = self.ids.shape[1]
         if not 0 <= n_tokens < length:
@@ -223,7 +223,7 @@ def _with_masks(batch: Batch, other: Batch) -> list[ModelKwargs]:
 
 
 def _joined(name: str, one: Any, two: Any, n_rows: tuple[int, int]) -> Any:
-    """An argument of both, padded on the left along tokens. Raises ``ValueError`` for what does not fit."""
+    """An argument of both, padded on the left along tokens. ``ValueError`` for what does not fit."""
     if isinstance(one, ModelOutput) and isinstance(two, ModelOutput) and one.keys() == two.keys():
         return type(one)(**{key: _joined(key, one[key], two[key], n_rows) for key in one})
     if not isinstance(one, Tensor) or not isinstance(two, Tensor):

@@ -125,7 +125,7 @@ class Recorded:
         return graph
 
     def record(self, inputs: dict[str, Any], cache: Any) -> Graph | None:
-        """Record a step on inputs of its own, and reset the cache; ``None``, with a warning, if that fails."""
+        """Record a step on its own inputs, and reset the cache; ``None``, with a warning, if that fails."""
         inputs = tree_map_only(Tensor, torch.clone, inputs)
         length = self.visible.total - inputs["input_ids"].shape[1]
         device, graphs = self.layers[0].device, self.layers[0]._lease.buffers.graphs

@@ -43,7 +43,7 @@ _noted = threading.local()
 
 
 class OneLayerCache(Cache):
-    """Keys and values ``(rows, heads, seen, size)``; ``update`` writes to the columns ``positions (new,)``."""
+    """Keys and values ``(rows, heads, seen, size)``; ``update`` writes to ``positions (new,)``."""
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         self.keys, self.values, self.positions = keys, values, positions

@@ -156,7 +156,7 @@ class Body:
         return _with_states(outputs, states[:, -1:])
 
     def covers(self, ids: Tensor) -> bool:
-        """Keep the first module that has returned the states of all ``ids (prompts, length)``, if one has."""
+        """Whether a module returned the states of all ``ids (prompts, length)``; drops those of others."""
         for path, outputs in self.outputs.items():
             if not outputs or any(part is None for part in outputs):
                 continue

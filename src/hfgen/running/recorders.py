@@ -83,7 +83,7 @@ READS = frozenset(
 
 
 class NoReads(TorchDispatchMode):
-    """Raise ``RuntimeError`` where this thread would wait for a device of ``kind``, or copy from or to it."""
+    """Raise ``RuntimeError`` where this thread would wait for a device of ``kind``, or copy to or from it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

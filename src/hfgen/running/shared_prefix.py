@@ -99,7 +99,7 @@ def forward(
     prefixes: Prefixes | None = None,
     keeps: bool = False,
 ) -> Forwarded:
-    """Forward the ids of ``texts``, behind ``prefixes`` if there are some; ``keeps``: as prefixes of others."""
+    """Forward the ids of ``texts`` behind ``prefixes``; ``keeps``: keys and values, as prefixes of others."""
     sizes = torch.tensor([len(text) for text in texts])
     ids = pad_sequence([torch.tensor(text) for text in texts], True, 0).to(model.device)
     n = ids.shape[1]

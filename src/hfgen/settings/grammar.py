@@ -63,7 +63,7 @@ class Grammar:
         return LLMatcher.grammar_from_json_schema(self.text, overrides=options)
 
     def check(self) -> None:
-        """Check the syntax. Raises ``ImportError`` without llguidance, ``ValueError`` for what it refuses."""
+        """Check the syntax: ``ImportError`` without llguidance, ``ValueError`` for what it refuses."""
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -114,7 +114,7 @@ def lark(text: str) -> Grammar:
 
 
 def choice(options: Sequence[str]) -> Grammar:
-    """One of some texts. Raises ``TypeError`` for no list of strings, ``ValueError`` for an empty one."""
+    """One of some texts. ``TypeError`` for no list of strings, ``ValueError`` for an empty one."""
     is_list = isinstance(options, Sequence) and not isinstance(options, str)
     if not is_list or not all(isinstance(option, str) for option in options):
         raise TypeError(f"`options` has to be a list of strings, but is {_kind(options)}.")

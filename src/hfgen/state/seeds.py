@@ -72,7 +72,10 @@ def _open_interval(x: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel(keys: torch.Tensor, position: int, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32, for keys and tokens that broadcast: fine-grained where it decides."""
+    """Standard Gumbel noise, float32, for keys and tokens that broadcast.
+
+    It is the logarithm of an exponential variable, whose small values, which decide, are fine-grained.
+    """
     return -torch.log(-torch.log1p(-_open_interval(bits(keys, position, tokens))))
 
 

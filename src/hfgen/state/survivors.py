@@ -105,7 +105,7 @@ class Blocks:
 
 
 def is_large(scores: Tensor) -> bool:
-    """Whether it pays to search ``scores`` for the tokens left; to count on a device is to wait for it."""
+    """Whether a search of ``scores`` pays; on an accelerator, to count is to wait for the device."""
     return (
         scores.is_cpu
         and scores.dtype == torch.float32

@@ -198,7 +198,7 @@ def n_keys(cache: Any) -> list[int]:
 def check_growth(
     cache: Any, before: Sequence[int], n_tokens: int, of_images: Sequence[int] = ()
 ) -> None:
-    """Raise ``ValueError`` unless layers, but those ``of_images``, kept the keys of ``n_tokens`` new tokens."""
+    """Raise ``ValueError`` if a layer not ``of_images`` lacks keys of the ``n_tokens`` new tokens."""
     layers = layers_of(cache)
     first: Any = next((layer for layer in layers if isinstance(layer, DynamicLayer)), None)
     for index, (old, new) in enumerate(zip(before, n_keys(cache), strict=False)):

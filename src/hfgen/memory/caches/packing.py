@@ -125,7 +125,7 @@ class Packed:
         return longer
 
     def write_to(self, out: Tensor) -> None:
-        """Write the states into ``out (rows, heads, length, size)``, rounded once, a few groups at a time."""
+        """Write the states into ``out (rows, heads, length, size)``, a few groups at a time."""
         grouped, exact = self.grouping.split(out), _exact(out.dtype)
         for start, end in _blocks(self.n_groups, out, self.grouping.tokens, UNPACKED_AT_ONCE):
             part = grouped[:, :, start:end]

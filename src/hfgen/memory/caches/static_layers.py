@@ -247,7 +247,7 @@ class SlicedStaticLayer(Pooled, StaticLayer):
         return keys, values
 
     def reserve(self, n: int) -> tuple[Tensor, Tensor, int]:
-        """Room for ``n`` tokens, which the caller writes: keys and values that attention sees, and its start.
+        """Room for ``n`` tokens, which the caller writes: keys and values as attention sees them, its start.
 
         The layer is initialised. Raises ``IndexError`` if it has no room.
         """

@@ -107,7 +107,7 @@ class Ranks:
         self.may_tell = True
 
     def forwards_beside(self, model: Any, is_own: bool) -> bool:
-        """Whether ranks forward ``model`` besides the loop; ``is_own``: it is, or is in, the model decoded with."""
+        """Whether ranks forward ``model`` besides the loop. ``is_own``: it is the decoding one or in it."""
         if self.is_synced and (is_own or families.is_sharded(model)):
             self.beside = model
         return self.beside is model
