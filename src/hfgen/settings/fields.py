@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from . import kinds as of
@@ -61,6 +62,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
+#: A field of hfgen's own.
+own = partial(Field, is_own=True)
+
 ONE_TOKEN = Range("one id at least", lambda value: any(True for _ in tokens_in(value)))
 
 #: Fields that may differ between the prompts of a batch; those that others need come first.
@@ -72,20 +76,20 @@ PER_ROW: dict[str, Field] = {
     "max_new_tokens": Field(of.INTEGER, at_least(0)),
     "min_length": Field(of.INTEGER),
     "min_new_tokens": Field(of.INTEGER, at_least(0)),
-    "min_tokens": Field(of.SIZE, of.INT64, is_own=True),
+    "min_tokens": own(of.SIZE, of.INT64),
     "max_time": Field(of.NUMBER),
     # Stopping and texts
     "stop_strings": Field(of.STRINGS),
-    "stop_regex": Field(of.STRINGS, is_own=True),
-    "stop_token_ids": Field(of.TOKENS, is_own=True),
-    "ignore_eos": Field(of.FLAG, is_own=True),
-    "include_stop_str_in_output": Field(of.FLAG, is_own=True, default=False),
-    "skip_special_tokens": Field(of.FLAG, is_own=True, default=True),
-    "repetition_detection": Field(of.REPETITION, is_own=True),
+    "stop_regex": own(of.STRINGS),
+    "stop_token_ids": own(of.TOKENS),
+    "ignore_eos": own(of.FLAG),
+    "include_stop_str_in_output": own(of.FLAG, default=False),
+    "skip_special_tokens": own(of.FLAG, default=True),
+    "repetition_detection": own(of.REPETITION),
     # Special tokens
     "eos_token_id": Field(of.TOKENS),
     # Sampling
-    "seed": Field(of.SIZE, of.INT64, is_own=True),
+    "seed": own(of.SIZE, of.INT64),
     "temperature": Field(
         of.NUMBER,
         Range("a float above 0; 0 decodes greedily", lambda x: is_zero(x) or is_positive_float(x)),
@@ -110,23 +114,19 @@ PER_ROW: dict[str, Field] = {
     ),
     "epsilon_cutoff": Field(of.NUMBER, of.CUTOFF, "do_sample", ignores=lambda x: not 0 <= x < 1),
     "eta_cutoff": Field(of.NUMBER, of.CUTOFF, "do_sample", ignores=lambda x: not 0 <= x < 1),
-    "top_n_sigma": Field(of.NUMBER, of.POSITIVE, "do_sample", is_own=True),
-    "top_a": Field(of.NUMBER, of.SHARE, "do_sample", is_own=True),
-    "p_less": Field(of.FLAG, None, "do_sample", is_own=True),
-    "xtc_probability": Field(of.NUMBER, of.SHARE, "do_sample", is_own=True),
-    "xtc_threshold": Field(of.NUMBER, of.SHARE, "do_sample", is_own=True, default=0.1),
-    "dynatemp_range": Field(of.NUMBER, of.POSITIVE, "do_sample", is_own=True),
-    "dynatemp_exponent": Field(of.NUMBER, of.POSITIVE, "do_sample", is_own=True, default=1.0),
-    "smoothing_factor": Field(of.NUMBER, of.POSITIVE, "do_sample", is_own=True),
-    "mirostat": Field(
-        of.SIZE, Range("1 or 2; 0 is off", lambda n: n in (0, 1, 2)), "do_sample", is_own=True
-    ),
-    "mirostat_tau": Field(of.NUMBER, of.POSITIVE, "do_sample", is_own=True, default=5.0),
-    "mirostat_eta": Field(of.NUMBER, of.POSITIVE, "do_sample", is_own=True, default=0.1),
-    "adaptive_target": Field(
-        of.NUMBER, Range("between 0 and 1", lambda x: 0 <= x <= 1), "do_sample", is_own=True
-    ),
-    "adaptive_decay": Field(of.NUMBER, of.CUTOFF, "do_sample", is_own=True, default=0.9),
+    "top_n_sigma": own(of.NUMBER, of.POSITIVE, "do_sample"),
+    "top_a": own(of.NUMBER, of.SHARE, "do_sample"),
+    "p_less": own(of.FLAG, None, "do_sample"),
+    "xtc_probability": own(of.NUMBER, of.SHARE, "do_sample"),
+    "xtc_threshold": own(of.NUMBER, of.SHARE, "do_sample", default=0.1),
+    "dynatemp_range": own(of.NUMBER, of.POSITIVE, "do_sample"),
+    "dynatemp_exponent": own(of.NUMBER, of.POSITIVE, "do_sample", default=1.0),
+    "smoothing_factor": own(of.NUMBER, of.POSITIVE, "do_sample"),
+    "mirostat": own(of.SIZE, Range("1 or 2; 0 is off", lambda n: n in (0, 1, 2)), "do_sample"),
+    "mirostat_tau": own(of.NUMBER, of.POSITIVE, "do_sample", default=5.0),
+    "mirostat_eta": own(of.NUMBER, of.POSITIVE, "do_sample", default=0.1),
+    "adaptive_target": own(of.NUMBER, Range("between 0 and 1", lambda x: 0 <= x <= 1), "do_sample"),
+    "adaptive_decay": own(of.NUMBER, of.CUTOFF, "do_sample", default=0.9),
     # Scores
     "guidance_scale": Field(of.NUMBER, of.FINITE),
     "repetition_penalty": Field(of.NUMBER, of.PENALTY),
@@ -147,37 +147,32 @@ PER_ROW: dict[str, Field] = {
     "suppress_tokens": Field(of.TOKEN_LIST),
     "begin_suppress_tokens": Field(of.TOKEN_LIST),
     "watermarking_config": Field(of.WATERMARK),
-    "bad_words": Field(of.STRINGS, is_own=True),
-    "allowed_token_ids": Field(of.TOKEN_LIST, ONE_TOKEN, outside=ValueError, is_own=True),
-    "grammar": Field(of.GRAMMAR, is_own=True),
+    "bad_words": own(of.STRINGS),
+    "allowed_token_ids": own(of.TOKEN_LIST, ONE_TOKEN, outside=ValueError),
+    "grammar": own(of.GRAMMAR),
     # Penalties
-    "frequency_penalty": Field(of.NUMBER, of.FINITE, is_own=True),
-    "presence_penalty": Field(of.NUMBER, of.FINITE, is_own=True),
-    "penalty_window": Field(of.SIZE, at_least(1), is_own=True, within_sequence=True),
-    "penalty_exclude_ids": Field(of.TOKENS, is_own=True),
-    "dry_multiplier": Field(of.NUMBER, of.POSITIVE, is_own=True),
-    "dry_base": Field(
-        of.NUMBER,
-        Range("at least 1, and finite", lambda x: 1 <= x < math.inf),
-        is_own=True,
-        default=1.75,
+    "frequency_penalty": own(of.NUMBER, of.FINITE),
+    "presence_penalty": own(of.NUMBER, of.FINITE),
+    "penalty_window": own(of.SIZE, at_least(1), within_sequence=True),
+    "penalty_exclude_ids": own(of.TOKENS),
+    "dry_multiplier": own(of.NUMBER, of.POSITIVE),
+    "dry_base": own(
+        of.NUMBER, Range("at least 1, and finite", lambda x: 1 <= x < math.inf), default=1.75
     ),
-    "dry_allowed_length": Field(of.SIZE, at_least(1), is_own=True, default=2),
-    "dry_penalty_last_n": Field(
-        of.SIZE,
-        Range("at least -1; -1 is the whole text, 0 is off", lambda n: n >= -1),
-        is_own=True,
+    "dry_allowed_length": own(of.SIZE, at_least(1), default=2),
+    "dry_penalty_last_n": own(
+        of.SIZE, Range("at least -1; -1 is the whole text, 0 is off", lambda n: n >= -1)
     ),
-    "dry_sequence_breakers": Field(of.BREAKERS, is_own=True),
+    "dry_sequence_breakers": own(of.BREAKERS),
     # Thinking
-    "thinking_token_budget": Field(of.SIZE, of.INT64, is_own=True),
-    "thinking_start": Field(of.MARKER, is_own=True, default="<think>"),
-    "thinking_end": Field(of.MARKER, is_own=True, default="</think>"),
-    "thinking_message": Field(of.MARKER, is_own=True),
+    "thinking_token_budget": own(of.SIZE, of.INT64),
+    "thinking_start": own(of.MARKER, default="<think>"),
+    "thinking_end": own(of.MARKER, default="</think>"),
+    "thinking_message": own(of.MARKER),
     # Log-probabilities
-    "logprobs": Field(of.SIZE, of.N_BEST, is_own=True),
-    "logprob_token_ids": Field(of.TOKEN_LIST, outside=ValueError, is_own=True),
-    "prompt_logprobs": Field(of.SIZE, of.N_BEST, is_own=True),
+    "logprobs": own(of.SIZE, of.N_BEST),
+    "logprob_token_ids": own(of.TOKEN_LIST, outside=ValueError),
+    "prompt_logprobs": own(of.SIZE, of.N_BEST),
 }
 
 #: Fields that hold for all rows of a call: what decodes, the cache, what is recorded.
@@ -229,7 +224,7 @@ PER_CALL: dict[str, Field] = {
     # Compilation
     "compile_config": Field(of.ANY),
     "disable_compile": Field(of.FLAG),
-    "use_cuda_graph": Field(of.FLAG, is_own=True, default=False),
+    "use_cuda_graph": own(of.FLAG, default=False),
     # Modes that upstream has moved to repositories
     "low_memory": Field(of.FLAG),
     "penalty_alpha": Field(of.NUMBER),
@@ -241,13 +236,13 @@ PER_CALL: dict[str, Field] = {
     "continuous_batching_config": Field(of.OBJECT),
     "transformers_version": Field(of.OBJECT),
     # hfgen's own
-    "sampler_order": Field(of.NAMES, is_own=True),
-    "output_speculation": Field(of.FLAG, is_own=True, default=False),
-    "output_metrics": Field(of.FLAG, is_own=True, default=False),
-    "output_card": Field(of.FLAG_OR_PROMPT, is_own=True, default=False),
-    "drop_finished": Field(of.FLAG, is_own=True, default=False),
-    "logprobs_support": Field(of.FLAG, is_own=True),
-    "logprobs_mode": Field(of.NAME, is_own=True, default="raw_logprobs"),
+    "sampler_order": own(of.NAMES),
+    "output_speculation": own(of.FLAG, default=False),
+    "output_metrics": own(of.FLAG, default=False),
+    "output_card": own(of.FLAG_OR_PROMPT, default=False),
+    "drop_finished": own(of.FLAG, default=False),
+    "logprobs_support": own(of.FLAG),
+    "logprobs_mode": own(of.NAME, default="raw_logprobs"),
 }
 
 FIELDS: dict[str, Field] = PER_ROW | PER_CALL
