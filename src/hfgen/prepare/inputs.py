@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -126,16 +125,6 @@ def _warn_of_right_padding(call: Call, prompt: Prompt) -> None:
             "Some rows end in padding. A decoder-only model continues from the last token: set "
             "`padding_side='left'` on the tokenizer."
         )
-
-
-def warn_of_foreign_device(model: Any, ids: torch.Tensor) -> None:
-    """Warn of ids on another accelerator; ids on the CPU are moved for each forward."""
-    warnings.warn(
-        f"`input_ids` is on {ids.device.type} and the model on {model.device.type}; every step copies "
-        f"between them. Call input_ids.to('{model.device.type}') first.",
-        UserWarning,
-        stacklevel=2,
-    )
 
 
 def prepare_model_inputs(

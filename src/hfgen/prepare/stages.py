@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -57,8 +58,13 @@ def prepare(
             call.record = activations.of_call(model, call)
         fans_out = call.shared_prompt is not None and shared_prompt.is_ahead(model, call, prompt)
         caches.prepare(model, call, prompt, fans_out)
-        if prompt.ids.device.type not in (model.device.type, "cpu"):
-            inputs.warn_of_foreign_device(model, prompt.ids)
+        own, device = prompt.ids.device.type, model.device.type
+        if own not in (device, "cpu"):  # from the CPU, ids are moved for each forward
+            warnings.warn(
+                f"`input_ids` is on {own} and the model on {device}; every step copies between them. "
+                f"Call input_ids.to('{device}') first.",
+                stacklevel=2,
+            )
         if call.config.do_sample:
             rows.set_keys(call, prompt)
         prepare_functions(model, call, prompt)

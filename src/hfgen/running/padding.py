@@ -34,7 +34,9 @@ def hides_padding(model: Any, batch: Batch) -> bool:
     if families.selects_keys(model):  # not so until there are more keys than are selected
         return False
     cache = families.given_cache(batch.model_kwargs)
-    if isinstance(cache, Cache) and not any(map(_holds_rows, layers_of(cache))):
+    # Layers of states do not say whether they are initialised.
+    holds_rows = any(getattr(layer, "is_initialized", True) for layer in layers_of(cache))
+    if isinstance(cache, Cache) and not holds_rows:
         return False  # the model ignores its cache (OpenAI GPT), and reads the padding at each step
     row = copy.deepcopy(batch)
     if len(row) > 1:
@@ -57,10 +59,6 @@ def hides_padding(model: Any, batch: Batch) -> bool:
     share = max(TOLERANCE, ROUNDINGS * torch.finfo(model.dtype).eps)
     allowed = max(TIMES_OF_TWO_ROWS * noise, share * scale)
     return bool((padded - alone)[is_finite].abs().max() <= allowed)
-
-
-def _holds_rows(layer: Any) -> bool:
-    return bool(getattr(layer, "is_initialized", True))  # those of states have no such attribute
 
 
 def _decode(model: Any, batch: Batch) -> Tensor:

@@ -33,11 +33,6 @@ from .static import fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
 
 
-def make_dynamic(request: CacheRequest) -> Cache:
-    """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
-    return GrowingCache(config=request.decoder_config, max_length=request.max_length)
-
-
 @dataclass(frozen=True, slots=True)
 class CacheKind:
     """A kind of cache. What it does not declare is not assumed: calls that need it are refused.
@@ -66,9 +61,12 @@ class CacheKind:
 
 
 def _dynamic(name: str, may_hold_prefix: bool = True) -> CacheKind:
-    return CacheKind(
-        name, make_dynamic, loses_rows=True, rolls_back=True, may_hold_prefix=may_hold_prefix
-    )
+    """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
+
+    def make(request: CacheRequest) -> Cache:
+        return GrowingCache(config=request.decoder_config, max_length=request.max_length)
+
+    return CacheKind(name, make, loses_rows=True, rolls_back=True, may_hold_prefix=may_hold_prefix)
 
 
 _KINDS = (

@@ -37,10 +37,6 @@ def _is_assistant(value: Any) -> bool:
     return isinstance(value, nn.Module) or hasattr(value, "generate") or is_drafter
 
 
-def _is_tokenizer(value: Any) -> bool:
-    return not isinstance(value, str)  # a name; tokenizers have no class in common
-
-
 #: Arguments that are no tensors: the test of each, and what it has to do.
 ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "generation_config": (
@@ -65,8 +61,11 @@ ARGUMENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "be a callable or a repository's name or path",
     ),
     **dict.fromkeys(
-        ("tokenizer", "assistant_tokenizer"),
-        (_is_tokenizer, "be a tokenizer, as AutoTokenizer.from_pretrained() loads it"),
+        ("tokenizer", "assistant_tokenizer"),  # which have no class in common
+        (
+            lambda value: not isinstance(value, str),
+            "be a tokenizer, as AutoTokenizer.from_pretrained() loads it",
+        ),
     ),
     "cancel": (lambda value: isinstance(value, Cancellation), "be a hfgen.Cancellation"),
 }
