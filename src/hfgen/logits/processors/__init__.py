@@ -32,16 +32,7 @@ from transformers import (
 from ...settings.sampler_order import fields_of
 from ..grammar import setup as grammar
 from ..grammar.processor import NoTokenLeft
-from . import (
-    dry,
-    feedback,
-    lengths,
-    ngrams,
-    per_row,
-    repetition,
-    samplers,
-    vocabulary,
-)
+from . import dry, feedback, lengths, ngrams, per_row, repetition, samplers, vocabulary
 from .context import Builder, Context, Row, built
 from .guidance import guidance
 from .lists import (

@@ -6,10 +6,7 @@ import math
 from typing import Any
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    NoBadWordsLogitsProcessor,
-)
+from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from .context import Context

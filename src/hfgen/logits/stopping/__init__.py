@@ -18,11 +18,7 @@ from ..processors.lists import is_librarys, name_of
 from .causes import Causes, Notes, is_noted
 from .reasons import FinishReason
 from .strings import StopRegexCriteria, StopStringCriteria
-from .tokens import (
-    RepetitionCriteria,
-    RowLengthCriteria,
-    StopTokenCriteria,
-)
+from .tokens import RepetitionCriteria, RowLengthCriteria, StopTokenCriteria
 
 __all__ = [
     "CRITERIA",
