@@ -15,8 +15,8 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import hfgen
 from hfgen.decoding.strategies import Sample
-from hfgen.logits.logprobs import LogprobRequest, Settings
 from hfgen.logits.logprobs.result import measure
+from hfgen.logits.logprobs.settings import LogprobRequest, Settings
 from tests import tiny
 from tests.markov import Markov
 from tests.parity.decoder_families import DECODER_FAMILIES

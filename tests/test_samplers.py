@@ -13,10 +13,11 @@ import torch
 import hfgen
 from hfgen import GenerationConfig
 from hfgen.logits.processors.context import Context
-from hfgen.logits.processors.feedback import AdaptiveP, Mirostat
 from hfgen.logits.processors.samplers import (
+    AdaptiveP,
     DynamicTemperature,
     ExcludeTopChoices,
+    Mirostat,
     PLess,
     QuadraticSmoothing,
     TopA,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..logits import logprobs
-from ..logits.logprobs.prompt import PromptRecorder
+from ..logits.logprobs.recorder import PromptRecorder
 from ..running import ahead, ranks
 from . import activations
 from .card import CardWriter

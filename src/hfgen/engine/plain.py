@@ -21,8 +21,7 @@ from ..decoding.outputs import Recording
 from ..decoding.results import Results
 from ..decoding.strategies.sample import Sample
 from ..logits.logprobs import Recorder, TokenLogprob
-from ..logits.logprobs.prompt import PromptRecorder
-from ..logits.logprobs.recorder import Position
+from ..logits.logprobs.recorder import Position, PromptRecorder
 from ..logits.logprobs.result import Measures, measure, token_logprobs
 from ..logits.processors.lists import reads_scores_only
 from ..logits.stopping.causes import is_noted

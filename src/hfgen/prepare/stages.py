@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from .. import families
 from ..decoding import activations, modes
-from ..logits.grammar import setup as grammar
+from ..logits.grammar import processor as grammar
 from ..memory import caches
 from ..running import interventions, prefix, shared_prompt
 from ..running.ranks import Ranks

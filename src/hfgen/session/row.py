@@ -19,7 +19,7 @@ from ..decoding.results import Ending, text_of
 from ..decoding.strategies import Sample
 from ..engine.plain import Choice, Choices, PlainRows
 from ..logits import logprobs
-from ..logits.processors.feedback import Feedback
+from ..logits.processors.samplers import Feedback
 from ..logits.stopping import FinishReason
 from ..mixin import driven
 from ..prepare.stages import prepare, prepare_functions

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from ... import families
 from ... import running as execution
 from ...families import accepted_names
-from ...logits.processors import for_drafts, is_row_wise
+from ...logits.processors.lists import for_drafts, is_row_wise
 from ...memory.caches.layers import record_past, roll_back
 from ...running import ranks
 from ...settings.fields import OWN_FIELDS

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
-from ...logits.processors import LogitsProcessorList, for_drafts, is_row_wise
+from ...logits.processors.lists import LogitsProcessorList, for_drafts, is_row_wise
 from ...memory.caches.layers import keeps_all_tokens
 from ...state.call import ModelKwargs
 from ...state.run import Run

@@ -15,7 +15,7 @@ from transformers import GenerationMixin, LogitsProcessorList
 from transformers.generation import candidate_generator as kinds
 from transformers.utils import ModelOutput
 
-from ...logits.processors import for_drafts
+from ...logits.processors.lists import for_drafts
 from ...running.row_states import is_replaced
 from ...state.run import Run
 from .base import Draft, DraftContext, Drafter, Setup

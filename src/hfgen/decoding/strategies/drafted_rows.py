@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 from transformers import MaxLengthCriteria
 
 from ...logits import stopping
-from ...logits.processors import is_row_wise
+from ...logits.processors.lists import is_row_wise
 from ...state.run import Run
 from .base import InvalidScores, padding
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ...logits.processors import DiversityPenalty, LogitsProcessorList
+from ...logits.processors.lists import LogitsProcessorList
+from ...logits.processors.repetition import DiversityPenalty
 from ...state.run import Run
 from .beam import Beam
 from .hypotheses import NEG_INF, Hypotheses, ranking

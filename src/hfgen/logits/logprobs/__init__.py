@@ -2,15 +2,6 @@
 
 from .recorder import Recorder
 from .result import Logprobs, TokenLogprob
-from .settings import MODES, LogprobRequest, Settings, asks_for_any, reads
+from .settings import asks_for_any, reads
 
-__all__ = [
-    "MODES",
-    "LogprobRequest",
-    "Logprobs",
-    "Recorder",
-    "Settings",
-    "TokenLogprob",
-    "asks_for_any",
-    "reads",
-]
+__all__ = ["Logprobs", "Recorder", "TokenLogprob", "asks_for_any", "reads"]

@@ -1,4 +1,4 @@
-"""An observer of ``loop.drive`` that records the requested log-probabilities of each step."""
+"""Observers of ``loop.drive`` that record log-probabilities: of each step, and of prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ...running.prompt_logits import Body, PromptLogits
 from ...state.run import Run, Step, Strategy
 from .result import Logprobs, Measures, measure
 from .settings import ALL, LogprobRequest, Settings, mode_of
@@ -21,8 +23,7 @@ class Position:
     rows: Tensor | None  # (m,): the rows that scored them; ``None`` for all in order
     is_token: Tensor | None  # (m,): and no padding; ``None`` for all
     measures: Measures  # top and asked ones are those of all rows
-    #: ``(n, 2)``: rows and tokens that processors left, with ``logprobs_support``.
-    support: Tensor | None = None
+    support: Tensor | None = None  # (n, 2): rows and tokens left, with ``logprobs_support``
 
 
 class Recorder:
@@ -84,9 +85,8 @@ class Recorder:
         """Set ``output.logprobs`` to those of the returned sequences."""
         paths: Any = result.get("beam_indices")
         sequences: Any = result["sequences"]
-        run.extras["logprobs"] = (
-            self.collected() if paths is None else self.of_paths(sequences, paths)
-        )
+        logprobs = self.collected() if paths is None else self.of_paths(sequences, paths)
+        run.extras["logprobs"] = logprobs
 
     def collected(self, start: int = 0) -> Logprobs:
         """Log-probabilities of all rows from generated position ``start`` on; not for beams."""
@@ -97,38 +97,26 @@ class Recorder:
         for place, position in enumerate(positions):
             if position.is_token is not None:
                 is_token[:, place] = position.is_token
-        measures = _stacked([p.measures for p in positions])
+        facts = tokens, is_token, _stacked([p.measures for p in positions])
         support = [(p.support, None) for p in positions] if self.has_support else None
-        return Logprobs.of(
-            tokens, is_token, measures, self.asked_ids, self.settings, support=support
-        )
+        return Logprobs.of(*facts, self.asked_ids, self.settings, support=support)
 
     def of_paths(self, sequences: Tensor, paths: Tensor, start: int = 0) -> Logprobs:
         """Log-probabilities of the last ``n`` tokens of ``sequences (returned, length)``.
 
         The rows ``paths (returned, n)`` scored them, from generated position ``start`` on.
         """
-        if paths.shape[1] == 0:
-            return Logprobs.empty(paths, self.asked_of(len(paths)), self.settings)
-        is_token = paths >= 0
-        rows = paths.clamp(min=0).long()
-        tokens = sequences[:, sequences.shape[1] - paths.shape[1] :]
-        positions = self.positions[start : start + paths.shape[1]]
-        measures = _stacked(
-            [_at(p, tokens[:, place], rows[:, place]) for place, p in enumerate(positions)]
-        )
-        asked_ids = self.asked_of(len(paths))
-        support = None
-        if self.has_support:
-            support = [(p.support, rows[:, place]) for place, p in enumerate(positions)]
-        return Logprobs.of(tokens, is_token, measures, asked_ids, self.settings, support=support)
-
-    def asked_of(self, n: int) -> Tensor | None:
-        """``(n, m)``: the ids that ``n`` returned sequences ask for, the same in all rows of a prompt."""
-        if self.asked_ids is None:
-            return None
-        rows = torch.arange(n, device=self.asked_ids.device) * self.n_rows // n
-        return self.asked_ids[rows]
+        n, n_tokens = paths.shape
+        if (asked_ids := self.asked_ids) is not None:  # the same in all rows of a prompt
+            asked_ids = asked_ids[torch.arange(n, device=asked_ids.device) * self.n_rows // n]
+        if n_tokens == 0:
+            return Logprobs.empty(paths, asked_ids, self.settings)
+        tokens, rows = sequences[:, sequences.shape[1] - n_tokens :], paths.clamp(min=0).long()
+        columns = zip(self.positions[start : start + n_tokens], tokens.T, rows.T, strict=True)
+        table = [(p.support, of_rows, _at(p, ids, of_rows)) for p, ids, of_rows in columns]
+        measures = _stacked([measures for *_, measures in table])
+        support = [place[:2] for place in table] if self.has_support else None
+        return Logprobs.of(tokens, paths >= 0, measures, asked_ids, self.settings, support=support)
 
 
 def _at(position: Position, tokens: Tensor, rows: Tensor) -> Measures:
@@ -147,3 +135,60 @@ def _at(position: Position, tokens: Tensor, rows: Tensor) -> Measures:
 def _stacked(measures: list[Measures]) -> Measures:
     """``(n, …)`` of each position as ``(n, positions, …)``."""
     return Measures(*(torch.stack(column, dim=1) for column in zip(*measures, strict=True)))
+
+
+class PromptRecorder:
+    """Collects ``prompt_logprobs``: one row per prompt, however many sequences are returned for it.
+
+    The first token has none, nor has one behind padding. Processed scores are the raw ones. A placeholder of an
+    image or of sound has the value of its id, none outside of the vocabulary. Of an encoder-decoder, prompts
+    are the decoder's.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.prompt = PromptLogits(run)
+        counts = [getattr(config, "prompt_logprobs", None) for config in run.configs]
+        self.settings = Settings([LogprobRequest(n_top) for n_top in counts], mode_of(run.config))
+        run.body = Body.of_prefill(run)
+
+    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
+        """After the first step, measure the prompts' tokens."""
+        if "prompt_logprobs" not in run.extras:
+            run.extras["prompt_logprobs"] = self.measured(run.body)
+            run.body = None
+            self.prompt.kwargs.clear()
+
+    def finish(self, run: Run, strategy: Strategy, result: dict[str, Tensor | None]) -> None:
+        """Measure the prompts' tokens, if there was no step."""
+        if "prompt_logprobs" not in run.extras:
+            run.extras["prompt_logprobs"] = self.measured()
+
+    def measured(self, body: Body | None = None) -> Logprobs:
+        """The prompts' log-probabilities, by the prefill's recorded ``body`` or a new forward.
+
+        Raises ``ValueError`` for a model that does not predict each token from those before.
+        """
+        ids, vocab, start = self.prompt.ids, 0, 0
+        measures: list[Measures] = []
+        for logits in self.prompt.of(body):
+            n, vocab = logits.shape[1:]
+            tokens = ids[:, start + 1 : start + 1 + n].to(logits.device)
+            start += n
+            logits = logits[:, : tokens.shape[1]]
+            inside = tokens.clamp(0, vocab - 1).flatten()
+            flat = measure(logits.flatten(0, 1).float(), inside, self.settings)
+            measures.append(Measures(*(column.unflatten(0, tokens.shape) for column in flat)))
+            del logits  # before the next ones are computed
+        if start != ids.shape[1]:
+            raise ValueError(
+                "`prompt_logprobs` are read off logits of each token, but "
+                f"{type(self.prompt.model).__name__} gives {start} for a prompt of {ids.shape[1]} "
+                "tokens. Leave `prompt_logprobs` out."
+            )
+        is_token = self.prompt.is_token & (ids >= 0) & (ids < vocab)
+        is_token[:, 1:] &= self.prompt.is_token[:, :-1]
+        is_token[:, 0] = False
+        columns = (torch.cat(parts, dim=1).to(ids.device) for parts in zip(*measures, strict=True))
+        # One more position in front, for the first token.
+        padded = (pad(column, (*(0, 0) * (column.ndim - 2), 1, 0)) for column in columns)
+        return Logprobs.of(ids, is_token, Measures(*padded), None, self.settings, is_prompt=True)

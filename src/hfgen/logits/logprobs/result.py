@@ -85,20 +85,14 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         """``token_ids`` and ``is_token (rows, n)``; ``measures`` of ``(rows, n)`` positions."""
         if asked_ids is None:
             asked_ids = token_ids.new_zeros(len(token_ids), 0)
-        is_none, nan = ~is_token, torch.nan
-        return cls(
-            token_ids,
-            is_token,
-            measures.logprobs.masked_fill(is_none, nan),
-            measures.ranks.masked_fill(is_none, 0),
-            measures.top_ids,
-            measures.top_logprobs.masked_fill(is_none[..., None], nan),
-            asked_ids,
-            measures.asked.masked_fill(is_none[..., None], nan),
-            settings,
-            is_prompt,
-            support,
+        logprobs, ranks, top_ids, *tops = measures
+        logprobs, ranks = (
+            logprobs.masked_fill(~is_token, torch.nan),
+            ranks.masked_fill(~is_token, 0),
         )
+        top, asked = (values.masked_fill(~is_token[..., None], torch.nan) for values in tops)
+        of_tokens = token_ids, is_token, logprobs, ranks, top_ids, top
+        return cls(*of_tokens, asked_ids, asked, settings, is_prompt, support)
 
     @classmethod
     def empty(cls, token_ids: Tensor, asked_ids: Tensor | None, settings: Settings) -> Logprobs:
@@ -143,8 +137,7 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         request = self.settings.of_row(row, len(self))
         if request.n_top is None:
             return None
-        k = self.top_token_ids.shape[-1]
-        k = k if request.n_top < 0 else min(request.n_top, k)
+        k = None if request.n_top < 0 else request.n_top
         measures = Measures(
             self.token_logprobs[row],
             self.ranks[row],
@@ -154,18 +147,16 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         )
         entries = token_logprobs(self.token_ids[row], measures, request.token_ids)
         tokens: list[TokenLogprob | None] = []
-        for place, (is_token, entry) in enumerate(
-            zip(self.is_token[row].tolist(), entries, strict=True)
-        ):
-            if is_token and self.support is not None:
-                rows_and_tokens, scored_rows = self.support[place]
+        supports = self.support or [None] * len(entries)
+        columns = zip(self.is_token[row].tolist(), entries, supports, strict=True)
+        for is_token, entry, pairs in columns:
+            if is_token and pairs is not None:
+                rows_and_tokens, scored_rows = pairs
                 scored = row if scored_rows is None else scored_rows[row]
                 support = rows_and_tokens[rows_and_tokens[:, 0] == scored, 1].tolist()
                 entry = replace(entry, support=tuple(support))
-            if is_token:
-                tokens.append(entry)
-            elif self.is_prompt:
-                tokens.append(None)
+            if is_token or self.is_prompt:
+                tokens.append(entry if is_token else None)
         return tokens
 
 
@@ -173,22 +164,14 @@ def token_logprobs(
     tokens: Tensor, measures: Measures, asked_ids: Sequence[int]
 ) -> list[TokenLogprob]:
     """The entries of ``tokens (n,)`` with ``measures (n, …)``, read off the device at once."""
-    integers = torch.stack([tokens, measures.ranks], dim=1)
-    integers = torch.cat([integers, measures.top_ids], dim=1)
-    columns = (measures.logprobs[:, None], measures.top_logprobs, measures.asked)
-    k = measures.top_ids.shape[1]
-    return [
-        TokenLogprob(
-            token,
-            logprob,
-            rank,
-            tuple(zip(ids, values[:k], strict=True)),
-            tuple(zip(asked_ids, values[k:], strict=True)),
-        )
-        for (token, rank, *ids), (logprob, *values) in zip(
-            integers.tolist(), torch.cat(columns, dim=1).tolist(), strict=True
-        )
-    ]
+    integers = (tokens[:, None], measures.ranks[:, None], measures.top_ids)
+    numbers = (measures.logprobs[:, None], measures.top_logprobs, measures.asked)
+    tables = (torch.cat(columns, dim=1).tolist() for columns in (integers, numbers))
+    k, entries = measures.top_ids.shape[1], []
+    for (token, rank, *ids), (logprob, *values) in zip(*tables, strict=True):
+        top, asked = zip(ids, values[:k], strict=True), zip(asked_ids, values[k:], strict=True)
+        entries.append(TokenLogprob(token, logprob, rank, tuple(top), tuple(asked)))
+    return entries
 
 
 def measure(
@@ -212,6 +195,5 @@ def measure(
     values = scores if settings.is_logits else scores.log_softmax(dim=-1)
     logprobs = values.gather(1, index).squeeze(1) if rows is None else values[rows, tokens]
     asked_ids = top_ids[:, :0] if asked_ids is None else asked_ids
-    return Measures(
-        logprobs, ranks, top_ids, values.gather(1, top_ids), values.gather(1, asked_ids)
-    )
+    top, asked = values.gather(1, top_ids), values.gather(1, asked_ids)
+    return Measures(logprobs, ranks, top_ids, top, asked)

@@ -68,12 +68,10 @@ class Settings:
 
     def token_ids(self, n_rows: int, device: torch.device) -> torch.Tensor | None:
         """``(n_rows, m)``: the ids that rows ask for, padded with zeros."""
-        width = max(len(request.token_ids) for request in self.requests)
-        if width == 0:
+        rows = [request.token_ids for request in self.requests]
+        if (width := max(map(len, rows))) == 0:
             return None
-        rows_of_ids = [request.token_ids for request in self.requests]
-        padded = [token_ids + (width - len(token_ids)) * (0,) for token_ids in rows_of_ids]
-        ids = torch.tensor(padded, device=device)
+        ids = torch.tensor([row + (width - len(row)) * (0,) for row in rows], device=device)
         return ids.repeat_interleave(n_rows // len(ids), dim=0, output_size=n_rows)
 
 
@@ -92,5 +90,4 @@ def reads(run: Run, which: str) -> bool:
     """Whether ``which``, "raw" or "processed" scores, must not be written to before a step is over."""
     if which == "processed" and getattr(run.config, "logprobs_support", None):
         return True
-    asks = run.asks_for("logprobs", "logprob_token_ids")
-    return asks and mode_of(run.config).startswith(which)
+    return run.asks_for("logprobs", "logprob_token_ids") and mode_of(run.config).startswith(which)

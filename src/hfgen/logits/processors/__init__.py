@@ -13,51 +13,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import EtaLogitsWarper
+from transformers.generation import logits_process as upstream
 
 from ...settings.sampler_order import fields_of
-from ..grammar import setup as grammar
-from ..grammar.processor import NoTokenLeft
-from . import dry, feedback, lengths, ngrams, per_row, repetition, samplers, vocabulary
+from ..grammar import processor as grammar
+from . import dry, ngrams, per_row, repetition, samplers, vocabulary
 from .context import Builder, Context, Row, built
 from .guidance import guidance
-from .lists import (
-    LogitsProcessorList,
-    for_drafts,
-    is_row_wise,
-    merge_criteria_processor_list,
-    public_type,
-)
-from .repetition import DiversityPenalty
+from .lists import LogitsProcessorList, public_type
+from .lists import merge_criteria_processor_list as merge_criteria_processor_list
 from .thinking import thinking_budget
-
-__all__ = [
-    "FINAL",
-    "PROCESSORS",
-    "WARPERS",
-    "Context",
-    "DiversityPenalty",
-    "LogitsProcessorList",
-    "for_drafts",
-    "get_logits_processor",
-    "is_row_wise",
-    "merge_criteria_processor_list",
-]
-
 
 #: Not for greedy prompts.
 _warper = partial(Row, of_sampling=True)
@@ -75,28 +41,17 @@ def _keeping(
     return _warper(field, build, keeps_tokens=True, **facts)
 
 
-def _is_negative(count: int) -> bool:
-    return count < 0
-
-
-def _is_all(mass: float) -> bool:
-    return mass >= 1.0
-
-
-def _is_no_cutoff(value: float) -> bool:
-    return not 0.0 < value < 1.0
-
-
-def _is_not_true(flag: Any) -> bool:
+def _not_true(flag: Any) -> bool:
     return flag is not True
 
+
+_presence = partial(repetition.occurrence_penalty, of_presence=True)
 
 #: Fields that builders read besides their own.
 EOS = ("eos_token_id",)
 ENDING = ("eos_token_id", "stop_token_ids")
 COUNTED = ("penalty_window", "penalty_exclude_ids")
 DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
-SPAN = ("dynatemp_range",)
 DYNATEMP = ("temperature", "dynatemp_exponent")
 XTC = ("xtc_threshold",)
 THINKING = ("thinking_start", "thinking_end", "thinking_message")
@@ -104,35 +59,40 @@ THINKING = ("thinking_start", "thinking_end", "thinking_message")
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
     Row("guidance_scale", guidance, 1.0, neutral=1.0),
-    Row("sequence_bias", lambda bias, c: SequenceBiasLogitsProcessor(bias)),
+    Row("sequence_bias", lambda bias, c: upstream.SequenceBiasLogitsProcessor(bias)),
     Row("diversity_penalty", repetition.diversity_penalty, 0.0),
     Row("encoder_repetition_penalty", repetition.encoder_repetition_penalty, 1.0),
     Row("repetition_penalty", repetition.repetition_penalty, 1.0, neutral=1.0, reads=COUNTED),
-    Row("frequency_penalty", repetition.frequency_penalty, 0.0, neutral=0.0, reads=COUNTED),
-    Row("presence_penalty", repetition.presence_penalty, 0.0, neutral=0.0, reads=COUNTED),
+    Row("frequency_penalty", repetition.occurrence_penalty, 0.0, neutral=0.0, reads=COUNTED),
+    Row("presence_penalty", _presence, 0.0, neutral=0.0, reads=COUNTED),
     Row("dry_multiplier", dry.dry, 0.0, reads=DRY),
-    Row("no_repeat_ngram_size", ngrams.no_repeat_ngram, 0, _is_negative),
-    Row("encoder_no_repeat_ngram_size", ngrams.encoder_no_repeat_ngram, 0, _is_negative),
-    Row("bad_words_ids", lambda words, c: NoBadWordsLogitsProcessor(words, c.eos), reads=EOS),
+    Row("no_repeat_ngram_size", ngrams.no_repeat_ngram, 0, lambda n: n < 0),
+    Row("encoder_no_repeat_ngram_size", ngrams.encoder_no_repeat_ngram, 0, lambda n: n < 0),
+    Row("bad_words_ids", lambda ids, c: upstream.NoBadWordsLogitsProcessor(ids, c.eos), reads=EOS),
     Row("bad_words", vocabulary.bad_words, reads=EOS),
     Row("allowed_token_ids", lambda tokens, c: vocabulary.AllowedTokens(list(tokens), c.device)),
-    Row("min_length", lengths.min_length, 0, _is_negative, neutral=0, reads=ENDING),
-    Row("min_new_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
-    Row("min_tokens", lengths.min_new_tokens, 0, _is_negative, neutral=0, reads=ENDING),
+    Row("min_length", vocabulary.min_length, 0, lambda n: n < 0, neutral=0, reads=ENDING),
+    Row("min_new_tokens", vocabulary.min_new_tokens, 0, lambda n: n < 0, neutral=0, reads=ENDING),
+    Row("min_tokens", vocabulary.min_new_tokens, 0, lambda n: n < 0, neutral=0, reads=ENDING),
     lambda c: (
-        PrefixConstrainedLogitsProcessor(c.prefix_allowed_tokens_fn, c.config.num_beams)
+        upstream.PrefixConstrainedLogitsProcessor(c.prefix_allowed_tokens_fn, c.config.num_beams)
         if c.prefix_allowed_tokens_fn
         else None
     ),
-    Row("grammar", grammar.processor, of_all=True),
-    Row("forced_bos_token_id", lambda token, c: ForcedBOSTokenLogitsProcessor(token)),
+    Row("grammar", grammar.grammar, of_all=True),
+    Row("forced_bos_token_id", lambda token, c: upstream.ForcedBOSTokenLogitsProcessor(token)),
     Row(
         "forced_eos_token_id",
-        lambda t, c: ForcedEOSTokenLogitsProcessor(c.config.max_length, t, device=c.device),
+        lambda t, c: upstream.ForcedEOSTokenLogitsProcessor(c.config.max_length, t, c.device),
         reads=("max_length",),
     ),
-    Row("remove_invalid_values", lambda _, c: InfNanRemoveLogitsProcessor(), False, _is_not_true),
-    Row("exponential_decay_length_penalty", lengths.exponential_decay, reads=EOS),
+    Row(
+        "remove_invalid_values",
+        lambda _, c: upstream.InfNanRemoveLogitsProcessor(),
+        False,
+        _not_true,
+    ),
+    Row("exponential_decay_length_penalty", vocabulary.exponential_decay, reads=EOS),
     Row(
         "suppress_tokens",
         lambda tokens, c: vocabulary.SuppressTokensLogitsProcessor(tokens, device=c.device),
@@ -143,34 +103,36 @@ PROCESSORS: list[Builder] = [
 #: Run after the caller's own processors, when sampling.
 WARPERS: list[Row] = [
     _warper("dynatemp_range", samplers.dynamic_temperature, 0.0, reads=DYNATEMP),
-    _warper("temperature", per_row.temperature, 1.0, neutral=1.0, reads=SPAN),
+    _warper("temperature", per_row.temperature, 1.0, neutral=1.0, reads=("dynatemp_range",)),
     _warper("smoothing_factor", lambda v, c: samplers.QuadraticSmoothing(v), 0.0),
     _keeping("top_n_sigma", samplers.TopNSigma, idle=0.0),
-    _warper("top_h", lambda v, c: TopHLogitsWarper(v)),
-    _keeping("top_k", TopKLogitsWarper, per_row.TopKPerRow, idle=0, neutral=0),
-    _warper("top_p", per_row.top_p, 1.0, _is_all, neutral=1.0, keeps_tokens=True),
-    _keeping("min_p", MinPLogitsWarper, per_row.MinPPerRow, neutral=0.0),
+    _warper("top_h", lambda v, c: upstream.TopHLogitsWarper(v)),
+    _keeping("top_k", upstream.TopKLogitsWarper, per_row.TopKPerRow, idle=0, neutral=0),
+    _warper("top_p", per_row.top_p, 1.0, lambda mass: mass >= 1.0, neutral=1.0, keeps_tokens=True),
+    _keeping("min_p", upstream.MinPLogitsWarper, per_row.MinPPerRow, neutral=0.0),
     _keeping("top_a", samplers.TopA, idle=0.0),
-    _keeping("typical_p", TypicalLogitsWarper, idle=1.0, is_off=_is_all),
-    _keeping("epsilon_cutoff", EpsilonLogitsWarper, idle=0.0, is_off=_is_no_cutoff),
+    _keeping("typical_p", upstream.TypicalLogitsWarper, idle=1.0, is_off=lambda mass: mass >= 1.0),
+    _keeping(
+        "epsilon_cutoff", upstream.EpsilonLogitsWarper, idle=0.0, is_off=lambda v: not 0 < v < 1
+    ),
     _warper(
         "eta_cutoff",
         lambda v, c: EtaLogitsWarper(v, min_tokens_to_keep=c.min_tokens_to_keep, device=c.device),
         0.0,
-        _is_no_cutoff,
+        lambda v: not 0 < v < 1,
         keeps_tokens=True,
     ),
     _keeping("p_less", samplers.PLess, idle=False),
     _warper("xtc_probability", samplers.exclude_top_choices, 0.0, reads=XTC, keeps_tokens=True),
     _warper(
         "mirostat",
-        lambda v, c: feedback.Mirostat(v, c.own("mirostat_tau"), c.own("mirostat_eta")),
+        lambda v, c: samplers.Mirostat(v, c.own("mirostat_tau"), c.own("mirostat_eta")),
         0,
         reads=("mirostat_tau", "mirostat_eta"),
     ),
     _warper(
         "adaptive_target",
-        lambda v, c: feedback.AdaptiveP(v, c.own("adaptive_decay")),
+        lambda v, c: samplers.AdaptiveP(v, c.own("adaptive_decay")),
         reads=("adaptive_decay",),
     ),
 ]
@@ -178,9 +140,9 @@ WARPERS: list[Row] = [
 #: Run at the end: a watermark has to see final scores, and nothing may follow a normalisation.
 FINAL: list[Builder] = [
     Row("thinking_token_budget", thinking_budget, reads=THINKING),
-    Row("grammar", lambda _, c: NoTokenLeft(c.config.num_beams or 1), of_all=True),
+    Row("grammar", lambda _, c: grammar.NoTokenLeft(c.config.num_beams or 1), of_all=True),
     Row("watermarking_config", vocabulary.watermark),
-    Row("renormalize_logits", lambda flag, c: LogitNormalization(), False, _is_not_true),
+    Row("renormalize_logits", lambda _, c: upstream.LogitNormalization(), False, _not_true),
 ]
 
 
@@ -198,8 +160,7 @@ def get_logits_processor(
 ) -> Any:
     """All processors of a call, the caller's ``logits_processor`` among them.
 
-    ``input_ids_seq_length`` is the length of the decoder's prompt, ``encoder_input_ids`` the main
-    input of the call. Raises ``ValueError`` for options outside their range.
+    ``input_ids_seq_length``: the decoder's prompt; ``encoder_input_ids``: the main input of the call.
     """
     call = getattr(generation_config, "_call", None)
     context = Context(
@@ -220,16 +181,16 @@ def get_logits_processor(
     named = () if order is None else fields_of(order)
     if order == "llama.cpp":
         context = _with_mirostat_alone(context, named)
-    caller_processors = logits_processor if logits_processor is not None else []
+    callers = [] if logits_processor is None else logits_processor
     early, late = PROCESSORS, WARPERS
     if named:
         rows = {row.field: row for row in (*PROCESSORS, *WARPERS) if isinstance(row, Row)}
-        early = [builder for builder in PROCESSORS if getattr(builder, "field", None) not in named]
+        early = [row for row in PROCESSORS if getattr(row, "field", None) not in named]
         late = [rows[field] for field in named] + [row for row in WARPERS if row.field not in named]
     processors = LogitsProcessorList(built(early, context))
-    processors = self._merge_criteria_processor_list(processors, caller_processors)
+    processors = self._merge_criteria_processor_list(processors, callers)
     if named:  # penalties may be among them, whose place a caller's processor of that class takes
-        kinds = {public_type(processor) for processor in caller_processors}
+        kinds = {public_type(processor) for processor in callers}
         processors.extend(
             processor
             for row in late

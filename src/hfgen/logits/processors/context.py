@@ -1,4 +1,4 @@
-"""The context that builders of processors and criteria read, and the rows of their tables."""
+"""The context that builders of processors and criteria read, the rows of their tables, and functions of some rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from ...settings.fields import OWN_FIELDS
 from ...state.rows import RowParams, all_equal
-from .by_rows import CriteriaByRows, ProcessorsByRows
-from .per_row import as_column, take_prompts
-
-PrefixFunction: TypeAlias = Callable[[int, torch.Tensor], list[int]]
+from .lists import is_row_wise
+from .per_row import as_column, rows_of, take_prompts
 
 
 def n_ending_tokens(config: Any) -> int:
@@ -29,20 +27,18 @@ def n_ending_tokens(config: Any) -> int:
 class Context:
     """The facts of one ``generate`` call that decide which processors and stopping criteria it needs.
 
-    ``prompt_length`` counts the ids that the decoder starts from, pads included; 0 if there are only
-    embeddings. ``encoder_input_ids`` is the main input of the call, of any shape.
+    ``prompt_length``: ids that the decoder starts from, with pads. ``encoder_input_ids``: the main input, of any shape.
     """
 
     model: Any
     config: GenerationConfig
     prompt_length: int = 0
     encoder_input_ids: torch.Tensor | None = None
-    prefix_allowed_tokens_fn: PrefixFunction | None = None
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None
     device: Any = None
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     negative_prompt_ids: torch.Tensor | None = None
     negative_prompt_attention_mask: torch.Tensor | None = None
-
     #: The configs of the prompts, where they differ.
     rows: RowParams | None = None
     #: ``(rows,)`` int64: keys of the noise of each row (``hfgen.state.seeds``), if the call has seeds.
@@ -83,9 +79,8 @@ class Context:
     @property
     def min_tokens_to_keep(self) -> int:
         """Tokens that a warper has to leave: beams need one that ends none to go on with."""
-        if self.config.num_beams is None or self.config.num_beams <= 1:
-            return 1
-        return max(2, n_ending_tokens(self.config) + 1)
+        is_search = (self.config.num_beams or 1) > 1
+        return max(2, n_ending_tokens(self.config) + 1) if is_search else 1
 
     @property
     def configs(self) -> list[GenerationConfig]:
@@ -177,12 +172,13 @@ class Row:
                     break
             else:
                 groups.append((key, [index]))
-        functions = [
-            (self.build(key[0], context.of_prompts(prompts)), prompts)
-            for key, prompts in groups
-            if key[0] is not None
-        ]
-        parts = [(function, prompts) for function, prompts in functions if function is not None]
+        parts: list[tuple[Any, list[int]]] = []
+        for (value, *_), prompts in groups:
+            function = None
+            if value is not None:
+                function = self.build(value, context.of_prompts(prompts))
+            if function is not None:
+                parts.append((function, prompts))
         if not parts:
             return None
         is_criterion = isinstance(parts[0][0], StoppingCriteria)
@@ -195,3 +191,52 @@ class Row:
         if value is None or value == self.idle or (self.of_sampling and not config.do_sample):
             return None
         return None if self.is_off is not None and self.is_off(value) else value
+
+
+class _OfPrompts:
+    """Functions of ids, each for some of ``n_prompts``; no two have a prompt in common."""
+
+    def __init__(self, parts: list[tuple[Any, list[int]]], n_prompts: int, device: Any) -> None:
+        self.n_prompts = n_prompts
+        self.parts = [(function, torch.tensor(p, device=device)) for function, p in parts]
+
+    @property
+    def is_row_wise(self) -> bool:
+        return all(is_row_wise(function) for function, _ in self.parts)
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Reorder rows within their prompts: row ``i`` becomes old row ``index[i]``."""
+        for function, prompts in self.parts:
+            if hasattr(function, "reorder"):
+                rows = rows_of(prompts, len(index) // self.n_prompts).to(index.device)
+                function.reorder(torch.searchsorted(rows, index[rows].to(rows.dtype)))
+
+
+class ProcessorsByRows(_OfPrompts, LogitsProcessor):
+    """Calls each processor with the rows of its own prompts."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for processor, prompts in self.parts:
+            rows = rows_of(prompts, len(scores) // self.n_prompts)
+            scores[rows] = processor(input_ids[rows], scores[rows])
+        return scores
+
+
+class CriteriaByRows(_OfPrompts, StoppingCriteria):
+    """Calls each criterion with the rows of its own prompts."""
+
+    #: Rows may end before the others do, and are padded then.
+    ends_rows = True
+
+    def of_row(self, row: int, n_rows: int) -> Any:
+        """The criterion of a row of ``n_rows``; ``None`` if it has none."""
+        prompt = row * self.n_prompts // n_rows
+        return next((part for part, prompts in self.parts if prompt in prompts.tolist()), None)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        is_done = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        for criterion, prompts in self.parts:
+            rows = rows_of(prompts, len(input_ids) // self.n_prompts)
+            is_done[rows] = criterion(input_ids[rows], scores, **kwargs)
+        return is_done

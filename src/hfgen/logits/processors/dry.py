@@ -6,7 +6,7 @@ As llama.cpp's sampler of that name, after p-e-w (2024, github.com/oobabooga/tex
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from .context import Context
 #: Up to here a power fits into a float32.
 _LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)
 
-
 #: llama.cpp's and most front ends' default.
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 
@@ -31,9 +30,8 @@ class Breakers:
     """
 
     def __init__(
-        self, breakers: Iterable[str | int | Sequence[int]], tokenizer: Any = None
+        self, breakers: Sequence[str | int | Sequence[int]], tokenizer: Any = None
     ) -> None:
-        breakers = list(breakers)
         self.tokenizer = tokenizer
         self.strings = [item for item in breakers if isinstance(item, str)]
         self._is_breaker = {item: True for item in breakers if isinstance(item, int)}
@@ -52,14 +50,14 @@ class Breakers:
 
     def n_since(self, tokens: list[int], most: int) -> int:
         """How many of ``tokens`` follow the last breaker, up to ``most``."""
-        length = len(tokens)
-        for n in range(min(most, length)):
-            end = length - n
+        most = min(most, len(tokens))
+        for n in range(most):
+            end = len(tokens) - n
             if self.is_breaker(tokens[end - 1]) or any(
                 tokens[max(end - len(sequence), 0) : end] == sequence for sequence in self.sequences
             ):
                 return n
-        return min(most, length)
+        return most
 
 
 def repeats(tokens: Any, least: int, longest: int) -> dict[int, int]:
@@ -97,22 +95,20 @@ class DryPenalty(LogitsProcessor):
         self.longest = self.allowed + math.ceil(_LARGEST_EXPONENT / log_base)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows: list[int] = []
-        tokens: list[int] = []
+        places: list[tuple[int, int]] = []  # rows and tokens
         penalties: list[float] = []
         n_pads = self.n_pads or [0] * len(scores)
         for row, (ids, n) in enumerate(zip(input_ids.cpu().numpy(), n_pads, strict=True)):
             for token, length in self.lengths(ids[n:]).items():
                 if token < scores.shape[-1] and not self.breakers.is_breaker(token):
                     penalty = self.multiplier * self.base ** (length - self.allowed)
-                    rows.append(row)
-                    tokens.append(token)
+                    places.append((row, token))
                     penalties.append(min(penalty, torch.finfo(torch.float32).max))
-        if not rows:
+        if not places:
             return scores
-        index = torch.tensor([rows, tokens], device=scores.device)
+        index = torch.tensor(places, device=scores.device).unbind(dim=1)
         changes = -torch.tensor(penalties, dtype=scores.dtype, device=scores.device)
-        return scores.index_put(tuple(index), changes, accumulate=True)
+        return scores.index_put(index, changes, accumulate=True)
 
     def lengths(self, ids: Any) -> dict[int, int]:
         """By token: the length of the longest repeat in ``ids (length,)`` that it would continue."""
@@ -127,12 +123,10 @@ class DryPenalty(LogitsProcessor):
 
 
 def dry(multiplier: float, context: Context) -> DryPenalty | None:
-    last_n = context.own("dry_penalty_last_n")
-    if last_n == 0:
+    if (last_n := context.own("dry_penalty_last_n")) == 0:
         return None
     breakers = context.own("dry_sequence_breakers")
     breakers = Breakers(DEFAULT_BREAKERS if breakers is None else breakers, context.tokenizer)
     base, allowed = float(context.own("dry_base")), int(context.own("dry_allowed_length"))
-    last_n = None if last_n == -1 else last_n
     n_pads = None if context.n_pads is None else context.n_pads.tolist()
-    return DryPenalty(float(multiplier), base, allowed, breakers, n_pads, last_n)
+    return DryPenalty(multiplier, base, allowed, breakers, n_pads, None if last_n == -1 else last_n)

@@ -14,28 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as upstream
 
 from ...state.survivors import Blocks, Survivors, is_large
 from .per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow, cut_to_mass, expand
 
-#: Relative error of torch's exponentials in float32 (of the vectorised ones: 20 units in the last place).
-EXP = 4e-6
-
-#: Relative error of rounding to float32.
-HALF_ULP = 2.0**-24
-
+#: Relative errors of torch's exponentials in float32 (20 units in the last place), and of rounding to it.
+EXP, HALF_ULP = 4e-6, 2.0**-24
 #: Smaller probabilities may be 0 in float32.
 TINY = 1e-30
-
 #: Torch sums a row in at least so many lanes.
 LANES = 4
-
 #: The number of tokens that a top-p is first tried with.
 FIRST = 64
 
@@ -68,12 +57,11 @@ class Chain:
         In rows ``(rows,)`` that are unsure, drop what ``exact(rows, scores)`` drops.
         """
         if rows := is_unsure.nonzero().flatten().tolist():
+            by = self.divisor[rows] if isinstance(self.divisor, Tensor) else self.divisor
             if self.survivors is not None:
                 scores = self.survivors.scores(rows)
             else:
-                divisor = self.divisor
-                divisor = divisor[rows] if isinstance(divisor, Tensor) else divisor
-                scores = self.scores[rows] if divisor is None else self.scores[rows] / divisor
+                scores = self.scores[rows] if by is None else self.scores[rows] / by
             is_dropped = exact(rows, scores) == -math.inf
             drops[rows] = is_dropped.gather(1, survivors.tokens[rows])
             # Of equal scores, any may be dropped, so values have to be sorted again.
@@ -104,13 +92,11 @@ def top_k(chain: Chain, warper: Any) -> bool:
         counts = warper.counts.clamp(min=warper.min_tokens_to_keep).long()
         if not warper.counts.all():  # a row keeps all tokens
             return False
-    survivors = chain.survivors
-    if survivors is None:
+    if (survivors := chain.survivors) is None:
         if (blocks := chain.blocks()) is None or warper.top_k > blocks.n_blocks:
             return False
-        survivors = blocks.above(blocks.bound(warper.top_k))
-    if survivors is None:
-        return False
+        if (survivors := blocks.above(blocks.bound(warper.top_k))) is None:
+            return False
     last = (expand(counts, len(chain.scores)) - 1).clamp(max=survivors.values.shape[1] - 1)
     chain.survivors = survivors.without(survivors.values < survivors.values.gather(1, last))
     return True
@@ -119,19 +105,16 @@ def top_k(chain: Chain, warper: Any) -> bool:
 def min_p(chain: Chain, warper: Any) -> bool:
     column = warper.values.float() if isinstance(warper, MinPPerRow) else [[warper.min_p]]
     share, keep = expand(torch.as_tensor(column), len(chain.scores)), warper.min_tokens_to_keep
-    survivors = chain.survivors
-    if survivors is None:
+    if (survivors := chain.survivors) is None:
         if (blocks := chain.blocks()) is None:
             return False
         slack = 1e-3 + 1e-5 * blocks.best.abs()
-        survivors = blocks.above(blocks.best + share.log() - slack)
-    if survivors is None:
-        return False
+        if (survivors := blocks.above(blocks.best + share.log() - slack)) is None:
+            return False
     p = survivors.weights()
     drops = p < share
     if keep > 1 and int((~drops).sum(dim=1).min()) < keep:
         return False  # which of equal probabilities are kept is up to upstream
-
     is_near = ((p - share).abs() <= EXP * share + TINY) & (p > 0.0)
     chain.keep(
         survivors,
@@ -200,14 +183,10 @@ def _likeliest(chain: Chain, rest: Tensor, keep: int) -> tuple[Survivors, Tensor
 
 
 STEPS: dict[type, Callable[[Chain, Any], bool]] = {
-    TemperatureLogitsWarper: temperature,
-    TopKLogitsWarper: top_k,
-    TopPLogitsWarper: top_p,
-    MinPLogitsWarper: min_p,
-    TemperaturePerRow: temperature,
-    TopKPerRow: top_k,
-    TopPPerRow: top_p,
-    MinPPerRow: min_p,
+    **dict.fromkeys((upstream.TemperatureLogitsWarper, TemperaturePerRow), temperature),
+    **dict.fromkeys((upstream.TopKLogitsWarper, TopKPerRow), top_k),
+    **dict.fromkeys((upstream.TopPLogitsWarper, TopPPerRow), top_p),
+    **dict.fromkeys((upstream.MinPLogitsWarper, MinPPerRow), min_p),
 }
 
 

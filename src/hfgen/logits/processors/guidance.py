@@ -39,10 +39,9 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
     def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``(rows, length, vocab)`` of the unconditional branch for ``input_ids (rows, length)``."""
         context = self.unconditional_context
-        if context["first_pass"]:
-            for name in ("input_ids", "attention_mask"):
-                if context[name] is not None:
-                    context[name] = _expand(context[name], len(input_ids))
+        for name in ("input_ids", "attention_mask") if context["first_pass"] else ():
+            if context[name] is not None:
+                context[name] = _expand(context[name], len(input_ids))
         if self.ranks is not None:
             announce(self.ranks)
         return super().get_unconditional_logits(input_ids)
@@ -56,27 +55,26 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
     for a padded negative prompt, the encoder reads that prompt and the decoder the tokens so far.
     """
 
+    #: Arguments of the decoder besides ids, once the negative prompt was encoded.
+    encoded: dict[str, Any] | None = None
+    #: The decoder's cache, and the ids that it holds.
+    past: Any = None
+    cached_ids: Any = None
+
     def __init__(
         self,
-        guidance_scale: float,
+        scale: Any,
         model: Any,
-        unconditional_ids: torch.Tensor | None = None,
-        unconditional_attention_mask: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
         use_cache: bool = True,
         default_ids: torch.Tensor | None = None,
         decoder_attention_mask: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(
-            guidance_scale, model, unconditional_ids, unconditional_attention_mask, use_cache
-        )
-        self.encoder_ids = default_ids if unconditional_ids is None else unconditional_ids
-        self.encoder_mask = None if unconditional_ids is None else unconditional_attention_mask
+        super().__init__(scale, model, ids, mask, use_cache)
+        self.encoder_ids = default_ids if ids is None else ids
+        self.encoder_mask = None if ids is None else mask
         self.decoder_mask, self.use_cache = decoder_attention_mask, use_cache
-        #: Arguments of the decoder besides ids, once the negative prompt was encoded.
-        self.encoded: dict[str, Any] | None = None
-        #: The decoder's cache, and the ids that it holds.
-        self.past: Any = None
-        self.cached_ids: Any = None
 
     def get_unconditional_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``(rows, n, vocab)``; raises ``ValueError`` without a prompt for the encoder."""
@@ -109,11 +107,10 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
 
     def _decode(self, input_ids: torch.Tensor, encoded: dict[str, Any]) -> torch.Tensor:
         """Logits ``(rows, n, vocab)`` of the ``input_ids`` behind the cache; of all if beams were reordered."""
-        length, n_cached = input_ids.shape[1], 0
-        if self.past is not None and self.cached_ids.shape[1] < length:
-            n_cached = self.cached_ids.shape[1]
-            if not self.cached_ids.equal(input_ids[:, :n_cached]):
-                n_cached = 0
+        length = input_ids.shape[1]
+        n_cached = 0 if self.past is None else self.cached_ids.shape[1]
+        if n_cached >= length or (n_cached and not self.cached_ids.equal(input_ids[:, :n_cached])):
+            n_cached = 0
         if (mask := self.decoder_mask) is not None:
             mask = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
             encoded = encoded | {"decoder_attention_mask": mask}
@@ -129,24 +126,16 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
 
 
 def guidance(scale: Any, context: Context) -> UnbatchedClassifierFreeGuidanceLogitsProcessor:
-    branch = {
-        "unconditional_ids": context.negative_prompt_ids,
-        "unconditional_attention_mask": context.negative_prompt_attention_mask,
-        "use_cache": context.config.use_cache,
-    }
-    if not context.is_encoder_decoder:
-        processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, context.model, **branch)
-        ranks = of_config(context.config)
-        if ranks is not None and ranks.forwards_beside(context.model, is_own=True):
-            processor.ranks = ranks
-        return processor
-    return EncoderDecoderGuidance(
-        scale,
-        context.model,
-        **branch,
-        default_ids=_last_encoder_token(context),
-        decoder_attention_mask=context.model_kwargs.get("decoder_attention_mask"),
-    )
+    negative = context.negative_prompt_ids, context.negative_prompt_attention_mask
+    branch = scale, context.model, *negative, context.config.use_cache
+    if context.is_encoder_decoder:
+        mask = context.model_kwargs.get("decoder_attention_mask")
+        return EncoderDecoderGuidance(*branch, _last_encoder_token(context), mask)
+    processor = UnbatchedClassifierFreeGuidanceLogitsProcessor(*branch)
+    ranks = of_config(context.config)
+    if ranks is not None and ranks.forwards_beside(context.model, is_own=True):
+        processor.ranks = ranks
+    return processor
 
 
 def _last_encoder_token(context: Context) -> torch.Tensor | None:

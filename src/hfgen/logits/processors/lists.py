@@ -76,7 +76,7 @@ def extra_arguments(processor_type: type) -> tuple[str, ...]:
 
 
 def name_of(function: Any) -> str:
-    """Return the name by which a caller knows a processor or criterion."""
+    """The name by which a caller knows a processor or criterion."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -86,10 +86,7 @@ def is_librarys(kind: type) -> bool:
 
 
 def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any) -> Any:
-    """The defaults, with the caller's objects in the place of defaults of the same public type.
-
-    The caller's other objects follow in their order. The result has the type of ``default_list``.
-    """
+    """The defaults, but the caller's objects in place of those of the same public type; its others follow."""
     if len(custom_list) == 0:
         return default_list
     merged = type(default_list)()
@@ -119,13 +116,10 @@ def public_type(item: Any) -> type:
 
 #: Upstream's that remember what they were called with, or call a function of the caller's.
 _WITH_STATE = (
-    "AlternatingCodebooksLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor",
-    "DiaEOSDelayPatternLogitsProcessor",
-    "PrefixConstrainedLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-)
+    "AlternatingCodebooksLogitsProcessor ClassifierFreeGuidanceLogitsProcessor "
+    "DiaEOSDelayPatternLogitsProcessor PrefixConstrainedLogitsProcessor "
+    "SynthIDTextWatermarkLogitsProcessor UnbatchedClassifierFreeGuidanceLogitsProcessor"
+).split()
 
 
 def for_drafts(processors: Iterable[Any]) -> list[Any]:
@@ -135,20 +129,10 @@ def for_drafts(processors: Iterable[Any]) -> list[Any]:
 
 #: Processors, of upstream's and ours, that look at each row of scores by itself, and at nothing else.
 _OF_SCORES = (
-    "EpsilonLogitsWarper",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "MinPLogitsWarper",
-    "PLess",
-    "QuadraticSmoothing",
-    "TemperatureLogitsWarper",
-    "TopA",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopNSigma",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-)
+    "EpsilonLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization MinPLogitsWarper PLess "
+    "QuadraticSmoothing TemperatureLogitsWarper TopA TopHLogitsWarper TopKLogitsWarper TopNSigma "
+    "TopPLogitsWarper TypicalLogitsWarper"
+).split()
 
 
 def reads_scores_only(processor: Any) -> bool:

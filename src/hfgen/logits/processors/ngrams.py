@@ -84,7 +84,6 @@ def no_repeat_ngram(size: int, context: Context) -> NoRepeatNGramLogitsProcessor
 def encoder_no_repeat_ngram(size: int, context: Context) -> upstream.LogitsProcessor | None:
     if (ids_and_mask := encoder_ids(context, "encoder_no_repeat_ngram_size")) is None:
         return None
-    ids, is_token = ids_and_mask
-    ids = ids.where(is_token, -1)
+    ids = ids_and_mask[0].where(ids_and_mask[1], -1)
     # transformers' constructor takes longer for a larger size, also above the length, which has no n-gram.
     return EncoderNoRepeatNGramLogitsProcessor(min(size, ids.shape[1] + 1), ids)

@@ -1,7 +1,7 @@
 """Values per prompt: a column has one number for each prompt of a batch, and each prompt has as many rows.
 
 transformers' common warpers take columns here; scores of each row are bit-identical to theirs. Of other
-warpers, there is one for each value (``by_rows``).
+warpers, there is one for each value (``ProcessorsByRows``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import EncoderRepetitionPenaltyLogitsProcessor, LogitsProcessor
+from transformers import LogitsProcessor
 from transformers.generation import logits_process as upstream
 
 from ... import families
@@ -76,16 +76,12 @@ class RepetitionPenaltyLogitsProcessor(upstream.RepetitionPenaltyLogitsProcessor
             raise ValueError(
                 f"`prompt_ignore_length` has {len(ignored)} rows, the input ids {len(input_ids)}."
             )
-        tokens = Counted(0 if ignored is None else ignored, self.window, self.excluded).tokens(
-            input_ids, vocab
-        )
+        counted = Counted(0 if ignored is None else ignored, self.window, self.excluded)
+        tokens = counted.tokens(input_ids, vocab)
         padded = pad(scores, (0, 1))  # a column for ids that do not count
-        penalty, token_scores = expand(self.penalty, len(scores)), padded.gather(1, tokens)
-        is_negative = token_scores < 0
-        penalised = torch.where(
-            is_negative, token_scores * penalty, quotient(token_scores, penalty)
-        )
-        return padded.scatter_(1, tokens, penalised)[:, :vocab]
+        penalty, values = expand(self.penalty, len(scores)), padded.gather(1, tokens)
+        values = torch.where(values < 0, values * penalty, quotient(values, penalty))
+        return padded.scatter_(1, tokens, values)[:, :vocab]
 
 
 class OccurrencePenalty(LogitsProcessor):
@@ -105,9 +101,8 @@ class OccurrencePenalty(LogitsProcessor):
         token_scores = padded.gather(1, tokens)
         counts = torch.ones_like(token_scores)
         if not self.of_presence:  # count in the place of the scores, which saves memory
-            counts = (
-                padded.scatter_(1, tokens, 0.0).scatter_add_(1, tokens, counts).gather(1, tokens)
-            )
+            padded.scatter_(1, tokens, 0.0).scatter_add_(1, tokens, counts)
+            counts = padded.gather(1, tokens)
         penalties = counts * expand(self.penalty, len(scores))
         return padded.scatter_(1, tokens, token_scores - penalties)[:, :-1]
 
@@ -135,7 +130,7 @@ def encoder_repetition_penalty(value: float, context: Context) -> upstream.Logit
     ids, is_token = ids_and_mask
     # In place of pads stands the first token, which counts anyhow.
     first = ids.gather(1, is_token.int().argmax(dim=1, keepdim=True))
-    return EncoderRepetitionPenaltyLogitsProcessor(value, ids.where(is_token, first))
+    return upstream.EncoderRepetitionPenaltyLogitsProcessor(value, ids.where(is_token, first))
 
 
 def repetition_penalty(penalty: Any, context: Context) -> RepetitionPenaltyLogitsProcessor:
@@ -144,25 +139,20 @@ def repetition_penalty(penalty: Any, context: Context) -> RepetitionPenaltyLogit
     return RepetitionPenaltyLogitsProcessor(penalty, n_pads, *_restriction(context))
 
 
-def frequency_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
-    return OccurrencePenalty(penalty, _of_output(context))
-
-
-def presence_penalty(penalty: Any, context: Context) -> OccurrencePenalty:
-    return OccurrencePenalty(penalty, _of_output(context), of_presence=True)
+def occurrence_penalty(
+    penalty: Any, context: Context, of_presence: bool = False
+) -> OccurrencePenalty:
+    """Of the generated tokens, or of the last of all tokens if there is a window."""
+    window, excluded = _restriction(context)
+    n_pads = 0 if context.n_pads is None else context.n_pads
+    counted = Counted(n_pads if window else context.prompt_length, window, excluded)
+    return OccurrencePenalty(penalty, counted, of_presence)
 
 
 def diversity_penalty(penalty: float, context: Context) -> DiversityPenalty | None:
     config = context.config
     is_grouped = (config.num_beam_groups or 1) > 1 and (config.num_beams or 1) > 1
     return DiversityPenalty(float(penalty)) if is_grouped else None
-
-
-def _of_output(context: Context) -> Counted:
-    """The generated tokens, or the last of all tokens if there is a window."""
-    window, excluded = _restriction(context)
-    n_pads = 0 if context.n_pads is None else context.n_pads
-    return Counted(n_pads if window else context.prompt_length, window, excluded)
 
 
 def _restriction(context: Context) -> tuple[int | None, torch.Tensor | None]:
@@ -176,8 +166,8 @@ def _restriction(context: Context) -> tuple[int | None, torch.Tensor | None]:
 def encoder_ids(context: Context, argument: str) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The main input ``(batch, length)`` and its mask as bools; warns if the input is not ids."""
     if (ids := context.encoder_ids) is None:
-        reason = "it works on token ids, and the input of this call has none."
-        warnings.warn(f"`{argument}` is ignored: {reason}", stacklevel=2)
+        message = "is ignored: it works on token ids, and the input of this call has none."
+        warnings.warn(f"`{argument}` {message}", stacklevel=2)
         return None
     mask = context.model_kwargs.get("attention_mask")
     if mask is None or mask.ndim != 2 or len(mask) % len(ids) or mask.shape[1] < ids.shape[1]:

@@ -12,11 +12,11 @@ from ..markers import last, marker_ids
 
 
 class ThinkingBudget(LogitsProcessor):
-    """Forces the end of a thinking section that has ``budget`` tokens, those in the prompt included.
+    """Forces the end of a thinking section that has ``budget`` tokens, as vLLM's ``thinking_token_budget``.
 
     A section begins behind the tokens ``start``, in the prompt or in the output, and ends with the tokens
     ``end``. The forced tokens are ``message`` and ``end``, which do not count. Each section has the whole
-    budget. The meaning is that of vLLM's ``thinking_token_budget``.
+    budget.
     """
 
     def __init__(
@@ -28,7 +28,6 @@ class ThinkingBudget(LogitsProcessor):
         prompt_length: int = 0,
         device: Any = None,
     ) -> None:
-        """``prompt_length``: how many tokens of each row were not generated."""
         self.budget, self.prompt_length = budget, prompt_length
         self.start, self.end, self.forced = (
             torch.tensor(ids, device=device) for ids in (start, end, [*message, *end])
@@ -57,9 +56,7 @@ class ThinkingBudget(LogitsProcessor):
 
 def thinking_budget(budget: int, context: Any) -> ThinkingBudget:
     """The processor of a call; markers and message are token ids, or strings that are tokenised."""
-    config, tokenizer = context.config, context.tokenizer
-    start, end, message = (
-        marker_ids(getattr(config, f"thinking_{name}"), tokenizer)
-        for name in ("start", "end", "message")
-    )
+    config = context.config
+    parts = (config.thinking_start, config.thinking_end, config.thinking_message)
+    start, end, message = (marker_ids(part, context.tokenizer) for part in parts)
     return ThinkingBudget(budget, start, end, message, context.prompt_length, context.device)

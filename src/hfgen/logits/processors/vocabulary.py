@@ -1,4 +1,4 @@
-"""Processors that allow, forbid or favour given tokens and token sequences."""
+"""Processors that allow or forbid given tokens, or force or forbid the end of a sequence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 from transformers.generation import logits_process as upstream
 
+from ...settings.fields import require_eos
 from .context import Context
+from .per_row import expand
 
 
 class Banning:
@@ -42,7 +44,6 @@ class AllowedTokens(LogitsProcessor):
     """Rules out all but given tokens at every step (vLLM's ``allowed_token_ids``)."""
 
     def __init__(self, tokens: list[int], device: Any) -> None:
-        """``tokens``: the ids that may be generated."""
         self.tokens = torch.tensor(sorted(set(tokens)), device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -57,6 +58,40 @@ class SuppressTokensAtBeginLogitsProcessor(Banning, upstream.SuppressTokensAtBeg
         if input_ids.shape[-1] != self.begin_index:
             return scores
         return self.without(self.begin_suppress_tokens, scores)
+
+
+class _NoEarlyEnd(Banning):
+    """Rules out EOS and stop tokens in rows of fewer than ``least`` tokens from ``start`` on."""
+
+    eos_token_id: torch.Tensor
+    start: int
+    #: A number, or a column ``(prompts, 1)``.
+    least: int | torch.Tensor
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_short = expand(self.least, len(scores)) > input_ids.shape[-1] - self.start
+        if isinstance(is_short, torch.Tensor):
+            return torch.where(is_short, self.without(self.eos_token_id, scores), scores)
+        # A copy in any case, as upstream's: a later edit in place then spares the logits.
+        return self.without(self.eos_token_id, scores) if is_short else scores.clone()
+
+
+class MinLengthLogitsProcessor(_NoEarlyEnd, upstream.MinLengthLogitsProcessor):
+    """No end while the sequence, prompt and left pads included, is too short."""
+
+    def __init__(self, least: Any, ending: torch.Tensor, device: Any = "cpu") -> None:
+        number = 0 if isinstance(least, torch.Tensor) else least  # upstream takes no column
+        super().__init__(number, ending, device)
+        self.least, self.start = least, 0
+
+
+class MinNewTokensLengthLogitsProcessor(_NoEarlyEnd, upstream.MinNewTokensLengthLogitsProcessor):
+    """No end before so many tokens are generated."""
+
+    def __init__(self, start: int, least: Any, ending: torch.Tensor, device: Any = "cpu") -> None:
+        number = 0 if isinstance(least, torch.Tensor) else least
+        super().__init__(start, number, ending, device)
+        self.least, self.start = least, start
 
 
 class BadWordsOfAnswer(NoBadWordsLogitsProcessor):
@@ -85,6 +120,22 @@ def begin_suppress_tokens(tokens: Any, context: Context) -> SuppressTokensAtBegi
     return SuppressTokensAtBeginLogitsProcessor(
         tokens, context.prompt_length + int(forced), device=context.device
     )
+
+
+def min_length(n: Any, context: Context) -> MinLengthLogitsProcessor | None:
+    ending = context.ending_tokens
+    return None if ending is None else MinLengthLogitsProcessor(n, ending, context.device)
+
+
+def min_new_tokens(n: Any, context: Context) -> MinNewTokensLengthLogitsProcessor | None:
+    if (ending := context.ending_tokens) is None:
+        return None
+    return MinNewTokensLengthLogitsProcessor(context.prompt_length, n, ending, context.device)
+
+
+def exponential_decay(penalty: Any, context: Context) -> upstream.ExponentialDecayLengthPenalty:
+    require_eos(context.eos, penalty)
+    return upstream.ExponentialDecayLengthPenalty(penalty, context.eos, context.prompt_length)
 
 
 def watermark(config: Any, context: Context) -> LogitsProcessor:

@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from ...settings.cancellation import Cancellation
 from ...settings.fields import require_tokenizer
-from ..grammar import setup as grammar
+from ..grammar import processor as grammar
 from ..processors.context import Builder, Context, Row, built
 from ..processors.lists import is_librarys, name_of
 from .causes import Causes, Notes, is_noted

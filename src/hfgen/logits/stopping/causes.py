@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from ..processors.by_rows import CriteriaByRows
+from ..processors.context import CriteriaByRows
 from ..processors.lists import name_of
 from .reasons import FinishReason
 from .tokens import RowLengthCriteria

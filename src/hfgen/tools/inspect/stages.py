@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ...logits.grammar.processor import GrammarProcessor, NoTokenLeft
-from ...logits.processors import LogitsProcessorList
-from ...logits.processors.by_rows import ProcessorsByRows
-from ...logits.processors.lists import is_librarys, name_of
+from ...logits.processors.context import ProcessorsByRows
+from ...logits.processors.lists import LogitsProcessorList, is_librarys, name_of
 from ...logits.processors.repetition import OccurrencePenalty
 from .records import Stage
 
