@@ -25,8 +25,8 @@ from transformers import (
 )
 
 import hfgen
-from hfgen.decoding.drafters import Acceptance, Draft, DraftContext
-from hfgen.decoding.drafters.early_exit import first_layers
+from hfgen.decoding.drafters.assistant import first_layers
+from hfgen.decoding.drafters.base import Acceptance, Draft, DraftContext
 from hfgen.decoding.drafters.lookup import PromptLookup
 from hfgen.decoding.drafters.schedule import (
     Adaptive,

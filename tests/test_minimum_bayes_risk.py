@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hfgen
-from hfgen.decoding.strategies.minimum_bayes_risk import best_distinct, expected_utilities
+from hfgen.decoding.recipes import best_distinct, expected_utilities
 from tests import tiny
 from tests.test_bad_input import Untouched
 from tests.test_streaming_beams import Recorder

@@ -36,7 +36,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfgen
-from hfgen.decoding.drafters import DraftContext
+from hfgen.decoding.drafters.base import DraftContext
 from hfgen.decoding.drafters.text_bridge import Row
 from hfgen.decoding.drafters.translated import UniversalDrafter
 from hfgen.state.vocabularies import Spelling, shared_tokens

@@ -10,17 +10,11 @@ if TYPE_CHECKING:
     from .decoding.activations import Record
     from .decoding.card import Card, card
     from .decoding.constraints import Constraint, DisjunctiveConstraint, PhrasalConstraint
-    from .decoding.drafters import (
-        Acceptance,
-        Draft,
-        DraftContext,
-        Drafter,
-        ForcedTokens,
-        SuffixMemory,
-    )
-    from .decoding.recipes import minimum_bayes_risk, recipe
+    from .decoding.drafters.base import Acceptance, Draft, DraftContext, Drafter
+    from .decoding.drafters.forced import ForcedTokens
+    from .decoding.drafters.memory import SuffixMemory
+    from .decoding.recipes import minimum_bayes_risk, recipe, token_f1
     from .decoding.strategies.base import InvalidScoresError
-    from .decoding.strategies.minimum_bayes_risk import token_f1
     from .engine import Engine
     from .engine.many import generate_many
     from .logits.logprobs import Logprobs, TokenLogprob
@@ -114,9 +108,9 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "decoding.activations": ["Record"],
     "decoding.card": ["Card", "card"],
     "decoding.constraints": ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"],
-    "decoding.drafters": [
-        *("Acceptance", "Draft", "DraftContext", "Drafter", "ForcedTokens", "SuffixMemory"),
-    ],
+    "decoding.drafters.base": ["Acceptance", "Draft", "DraftContext", "Drafter"],
+    "decoding.drafters.forced": ["ForcedTokens"],
+    "decoding.drafters.memory": ["SuffixMemory"],
     "engine": ["Engine"],
     "engine.many": ["generate_many"],
     "tools.inspect": ["trace"],
@@ -127,9 +121,8 @@ _HOMES = {  # the modules of the names that are not in `patching`
     "mixin": ["GenerationMixin"],
     "running.prefix": ["PrefixCache"],
     "running.ranks": ["RankError"],
-    "decoding.recipes": ["minimum_bayes_risk", "recipe"],
+    "decoding.recipes": ["minimum_bayes_risk", "recipe", "token_f1"],
     "decoding.strategies.base": ["InvalidScoresError"],
-    "decoding.strategies.minimum_bayes_risk": ["token_f1"],
     "session": ["Session"],
     "streaming": ["StreamEvent"],
 }

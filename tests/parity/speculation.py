@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfgen.decoding.drafters import Acceptance, Draft, DraftContext, Drafter, SuffixMemory
+from hfgen.decoding.drafters.base import Acceptance, Draft, DraftContext, Drafter
+from hfgen.decoding.drafters.memory import SuffixMemory
 from hfgen.memory.caches.growing import padded
 from hfgen.memory.caches.layers import decoder_cache
 from tests.parity.family import Limit

@@ -17,7 +17,7 @@ from ..running.executor import call as forward
 from ..running.interventions import hook, modules_named
 from ..settings.logs import logger
 from ..state.call import Call
-from ..state.run import Run, Step, Strategy
+from ..state.run import Observer, Run, Strategy
 from .results import endings
 
 #: Arguments of forward that a text alone has.
@@ -70,10 +70,8 @@ def of_call(model: Any, call: Call) -> Record | None:
         raise ValueError(f"`record` needs hfgen's loop, and {call.who} decodes by itself.")
     if record.folder is not None and not record.folder.is_dir():
         raise ValueError(f"`record`: the folder {str(record.folder)!r} does not exist.")
-    given = {name: value for name, value in call.prompt.model_kwargs.items() if value is not None}
-    if media := sorted(
-        name for name, value in given.items() if name not in OF_TEXT and not isinstance(value, bool)
-    ):
+    others = {n: v for n, v in call.prompt.model_kwargs.items() if n not in OF_TEXT}
+    if media := sorted(n for n, v in others.items() if not (v is None or isinstance(v, bool))):
         raise ValueError(f"`record` forwards the finished text alone, but the prompt has {media}.")
     n_rows = call.prompt.batch_size * (config.num_return_sequences or 1)
     width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 1)
@@ -87,14 +85,11 @@ def of_call(model: Any, call: Call) -> Record | None:
     return record
 
 
-class Recorder:
+class Recorder(Observer):
     """Forwards the finished text of each returned row once, and sets ``output.activations``."""
 
     def __init__(self, run: Run, record: Record) -> None:
         self.record = record
-
-    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
-        """Nothing: a row is forwarded when it is finished."""
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
         """Record all rows, one after another."""
@@ -144,12 +139,9 @@ class Recorder:
         found: dict[str, Tensor] = {}
         with ExitStack() as stack:
             if call.interventions is not None:
+                place = ids.new_zeros(1), prompt_length - n_padding
                 prompt = row * call.prompt.batch_size // n
-                length = prompt_length - n_padding
-                padding = ids.new_zeros(1)
-                stack.enter_context(
-                    call.interventions.on(model, padding, length, first_prompt=prompt)
-                )
+                stack.enter_context(call.interventions.on(model, *place, first_prompt=prompt))
             for name, (module, suffix) in names.items():
 
                 def keep(hidden: Tensor, name: str = name) -> Tensor:
@@ -164,7 +156,8 @@ class Recorder:
                 stack.callback(hook(module, suffix, keep).remove)
             forward(model, **inputs, use_cache=False)
         if missing := sorted(names.keys() - found.keys()):
+            names_missing = ", ".join(missing)
             logger.warning_once(
-                f"`record`: {', '.join(missing)} were not called in a forward of the text."
+                f"`record`: {names_missing} were not called in a forward of the text."
             )
         return found

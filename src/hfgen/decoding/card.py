@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,16 @@ from transformers import GenerationConfig
 
 from ..running import environment
 from ..settings.fields import FIELDS, OWN_FIELDS
-from ..state.run import Run, Step, Strategy
+from ..state.run import Observer, Run, Strategy
 
 #: Of the format. A card of another one is refused.
 VERSION = 1
 #: Characters of a card, and levels of lists and dicts in it, at most.
-MAX_SIZE, MAX_DEPTH = 2**26, 6
+MAX_SIZE, MAX_DEPTH = 2**26, 7
 #: Fields that say what a call returns, or hold for a process; they decide no token.
 UNSAVED = ("output_card", "transformers_version", "_from_model_config", "compile_config")
 #: Arguments of ``generate`` that are in the card in another form, or decide no token.
-SAVED = (
-    "input_ids",
-    "inputs",
-    "attention_mask",
-    "generation_config",
-    "tokenizer",
-    "cancel",
-    "use_cache",
-)
+SAVED = "input_ids inputs attention_mask generation_config tokenizer cancel use_cache".split()
 
 
 class CardError(ValueError):
@@ -85,44 +77,34 @@ class Card:
             raise CardError(f"This is no card: {error}") from None
         if not isinstance(values, dict) or values.get("version") != VERSION:
             raise CardError(f"This is no card of version {VERSION}, which this hfgen reads.")
-        kinds = {each.name: str(each.type) for each in fields(cls)}
-        if odd := sorted(kinds.keys() ^ values.keys()):
+        if odd := sorted(KINDS.keys() ^ values.keys()):
             raise CardError(f"This is no card: {odd[0]!r} is missing, or is no field of a card.")
         for name, value in values.items():
-            if not _fits(value, kinds[name]):
-                raise CardError(
-                    f"{name!r} of a card has to be {kinds[name]}, but is {value!r:.80}."
-                )
-        for name in {name for config in values["parameters"] for name in config}:
-            if name not in FIELDS:
-                raise CardError(
-                    f"{name!r} in the parameters of a card is no field of a generation config."
-                )
+            if not _fits(value, KINDS[name]):
+                kind = cls.__annotations__[name]
+                raise CardError(f"{name!r} of a card has to be {kind}, but is {value!r:.80}.")
+        if odd := sorted({name for config in values["parameters"] for name in config} - {*FIELDS}):
+            raise CardError(
+                f"{odd[0]!r} in the parameters of a card is no field of a generation config."
+            )
         return cls(**values)
+
+
+#: The types of a card's fields, by name.
+KINDS = get_type_hints(Card)
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _fits(value: Any, kind: str) -> bool:
-    """Whether a value of JSON is of the ``kind`` that a field of ``Card`` declares."""
-    if kind == "dict[str, str]":
-        return isinstance(value, dict) and all(isinstance(part, str) for part in value.values())
-    if kind == "list[str]":
-        return isinstance(value, list) and all(isinstance(part, str) for part in value)
-    if kind == "list[list[str]]":
-        return isinstance(value, list) and all(_fits(part, "list[str]") for part in value)
-    if kind == "list[dict[str, Any]]":
-        return isinstance(value, list) and all(_fits(part, "dict[str, Any]") for part in value)
-    if kind == "dict[str, Any]":
-        return isinstance(value, dict) and _depth(value) <= MAX_DEPTH
-    return type(value).__name__ == kind
-
-
-def _depth(value: Any) -> int:
+def _fits(value: Any, kind: Any, depth: int = 1) -> bool:
+    """Whether a value of JSON is of the ``kind`` that a field of ``Card`` declares, and not too deep."""
+    if kind is not Any and type(value) is not (get_origin(kind) or kind):
+        return False
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_depth, parts), default=0)
+    *_, of_parts = Any, *get_args(kind)
+    return depth <= MAX_DEPTH and all(_fits(part, of_parts, depth + 1) for part in parts)
 
 
 def card(model: nn.Module, tokenizer: Any = None) -> Card:
@@ -137,7 +119,7 @@ def card(model: nn.Module, tokenizer: Any = None) -> Card:
 # ------------------------------------------------------------ of a call
 
 
-class CardWriter:
+class CardWriter(Observer):
     """An observer that sets ``output.card`` when a call has ended; see ``loop.begin``."""
 
     def __init__(self, run: Run) -> None:
@@ -153,9 +135,6 @@ class CardWriter:
         }
         defaults = getattr(run.model, "generation_config", None)
         self.parameters = [parameters_of(config, defaults) for config in call.configs]
-
-    def add(self, run: Run, strategy: Strategy, step: Step) -> None:
-        """Nothing: all is known at the end."""
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
         """Write the card of the call."""
@@ -176,17 +155,12 @@ def beside(run: Run) -> list[str]:
     """What a call depended on and a card cannot hold."""
     call = run.call
     assert call is not None
-    request, names = call.request, []
-    names += [
-        name
-        for name in request.__slots__[2:-1]  # behind the inputs and the config
-        if getattr(request, name) not in (None, [], False)
-    ]
-    names += [
-        name
-        for name, value in request.kwargs.items()
-        if value is not None and not _is_saved(name, value)
-    ]
+    request = call.request
+    others = request.__slots__[2:-1]  # behind the inputs and the config
+    names = [name for name in others if getattr(request, name) not in (None, [], False)]
+    for name, value in request.kwargs.items():
+        if not (value is None or name in SAVED or _is_json(value)):
+            names.append(name)
     if not isinstance(request.kwargs.get("input_ids", request.inputs), Tensor):
         names.append("a prompt that is no tensor of ids")
     if run.config.do_sample and any(config.seed is None for config in call.configs):
@@ -194,10 +168,6 @@ def beside(run: Run) -> list[str]:
     for config in call.configs:
         names += [name for name, value in _set_values(config).items() if not _is_json(value)]
     return sorted(set(names))
-
-
-def _is_saved(name: str, value: Any) -> bool:
-    return name in SAVED or (_is_json(value) and not isinstance(value, Tensor))
 
 
 def _set_values(config: Any) -> dict[str, Any]:
@@ -216,8 +186,7 @@ def parameters_of(config: Any, defaults: Any) -> dict[str, Any]:
         and value != OWN_FIELDS.get(name, ...)
         and (value is not None or getattr(defaults, name, None) is not None)
     }
-    plain: dict[str, Any] = json.loads(json.dumps(values))
-    return plain
+    return dict(json.loads(json.dumps(values)))
 
 
 def _is_json(value: Any) -> bool:
@@ -271,12 +240,9 @@ def replay(
         raise CardError(
             "The card has no prompt (output_card='prompt' keeps it): give the prompts of the call."
         )
+    names = [name for name in ("input_ids", "attention_mask") if name in lists]
     try:
-        tensors = {
-            name: torch.as_tensor(lists[name], device=model.device)
-            for name in PROMPT
-            if name in lists
-        }
+        tensors = {name: torch.as_tensor(lists[name], device=model.device) for name in names}
         digest = digest_of_inputs({name: value.tolist() for name, value in tensors.items()})
     except (TypeError, ValueError, RuntimeError) as error:
         raise CardError(f"The prompts are no rows of ids of one length: {error}") from None
@@ -285,17 +251,10 @@ def replay(
     options: dict[str, Any] = card.parameters[0]
     if len(card.parameters) > 1:
         options = {"generation_config": [GenerationConfig(**values) for values in card.parameters]}
-    if card.tokenizer:
-        options = {**options, "tokenizer": tokenizer}
-    output = model.generate(
-        **{**tensors, **options, "return_dict_in_generate": True, "output_card": True}
-    )
+    options = tensors | options | ({"tokenizer": tokenizer} if card.tokenizer else {})
+    output = model.generate(**options | {"return_dict_in_generate": True, "output_card": True})
     found: Card = output.card
     return found
-
-
-#: The inputs of a call that a card can hold.
-PROMPT = ("input_ids", "attention_mask")
 
 
 # ------------------------------------------------------------ comparing
@@ -309,8 +268,7 @@ def differences(expected: Card, found: Card) -> list[str]:
         if section == "tokenizer" and not (ours and theirs):  # the call had none
             continue
         names = [*theirs, *(name for name in ours if name not in theirs)]
-        differing = [name for name in names if ours.get(name) != theirs.get(name)]
-        if differing:
+        if differing := [name for name in names if ours.get(name) != theirs.get(name)]:
             name = differing[0]
             more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
             values = f"{theirs.get(name, 'nothing')!r:.80} in the card, {ours.get(name, 'nothing')!r:.80} here"
@@ -324,10 +282,8 @@ def first_token(expected: Card, found: Card) -> str | None:
         return f"rows: {len(expected.tokens)} in the card, {len(found.tokens)} here"
     for row, (theirs, ours) in enumerate(zip(expected.tokens, found.tokens, strict=True)):
         if theirs != ours:
-            pairs = zip(theirs, ours, strict=False)
-            place = next(
-                (n for n, (a, b) in enumerate(pairs) if a != b), min(len(theirs), len(ours))
-            )
+            differ = (n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b)
+            place = next(differ, min(len(theirs), len(ours)))
             return f"row {row}: the tokens differ from generated token {place} on"
     if expected.logprobs != found.logprobs:
         return "the log-probabilities differ in their bits"

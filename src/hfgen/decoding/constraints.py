@@ -142,12 +142,11 @@ class DisjunctiveConstraint(_Words):
         return list(self._node) or None
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _is_word(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(map(_is_token, value))
+    is_list = isinstance(value, list) and len(value) > 0
+    return is_list and all(
+        isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value
+    )
 
 
 def _are_words(value: Any) -> bool:
@@ -208,8 +207,7 @@ def of_config(config: GenerationConfig) -> list[Any]:
         raise TypeError(f"`constraints` has to be a list of constraints, but is {passed!r}.")
     for constraint in passed:
         methods = ("advance", "does_advance", "update", "remaining", "copy")
-        lacks = [name for name in methods if not callable(getattr(constraint, name, None))]
-        if lacks:
+        if lacks := [name for name in methods if not callable(getattr(constraint, name, None))]:
             raise TypeError(
                 f"`constraints` has to hold objects like hfgen.Constraint, but {constraint!r} has no "
                 f"{', '.join(name + '()' for name in lacks)}."
@@ -217,8 +215,14 @@ def of_config(config: GenerationConfig) -> list[Any]:
         if not isinstance(constraint, _Words):
             check_can_be_met(constraint.copy(stateful=False))
     built = [constraint.copy(stateful=False) for constraint in passed]
-    if config.force_words_ids is not None:
-        built += _of_words(config.force_words_ids)
+    if (words := config.force_words_ids) is not None:
+        is_list = isinstance(words, list) and len(words) > 0
+        if not is_list or not all(_is_word(word) or _are_words(word) for word in words):
+            raise ValueError(
+                "`force_words_ids` has to be a non-empty list of phrases, each a non-empty list of token "
+                f"ids (or of such lists, of which one suffices), but is {words!r}."
+            )
+        built += [PhrasalConstraint(w) if _is_word(w) else DisjunctiveConstraint(w) for w in words]
     if not built:
         raise ValueError("`constraints` is an empty list. Leave it out to search without any.")
     return built
@@ -234,14 +238,3 @@ def check_room(config: GenerationConfig, n_new: int) -> None:
             f"The constraints take at least {needed} tokens, but at most {n_new} are to be "
             f"generated{last}. Raise `max_new_tokens`."
         )
-
-
-def _of_words(words: Any) -> list[_Words]:
-    """The constraints that ``force_words_ids`` stands for."""
-    is_list = isinstance(words, list) and len(words) > 0
-    if not is_list or not all(_is_word(word) or _are_words(word) for word in words):
-        raise ValueError(
-            "`force_words_ids` has to be a non-empty list of phrases, each a non-empty list of token "
-            f"ids (or of such lists, of which one suffices), but is {words!r}."
-        )
-    return [PhrasalConstraint(w) if _is_word(w) else DisjunctiveConstraint(w) for w in words]

@@ -12,6 +12,7 @@ import torch
 from ..logits import logprobs
 from ..logits.logprobs.recorder import PromptRecorder
 from ..running import ahead, ranks
+from ..state.run import Observer, Run, Step, Strategy
 from . import activations
 from .card import CardWriter
 from .outputs import GenerateOutput, Recording
@@ -19,8 +20,6 @@ from .results import Results
 
 if TYPE_CHECKING:
     from transformers.utils import ModelOutput
-
-    from ..state.run import Run, Step, Strategy
 
 
 def steps(run: Run, strategy: Strategy) -> Generator[Step, None, None]:
@@ -113,7 +112,7 @@ def conclude(
     return result, recording.output(run, result)
 
 
-class Streaming:
+class Streaming(Observer):
     """Puts the final tokens of each step into a streamer: ``(rows,)``, or ``(batch, n)`` of ``Step.settled``."""
 
     def __init__(self, streamer: Any) -> None:

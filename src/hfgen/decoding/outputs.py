@@ -6,29 +6,21 @@ import math
 from typing import Any, TypeAlias
 
 import torch
-from transformers.generation.utils import (
-    GenerateBeamDecoderOnlyOutput,
-    GenerateBeamEncoderDecoderOutput,
-    GenerateBeamOutput,
-    GenerateDecoderOnlyOutput,
-    GenerateEncoderDecoderOutput,
-    GenerateNonBeamOutput,
-)
+from transformers.generation import utils as upstream
 from transformers.utils import ModelOutput
 
 from .. import families
 from ..memory.caches import layers as cache_layers
-from ..state.run import Run, Step, Strategy
+from ..state.run import Observer, Run, Step, Strategy
 
 #: The return type of ``generate`` if that is not a tensor of ids.
-GenerateOutput: TypeAlias = GenerateNonBeamOutput | GenerateBeamOutput
-
+GenerateOutput: TypeAlias = upstream.GenerateNonBeamOutput | upstream.GenerateBeamOutput
 #: The class of the output: of an encoder-decoder or not, with beams or without.
 OUTPUTS: dict[tuple[bool, bool], type[GenerateOutput]] = {
-    (False, False): GenerateDecoderOnlyOutput,
-    (False, True): GenerateBeamDecoderOnlyOutput,
-    (True, False): GenerateEncoderDecoderOutput,
-    (True, True): GenerateBeamEncoderDecoderOutput,
+    (False, False): upstream.GenerateDecoderOnlyOutput,
+    (False, True): upstream.GenerateBeamDecoderOnlyOutput,
+    (True, False): upstream.GenerateEncoderDecoderOutput,
+    (True, True): upstream.GenerateBeamEncoderDecoderOutput,
 }
 
 
@@ -51,7 +43,7 @@ def observe(run: Run, outputs: ModelOutput) -> dict[str, Any]:
     if not (run.config.output_attentions or run.config.output_hidden_states):
         return {}
     prefix = "decoder_" if run.is_encoder_decoder else ""
-    names = {"attentions": prefix + "attentions", "hidden_states": prefix + "hidden_states"}
+    names = {name: prefix + name for name in ("attentions", "hidden_states")}
     names["cross_attentions"] = "cross_attentions"
     fields = [name for name in _recorded_fields(run) if name in names]
     return {name: (getattr(outputs, names[name]),) for name in fields}
@@ -93,12 +85,12 @@ def _windows(run: Run, n_layers: int) -> list[float] | None:
         return [math.inf] * n_layers
     if len(kinds) != n_layers:
         return [window or math.inf for window in windows]
-    of_kind = {k: window for k, window in zip(kinds, windows, strict=True) if window is not None}
-    pairs = zip(kinds, windows, strict=True)
+    pairs = [*zip(kinds, windows, strict=True)]
+    of_kind = {kind: window for kind, window in pairs if window is not None}
     return [of_kind.get(kind, math.inf) if own is None else own for kind, own in pairs]
 
 
-class Recording:
+class Recording(Observer):
     """One entry per generated token for each thing that the config asks for."""
 
     def __init__(self, run: Run) -> None:
@@ -109,9 +101,6 @@ class Recording:
         for name, entries in self.recorded.items():
             entries.extend(getattr(step, name))
 
-    def finish(self, run: Run, strategy: Strategy, result: dict[str, torch.Tensor | None]) -> None:
-        """Nothing: ``output`` puts together what is returned."""
-
     def output(self, run: Run, result: dict[str, Any]) -> GenerateOutput | torch.Tensor:
         """The return value of ``generate``: ``result``'s sequences alone, or all in an output."""
         if not run.config.return_dict_in_generate:
@@ -119,16 +108,10 @@ class Recording:
         config = run.config
         recorded = {name: tuple(entries) for name, entries in self.recorded.items()}
         prefix = "decoder_" if run.is_encoder_decoder else ""
-        fields: dict[str, Any] = {
-            **result,
-            "scores": run.scores,
-            "logits": recorded.get("logits"),
-            "past_key_values": (
-                None if run.rows_have_left else families.returned_cache(run.model_kwargs)
-            ),
-            prefix + "attentions": recorded.get("attentions"),
-            prefix + "hidden_states": recorded.get("hidden_states"),
-        }
+        fields = {prefix + n: recorded.get(n) for n in ("attentions", "hidden_states")} | result
+        fields |= {"scores": run.scores, "logits": recorded.get("logits")}
+        cache = None if run.rows_have_left else families.returned_cache(run.model_kwargs)
+        fields["past_key_values"] = cache
         if run.is_encoder_decoder:
             encoder = run.model_kwargs.get("encoder_outputs") or {}
             fields["cross_attentions"] = recorded.get("cross_attentions")
@@ -160,8 +143,7 @@ def compute_transition_scores(
     """
     rows, vocab = scores[0].shape
     if beam_indices is None:
-        beam_indices = torch.arange(rows, device=sequences.device).unsqueeze(1)
-        beam_indices = beam_indices.expand(-1, len(scores))
+        beam_indices = torch.arange(rows, device=sequences.device)[:, None].expand(-1, len(scores))
     n_steps = int((beam_indices >= 0).sum(-1).max())
     beam_indices = beam_indices[:, :n_steps]
     # (rows, vocab, steps): rounds as upstream's softmax

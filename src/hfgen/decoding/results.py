@@ -13,7 +13,7 @@ import torch
 from ..logits.stopping import FinishReason, StoppingCriteriaList
 from ..logits.stopping.causes import Causes, at_end, first
 from ..logits.stopping.strings import TextCriteria, text_until
-from ..state.run import Run, Step, Strategy
+from ..state.run import Observer, Run, Step, Strategy
 from ..state.text import context_of, decode
 
 
@@ -21,12 +21,11 @@ from ..state.text import context_of, decode
 class Metrics:
     """Times of a call in seconds, and its memory: ``output.metrics``, with ``output_metrics=True``.
 
-    The first token comes after everything that the call prepares and the forward of the prompt. Rows
-    run side by side, so tokens per second are those of all rows together. Times without a token to
-    measure are ``None``.
+    Tokens per second are those of all rows together. Times without a token to measure are ``None``.
     """
 
     total_time: float
+    #: With all that the call prepares, and the forward of the prompt.
     time_to_first_token: float | None
     #: Mean time from one token of the longest row to its next.
     time_per_output_token: float | None
@@ -67,12 +66,11 @@ class Ending:
         for processor in run.processors if reason == "eos" else ():
             say = getattr(processor, "finish_reason_of", None)
             if say is not None and (own := say(row, ids[:n])) is not None:
-                reason = FinishReason(own, reason.stop)
-                break
+                return cls(ids[:n], FinishReason(own, reason.stop), cause)
         return cls(ids[:n], reason, cause)
 
 
-class Results:
+class Results(Observer):
     """Collects while a call decodes what can only be known then; the rest is found out at the end."""
 
     def __init__(self, run: Run) -> None:
@@ -102,9 +100,8 @@ class Results:
         found = endings(run, result)
         run.extras["finish_reasons"] = [ending.reason for ending in found]
         if has_texts:
-            run.extras["texts"] = [
-                text_of(run, row, ending, len(found)) for row, ending in enumerate(found)
-            ]
+            rows = enumerate(found)
+            run.extras["texts"] = [text_of(run, row, ending, len(found)) for row, ending in rows]
         if self.has_metrics:
             run.extras["metrics"] = self.metrics(run, [len(ending.ids) for ending in found])
 
@@ -117,14 +114,10 @@ class Results:
         rest, n_steps = total - first, max(lengths) - 1
         prompt = None if run.call is None else run.call.prompt
         n_prompt = math.prod((run.ids if prompt is None else prompt.main_input).shape[:2])
-        return Metrics(
-            total_time=total,
-            time_to_first_token=first,
-            time_per_output_token=rest / n_steps if n_steps > 0 else None,
-            prefill_tokens_per_second=n_prompt / first,
-            decode_tokens_per_second=(sum(lengths) - len(lengths)) / rest if n_steps > 0 else None,
-            peak_bytes=peak,
-        )
+        per_token = speed = None
+        if n_steps > 0:
+            per_token, speed = rest / n_steps, (sum(lengths) - len(lengths)) / rest
+        return Metrics(total, first, per_token, n_prompt / first, speed, peak)
 
 
 def endings(run: Run, result: dict[str, Any]) -> list[Ending]:

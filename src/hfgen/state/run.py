@@ -191,7 +191,7 @@ class Strategy(Protocol):
         """Fields of the output that only the strategy knows; ``sequences`` at least."""
 
 
-class Observer(Protocol):
+class Observer:
     """Told of each step of a run, and of its result: the recording, a streamer, a prefix cache."""
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:

@@ -9,29 +9,13 @@ import math
 from functools import partial
 from typing import Any
 
-from .assistant import Assistant
-from .base import Acceptance, Adapted, Draft, DraftContext, Drafter, Setup
+from .assistant import Assistant, EarlyExit
+from .base import Adapted, Drafter, Setup
 from .checks import has_foreign_generator
-from .early_exit import EarlyExit
-from .forced import ForcedTokens
 from .lookup import PromptLookup, n_allowed
-from .memory import SuffixMemory
 from .schedule import DEFAULT_TOKENS, Costs, Heuristic, Schedule, schedule_named
 from .translated import BySharedTokens, ByText
 from .upstream import FromGenerator, has_own_hook
-
-__all__ = [
-    "Acceptance",
-    "Draft",
-    "DraftContext",
-    "Drafter",
-    "ForcedTokens",
-    "Schedule",
-    "Setup",
-    "SuffixMemory",
-    "make_drafter",
-    "make_schedule",
-]
 
 
 def make_drafter(setup: Setup) -> Drafter:
@@ -62,26 +46,17 @@ def make_drafter(setup: Setup) -> Drafter:
 
 
 def _prompt_lookup(setup: Setup) -> PromptLookup:
-    """A lookup drafts beyond the last token where upstream's does, and that shows: in draws and logits.
-
-    Logits depend, in the last digits, on how many tokens are forwarded.
-    """
+    """A lookup that drafts beyond the last token where upstream's does, and that shows: in draws and logits."""
     run, config = setup.run, setup.run.config
     allowed: Any = None
-    if run.processors and (
-        setup.is_exact or setup.is_streamed_row
-    ):  # draws, or chunks, show drafts
+    if run.processors and (setup.is_exact or setup.is_streamed_row):  # draws or chunks show drafts
         allowed = partial(n_allowed, run.processors, run.model.config.get_text_config().vocab_size)
     model_config = run.model.config.get_text_config(decoder=True)
     positions = getattr(model_config, "max_position_embeddings", None) or math.inf
     fits = setup.max_length + config.prompt_lookup_num_tokens <= positions
     shows = len(run.ids) == 1 and config.return_dict_in_generate and config.output_logits
-    return PromptLookup(
-        int(config.max_matching_ngram_size or 2),
-        config._eos_token_tensor,
-        allowed,
-        overshoots=setup.is_exact or bool(shows and fits),
-    )
+    size, overshoots = int(config.max_matching_ngram_size or 2), bool(shows and fits)
+    return PromptLookup(size, config._eos_token_tensor, allowed, setup.is_exact or overshoots)
 
 
 def make_schedule(setup: Setup, drafter: Drafter) -> Schedule:

@@ -43,8 +43,17 @@ from ...running.row_states import has_own_hooks
 from ...state.call import Call
 from ...state.run import Run, Speculation, Step
 from .. import outputs
-from ..drafters import Acceptance, Draft, DraftContext, Setup, make_drafter, make_schedule
-from ..drafters.base import check, check_logits, n_filled, name_of
+from ..drafters import make_drafter, make_schedule
+from ..drafters.base import (
+    Acceptance,
+    Draft,
+    DraftContext,
+    Setup,
+    check,
+    check_logits,
+    n_filled,
+    name_of,
+)
 from ..drafters.checks import has_foreign_generator
 from ..drafters.forced import under_grammar
 from ..loop import commit

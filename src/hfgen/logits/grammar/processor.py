@@ -140,9 +140,6 @@ class GrammarCriterion(StoppingCriteria):
         return torch.tensor(ends, device=input_ids.device)
 
 
-# ------------------------------------------------------------ builders, with checks
-
-
 def check(model: Any, call: Any) -> None:
     """Compile the grammars of a call.
 
@@ -161,7 +158,7 @@ def check(model: Any, call: Any) -> None:
 
 def library_for(call: Any, model: Any, grammar: Grammar) -> LLGuidance:
     """The grammars of a call's tokenizer; raises as ``check`` does."""
-    tokenizer = tokenizer_of(call)
+    tokenizer = call.request.kwargs.get("tokenizer")  # also where the decoding mode takes none
     require_tokenizer(tokenizer, "grammar", grammar)
     library, size = library_of(tokenizer), n_scores(model)
     if library.n_tokens > size:
@@ -170,11 +167,6 @@ def library_for(call: Any, model: Any, grammar: Grammar) -> LLGuidance:
             "tokenizer that the model was trained with."
         )
     return library
-
-
-def tokenizer_of(call: Any) -> Any:
-    """The caller's tokenizer, also where the decoding mode takes none."""
-    return call.request.kwargs.get("tokenizer")
 
 
 def grammar(_: Any, context: Any) -> GrammarProcessor | None:
@@ -191,7 +183,7 @@ def grammar(_: Any, context: Any) -> GrammarProcessor | None:
     # A forced BOS is no part of the text.
     n, is_first = context.prompt_length, context.prompt_length == 1
     begins = [n + (is_first and config.forced_bos_token_id is not None) for config in configs]
-    thinking = [thinking_of(config, tokenizer_of(call)) for config in configs]
+    thinking = [thinking_of(config, call.request.kwargs["tokenizer"]) for config in configs]
     follower = Follower(starts, eos, begins, library.n_tokens, thinking)
     return GrammarProcessor(library, follower, is_search=(context.config.num_beams or 1) > 1)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...running.prompt_logits import Body, PromptLogits
-from ...state.run import Run, Step, Strategy
+from ...state.run import Observer, Run, Step, Strategy
 from .result import Logprobs, Measures, measure
 from .settings import ALL, LogprobRequest, Settings, mode_of
 
@@ -26,7 +26,7 @@ class Position:
     support: Tensor | None = None  # (n, 2): rows and tokens left, with ``logprobs_support``
 
 
-class Recorder:
+class Recorder(Observer):
     """Collects ``logprobs``: of each step only ``(rows, k)`` numbers, left on the device.
 
     Raw are the model's own logits: of beams before the search adds its scores, of DoLa the last
@@ -137,7 +137,7 @@ def _stacked(measures: list[Measures]) -> Measures:
     return Measures(*(torch.stack(column, dim=1) for column in zip(*measures, strict=True)))
 
 
-class PromptRecorder:
+class PromptRecorder(Observer):
     """Collects ``prompt_logprobs``: one row per prompt, however many sequences are returned for it.
 
     The first token has none, nor has one behind padding. Processed scores are the raw ones. A placeholder of an

@@ -10,25 +10,14 @@ import transformers
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
-from ...settings.cancellation import Cancellation
 from ...settings.fields import require_tokenizer
 from ..grammar import processor as grammar
 from ..processors.context import Builder, Context, Row, built
 from ..processors.lists import is_librarys, name_of
 from .causes import Causes, Notes, is_noted
-from .reasons import FinishReason
+from .reasons import FinishReason as FinishReason
 from .strings import StopRegexCriteria, StopStringCriteria
 from .tokens import RepetitionCriteria, RowLengthCriteria, StopTokenCriteria
-
-__all__ = [
-    "CRITERIA",
-    "Cancellation",
-    "FinishReason",
-    "StopRegexCriteria",
-    "StopStringCriteria",
-    "StoppingCriteriaList",
-    "get_stopping_criteria",
-]
 
 
 class StoppingCriteriaList(transformers.StoppingCriteriaList):
@@ -104,17 +93,16 @@ def min_tokens(context: Context) -> int:
 
 def stop_strings(strings: Any, context: Context) -> StopStringCriteria:
     require_tokenizer(context.tokenizer, "stop_strings", strings)
-    criterion = StopStringCriteria(context.tokenizer, strings, context.prompt_length)
-    criterion.min_tokens = min_tokens(context)
+    facts = context.tokenizer, strings, context.prompt_length, min_tokens(context)
+    criterion = StopStringCriteria(*facts)
     # Without an EOS, upstream lets rows run on until all have ended. A row that leaves cannot.
     criterion.ends_rows = bool(getattr(context.config, "drop_finished", False))
     return criterion
 
 
 def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:
-    criterion = StopRegexCriteria(context.tokenizer, patterns, context.prompt_length)
-    criterion.min_tokens = min_tokens(context)
-    return criterion
+    facts = context.tokenizer, patterns, context.prompt_length, min_tokens(context)
+    return StopRegexCriteria(*facts)
 
 
 #: Fields that hold stops back.
@@ -128,9 +116,7 @@ CRITERIA: list[Builder] = [
     Row("_eos_token_tensor", lambda tokens, c: EosTokenCriteria(eos_token_id=tokens)),
     Row(
         "stop_token_ids",
-        lambda tokens, c: StopTokenCriteria(
-            tokens if isinstance(tokens, list) else [tokens], c.device
-        ),
+        lambda ids, c: StopTokenCriteria(ids if isinstance(ids, list) else [ids], c.device),
         [],
     ),
     Row("stop_regex", stop_regex, reads=HELD),
@@ -161,23 +147,19 @@ def get_stopping_criteria(
     prompt = getattr(call, "prompt", None)
     device = None if prompt is None else prompt.ids.device
     length = 0 if call is None else call.prompt_length
-    context = Context(
-        self, generation_config, length, device=device, rows=rows, tokenizer=tokenizer
-    )
+    facts: Any = {"device": device, "rows": rows, "tokenizer": tokenizer}
+    context = Context(self, generation_config, length, **facts)
     criteria = StoppingCriteriaList(built(CRITERIA, context))
     return self._merge_criteria_processor_list(criteria, stopping_criteria)
 
 
 def may_end_rows(criteria: Iterable[Any]) -> bool:
-    """Return whether a row may end before the others, and is padded from there on.
-
-    Criteria say so by an attribute ``ends_rows``. Upstream pads behind EOS tokens only.
-    """
+    """Whether a row may end before the others, and is padded from there on; ``ends_rows`` of a criterion says so."""
     return any(hasattr(c, "eos_token_id") or getattr(c, "ends_rows", False) for c in criteria)
 
 
 def may_begin(criteria: Iterable[Any], ids: torch.Tensor) -> torch.Tensor:
-    """Return bools ``(rows,)``: the row has room for a token after ``ids (rows, length)``."""
+    """Bools ``(rows,)``: the row has room for a token after ``ids (rows, length)``."""
     is_open = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     for criterion in criteria:
         if isinstance(criterion, RowLengthCriteria):

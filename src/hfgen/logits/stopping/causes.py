@@ -17,23 +17,25 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 from ..processors.context import CriteriaByRows
 from ..processors.lists import name_of
 from .reasons import FinishReason
-from .tokens import RowLengthCriteria
+from .tokens import RowLengthCriteria, StopTokenCriteria
 
 if TYPE_CHECKING:
     from ...state.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Eos:
-    """One of the EOS tokens."""
+class Tokens:
+    """One of the EOS or stop tokens."""
 
     tokens: frozenset[int]
+    name: str
+    rank: int
 
     def ends(self, ids: Sequence[int]) -> Iterable[int]:
         return (n for n, token in enumerate(ids, 1) if token in self.tokens)
 
     def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
-        return FinishReason("eos", ids[n - 1]) if ids[n - 1] in self.tokens else None
+        return FinishReason(self.name, ids[n - 1]) if ids[n - 1] in self.tokens else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Length:
     """The greatest number of new tokens."""
 
     n: int
+    rank: int = 3
 
     def ends(self, ids: Sequence[int]) -> Iterable[int]:
         return [self.n]
@@ -83,6 +86,7 @@ class Noted:
     #: ``None`` in a search, where candidates have no row.
     row: int | None
     prompt_length: int
+    rank: int
 
     def ends(self, ids: Sequence[int]) -> Iterable[int]:
         self.notes.read()
@@ -102,7 +106,7 @@ def is_noted(criterion: Any) -> bool:
     """Whether a criterion has to be noted, since the ids do not tell what it decided."""
     if isinstance(criterion, CriteriaByRows):
         return any(is_noted(part) for part, _ in criterion.parts)
-    is_known = isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)
+    is_known = isinstance(criterion, EosTokenCriteria | StopTokenCriteria | MaxLengthCriteria)
     return not (is_known or hasattr(criterion, "reason"))
 
 
@@ -116,7 +120,7 @@ class Causes:
         self.parts: list[tuple[Any, Any, Any, Notes]] = []
         for place, criterion in enumerate(criteria):
             is_by_rows = isinstance(criterion, CriteriaByRows)
-            for part in [part for part, _ in criterion.parts] if is_by_rows else [criterion]:
+            for part, _ in criterion.parts if is_by_rows else [(criterion, None)]:
                 cause = self.cause_of(part)
                 self.parts.append((criterion, part, cause, notes.get(place, Notes())))
 
@@ -133,7 +137,9 @@ class Causes:
     def cause_of(self, part: Any) -> Any:
         """The cause of a criterion, or a list of one for each prompt; ``None`` if it is noted."""
         if isinstance(part, EosTokenCriteria):
-            return Eos(frozenset(part.eos_token_id.tolist()))
+            return Tokens(frozenset(part.eos_token_id.tolist()), "eos", rank=0)
+        if isinstance(part, StopTokenCriteria):
+            return Tokens(frozenset(part.tokens.tolist()), "stop", rank=1)
         if isinstance(part, RowLengthCriteria):
             return [Length(n - self.prompt_length) for n in part.lengths.flatten().tolist()]
         if isinstance(part, MaxLengthCriteria):
@@ -143,7 +149,7 @@ class Causes:
     def of(self, row: int, n_rows: int, is_search: bool) -> list[Any]:
         """The causes for row ``row`` of ``n_rows``; where several end a row, the first counts.
 
-        In a search, notes tell whether any row was ended.
+        The order is: EOS, stops, the caller's criteria, length, time. In a search, notes tell of any row.
         """
         causes: list[Any] = []
         for criterion, part, cause, notes in self.parts:
@@ -156,8 +162,10 @@ class Causes:
             else:
                 name = "time" if isinstance(part, MaxTimeCriteria) else name_of(part)
                 name = str(getattr(part, "finish_reason", name))  # the caller's own name for it
-                causes.append(Noted(name, notes, None if is_search else row, self.prompt_length))
-        return sorted(causes, key=_rank)
+                rank = 4 if name in ("time", "cancelled") else 2
+                of_row = None if is_search else row
+                causes.append(Noted(name, notes, of_row, self.prompt_length, rank))
+        return sorted(causes, key=lambda cause: getattr(cause, "rank", 1))
 
 
 def first(causes: list[Any], ids: Sequence[int]) -> tuple[int, FinishReason, Any]:
@@ -187,14 +195,3 @@ def at_end(causes: list[Any], ids: Sequence[int]) -> tuple[int, FinishReason, An
 
 #: The reason of a row that no criterion ended, but the strategy itself.
 UNKNOWN = FinishReason("strategy")
-
-
-def _rank(cause: Any) -> int:
-    """The order of causes that end a row together: EOS, stops, the caller's criteria, length, time."""
-    if isinstance(cause, Eos):
-        return 0
-    if isinstance(cause, Length):
-        return 3
-    if isinstance(cause, Noted):
-        return 4 if cause.name in ("time", "cancelled") else 2
-    return 1

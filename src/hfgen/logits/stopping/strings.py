@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,18 +34,17 @@ class TextCriteria(StoppingCriteria):
     """Ends rows by the generated text up to their newest token.
 
     The text is joined from the bytes of the last tokens (``Pieces``), so that characters and stops may
-    span tokens. It depends on ids alone, so beams and drafts need no extra care.
+    span tokens. It depends on ids alone, so beams and drafts need no extra care. No row ends with one of its
+    first ``min_tokens`` generated ones.
     """
-
-    #: No row ends with one of its first tokens.
-    min_tokens: int = 0
 
     #: How many tokens at the end of a row can belong to a stop.
     n_tokens: int
 
-    def __init__(self, tokenizer: Any, prompt_length: int = 0) -> None:
+    def __init__(self, tokenizer: Any, prompt_length: int, min_tokens: int) -> None:
         """``prompt_length``: how many tokens of each row were not generated."""
-        self.pieces, self.prompt_length = Pieces(tokenizer), prompt_length
+        self.pieces = Pieces(tokenizer)
+        self.prompt_length, self.min_tokens = prompt_length, min_tokens
         #: Lengths of ``input_ids`` at which a row was ended.
         self.hits: set[int] = set()
 
@@ -55,9 +55,8 @@ class TextCriteria(StoppingCriteria):
         if length - self.prompt_length <= self.min_tokens:
             return ends
         start = max(self.prompt_length, length - self.n_tokens)
-        tails = input_ids[:, start:].tolist()
-        n_before = start - self.prompt_length
-        if rows := [row for row, ids in enumerate(tails) if self.find(ids, n_before) is not None]:
+        tails, n = input_ids[:, start:].tolist(), start - self.prompt_length
+        if rows := [row for row, ids in enumerate(tails) if self.find(ids, n) is not None]:
             self.hits.add(length)
             ends[rows] = True
         return ends
@@ -104,9 +103,14 @@ class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
     #: Whether rows that have ended are padded, also where the call has no EOS.
     ends_rows = False
 
-    def __init__(self, tokenizer: Any, stop_strings: str | list[str], prompt_length: int = 0):
-        """``prompt_length``: how many tokens of each row were not generated."""
-        super().__init__(tokenizer, prompt_length)
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_strings: str | list[str],
+        prompt_length: int = 0,
+        min_tokens: int = 0,
+    ) -> None:
+        super().__init__(tokenizer, prompt_length, min_tokens)
         strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         self.stop_strings = tuple(strings)
         self.spelled = [(string, string.encode()) for string in strings]
@@ -155,22 +159,26 @@ class StopRegexCriteria(TextCriteria):
     #: The token before the window is there for ``^`` and for lookbehinds.
     n_tokens = WINDOW + 1
 
-    def __init__(self, tokenizer: Any, patterns: str | list[str], prompt_length: int = 0) -> None:
-        """``prompt_length`` as of ``StopStringCriteria``. Raises ``re.error`` for a wrong pattern."""
-        super().__init__(tokenizer, prompt_length)
+    def __init__(
+        self,
+        tokenizer: Any,
+        patterns: str | list[str],
+        prompt_length: int = 0,
+        min_tokens: int = 0,
+    ) -> None:
+        """Raises ``re.error`` for a wrong pattern."""
+        super().__init__(tokenizer, prompt_length, min_tokens)
         patterns = [patterns] if isinstance(patterns, str) else patterns
         self.patterns = [re.compile(pattern) for pattern in patterns]
 
     @cached_property
     def partial_patterns(self) -> list[Any]:
         """The patterns for ``regex``, which finds partial matches; ``None`` for one that it refuses."""
-        partial_patterns: list[Any] = []
-        for pattern in self.patterns:
-            try:
-                partial_patterns.append(regex.compile(pattern.pattern))
-            except regex.error:
-                partial_patterns.append(None)
-        return partial_patterns
+        compiled: list[Any] = [None] * len(self.patterns)
+        for place, pattern in enumerate(self.patterns):
+            with suppress(regex.error):
+                compiled[place] = regex.compile(pattern.pattern)
+        return compiled
 
     def find(self, ids: Sequence[int], n_before: int = 0) -> StopMatch | None:
         if not ids:
@@ -215,17 +223,13 @@ def _decoded(pieces: list[bytes]) -> tuple[str, str]:
 
 
 def text_until(
-    pieces: Pieces,
-    ids: Sequence[int],
-    n_bytes: int,
-    skip_special_tokens: bool,
-    before: Sequence[int] = (),
+    pieces: Pieces, ids: Sequence[int], n_bytes: int, skips: bool, before: Sequence[int] = ()
 ) -> str:
     """``decode`` without the ``n_bytes`` at the end of the text, which are counted as in ``StopMatch``."""
     remaining = list(ids)
     while remaining and 0 < n_bytes >= len(pieces[remaining[-1]]):
         n_bytes -= len(pieces[remaining.pop()])
-    text = decode(pieces.tokenizer, remaining, skip_special_tokens, before)
+    text = decode(pieces.tokenizer, remaining, skips, before)
     if n_bytes:
         piece = pieces[remaining[-1]]
         text = text.removesuffix(piece[len(piece) - n_bytes :].decode(errors="replace"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,19 +38,12 @@ class StopTokenCriteria(StoppingCriteria):
     ends_rows = True
 
     def __init__(self, token_ids: list[int], device: Any = None) -> None:
-        self.token_ids = frozenset(token_ids)
-        self.tokens = torch.tensor(sorted(self.token_ids), device=device)
+        self.tokens = torch.tensor(sorted(set(token_ids)), device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
         self.tokens = self.tokens.to(input_ids.device)
         return torch.isin(input_ids[:, -1], self.tokens)
-
-    def ends(self, ids: Sequence[int]) -> Iterator[int]:
-        return (n for n, token in enumerate(ids, 1) if token in self.token_ids)
-
-    def reason(self, ids: Sequence[int], n: int) -> FinishReason | None:
-        return FinishReason("stop", ids[n - 1]) if ids[n - 1] in self.token_ids else None
 
 
 class RepetitionCriteria(StoppingCriteria):
@@ -66,8 +59,7 @@ class RepetitionCriteria(StoppingCriteria):
         self, detection: RepetitionDetection, prompt_length: int = 0, min_tokens: int = 0
     ) -> None:
         """``prompt_length``: how many tokens were not generated; ``min_tokens``: how many have to be."""
-        self.detection, self.prompt_length = detection, prompt_length
-        self.min_tokens = min_tokens
+        self.detection, self.prompt_length, self.min_tokens = detection, prompt_length, min_tokens
         self.smallest = max(detection.min_pattern_size, 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...decoding.strategies import Beam as Search
 from ...decoding.strategies import Dola, Sample
 from ...decoding.strategies.assisted import Assisted
-from ...state.run import Run
+from ...state.run import Observer, Run
 from ...state.run import Step as LoopStep
 from .beams import Tree
 from .measures import Position
@@ -55,7 +55,7 @@ class Clock:
         return seconds
 
 
-class Tracer:
+class Tracer(Observer):
     """Keeps of each step what ``Trace`` holds of it; the tokens are those of a call without it."""
 
     def __init__(self, run: Run, strategy: Any, watched: Watched, top: int) -> None:

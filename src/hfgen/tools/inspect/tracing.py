@@ -14,11 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ... import families
 from ...decoding import loop
+from ...decoding.recipes import MinimumBayesRisk
 from ...decoding.results import Results
 from ...decoding.strategies import Beam as Search
 from ...decoding.strategies import GroupBeam, Sample
 from ...decoding.strategies.assisted import Assisted
-from ...decoding.strategies.minimum_bayes_risk import MinimumBayesRisk
 from ...memory.checks import explaining_misfit
 from ...mixin import GenerationMixin, driven, mixed_view
 from ...prepare.stages import prepare
