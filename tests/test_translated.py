@@ -37,8 +37,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import hfgen
 from hfgen.decoding.drafters.base import DraftContext
-from hfgen.decoding.drafters.text_bridge import Row
-from hfgen.decoding.drafters.translated import UniversalDrafter
+from hfgen.decoding.drafters.translated import Row, UniversalDrafter
 from hfgen.state.vocabularies import Spelling, shared_tokens
 from tests.parity.family import seeded
 from tests.tiny import llama

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from transformers.utils import ModelOutput
-
     from ...state.run import Run
     from .schedule import Schedule
 
@@ -100,18 +98,12 @@ class Drafter:
     def observe(self, verdict: Acceptance) -> None:
         """Learn what became of the last draft; called after every round that had one."""
 
-    def see(
-        self,
-        run: Run,
-        model_outputs: ModelOutput,
-        scores: tuple[torch.Tensor, ...],
-        n_advanced: int,
-    ) -> None:
+    def see(self, run: Run, model_outputs: Any, scores: Any, n_advanced: int) -> None:
         """Learn what the target model said; called after every round, last of all.
 
         ``run.ids`` are ``n_advanced`` tokens longer than before the round. ``model_outputs`` are of
         the token that was last then, or of the prompt, and of drafts after it; the first ``n_advanced
-        - 1`` drafts are valid for every row. ``scores``: one ``(rows, vocab)`` for each position from
+        - 1`` drafts are valid for every row. ``scores``: a tuple of ``(rows, vocab)`` for each position from
         that token on; those that verification did not come to are the model's logits.
         """
 
@@ -154,6 +146,18 @@ def drafted_tokens(tokens: torch.Tensor, context: DraftContext) -> list[list[int
     return rows
 
 
+def prompts_of(run: Run) -> list[list[int]]:
+    """The prompt of each row without its padding."""
+    name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
+    mask = run.model_kwargs.get(name)
+    if mask is None or mask.shape != run.ids.shape:
+        mask = torch.ones_like(run.ids)
+    return [
+        ids[is_token].tolist()
+        for ids, is_token in zip(run.ids.cpu(), mask.bool().cpu(), strict=True)
+    ]
+
+
 def draft_of_rows(
     rows: Sequence[list[int]], context: DraftContext, logits: torch.Tensor | None = None
 ) -> Draft | None:
@@ -165,10 +169,8 @@ def draft_of_rows(
         return None
     leads = [known - context.start for known in context.known]
     lengths = tuple(lead + len(new) if new else 0 for lead, new in zip(leads, rows, strict=True))
-    width = max(lengths)
-    columns = [
-        ([-1] * lead + new + [-1] * width)[:width] for lead, new in zip(leads, rows, strict=True)
-    ]
+    width, pairs = max(lengths), zip(leads, rows, strict=True)
+    columns = [([-1] * lead + new + [-1] * width)[:width] for lead, new in pairs]
     tokens = torch.tensor(columns, device=context.ids.device)
     return Draft(tokens, None if logits is None else logits[:, :width], lengths)
 

@@ -108,11 +108,8 @@ def _check_fields(model: Any, config: GenerationConfig, assistant: Any) -> None:
 
 def _check_kind(model: Any, config: GenerationConfig, assistant: Any) -> None:
     """Raise if the class of an assistant does not go with the model or the kind of speculation."""
-    name, kind, text = (
-        type(model).__name__,
-        type(assistant).__name__,
-        model.config.get_text_config(),
-    )
+    name, kind = type(model).__name__, type(assistant).__name__
+    text = model.config.get_text_config()
     if _is_gemma_assistant(assistant):
         if not name.startswith(GEMMA_TARGETS):
             raise ValueError(

@@ -32,8 +32,8 @@ class ForcedTokens(Drafter):
     def __init__(self) -> None:
         self.schedule = Constant(LONGEST)
 
-    def draft(self, context: DraftContext) -> Draft | None:
-        return None
+    def draft(self, context: DraftContext) -> None:
+        return
 
 
 class UnderGrammar(Drafter):
@@ -78,6 +78,6 @@ class UnderGrammar(Drafter):
 
 def under_grammar(drafter: Drafter, processors: Any) -> Drafter:
     """``drafter``, which minds the grammar if a call has one."""
-    found = (p for p in processors if isinstance(p, GrammarProcessor))
-    processor = next(found, None)
-    return drafter if processor is None else UnderGrammar(drafter, processor.follower)
+    followers = (p.follower for p in processors if isinstance(p, GrammarProcessor))
+    follower = next(followers, None)
+    return drafter if follower is None else UnderGrammar(drafter, follower)

@@ -1,7 +1,7 @@
-"""``SuffixMemory``: drafts what followed the newest tokens in any text that it has seen, in this call or before.
+"""``SuffixMemory``: drafts what followed the newest tokens in any text that it has seen.
 
 As SuffixDecoding (arXiv 2411.04975), it votes among the places where the longest suffix of a row occurred.
-In place of a suffix tree there are chains through all places that follow the same few tokens, as LZ77 coders have.
+In place of a suffix tree there are chains through places that follow the same few tokens, as LZ77 coders have.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ...settings.kinds import is_integer
-from .base import Acceptance, Draft, DraftContext, Drafter, draft_of_rows
+from .base import Acceptance, Draft, DraftContext, Drafter, draft_of_rows, prompts_of
 
 if TYPE_CHECKING:
-    from transformers.utils import ModelOutput
-
     from ...state.run import Run
 
 #: Tokens that have to match: a chain goes through the places that follow the same ones.
@@ -59,13 +57,8 @@ class SuffixMemory(Drafter):
     changes tokens: the model verifies each of them. Keep one for each owner of texts, since how fast a call
     is tells whether its text was seen before.
 
-    Args:
-        max_bytes: What it may take. When it is full, it forgets half of the tokens, texts that were used
-            least and longest ago first.
-
-    Raises:
-        TypeError: ``max_bytes`` is not an integer.
-        ValueError: ``max_bytes`` is less than 1 MiB.
+    When ``max_bytes`` are full, it forgets half of the tokens, texts that were used least and longest ago
+    first. Raises ``TypeError`` if these are not an integer, ``ValueError`` for less than 1 MiB.
     """
 
     def __init__(self, max_bytes: int = 64 * 2**20) -> None:
@@ -112,14 +105,13 @@ class SuffixMemory(Drafter):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write its tokens to a safetensors file that only the user can read."""
         with self._lock:
-            texts = list(self._texts.values())
+            texts, n = list(self._texts.values()), torch.int64
+            tokens = [token for text in texts for token in text.tokens]
             tensors = {
-                "tokens": torch.tensor(
-                    [t for text in texts for t in text.tokens], dtype=torch.int32
-                ),
-                "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=torch.int64),
-                "uses": torch.tensor([text.n_used for text in texts], dtype=torch.int64),
-                "vocab": torch.tensor(self.vocab or 0, dtype=torch.int64),
+                "tokens": torch.tensor(tokens, dtype=torch.int32),
+                "lengths": torch.tensor([len(text.tokens) for text in texts], dtype=n),
+                "uses": torch.tensor([text.n_used for text in texts], dtype=n),
+                "vocab": torch.tensor(self.vocab or 0, dtype=n),
             }
         data = save(tensors)
         partial = f"{os.fspath(path)}.{os.getpid()}.partial"
@@ -203,11 +195,10 @@ class SuffixMemory(Drafter):
 
     def _link(self, text: Text, end: int) -> None:
         """Put the place behind the first ``end`` tokens of a text at the head of its chain."""
-        if end < KEY:
-            return
-        slot = self._slot(text.tokens[end - KEY : end])
-        text.previous.append(self._newest[slot])
-        self._newest[slot] = text.number << OFFSET_BITS | end
+        if end >= KEY:
+            slot = self._slot(text.tokens[end - KEY : end])
+            text.previous.append(self._newest[slot])
+            self._newest[slot] = text.number << OFFSET_BITS | end
 
     def _slot(self, key: Sequence[int]) -> int:
         return hash(tuple(key)) & (len(self._newest) - 1)
@@ -216,11 +207,10 @@ class SuffixMemory(Drafter):
         """Drop the texts that were used least, and of these the oldest, and halve the uses of the others."""
         kept, n = [], 0
         for text in sorted(self._texts.values(), key=lambda t: (t.n_used, t.number), reverse=True):
-            if n + len(text.tokens) > KEPT_SHARE * self._max_tokens:
-                continue
-            n += len(text.tokens)
-            text.n_used = int(text.n_used * KEPT_SHARE)
-            kept.append(text)
+            if n + len(text.tokens) <= KEPT_SHARE * self._max_tokens:
+                n += len(text.tokens)
+                text.n_used = int(text.n_used * KEPT_SHARE)
+                kept.append(text)
         self._rebuild(sorted(kept, key=lambda text: text.number))
 
     def _rebuild(self, texts: list[Text]) -> None:
@@ -238,8 +228,7 @@ class SuffixMemory(Drafter):
         """Up to ``n`` tokens that are likely to follow ``tail``, the newest tokens of a row."""
         with self._lock:
             places = self._places(tail)
-            draft: list[int] = []
-            probability = 1.0
+            draft, probability = list[int](), 1.0
             while places and len(draft) < n:
                 votes = Counter(text.tokens[place] for text, place in places)
                 token, count = votes.most_common(1)[0]
@@ -281,14 +270,7 @@ class DrafterOfCall(Drafter):
 
     def __init__(self, memory: SuffixMemory, run: Run) -> None:
         self.memory = memory
-        mask: Any = run.model_kwargs.get("attention_mask")
-        has_mask = mask is not None and mask.shape == run.ids.shape
-        rows = zip(run.ids.tolist(), mask.tolist() if has_mask else run.ids.tolist(), strict=True)
-        prompts = [
-            [token for token, seen in zip(ids, flags, strict=True) if seen or not has_mask]
-            for ids, flags in rows
-        ]
-        self.texts: list[Text | None] = [memory.prompt(prompt) for prompt in prompts]
+        self.texts: list[Text | None] = [memory.prompt(prompt) for prompt in prompts_of(run)]
         eos = run.config._eos_token_tensor
         self.ends: set[int] = set() if eos is None else set(eos.flatten().tolist())
 
@@ -308,13 +290,7 @@ class DrafterOfCall(Drafter):
         self.memory.n_drafted += sum(verdict.drafted)
         self.memory.n_accepted += sum(verdict.accepted)
 
-    def see(
-        self,
-        run: Run,
-        model_outputs: ModelOutput,
-        scores: tuple[torch.Tensor, ...],
-        n_advanced: int,
-    ) -> None:
+    def see(self, run: Run, model_outputs: Any, scores: Any, n_advanced: int) -> None:
         for row, tokens in enumerate(run.ids[:, -n_advanced:].tolist()):
             if (text := self.texts[row]) is None:
                 continue

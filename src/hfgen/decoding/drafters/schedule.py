@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ...families import modules_of
@@ -14,7 +15,6 @@ from .base import Acceptance
 
 #: Tokens of a draft where neither the call nor an assistant's config says; upstream's default.
 DEFAULT_TOKENS = 20
-
 
 #: The time of a forward of ``n`` tokens more than one in each row, in forwards of one: 1 + FIRST for the first of them,
 #: and FIRST_ROW for each further row; NEXT for each after it in all rows, by the time of a forward of
@@ -49,10 +49,10 @@ def relative_cost(draft: Any, target: Any) -> float:
     """The time of a forward of the model ``draft``, in forwards of ``target``."""
 
     def size(model: Any) -> float:
-        weights = (
-            weight.numel() for part in modules_of(model) for weight in part.parameters(False)
-        )
-        count = model.num_parameters() if hasattr(model, "num_parameters") else sum(weights)
+        if hasattr(model, "num_parameters"):
+            count = model.num_parameters()
+        else:
+            count = sum(w.numel() for part in modules_of(model) for w in part.parameters(False))
         config = model.config.get_text_config(decoder=True)
         return float(count + LAYER * int(getattr(config, "num_hidden_layers", 0)))
 
@@ -119,8 +119,7 @@ class Depths:
 
     def observe(self, length: int, limit: int) -> None:
         """It went on for ``length`` tokens, where ``limit`` would have been possible."""
-        for index, first in enumerate(self.BORDERS):
-            end = self.BORDERS[index + 1] if index + 1 < len(self.BORDERS) else limit + 1
+        for index, (first, end) in enumerate(pairwise((*self.BORDERS, limit + 1))):
             went_on = max(min(length + 1, end) - first, 0)
             has_stopped = first <= length + 1 < end and length < limit
             self.went_on[index] = self.DECAY * self.went_on[index] + went_on
@@ -128,27 +127,22 @@ class Depths:
 
     def rates(self, limit: int) -> list[float]:
         """Of the first ``limit`` tokens."""
-        rates: list[float] = []
-        rate = self.FIRST_GUESS
-        for index, first in enumerate(self.BORDERS):
+        rates, rate = list[float](), self.FIRST_GUESS
+        for index, (first, end) in enumerate(pairwise((*self.BORDERS, limit + 1))):
             seen = self.went_on[index] + self.stopped[index]
             rate = (self.went_on[index] + rate) / (seen + 1)
-            is_last = index + 1 == len(self.BORDERS)
-            n = limit + 1 - first if is_last else self.BORDERS[index + 1] - first
-            rates += [min(rate, 0.99)] * max(min(n, limit + 1 - first), 0)
+            rates += [min(rate, 0.99)] * max(min(end, limit + 1) - first, 0)
         return rates
 
 
 class Adaptive(Constant):
     """The length that should make tokens fastest, by what was accepted so far: hfgen's default.
 
-    A round gains the accepted tokens and one more (Leviathan et al. 2023, equation 1). Its cost
-    follows from the tokens drafted and from constants or what was measured before the call, not from a
-    clock. Nothing is drafted where nothing gains ``MARGIN`` over decoding without a draft, but for
+    A round gains the accepted tokens and one more (Leviathan et al. 2023, equation 1); of several rows, those
+    that all advance by. Nothing is drafted where nothing gains ``MARGIN`` over decoding without a draft, but for
     trials. An account pays for what drafts cost: it starts with ``START`` forwards, gets what rounds gain
     and ``SHARE`` per round, and holds at most ``MOST``. So a call loses no more than ``START`` and
-    ``SHARE`` of its time. With several rows, tokens count that all rows advance by; columns that one of
-    them cannot fill bring none further, and are not fed.
+    ``SHARE`` of its time.
     """
 
     needs_all = True

@@ -19,10 +19,9 @@ from ...logits.processors.lists import LogitsProcessorList, for_drafts, is_row_w
 from ...memory.caches.layers import keeps_all_tokens
 from ...state.call import ModelKwargs
 from ...state.run import Run
-from ...state.vocabularies import Spelling, n_scores, shared_tokens
+from ...state.vocabularies import INCOMPLETE, Spelling, n_scores, shared_tokens
 from .assistant import Assistant
-from .base import Draft, DraftContext, Setup, draft_of_rows, drafted_tokens
-from .text_bridge import Row, common_prefix
+from .base import Draft, DraftContext, Setup, draft_of_rows, drafted_tokens, prompts_of
 
 
 class UniversalDrafter(Assistant):
@@ -40,7 +39,7 @@ class UniversalDrafter(Assistant):
         config = self.model.generation_config
         windows = (config.target_lookbehind or 10, config.assistant_lookbehind or 10)
         self.rows: list[Row] = []
-        for tokens in _prompts(setup.run):
+        for tokens in prompts_of(setup.run):
             opening = self.opening(self.target.text(tokens))
             self.rows.append(Row(self.target, self.own, *windows, opening))
             self.rows[-1].read(tokens)
@@ -60,8 +59,6 @@ class UniversalDrafter(Assistant):
         start = self.model.generation_config.decoder_start_token_id
         start = self.model.config.decoder_start_token_id if start is None else start
         return [] if start is None else [start]
-
-    # --- a round --------------------------------------------------------------------------------
 
     def draft(self, context: DraftContext) -> Draft | None:
         if all(context.is_done):
@@ -109,10 +106,8 @@ class UniversalDrafter(Assistant):
 
     def translated(self, drafted: Draft, own: DraftContext, context: DraftContext) -> Draft | None:
         """The draft for ``context``, of what the assistant has ``drafted`` for ``own``."""
-        rows = []
-        for row, known, new in zip(
-            self.rows, context.known, drafted_tokens(drafted.tokens, own), strict=True
-        ):
+        new_ids, rows = drafted_tokens(drafted.tokens, own), []
+        for row, known, new in zip(self.rows, context.known, new_ids, strict=True):
             room = max(context.end - known, 0)
             rows.append(self.followed(row, new[:room])[:room] if new[:room] else [])
         return draft_of_rows(rows, context)
@@ -120,8 +115,6 @@ class UniversalDrafter(Assistant):
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
         """The target's tokens for the assistant's ``drafted`` ones, of which there are some."""
         raise NotImplementedError
-
-    # --- the assistant's own run ----------------------------------------------------------------
 
     def use_parameters_of_rows(self, run: Run, target: Run) -> None:
         """EOS ids are the assistant's own; a penalty of the target's holds for any tokens."""
@@ -133,17 +126,13 @@ class UniversalDrafter(Assistant):
 
     def config(self, target: GenerationConfig) -> GenerationConfig:
         """A config in the assistant's terms; what the call does not say it has of its own."""
-        config = GenerationConfig(
-            do_sample=bool(target.do_sample),
-            num_beams=1,
-            num_return_sequences=1,
-            temperature=1.0,
-            cache_implementation="dynamic",
-            eos_token_id=self.model.generation_config.eos_token_id,
-        )
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            eos = getattr(self.own.tokenizer, "eos_token_id", None)
+        facts: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "temperature": 1.0}
+        facts |= {"do_sample": bool(target.do_sample), "cache_implementation": "dynamic"}
+        config = GenerationConfig(**facts, eos_token_id=eos)
         config.is_assistant, config.use_mtp = True, False
-        if config.eos_token_id is None:
-            config.eos_token_id = getattr(self.own.tokenizer, "eos_token_id", None)
         return config
 
     def model_kwargs(self, target: Run, ids: torch.Tensor) -> ModelKwargs:
@@ -165,9 +154,8 @@ class UniversalDrafter(Assistant):
         has_encoder = self.model.config.is_encoder_decoder and encoder_input is not None
         if not has_encoder or encoder_input.is_floating_point():
             return
-        rows = [
-            list(self.own.tokenizer.encode(self.target.text(row))) for row in encoder_input.tolist()
-        ]
+        texts = map(self.target.text, encoder_input.tolist())
+        rows = [list(self.own.tokenizer.encode(text)) for text in texts]
         width = max(1, *map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
@@ -196,9 +184,8 @@ class BySharedTokens(UniversalDrafter):
         super().__init__(setup)
         self.to_target = shared_tokens(self.target, self.own)
         processors = for_drafts(p for p in setup.run.processors if is_row_wise(p))
-        self.restriction = Restriction(
-            self.to_target, self.target.size, LogitsProcessorList(processors), setup.run.ids.device
-        )
+        functions, device = LogitsProcessorList(processors), setup.run.ids.device
+        self.restriction = Restriction(self.to_target, self.target.size, functions, device)
 
     def followed(self, row: Row, drafted: list[int]) -> list[int]:
         return [self.to_target[token] for token in drafted]
@@ -238,15 +225,11 @@ class Restriction:
     start: int
 
     def __init__(
-        self,
-        to_target: dict[int, int],
-        target_size: int,
-        processors: LogitsProcessorList,
-        device: torch.device,
+        self, to_target: dict[int, int], size: int, processors: Any, device: torch.device
     ) -> None:
         self.own = torch.tensor(list(to_target), device=device)
         self.target = torch.tensor(list(to_target.values()), device=device)
-        self.target_size, self.processors, self.device = target_size, processors, device
+        self.target_size, self.processors, self.device = size, processors, device
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """``ids (rows, length)`` and ``scores (rows, vocab)`` of the assistant; the same back."""
@@ -280,10 +263,86 @@ class Restriction:
         return torch.where(columns >= known, self.target[index].gather(1, drafted), before)
 
 
-def _prompts(run: Run) -> list[list[int]]:
-    """The target's prompt without its padding, row by row."""
-    name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
-    mask = run.model_kwargs.get(name)
-    if mask is None or mask.shape != run.ids.shape:
-        mask = torch.ones_like(run.ids)
-    return [ids[is_token].tolist() for ids, is_token in zip(run.ids, mask.bool(), strict=True)]
+class Row:
+    """One sequence of the target in the assistant's ids; each round encodes a window of new tokens."""
+
+    def __init__(
+        self,
+        target: Spelling,
+        own: Spelling,
+        lookbehind: int,
+        own_lookbehind: int,
+        opening: list[int],
+    ) -> None:
+        """``opening``: ids that the assistant's begin with."""
+        self.target, self.own = target, own
+        self.lookbehind, self.own_lookbehind = lookbehind, own_lookbehind
+        self.tokens: list[int] = []
+        self.begin = 0  # of the window, in `tokens`
+        self.limit = 2 * lookbehind  # tokens in a window that is about to move
+        #: The assistant's ids up to the window; how many that begin the window's encoding are theirs.
+        self.before = [*opening]
+        self.n_overlap = 0
+        self.newest: list[int] = []  # the end of the last context
+
+    def read(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+
+    def context(self) -> list[int]:
+        window = self.encoded(self.begin)
+        context = self.before + window[self.n_overlap :]
+        self.move(window)
+        self.newest = context[-self.own_lookbehind :]
+        return context
+
+    def encoded(self, begin: int) -> list[int]:
+        """The assistant's ids of the text from token ``begin`` on, up to an incomplete character."""
+        return self.own.ids(self.target.text(self.tokens[begin:]).rstrip(INCOMPLETE))
+
+    def move(self, window: list[int]) -> None:
+        """Begin the window later, once it has grown to its limit.
+
+        The encodings of both windows end alike; ids before that are kept as they are.
+        """
+        if len(self.tokens) - self.begin <= self.limit:
+            return
+        begin = len(self.tokens) - self.lookbehind
+        later = self.encoded(begin)
+        n_common = common_prefix(window[self.n_overlap :][::-1], later[::-1])
+        if 2 * n_common <= len(later):  # hardly: try again further on
+            self.limit *= 2
+            return
+        self.before += window[self.n_overlap : len(window) - n_common]
+        self.begin, self.n_overlap = begin, len(later) - n_common
+        self.limit = 2 * self.lookbehind
+
+    def follow(self, drafted: list[int]) -> list[int]:
+        old = self.own.text(self.newest)
+        text = self.own.text(self.newest + drafted).rstrip(INCOMPLETE)
+        return self.appended(text[len(old) :]) if text.startswith(old) else []
+
+    def appended(self, text: str) -> list[int]:
+        """The target's ids of ``text`` behind what is known."""
+        if not text:
+            return []
+        known_ids = self.tokens[-self.lookbehind :]
+        known = self.target.text(known_ids)
+        complete = known.rstrip(INCOMPLETE)
+        ids = self.target.ids(complete + text)
+        if ids[: len(known_ids)] == known_ids:
+            return ids[len(known_ids) :]
+        if complete != known:  # amid a character
+            return []
+        as_encoded = self.target.ids(known)  # which the target may have chosen to write otherwise
+        if ids[: len(as_encoded)] == as_encoded:
+            return ids[len(as_encoded) :]
+        ids = self.target.ids(text)  # what is known ends amid a token
+        return ids if self.target.text(known_ids + ids) == known + text else []
+
+
+def common_prefix(first: list[int], second: list[int]) -> int:
+    """How many elements two lists begin with alike. Fast if they differ near the shorter one's end."""
+    n = min(len(first), len(second))
+    while first[:n] != second[:n]:
+        n -= 1
+    return n

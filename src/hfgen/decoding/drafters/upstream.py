@@ -43,7 +43,12 @@ class FromGenerator(Drafter):
 
     def __init__(self, setup: Setup, generator: Any = None) -> None:
         """``generator``: by default what the model's hook makes."""
-        _check_one_row(setup, generator)
+        if (rows := len(setup.run.ids)) > 1:
+            name = "transformers' generator" if generator is None else type(generator).__name__
+            raise ValueError(
+                f"{name} drafts for one sequence, and there are {rows}. Decode them one by one, or draft "
+                "with another model, `prompt_lookup_num_tokens` or a `hfgen.Drafter`."
+            )
         self.setup = setup
         self.generator = generator = _call_hook(setup) if generator is None else generator
         _check_prompt(setup.run, generator)
@@ -78,12 +83,10 @@ class FromGenerator(Drafter):
                 f"was given and drafted ones after them, (1, {length} or more), but returned {shape}."
             )
         tokens = candidates[:, length:][:, : context.n_tokens].to(context.ids)
-        if (n_drafted := tokens.shape[1]) == 0:
+        if (n := tokens.shape[1]) == 0:
             return None
-        if logits is not None:
-            is_used = self.setup.needs_logits
-            logits = logits[:, :n_drafted].to(context.ids.device) if is_used else None
-        return Draft(tokens, logits, (n_drafted,))
+        is_used = logits is not None and self.setup.needs_logits
+        return Draft(tokens, logits[:, :n].to(context.ids.device) if is_used else None, (n,))
 
     def model_kwargs(self) -> dict[str, Any]:
         """The target's arguments; a mask and positions are among them even if plain."""
@@ -96,17 +99,10 @@ class FromGenerator(Drafter):
                 kwargs["position_ids"] = positions.expand_as(run.ids)
         return kwargs
 
-    def see(
-        self,
-        run: Run,
-        model_outputs: ModelOutput,
-        scores: tuple[torch.Tensor, ...],
-        n_advanced: int,
-    ) -> None:
+    def see(self, run: Run, model_outputs: Any, scores: Any, n_advanced: int) -> None:
         """Keep the round's results for the next call of the generator."""
         self.outputs, self.n_matches = model_outputs, n_advanced - 1
-        update = getattr(self.generator, "update_candidate_strategy", None)
-        if update is not None:
+        if (update := getattr(self.generator, "update_candidate_strategy", None)) is not None:
             update(run.ids, torch.stack(scores, dim=1), self.n_matches)
 
 
@@ -115,15 +111,6 @@ def has_own_hook(model: Any) -> bool:
     hook = getattr(model._get_candidate_generator, "__func__", None)
     is_inherited = hook is GenerationMixin._get_candidate_generator
     return not is_inherited or is_replaced("_get_candidate_generator")
-
-
-def _check_one_row(setup: Setup, generator: Any) -> None:
-    if (rows := len(setup.run.ids)) > 1:
-        name = "transformers' generator" if generator is None else type(generator).__name__
-        raise ValueError(
-            f"{name} drafts for one sequence, and there are {rows}. Decode them one by one, or draft "
-            "with another model, `prompt_lookup_num_tokens` or a `hfgen.Drafter`."
-        )
 
 
 def _check_prompt(run: Run, generator: Any) -> None:

@@ -69,7 +69,7 @@ class Assisted:
 
     @staticmethod
     def reads_prompt(model: Any, call: Call) -> bool:
-        """Return whether the drafter of ``call`` may read hidden states of the whole prompt."""
+        """Whether the drafter of ``call`` may read hidden states of the whole prompt."""
         assistant = call.request.assistant_model
         hook = type(model)._get_candidate_generator
         return (
@@ -85,13 +85,11 @@ class Assisted:
         self.schedule = make_schedule(setup, self.drafter)
         self.drafter = under_grammar(self.drafter, run.processors)
         weight = config.assistant_ensemble_weight
-        self.verification: GreedyMatch | SpeculativeSampling
+        self.verification: GreedyMatch | SpeculativeSampling = GreedyMatch(weight)
         if run.row_choice is not None:
             self.verification = GreedyMatch(row_choice=run.row_choice)
         elif config.do_sample:
             self.verification = SpeculativeSampling(weight, is_upstreams=setup.is_exact)
-        else:
-            self.verification = GreedyMatch(weight)
         self.plain = PlainMatch(run) if is_plain(run, self.verification) else None
         #: Whether the tokens do not depend on what is drafted.
         self.is_free_of_drafts = run.row_choice is not None or not (config.do_sample or weight)
@@ -119,9 +117,9 @@ class Assisted:
         Devices that forward in step do so with any prompt.
         """
         is_shared = shared_prompt.is_possible(run) and not self.overrides
-        has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
-        is_alone = has_chunks or (has_embeds and not run.is_encoder_decoder)
+        has_embeds = run.model_kwargs.get("inputs_embeds") is not None
+        has_embeds = has_embeds and not run.is_encoder_decoder
         # Of a prompt that is all padding, eager attention takes the mean over all keys, also drafts'.
         name = "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
         mask = run.model_kwargs.get(name)
@@ -130,8 +128,8 @@ class Assisted:
         # A hook may drop keys of the prompt, and should not see drafts among its tokens; an ensemble and
         # speculative sampling choose other tokens without these drafts.
         is_watched = self.is_free_of_drafts and has_own_hooks(run.model)
-        alone = is_shared, is_alone, masks_a_row, is_shifted, is_watched, run.synced_gpus
-        if not any(alone):
+        alone = is_shared, has_chunks, has_embeds, masks_a_row, is_shifted, is_watched
+        if not any(alone) and not run.synced_gpus:
             return None
         self.is_first = False
         self.stats.forwards += 1
@@ -181,15 +179,9 @@ class Assisted:
         rows = self.rows
         rows.reserve(start + n)
         pairs = zip(rows.known, rows.has_ended, strict=True)
-        context = DraftContext(
-            rows.tokens,
-            known=tuple(start + n if ended else known for known, ended in pairs),
-            is_done=tuple(rows.has_ended),
-            start=start,
-            n_tokens=n,
-            host_ids=rows.host_tokens,
-            needs_all=self.schedule.needs_all,
-        )
+        known = tuple(start + n if ended else known for known, ended in pairs)
+        facts = tuple(rows.has_ended), start, n, rows.host_tokens, self.schedule.needs_all
+        context = DraftContext(rows.tokens, known, *facts)
         name = name_of(self.drafter)
         self.draft = check(name, self.drafter.draft(context), context)
         if self.draft is None:
@@ -221,11 +213,9 @@ class Assisted:
             draft_logits = None if self.draft is None else self.draft.logits
             verified = verify(run, rows, self.verification, logits, draft_logits)
         # No further than where a row has just ended: it fed drafts after that, and not its padding.
-        lengths = [
-            known
-            for row, (known, had) in enumerate(zip(rows.known, had_ended, strict=True))
-            if not had and rows.invalid.step_of(row, n_rows) is None
-        ]
+        pairs = enumerate(zip(rows.known, had_ended, strict=True))
+        is_lost = rows.invalid.step_of
+        lengths = [k for row, (k, had) in pairs if not had and is_lost(row, n_rows) is None]
         n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
         roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
         self.observe(before, start + n_advanced, n_advanced)
@@ -283,10 +273,10 @@ class Assisted:
 
 def _check_cache(run: Run, cache: Any) -> None:
     """Raise before the first forward if what is rejected could not be taken back, or not fit in."""
+    name = type(run.model).__name__
     if cache is None:
         raise RuntimeError(
-            f"Assisted decoding needs a cache, and {type(run.model).__name__} has none under "
-            "`past_key_values`."
+            f"Assisted decoding needs a cache, and {name} has none under `past_key_values`."
         )
     if not hasattr(cache, "crop"):
         raise ValueError(
@@ -296,7 +286,6 @@ def _check_cache(run: Run, cache: Any) -> None:
     for layer in layers.layers_of(cache):
         if isinstance(layer, StaticLayer) and layers.is_foreign_part(layer):
             raise ValueError(
-                f"{type(run.model).__name__} has a static cache of its own kind "
-                f"({type(layer).__name__}), out of which drafted tokens cannot be taken back. Use a "
-                "dynamic cache."
+                f"{name} has a static cache of its own kind ({type(layer).__name__}), out of which "
+                "drafted tokens cannot be taken back. Use a dynamic cache."
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -113,9 +112,6 @@ class SpeculativeSampling:
         return torch.where(is_accepted, draft.tokens, tokens), is_accepted
 
 
-Verification: TypeAlias = GreedyMatch | SpeculativeSampling
-
-
 def exponential_noise(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
     """The noise ``(rows, vocab)`` that ``torch.multinomial`` draws for one sample of each row."""
     return torch.empty(shape, dtype=torch.float32, device=like.device).exponential_()
@@ -129,15 +125,13 @@ def gumbel_choice(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Ten
 def verify(
     run: Run,
     rows: DraftedRows,
-    verification: Verification,
+    verification: GreedyMatch | SpeculativeSampling,
     logits: torch.Tensor,
     draft_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Verify ``logits (rows, width, vocab)`` position by position; write the tokens that ``rows`` gain.
 
-    ``draft_logits (rows, n, vocab)``: the drafter's scores, if it gave any. Returns the processed
-    scores.
-
+    ``draft_logits (rows, n, vocab)``: the drafter's scores, if any. Returns the processed scores.
     Processors and criteria are called once for each length, before and after its token. Their results
     for rows that are further ahead or behind are not used.
     """
@@ -192,7 +186,7 @@ def _processed(run: Run, rows: DraftedRows, logits: torch.Tensor, length: int) -
     return run.processors(rows.ids(length), logits.clone() if is_kept else logits)
 
 
-def is_plain(run: Run, verification: Verification) -> bool:
+def is_plain(run: Run, verification: GreedyMatch | SpeculativeSampling) -> bool:
     """Whether tokens depend on logits alone, and ends on tokens and a length that nobody warns of."""
     kinds = {type(criterion) for criterion in run.criteria}
     for criterion in run.criteria:  # of lengths beyond the model's positions
@@ -212,8 +206,7 @@ class PlainMatch:
 
     def __init__(self, run: Run) -> None:
         criteria = run.criteria
-        lengths = [c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)]
-        self.max_length = min(lengths)
+        self.max_length = min(c.max_length for c in criteria if isinstance(c, MaxLengthCriteria))
         eos = [c.eos_token_id.tolist() for c in criteria if isinstance(c, EosTokenCriteria)]
         self.eos = {token for tokens in eos for token in tokens}
 
