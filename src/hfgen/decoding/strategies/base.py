@@ -23,23 +23,19 @@ class NextToken:
 
     # What it can do; see ``run.Strategy``.
     continues_cache = shares_prefill = streams = True
-    takes_rows = joins = False
-    drops_rows = False
-    checks_late = False
+    takes_rows = joins = drops_rows = checks_late = may_record = False
+    #: Whether its steps may be compiled.
+    may_compile = False
     tokens_ahead = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Reset the capabilities that a subclass does not declare: its own methods may lack them."""
         super().__init_subclass__(**kwargs)
-        for name in ("joins", "checks_late", "may_record"):
+        names = ["joins", "checks_late", "may_record"]
+        names += ["continues_cache", "shares_prefill"] if "prefill" in vars(cls) else []
+        for name in names:
             if name not in vars(cls):
                 setattr(cls, name, False)
-        for name in ("continues_cache", "shares_prefill") if "prefill" in vars(cls) else ():
-            if name not in vars(cls):
-                setattr(cls, name, False)
-
-    #: Whether its steps may be compiled, or recorded.
-    may_compile = may_record = False
 
     def __init__(self, run: Run) -> None:
         self.executor = Executor(run, self.may_compile, self.may_record)

@@ -63,12 +63,12 @@ class Beam(NextToken):
             f for f in (*run.processors, *run.criteria) if hasattr(f, "reorder")
         ]
         device, eos = run.ids.device, config._eos_token_tensor
-        self.n_candidates = self.n_candidates_of(config)
+        differ = run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids")
+        # Enough beams are left even if all ending tokens are among the candidates.
+        factors = [max(2, 1 + n_ending_tokens(c)) for c in (run.configs if differ else [config])]
+        self.n_candidates = max(factors) * self.beams
         #: How many candidates each prompt has, where prompts have ending tokens of their own.
-        self.n_per_prompt: list[int] | None = None
-        if run.rows is not None and run.rows.differ_in("_eos_token_tensor", "stop_token_ids"):
-            self.n_per_prompt = [self.n_candidates_of(config) for config in run.rows.configs]
-            self.n_candidates = max(self.n_per_prompt)
+        self.n_per_prompt = [factor * self.beams for factor in factors] if differ else None
         # Only the best may end; the others are there to go on with.
         self.may_end = torch.arange(self.n_candidates, device=device) < self.beams
         self.row_offsets = torch.arange(self.batch, device=device).view(-1, 1) * self.beams
@@ -91,10 +91,6 @@ class Beam(NextToken):
         #: The number of tokens of each sequence that are settled; a streamer has them.
         self.n_settled = self.prompt_length
 
-    def n_candidates_of(self, config: GenerationConfig) -> int:
-        """The number of candidates that leaves enough beams even if all ending tokens are among them."""
-        return max(2, 1 + n_ending_tokens(config)) * self.beams
-
     @staticmethod
     def beams_of(config: GenerationConfig) -> int:
         """How many beams search together."""
@@ -113,16 +109,9 @@ class Beam(NextToken):
         self.reorder_cache(run, parents)
         for function in self.stateful_functions:
             function.reorder(parents)
-        run.ids = self.running.ids.flatten(
-            0, 1
-        )  # a view: what a processor writes changes the beams
-        return Step(
-            tokens=run.ids[:, -1:],
-            scores=(scores,),
-            logits=(logits,),
-            settled=partial(self.settled, run),
-            **observed,
-        )
+        # A view: what a processor writes changes the beams.
+        run.ids, settled = self.running.ids.flatten(0, 1), partial(self.settled, run)
+        return Step(run.ids[:, -1:], (scores,), (logits,), settled=settled, **observed)
 
     def propose(self, run: Run, log_probs: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
         """Candidates ``(batch, n)``, the likeliest first, and processed scores ``(rows, vocab)``."""
@@ -145,7 +134,7 @@ class Beam(NextToken):
     ) -> Hypotheses:
         """The ``n_candidates`` continuations of each prompt to choose from, of ``log_probs (rows, vocab)``.
 
-        Those that a stopping criterion ends are done. The rows belong to ``searches`` of the batch.
+        The rows belong to ``searches`` of the batch.
         """
         totals = self.totals(log_probs, searches)
         if self.row_choice is not None:
@@ -170,16 +159,13 @@ class Beam(NextToken):
         vocab = totals.shape[1] // self.beams
         beam, token = index // vocab, index % vocab
         parent = (beam + self.row_offsets[searches]).to(torch.int32)
-        ids = take(self.running.ids[searches], beam)
-        ids = torch.cat([ids, token[:, :, None]], dim=2)
+        ids = torch.cat([take(self.running.ids[searches], beam), token[:, :, None]], dim=2)
         parents = take(self.running.parents[searches], beam)
         parents = torch.cat([parents, parent[:, :, None]], dim=2)
         is_done = run.criteria(ids.flatten(0, 1), run.scores).view(index.shape)
         scores = totals.gather(1, index)
-        if self.invalid.since is not None:
-            is_invalid = (self.invalid.since >= 0).repeat_interleave(
-                self.batch // len(self.invalid.since)
-            )
+        if (since := self.invalid.since) is not None:
+            is_invalid = (since >= 0).repeat_interleave(self.batch // len(since))
             self.end(is_invalid[:, None])
             scores = scores.masked_fill(is_invalid[searches, None], 2 * NEG_INF)
         if self.n_per_prompt is not None:

@@ -38,8 +38,7 @@ class Progress:
     def __init__(self, met: int, current: Any, pending: tuple[Any, ...], unit: int) -> None:
         #: How many constraints are met, the one that is worked on, and those still to come.
         self.met, self.current, self.pending = met, current, pending
-        #: Tokens of the longest constraint: what each is worth in ``bank``.
-        self.unit = unit
+        self.unit = unit  # tokens of the longest constraint: what each is worth in ``bank``
         #: How many tokens are missing, at least.
         self.missing = sum(map(n_tokens, pending)) + (0 if current is None else n_tokens(current))
         self._next: dict[int, Progress] = {}
@@ -71,21 +70,19 @@ class Progress:
         if token not in self._next:
             constraint = self.current
             if constraint is None:
-                advancing = (one for one in self.pending if one.does_advance(token))
-                constraint = next(advancing, None)
-            if constraint is None:
-                self._next[token] = self
-            else:
-                others = tuple(one for one in self.pending if one is not constraint)
-                # A deep copy: a shallow one of the caller's may share what update() changes.
-                moved = deepcopy(constraint)
-                _, is_met, is_reset = moved.update(token)
-                if is_reset:
-                    others = (*others, constraint.copy(stateful=False))
-                met = self.met + (is_met and not is_reset)
-                current = None if is_met or is_reset else moved
-                self._next[token] = Progress(met, current, others, self.unit)
+                constraint = next((one for one in self.pending if one.does_advance(token)), None)
+            self._next[token] = self if constraint is None else self._moved(constraint, token)
         return self._next[token]
+
+    def _moved(self, constraint: Any, token: int) -> Progress:
+        others = tuple(one for one in self.pending if one is not constraint)
+        # A deep copy: a shallow one of the caller's may share what update() changes.
+        moved = deepcopy(constraint)
+        _, is_met, is_reset = moved.update(token)
+        if is_reset:
+            others = (*others, constraint.copy(stateful=False))
+        current = None if is_met or is_reset else moved
+        return Progress(self.met + (is_met and not is_reset), current, others, self.unit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,11 +155,11 @@ class Contrastive(Sample):
         best = self.best(probabilities, _last_hidden(run, outputs)[:, -1].view(rows, k, -1))
         chosen = best + torch.arange(rows, device=best.device) * k
         _copy_rows(run.model_kwargs[self.cache_name], chosen.repeat_interleave(k))
-        map_outputs(
-            outputs,
-            lambda states, dim: states.index_select(dim, chosen.to(states.device)),
-            families.rows_of_states(run.model),
-        )
+
+        def take(states: torch.Tensor, dim: int) -> torch.Tensor:
+            return states.index_select(dim, chosen.to(states.device))
+
+        map_outputs(outputs, take, families.rows_of_states(run.model))
         self.chosen = outputs
         return tokens.gather(1, best[:, None]).squeeze(1)
 
@@ -221,9 +221,8 @@ class Context:
 
     def append(self, hidden: torch.Tensor) -> None:
         """Add the hidden states ``(rows, size)`` of one more token."""
-        self.states.append(
-            F.normalize(hidden.float(), dim=-1)[:, None], spare=lambda length: length
-        )
+        newest = F.normalize(hidden.float(), dim=-1)[:, None]
+        self.states.append(newest, spare=lambda length: length)
 
     def similarity(self, hidden: torch.Tensor) -> torch.Tensor:
         """The highest cosine of each of ``hidden (rows, k, size)`` with the context: ``(rows, k)``."""

@@ -1,8 +1,8 @@
 """Diverse beam search, and what it shares with constrained beam search: a list of the best finished hypotheses.
 
-Both follow the rules of transformers 4.x, for equal tokens. They differ from ``Beam``'s in three points. A
-list is closed by the best candidate of a step, ended or not, and takes nothing afterwards. At the last step,
-what ended by itself enters before what is cut off. What is cut off enters only a list that is still open.
+Both follow the rules of transformers 4.x, for equal tokens. Other than in ``Beam``, a list is closed by the
+best candidate of a step, ended or not, and takes nothing afterwards. At the last step, what ended by itself
+enters before what is cut off, which enters only a list that is still open.
 
 A *search* is what fills one list: a prompt, or a group of its beams. ``batch`` counts searches here.
 """
@@ -64,9 +64,8 @@ class NBestBeam(Beam):
 
     def ends(self, run: Run, candidates: Hypotheses) -> torch.Tensor:
         """``(batch, n)``: candidates that end by themselves; at a last step, those with an EOS."""
-        eos = run.config._eos_token_tensor
         newest, is_eos = candidates.ids[..., -1], torch.zeros_like(candidates.is_done)
-        if eos is not None:
+        if (eos := run.config._eos_token_tensor) is not None:
             is_eos = torch.isin(newest, eos.to(newest.device))
         return torch.where(self.is_last(candidates), is_eos, candidates.is_done)
 
@@ -154,8 +153,7 @@ class GroupBeam(NBestBeam):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.groups = int(run.config.num_beam_groups)
-        self.size = self.beams
+        self.groups, self.size = int(run.config.num_beam_groups), self.beams
         # The penalty keeps its place among the processors: what comes before it sees all rows once
         # per step, what comes after it sees them once per group, of which each reads its own.
         functions = list(run.processors)
@@ -184,20 +182,16 @@ class GroupBeam(NBestBeam):
             self.of_group(scores, group).copy_(processed)
             candidates = self.candidates(run, processed, searches)
             proposals.append(candidates)
-            tokens = torch.cat([tokens, self.tokens_of(run, candidates, searches)], dim=1)
+            chosen = candidates.ids[..., -1].gather(1, self.select(run, candidates)[0])
+            if (pad := run.config._pad_token_tensor) is not None:
+                chosen = torch.where(self.is_closed[searches, None], pad.to(chosen.device), chosen)
+            tokens = torch.cat([tokens, chosen], dim=1)
         fields = zip(*(candidates.fields for candidates in proposals), strict=True)
         return Hypotheses(*(torch.stack(field, dim=1).flatten(0, 1) for field in fields)), scores
 
     def of_group(self, tensor: torch.Tensor, group: int) -> torch.Tensor:
         """The part of ``tensor (rows, vocab)`` that is a group's: ``(prompts, size, vocab)``."""
         return tensor.unflatten(0, (-1, self.groups, self.size))[:, group]
-
-    def tokens_of(self, run: Run, candidates: Hypotheses, searches: slice) -> torch.Tensor:
-        """The tokens ``(prompts, size)`` that a group has chosen: pads where its list is closed."""
-        tokens = candidates.ids[..., -1].gather(1, self.select(run, candidates)[0])
-        if (pad := run.config._pad_token_tensor) is None:
-            return tokens
-        return torch.where(self.is_closed[searches, None], pad.to(tokens.device), tokens)
 
     def result(self, run: Run) -> dict[str, torch.Tensor | None]:
         per_prompt = [f.unflatten(0, (-1, self.groups)).flatten(1, 2) for f in self.finished.fields]

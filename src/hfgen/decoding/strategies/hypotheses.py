@@ -26,9 +26,8 @@ class Hypotheses:
     ) -> Hypotheses:
         """The ``n`` of each prompt with the best scores, in descending order.
 
-        ``n_first``: how many of each prompt's hypotheses are considered. topk orders equal scores by
-        how many there are, so a prompt has to be considered as it is alone. ``stays (batch, 1)``:
-        prompts whose first ``n`` are returned in their order.
+        ``n_first``: how many of each prompt's are considered, since topk orders equal scores by how many
+        there are. ``stays (batch, 1)``: prompts whose first ``n`` are returned in their order.
         """
         if n_first is None:
             index = torch.topk(self.scores, k=n).indices
