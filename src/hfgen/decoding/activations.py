@@ -30,16 +30,10 @@ OF_TEXT = (
 class Record:
     """What ``record=`` asks for; a list of names is short for ``Record(names)``.
 
-    ``output.activations[name][row]`` is a tensor ``(tokens, width)`` for the prompt and the generated tokens of a
-    returned row, without padding, in the model's dtype.
-
-    Args:
-        modules: Names of modules or patterns, as of ``hfgen.Edit``.
-        folder: Where a file ``ROW.safetensors`` is written for each row, in place of the output's tensors.
-        max_bytes: What the tensors may take in memory, by an estimate before the call.
-
-    Raises:
-        TypeError: ``modules`` are no names.
+    ``output.activations[name][row]`` is a tensor ``(tokens, width)`` for the prompt and the generated
+    tokens of a returned row, without padding, in the model's dtype. ``modules``: names or patterns, as of
+    ``hfgen.Edit``; raises ``TypeError`` for others. ``folder``: where a file ``ROW.safetensors`` is written
+    for each row instead. ``max_bytes``: what the tensors may take, by an estimate before the call.
     """
 
     def __init__(
@@ -92,7 +86,6 @@ class Recorder(Observer):
         self.record = record
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
-        """Record all rows, one after another."""
         sequences, found = result["sequences"], dict[str, list[Tensor]]()
         for row, ending in enumerate(endings(run, result)):
             self.keep(row, self.of_row(run, sequences, row, len(ending.ids)), found)
@@ -121,10 +114,8 @@ class Recorder(Observer):
         if mask is not None and mask.shape == run.prompts.shape:
             n_padding = int((mask[own.to(mask.device)].cumsum(dim=1) == 0).sum())
         ids = sequences[row : row + 1, n_padding : prompt_length + n_new]
-        inputs: dict[str, Any] = {
-            prefix + "input_ids": ids,
-            prefix + "attention_mask": torch.ones_like(ids),
-        }
+        inputs: dict[str, Any] = {prefix + "input_ids": ids}
+        inputs[prefix + "attention_mask"] = torch.ones_like(ids)
         if run.is_encoder_decoder:
             for name in ("encoder_outputs", "attention_mask"):
                 inputs[name] = take_rows(kwargs.get(name), own, len(run.prompts), name)
@@ -155,9 +146,6 @@ class Recorder(Observer):
 
                 stack.callback(hook(module, suffix, keep).remove)
             forward(model, **inputs, use_cache=False)
-        if missing := sorted(names.keys() - found.keys()):
-            names_missing = ", ".join(missing)
-            logger.warning_once(
-                f"`record`: {names_missing} were not called in a forward of the text."
-            )
+        if missing := ", ".join(sorted(names.keys() - found.keys())):
+            logger.warning_once(f"`record`: {missing} were not called in a forward of the text.")
         return found

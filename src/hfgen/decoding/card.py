@@ -21,8 +21,7 @@ from ..state.run import Observer, Run, Strategy
 
 #: Of the format. A card of another one is refused.
 VERSION = 1
-#: Characters of a card, and levels of lists and dicts in it, at most.
-MAX_SIZE, MAX_DEPTH = 2**26, 7
+MAX_SIZE, MAX_DEPTH = 2**26, 7  # characters of a card, and levels of lists and dicts in it, at most
 #: Fields that say what a call returns, or hold for a process; they decide no token.
 UNSAVED = ("output_card", "transformers_version", "_from_model_config", "compile_config")
 #: Arguments of ``generate`` that are in the card in another form, or decide no token.
@@ -37,19 +36,14 @@ class CardError(ValueError):
 class Card:
     """``output.card``: what the tokens of a call depended on. ``str()`` is JSON."""
 
-    #: Of hfgen, transformers, torch, Python.
-    versions: dict[str, str]
-    #: Processor, device, kernels' instructions, threads, precision.
-    machine: dict[str, str]
-    #: Class, dtype, attention and configs.
-    model: dict[str, str]
+    versions: dict[str, str]  # of hfgen, transformers, torch, Python
+    machine: dict[str, str]  # processor, device, kernels' instructions, threads, precision
+    model: dict[str, str]  # class, dtype, attention and configs
     #: What ``hfgen.exact`` has probed, and what ``hfgen.optimize`` has chosen.
     kernels: dict[str, str]
-    #: Digests by name.
-    weights: dict[str, str]
+    weights: dict[str, str]  # digests by name
     tokenizer: dict[str, str]
-    #: Digests of what each layer gives for the same few tokens.
-    operations: dict[str, str]
+    operations: dict[str, str]  # digests of what each layer gives for the same few tokens
     #: The resolved config of each prompt, or one for all.
     parameters: list[dict[str, Any]] = field(default_factory=list)
     #: What the call depended on and a card cannot hold.
@@ -90,8 +84,7 @@ class Card:
         return cls(**values)
 
 
-#: The types of a card's fields, by name.
-KINDS = get_type_hints(Card)
+KINDS = get_type_hints(Card)  # the types of a card's fields, by name
 
 
 def _no_constant(name: str) -> None:
@@ -130,25 +123,19 @@ class CardWriter(Observer):
         assert call is not None
         inputs = {"input_ids": call.request.kwargs.get("input_ids", call.request.inputs)}
         inputs["attention_mask"] = call.request.kwargs.get("attention_mask")
-        self.inputs = {
-            name: value.tolist() for name, value in inputs.items() if isinstance(value, Tensor)
-        }
+        self.inputs = {n: ids.tolist() for n, ids in inputs.items() if isinstance(ids, Tensor)}
         defaults = getattr(run.model, "generation_config", None)
         self.parameters = [parameters_of(config, defaults) for config in call.configs]
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Any]) -> None:
-        """Write the card of the call."""
         sections: dict[str, Any] = environment.of(run.model, run.tokenizer)
-        logprobs = run.extras.get("logprobs")
         prompt: dict[str, Any] = {"digest": digest_of_inputs(self.inputs)}
-        run.extras["card"] = Card(
-            **sections,
-            parameters=self.parameters,
-            beside=self.beside,
-            prompt=prompt | (self.inputs if self.has_prompt else {}),
-            tokens=digests_of_rows(result["sequences"][:, self.prompt_length :]),
-            logprobs="" if logprobs is None else environment.digest(logprobs.token_logprobs),
-        )
+        prompt |= self.inputs if self.has_prompt else {}
+        tokens = digests_of_rows(result["sequences"][:, self.prompt_length :])
+        sections |= {"parameters": self.parameters, "beside": self.beside, "prompt": prompt}
+        if (logprobs := run.extras.get("logprobs")) is not None:
+            sections["logprobs"] = environment.digest(logprobs.token_logprobs)
+        run.extras["card"] = Card(**sections, tokens=tokens)
 
 
 def beside(run: Run) -> list[str]:
@@ -201,10 +188,9 @@ def digest_of_inputs(inputs: Mapping[str, Any]) -> str:
     """The digest of the ids of prompts that their mask shows; padding does not count."""
     ids = inputs.get("input_ids", [])
     mask = inputs.get("attention_mask") or [[1] * len(row) for row in ids]
-    rows = [
-        [token for token, is_shown in zip(*row, strict=True) if is_shown]
-        for row in zip(ids, mask, strict=True)
-    ]
+    rows = []
+    for row in zip(ids, mask, strict=True):
+        rows.append([token for token, is_shown in zip(*row, strict=True) if is_shown])
     return sha256(json.dumps(rows).encode()).hexdigest()
 
 

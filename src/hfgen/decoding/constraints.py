@@ -144,9 +144,7 @@ class DisjunctiveConstraint(_Words):
 
 def _is_word(value: Any) -> bool:
     is_list = isinstance(value, list) and len(value) > 0
-    return is_list and all(
-        isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in value
-    )
+    return is_list and all(type(token) is int and token >= 0 for token in value)
 
 
 def _are_words(value: Any) -> bool:

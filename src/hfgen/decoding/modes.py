@@ -47,7 +47,6 @@ class Mode:
         return str(self.kind.value).replace("_", " ")
 
     def start(self, run: Run, arguments: dict[str, Any]) -> Strategy:
-        """The strategy that decodes ``run``, of a call with ``arguments``."""
         return self.strategy(run) if self.make is None else self.make(run, arguments)
 
     @property
@@ -123,8 +122,7 @@ def _hook(mode: Mode) -> Callable[..., Any]:
     return decode
 
 
-#: The decoding methods of the mixin, by name.
-HOOKS = {mode.hook: _hook(mode) for mode in _ROWS}
+HOOKS = {mode.hook: _hook(mode) for mode in _ROWS}  # the decoding methods of the mixin, by name
 
 
 class Method:

@@ -97,7 +97,6 @@ class Recording(Observer):
         self.recorded: dict[str, list[Any]] = {name: [] for name in _recorded_fields(run)}
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
-        """Take what ``step`` holds; its scores are in ``run`` already, where criteria need them."""
         for name, entries in self.recorded.items():
             entries.extend(getattr(step, name))
 

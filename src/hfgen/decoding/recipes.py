@@ -62,8 +62,6 @@ class Recipe:
 def recipe(strategy_class: type, **options: Any) -> Recipe:
     """Make a strategy's class into a value of ``generate(custom_generate=…)``.
 
-    The call is prepared, streamed, stopped and recorded as any other. See docs/write-a-strategy.md.
-
     ``strategy_class`` has the methods of ``hfgen.state.run.Strategy``; its constructor takes the
     ``hfgen.state.run.Run`` of a call and the ``options``. Raises ``TypeError`` if that is not so.
     """
@@ -225,14 +223,10 @@ def minimum_bayes_risk(
     row each returned token is recorded, as for beams.
 
     Args:
-        utility: ``(hypothesis, reference) -> float`` on the generated texts, more is better.
-            Default: sacrebleu's chrF (``pip install hfgen[mbr]``).
+        utility: ``(hypothesis, reference) -> float`` on the generated texts, more is better. By default
+            sacrebleu's chrF (``pip install hfgen[mbr]``); ``ImportError`` without it.
         n_best: How many per prompt, best first. Repetitions of a sample come after all others.
         on_tokens: The utility takes token ids without padding and EOS, not texts: ``hfgen.token_f1``.
-
-    Raises:
-        ImportError: No utility was passed, and sacrebleu is not installed.
-        TypeError, ValueError: A wrong ``utility`` or ``n_best``.
     """
     if utility is None and on_tokens:
         raise ValueError(

@@ -27,10 +27,8 @@ class Metrics:
     total_time: float
     #: With all that the call prepares, and the forward of the prompt.
     time_to_first_token: float | None
-    #: Mean time from one token of the longest row to its next.
-    time_per_output_token: float | None
-    #: Of the prompts as they were given, padding included.
-    prefill_tokens_per_second: float | None
+    time_per_output_token: float | None  # mean time from one token of the longest row to its next
+    prefill_tokens_per_second: float | None  # of the prompts as they were given, padding included
     decode_tokens_per_second: float | None
     #: Of the device, since the call began; without a GPU, the largest resident set of the process so far.
     peak_bytes: int | None
@@ -40,11 +38,9 @@ class Metrics:
 class Ending:
     """How one returned row ended."""
 
-    #: Generated ids up to the end, without padding.
-    ids: list[int]
+    ids: list[int]  # generated ids up to the end, without padding
     reason: FinishReason
-    #: The criterion that ended it, if one did.
-    cause: Any = None
+    cause: Any = None  # the criterion that ended it, if one did
 
     @classmethod
     def of(

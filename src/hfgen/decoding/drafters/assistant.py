@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList
@@ -54,10 +55,9 @@ class Assistant(Drafter):
         is_beside = group is not None and group.forwards_beside(self.model, is_own)
         #: Other processes that take part in each forward, if parameters are sharded.
         self.process_group = group if is_beside else None
-        #: Made with the first draft, when the prompt is known.
-        self.run: Run | None = None
+        self.run: Run | None = None  # made with the first draft, when the prompt is known
         #: EOS ids ``(n,)``, or ``(rows, n)`` where prompts have their own; -1 stands for none.
-        self.eos: torch.Tensor | None = None
+        self.eos: Tensor | None = None
         #: Positions that the assistant's cache holds, and ids that its masks are made for.
         self.cached = self.length = 0
 
@@ -71,7 +71,7 @@ class Assistant(Drafter):
         self.forget(first - 1)
         return self.write(self.run, ids, first, context)
 
-    def write(self, run: Run, ids: torch.Tensor, first: int, context: DraftContext) -> Draft:
+    def write(self, run: Run, ids: Tensor, first: int, context: DraftContext) -> Draft:
         """Fill ``ids (rows, end)`` from ``first`` on, as far as the assistant is confident."""
         known = torch.tensor(context.known, device=ids.device)
         is_open = known < context.end
@@ -84,7 +84,7 @@ class Assistant(Drafter):
         processors = run.processors
         if not all(map(is_row_wise, processors)):  # what has a state is not to see drafts
             processors = copy.deepcopy(processors)
-        all_scores: list[torch.Tensor] = []
+        all_scores: list[Tensor] = []
         for position in range(first, context.end):
             run.ids = ids[:, :position]
             logits = self.next_logits(run)
@@ -114,7 +114,7 @@ class Assistant(Drafter):
         stacked = torch.stack(all_scores, dim=1) if all_scores else None
         return Draft(drafted, stacked, tuple(lengths))
 
-    def ends(self, run: Run, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def ends(self, run: Run, tokens: Tensor, scores: Tensor) -> Tensor:
         """Which rows' drafts end with ``tokens (rows,)``."""
         ends = torch.zeros_like(tokens, dtype=torch.bool)
         if self.eos is not None:
@@ -124,7 +124,7 @@ class Assistant(Drafter):
             ends = ends | (confidence < self.threshold)
         return ends
 
-    def next_logits(self, run: Run) -> torch.Tensor:
+    def next_logits(self, run: Run) -> Tensor:
         """Forward what the cache does not hold of ``run.ids``: logits ``(rows, vocab)``."""
         length = run.ids.shape[1]
         run.model_kwargs = execution.resized(run, length - self.length)
@@ -147,7 +147,7 @@ class Assistant(Drafter):
         roll_back(self.run.model_kwargs["past_key_values"], self.cached - n_kept, of_images)
         self.cached = n_kept
 
-    def prepare(self, ids: torch.Tensor) -> Run:
+    def prepare(self, ids: Tensor) -> Run:
         """The assistant's own run on ``ids (rows, length)``."""
         target, model = self.setup.run, self.model
         config = self.config(target.config)
@@ -182,11 +182,10 @@ class Assistant(Drafter):
             return
         run.processors = LogitsProcessorList(self.shared_processors(target))
         none = run.ids.new_full((1,), -1)
-        eos_ids = [config._eos_token_tensor for config in target.configs]
-        padded = pad_sequence(
-            [none if eos is None else eos.to(none) for eos in eos_ids], True, padding_value=-1
-        )
-        self.eos = padded.repeat_interleave(len(run.ids) // len(eos_ids), dim=0)
+        all_eos = [config._eos_token_tensor for config in target.configs]
+        all_eos = [none if eos is None else eos.to(none) for eos in all_eos]
+        padded = pad_sequence(all_eos, True, padding_value=-1)
+        self.eos = padded.repeat_interleave(len(run.ids) // len(all_eos), dim=0)
 
     def shared_processors(self, target: Run) -> list[Any]:
         """The target's processors that the assistant decodes with too.
@@ -219,7 +218,7 @@ class Assistant(Drafter):
         config.use_cache, config.use_mtp = True, False
         return config
 
-    def model_kwargs(self, target: Run, ids: torch.Tensor) -> ModelKwargs:
+    def model_kwargs(self, target: Run, ids: Tensor) -> ModelKwargs:
         """The target's arguments that the assistant's forward takes."""
         model, known = self.model, accepted_names(self.model)
         dropped = (
@@ -233,14 +232,13 @@ class Assistant(Drafter):
                 dropped += ["attention_mask", "position_ids"]
         if not model._supports_logits_to_keep():
             dropped.append("logits_to_keep")
-        kwargs = {
-            # Masks and positions that have grown are parts of a buffer.
-            name: value.to(ids.device).contiguous()
-            if isinstance(value, torch.Tensor)
-            else copy.deepcopy(value)
-            for name, value in target.model_kwargs.items()
-            if name in known and name not in dropped and value is not None
-        }
+        kwargs: ModelKwargs = {}
+        for name, value in target.model_kwargs.items():
+            if name in known and name not in dropped and value is not None:
+                # Masks and positions that have grown are parts of a buffer.
+                is_tensor = isinstance(value, Tensor)
+                value = value.to(ids.device).contiguous() if is_tensor else copy.deepcopy(value)
+                kwargs[name] = value
         if (of_image := kwargs.get("image_embeds_position_mask")) is not None:
             # Kosmos: which ids stand for the image. What has been generated does not.
             n_generated = ids.shape[1] - of_image.shape[1]
@@ -251,18 +249,16 @@ class Assistant(Drafter):
             kwargs["attention_mask"] = torch.ones_like(ids) if mask is None else mask
         return kwargs
 
-    def encoded(
-        self, kwargs: ModelKwargs, config: GenerationConfig, ids: torch.Tensor
-    ) -> ModelKwargs:
+    def encoded(self, kwargs: ModelKwargs, config: GenerationConfig, ids: Tensor) -> ModelKwargs:
         """``kwargs`` with the input of the assistant's own encoder."""
         encoder_input: Any = self.setup.encoder_input
-        if encoder_input is None or (
-            not encoder_input.is_floating_point() and (encoder_input < 0).any()
-        ):  # the caller gave encoder outputs alone
+        is_embeds = encoder_input is not None and encoder_input.is_floating_point()
+        # The caller may have given encoder outputs alone.
+        if encoder_input is None or not (is_embeds or (encoder_input >= 0).all()):
             return kwargs | {"encoder_outputs": self.setup.run.model_kwargs["encoder_outputs"]}
         repeats = len(ids) // len(encoder_input)
         encoder_input = encoder_input.repeat_interleave(repeats, dim=0).to(ids.device)
-        is_embeds = self.model.main_input_name == "input_ids" and encoder_input.is_floating_point()
+        is_embeds = is_embeds and self.model.main_input_name == "input_ids"
         return kwargs | {"inputs_embeds" if is_embeds else "inputs": encoder_input}
 
 
@@ -273,13 +269,11 @@ class EarlyExit(Assistant):
         super().__init__(setup, first_layers(setup.run.model, n_layers))
         self.n_layers = n_layers
 
-    def prepare(self, ids: torch.Tensor) -> Run:
+    def prepare(self, ids: Tensor) -> Run:
         with self.explained():
             return super().prepare(ids)
 
-    def encoded(
-        self, kwargs: ModelKwargs, config: GenerationConfig, ids: torch.Tensor
-    ) -> ModelKwargs:
+    def encoded(self, kwargs: ModelKwargs, config: GenerationConfig, ids: Tensor) -> ModelKwargs:
         """``kwargs`` with what the encoder makes of its input, or has made: ranks run it once, together."""
         if self.process_group is None:
             return super().encoded(kwargs, config, ids)
@@ -287,7 +281,7 @@ class EarlyExit(Assistant):
         outputs = copy.deepcopy(self.setup.run.model_kwargs["encoder_outputs"])
         return kwargs | {"encoder_outputs": outputs}
 
-    def next_logits(self, run: Run) -> torch.Tensor:
+    def next_logits(self, run: Run) -> Tensor:
         with self.explained():
             return super().next_logits(run)
 

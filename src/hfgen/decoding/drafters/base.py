@@ -76,8 +76,7 @@ class Drafter:
 
     #: Further arguments of the target model's forward: ``{"output_hidden_states": True}``.
     forward_arguments: dict[str, Any] = {}  # noqa: RUF012
-    #: Time that drafting one token takes, in forwards of the target model.
-    cost: float = 0.0
+    cost: float = 0.0  # time that drafting one token takes, in forwards of the target model
     #: Whether drafts may go beyond the last token of the call, as some of upstream's do.
     overshoots: bool = False
     #: Whether ``draft`` is also called for the last token, for which no draft is needed.
@@ -152,10 +151,8 @@ def prompts_of(run: Run) -> list[list[int]]:
     mask = run.model_kwargs.get(name)
     if mask is None or mask.shape != run.ids.shape:
         mask = torch.ones_like(run.ids)
-    return [
-        ids[is_token].tolist()
-        for ids, is_token in zip(run.ids.cpu(), mask.bool().cpu(), strict=True)
-    ]
+    rows = zip(run.ids.cpu(), mask.bool().cpu(), strict=True)
+    return [ids[is_token].tolist() for ids, is_token in rows]
 
 
 def draft_of_rows(

@@ -17,7 +17,6 @@ from .schedule import schedule_named
 #: Classes of assistants that attend to the target's keys, and of targets that hand them out.
 GEMMA_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 GEMMA_TARGETS = ("Gemma4", "Gemma3n")
-
 #: Fields of the config of an assistant that denoises blocks of tokens.
 BLOCK_FIELDS = ("target_layer_ids", "block_size", "mask_token_id")
 

@@ -19,8 +19,7 @@ from .base import (
 )
 from .schedule import Constant
 
-#: The largest number of forced tokens that one forward verifies.
-LONGEST = 64
+LONGEST = 64  # the largest number of forced tokens that one forward verifies
 
 
 class ForcedTokens(Drafter):
@@ -43,8 +42,7 @@ class UnderGrammar(Drafter):
         self.drafter, self.follower, self.see = drafter, follower, drafter.see  # type: ignore[method-assign]
         self.forward_arguments, self.overshoots = drafter.forward_arguments, drafter.overshoots
         self.is_always_asked = drafter.is_always_asked
-        #: Whether the last draft asked the other drafter, too.
-        self.has_asked = False
+        self.has_asked = False  # whether the last draft asked the other drafter, too
 
     def draft(self, context: DraftContext) -> Draft | None:
         host_ids = context.ids.cpu() if context.host_ids is None else context.host_ids

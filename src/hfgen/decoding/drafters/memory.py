@@ -24,20 +24,13 @@ from .base import Acceptance, Draft, DraftContext, Drafter, draft_of_rows, promp
 if TYPE_CHECKING:
     from ...state.run import Run
 
-#: Tokens that have to match: a chain goes through the places that follow the same ones.
-KEY = 3
-#: Tokens that are compared: longer matches count as this long.
-LONGEST = 32
-#: Places of a chain that are looked at, the newest first.
-PLACES = 48
-#: A draft ends where it is less likely than this, by the votes of the places.
-CONFIDENCE = 0.2
-#: A place is the number of its text and an offset of so many bits.
-OFFSET_BITS = 24
-#: Of a stored token: the token and the place before it in its chain.
-BYTES_PER_TOKEN = 12
-#: What remains of the tokens, and of each text's uses, when the memory was full.
-KEPT_SHARE = 0.5
+KEY = 3  # tokens that have to match: a chain goes through the places that follow the same ones
+LONGEST = 32  # tokens that are compared: longer matches count as this long
+PLACES = 48  # places of a chain that are looked at, the newest first
+CONFIDENCE = 0.2  # a draft ends where it is less likely than this, by the votes of the places
+OFFSET_BITS = 24  # a place is the number of its text and an offset of so many bits
+BYTES_PER_TOKEN = 12  # of a stored token: the token and the place before it in its chain
+KEPT_SHARE = 0.5  # what remains of the tokens, and of each text's uses, when the memory was full
 
 
 @dataclass(eq=False, slots=True)
@@ -164,7 +157,6 @@ class SuffixMemory(Drafter):
         return DrafterOfCall(self, run)
 
     def text(self) -> Text:
-        """A new text without tokens."""
         with self._lock:
             self._n_texts += 1
             text = self._texts[self._n_texts] = Text(self._n_texts)
@@ -180,7 +172,6 @@ class SuffixMemory(Drafter):
             return text
 
     def extend(self, text: Text, tokens: Sequence[int]) -> None:
-        """Append ``tokens`` to a text."""
         with self._lock:
             room = min(self._max_tokens // 2, 2**OFFSET_BITS - 1) - len(text.tokens)
             tokens = tokens[: max(room, 0)]
@@ -275,7 +266,6 @@ class DrafterOfCall(Drafter):
         self.ends: set[int] = set() if eos is None else set(eos.flatten().tolist())
 
     def draft(self, context: DraftContext) -> Draft | None:
-        """What the memory says to the newest tokens of each row."""
         host_ids = context.ids.cpu() if context.host_ids is None else context.host_ids
         rows: list[list[int]] = []
         for row, known in enumerate(context.known):

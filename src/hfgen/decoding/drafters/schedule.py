@@ -21,9 +21,7 @@ DEFAULT_TOKENS = 20
 #: one, which grows by ROW a row. Fitted to 1 to 21 tokens of 1 and 8 rows of the built-in model on a busy
 #: two-core EPYC, on hfgen's own cache, 384 tokens in it.
 FIRST, FIRST_ROW, NEXT, ROW = 0.35, 0.03, 0.037, 0.12
-#: Rows beyond which the first token costs no more.
-MANY_ROWS = 8
-
+MANY_ROWS = 8  # rows beyond which the first token costs no more
 #: The parameters that take as long as what a layer does besides: fitted to the cost ratios of a draft of
 #: 2 layers and 0.6M parameters for a model of 5 and 4.2M (0.38), and of 1 to 15 layers of a 135M model
 #: (0.20 to 0.56). The built-in draft has 0.22 by it.
@@ -35,8 +33,7 @@ class Costs:
     """Times of a call of ``rows``, in forwards of the target that take one token of each row."""
 
     rows: int = 1
-    #: Of a drafted token.
-    drafter: float = 0.0
+    drafter: float = 0.0  # of a drafted token
 
     def forward(self, n: float) -> float:
         """Of a forward of ``n`` tokens more than one, in each row."""
@@ -62,10 +59,8 @@ def relative_cost(draft: Any, target: Any) -> float:
 class Schedule:
     """Decides on the length of the next draft."""
 
-    #: Tokens to draft in the next round; 0 to decode without a draft.
-    n_tokens: int
-    #: Whether ``width`` is 0 where a row can fill no column.
-    needs_all = False
+    n_tokens: int  # tokens to draft in the next round; 0 to decode without a draft
+    needs_all = False  # whether ``width`` is 0 where a row can fill no column
 
     def width(self, filled: Sequence[int]) -> int:
         """How many columns to feed, of those that each row can fill: with known tokens, then drafted ones."""
@@ -109,8 +104,7 @@ class Depths:
     that was hardly seen is close to that of the tokens before.
     """
 
-    #: Tokens, from 1 on, at which another rate begins.
-    BORDERS = (1, 2, 4, 8, 16)
+    BORDERS = (1, 2, 4, 8, 16)  # tokens, from 1 on, at which another rate begins
     #: How much a round weighs one round later; the rate before anything was seen.
     DECAY, FIRST_GUESS = 0.98, 0.5
 
@@ -146,22 +140,17 @@ class Adaptive(Constant):
     """
 
     needs_all = True
-    #: By how much faster drafting has to be expected to be.
-    MARGIN = 1.05
-    #: In forwards of the target: see above.
-    START, SHARE, MOST = 2.0, 0.01, 8.0
+    MARGIN = 1.05  # by how much faster drafting has to be expected to be
+    START, SHARE, MOST = 2.0, 0.01, 8.0  # in forwards of the target: see above
     #: The cost of one call of the drafter, in forwards: a search on the host, in a batch of small models.
     ASKED = 0.02
-    #: The draft of a trial.
-    TRIAL = 3
-    #: Longer drafts are not made.
-    LONGEST = 64
+    TRIAL = 3  # the draft of a trial
+    LONGEST = 64  # longer drafts are not made
 
     def __init__(self, n_tokens: int, costs: Costs | None = None) -> None:
         self.max_tokens, self.costs = min(n_tokens, self.LONGEST), costs or Costs()
         self.filled, self.accepted = Depths(), Depths()
-        #: Columns that the longest draft of the round fills.
-        self.n_drafted = 0
+        self.n_drafted = 0  # columns that the longest draft of the round fills
         self.account = self.START
         self.ahead = self._ahead()
         super().__init__(self._length())

@@ -41,7 +41,7 @@ class UniversalDrafter(Assistant):
         self.rows: list[Row] = []
         for tokens in prompts_of(setup.run):
             opening = self.opening(self.target.text(tokens))
-            self.rows.append(Row(self.target, self.own, *windows, opening))
+            self.rows.append(Row(self.target, self.own, *windows, opening=opening))
             self.rows[-1].read(tokens)
         self.n_read = [setup.run.ids.shape[1]] * len(self.rows)
         text_config = self.model.config.get_text_config()
@@ -49,8 +49,7 @@ class UniversalDrafter(Assistant):
         #: Pads of each row, and its columns in the cache: -1 where that is unknown.
         self.pads = [0] * len(self.rows)
         self.fed: list[list[int]] = [[] for _ in self.rows]
-        #: Columns of the cache that still hold.
-        self.n_kept = 0
+        self.n_kept = 0  # columns of the cache that still hold
 
     def opening(self, text: str) -> list[int]:
         """The ids that the assistant's begin with, before ``text``."""
@@ -267,19 +266,14 @@ class Row:
     """One sequence of the target in the assistant's ids; each round encodes a window of new tokens."""
 
     def __init__(
-        self,
-        target: Spelling,
-        own: Spelling,
-        lookbehind: int,
-        own_lookbehind: int,
-        opening: list[int],
+        self, target: Spelling, own: Spelling, *lookbehinds: int, opening: Any = ()
     ) -> None:
         """``opening``: ids that the assistant's begin with."""
         self.target, self.own = target, own
-        self.lookbehind, self.own_lookbehind = lookbehind, own_lookbehind
+        self.lookbehind, self.own_lookbehind = lookbehinds
         self.tokens: list[int] = []
         self.begin = 0  # of the window, in `tokens`
-        self.limit = 2 * lookbehind  # tokens in a window that is about to move
+        self.limit = 2 * self.lookbehind  # tokens in a window that is about to move
         #: The assistant's ids up to the window; how many that begin the window's encoding are theirs.
         self.before = [*opening]
         self.n_overlap = 0

@@ -21,8 +21,7 @@ from ...state.run import Run
 from .base import Draft, DraftContext, Drafter, Setup
 from .schedule import DEFAULT_TOKENS, Constant
 
-#: More than a generator drafts at once, unless the call has room for still more.
-MANY_TOKENS = 128
+MANY_TOKENS = 128  # more than a generator drafts at once, unless the call has room for still more
 
 
 def _kind(name: str) -> Any:

@@ -106,8 +106,7 @@ class Assisted:
         #: A token that shifts the positions of those that are fed behind it, in the same forward.
         self.position_pad = families.position_pad(run.model)
         self.draft: Draft | None = None
-        #: How many tokens the round feeds after the last that all rows know.
-        self.n_new = 0
+        self.n_new = 0  # how many tokens the round feeds after the last that all rows know
         self.is_first = True
         self.stats = run.speculation = Speculation()
 

@@ -24,8 +24,7 @@ class NextToken:
     # What it can do; see ``run.Strategy``.
     continues_cache = shares_prefill = streams = True
     takes_rows = joins = drops_rows = checks_late = may_record = False
-    #: Whether its steps may be compiled.
-    may_compile = False
+    may_compile = False  # whether its steps may be compiled
     tokens_ahead = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from ...settings.logs import logger
@@ -45,7 +46,6 @@ class Progress:
 
     @classmethod
     def start(cls, constraints: Iterable[Any]) -> Progress:
-        """The progress of an empty text."""
         pending = tuple(constraints)
         return cls(0, None, pending, max(constraint.remaining() for constraint in pending))
 
@@ -66,7 +66,6 @@ class Progress:
         return list(dict.fromkeys(token for one in open_ones for token in wanted(one)))
 
     def after(self, token: int) -> Progress:
-        """The progress once ``token`` has been generated too."""
         if token not in self._next:
             constraint = self.current
             if constraint is None:
@@ -90,8 +89,7 @@ class Candidate:
     """One continuation of a prompt's beams; ``index`` is its place among them."""
 
     index: int
-    beam: int
-    token: int
+    key: tuple[int, int]  # beam and token
     score: float
     ends: bool  # it may not go on
     progress: Progress
@@ -153,9 +151,7 @@ class ConstrainedBeam(NBestBeam):
         #: Length at which constraints have to be met; a forced EOS takes the last place.
         self.deadline = int(last) - (config.forced_eos_token_id is not None)
 
-    def candidates(
-        self, run: Run, log_probs: torch.Tensor, searches: slice = slice(None)
-    ) -> Hypotheses:
+    def candidates(self, run: Run, log_probs: Tensor, searches: slice = slice(None)) -> Hypotheses:
         """The ``n_candidates`` likeliest continuations, then the forced ones, with any in empty places."""
         vocab, device = log_probs.shape[1], log_probs.device
         totals = self.totals(log_probs)
@@ -169,9 +165,7 @@ class ConstrainedBeam(NBestBeam):
         forced = beams * vocab + torch.where(tokens == ANY, best, tokens)
         return self.continued(run, totals, torch.cat([likeliest, forced], dim=1))
 
-    def select(
-        self, run: Run, candidates: Hypotheses
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def select(self, run: Run, candidates: Hypotheses) -> tuple[Tensor, Tensor, Tensor]:
         ends, scores = self.ends(run, candidates), candidates.scores
         n, n_left = scores.shape[1], self.deadline - candidates.ids.shape[2]
         beams = candidates.parents[..., -1] - self.row_offsets
@@ -185,15 +179,14 @@ class ConstrainedBeam(NBestBeam):
             columns = row[:n], row[n : 2 * n], row[2 * n : 3 * n], row[3 * n :]
             for i, (beam, token, score, end) in enumerate(zip(*columns, strict=True)):
                 progress = self.progress[prompt][int(beam)].after(int(token))
-                options.append(Candidate(i, int(beam), int(token), score, bool(end), progress))
+                options.append(Candidate(i, (int(beam), int(token)), score, bool(end), progress))
             likeliest, forced = options[: self.n_candidates], options[self.n_candidates :]
             # Behind the forced ones are empty places.
             forced = forced[: len(self.forced[prompt])]
             tokens = zip(forced, self.forced[prompt], strict=True)
             named = [one for one, (_, token) in tokens if token != ANY]
             # Those that end and meet the constraints, each text once.
-            texts = {(one.beam, one.token): one for one in named[::-1]}
-            texts |= {(one.beam, one.token): one for one in likeliest[: self.beams][::-1]}
+            texts = {one.key: one for one in (named[::-1] + likeliest[: self.beams][::-1])}
             ended = {one.index for one in texts.values() if one.ends and one.progress.is_met}
             chosen = self.divide(likeliest, named)
             n_lacking = 0 if is_closed else self.n_returned - int(n_finished) - len(ended)
@@ -225,15 +218,15 @@ class ConstrainedBeam(NBestBeam):
         """The ``beams`` candidates that go on by the rules of dynamic beam allocation."""
         ended = [one for one in likeliest if one.ends]
         chosen = [one for one in likeliest if not one.ends][: self.beams]
-        taken = {(one.beam, one.token) for one in chosen}
-        named = [one for one in named if one.may_go_on and (one.beam, one.token) not in taken]
+        taken = {one.key for one in chosen}
+        named = [one for one in named if one.may_go_on and one.key not in taken]
         if named:
             both = chosen + named
             banks, scores = [one.progress.bank for one in both], [one.score for one in both]
             chosen = [both[place] for place in allocate(banks, scores, self.beams)]
         return chosen + ended[: self.beams - len(chosen)]  # criteria may leave too few
 
-    def result(self, run: Run) -> dict[str, torch.Tensor | None]:
+    def result(self, run: Run) -> dict[str, Tensor | None]:
         n = self.n_returned
         for prompt, n_met in enumerate(self.finished.is_done[:, :n].sum(dim=1).tolist()):
             if n_met < n:
@@ -265,9 +258,8 @@ def guard(chosen: list[Candidate], options: list[Candidate], n: int, n_left: int
     n_lacking = n - sum(map(can_make_it, chosen))
     if n_lacking <= 0:
         return
-    taken = {(one.beam, one.token) for one in chosen}
-    spare = {(one.beam, one.token): one for one in options if can_make_it(one)}
-    spare = {key: one for key, one in spare.items() if key not in taken}
+    taken = {one.key for one in chosen}
+    spare = {one.key: one for one in options if one.key not in taken and can_make_it(one)}
     best_first = sorted(spare.values(), key=lambda one: (-one.progress.bank, -one.score))
     places = [place for place, one in enumerate(chosen) if not can_make_it(one)][::-1]
     for place, one in zip(places[:n_lacking], best_first, strict=False):

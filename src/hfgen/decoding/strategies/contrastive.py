@@ -47,7 +47,6 @@ class Contrastive(Sample):
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:
-        """Raise ``ValueError`` for a model or fields that this mode cannot decode with."""
         name = f"Contrastive search (`penalty_alpha`={config.penalty_alpha})"
         if not 0 < config.penalty_alpha <= 1:
             raise ValueError(
@@ -85,12 +84,9 @@ class Contrastive(Sample):
         self.returns_cache = bool(config.return_dict_in_generate or is_given)
         self.is_recording = self.is_sequential or self.returns_cache
         run.model_kwargs["output_hidden_states"] = True
-        #: How many rows of the cache belong to one sequence.
-        self.n_expanded = 1
-        #: Of the token that was chosen last: what the next step starts from.
-        self.chosen: Any = None
-        #: Probabilities and tokens ``(rows, k)`` of a step's candidates.
-        self.candidates: Any = None
+        self.n_expanded = 1  # how many rows of the cache belong to one sequence
+        self.chosen: Any = None  # of the token that was chosen last: what the next step starts from
+        self.candidates: Any = None  # probabilities and tokens ``(rows, k)`` of a step's candidates
         #: Whether the candidates of this step have been forwarded; ``None`` within the forward.
         self.has_looked: bool | None = False
 
@@ -116,7 +112,6 @@ class Contrastive(Sample):
         return self.chosen
 
     def choose(self, run: Run, scores: torch.Tensor) -> torch.Tensor:
-        """Tokens ``(rows,)`` from scores ``(rows, vocab)``."""
         k = min(self.top_k, scores.shape[-1])
         probabilities, tokens = scores.softmax(dim=-1).topk(k)
         # One NaN makes all of its row.

@@ -15,9 +15,7 @@ from ...running import last_logits
 from ...state.run import Run
 from .sample import Sample
 
-#: Tokens below this share of the likeliest one's probability are never chosen.
-PLAUSIBLE = 0.1
-
+PLAUSIBLE = 0.1  # tokens below this share of the likeliest one's probability are never chosen
 #: Deeper models contrast with that many of their lowest or highest layers, not with half of them.
 DEEP, OF_DEEP = 40, 20
 
@@ -33,7 +31,6 @@ class Dola(Sample):
 
     @classmethod
     def check_config(cls, model: Any, config: GenerationConfig) -> None:
-        """Raise ``ValueError`` for a model or layers that this mode cannot decode with."""
         layers, name = config.dola_layers, type(model).__name__
         if model.config.is_encoder_decoder:
             raise ValueError(
@@ -46,11 +43,9 @@ class Dola(Sample):
                 f"embeddings, and {name} has none."
             )
         n_layers = model.config.get_text_config().num_hidden_layers
-        is_half = isinstance(layers, str) and layers in ("low", "high")
         is_list = isinstance(layers, list | tuple) and len(layers) > 0
-        if not is_half and not (
-            is_list and all(type(n) is int and 0 <= n < n_layers for n in layers)
-        ):
+        is_list = is_list and all(type(n) is int and 0 <= n < n_layers for n in layers)
+        if not is_list and not (isinstance(layers, str) and layers in ("low", "high")):
             raise ValueError(
                 f"`dola_layers` has to be 'low', 'high' or a list of layers from 0, the embeddings, "
                 f"to {n_layers - 1}, the last but one of {name}; it is {layers!r}."

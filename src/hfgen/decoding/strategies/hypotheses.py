@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-#: Stands for minus infinity where a difference between two of them must not be NaN.
-NEG_INF = -1.0e9
+NEG_INF = -1.0e9  # stands for minus infinity where a difference between two of them must not be NaN
 
 
 @dataclass(slots=True)

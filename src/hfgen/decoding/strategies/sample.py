@@ -34,8 +34,7 @@ class Sample(NextToken):
         rows = len(run.ids)
         self.row_choice = run.row_choice
         self.unfinished = stopping.may_begin(run.criteria, run.ids)
-        #: As it was when the newest tokens were chosen.
-        self.was_unfinished = self.unfinished
+        self.was_unfinished = self.unfinished  # as it was when the newest tokens were chosen
         # Processors of the caller's may write to the scores that they get.
         self.keeps_logits = len(run.processors) > 0 and logprobs.reads(run, "raw")
         self.n_steps = 0
@@ -63,9 +62,8 @@ class Sample(NextToken):
         tokens = tokens[:, None]
         run.ids = self.buffer.append(tokens)
         self.n_steps += 1
-        return Step(
-            tokens=tokens, scores=(scores,), logits=(logits,), **outputs.observe(run, model_outputs)
-        )
+        observed = outputs.observe(run, model_outputs)
+        return Step(tokens, (scores,), (logits,), **observed)
 
     def end_invalid(self) -> None:
         """End the rows whose scores were invalid; padding follows in them."""

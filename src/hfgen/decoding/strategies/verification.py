@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
@@ -26,9 +27,9 @@ from .drafted_rows import DraftedRows
 class DraftColumn:
     """The draft for one position of all rows."""
 
-    tokens: torch.Tensor  # (rows,)
-    is_drafted: torch.Tensor  # (rows,): whether a row has a draft there
-    logits: torch.Tensor | None  # (rows, vocab): what tokens were drawn from, if known
+    tokens: Tensor  # (rows,)
+    is_drafted: Tensor  # (rows,): whether a row has a draft there
+    logits: Tensor | None  # (rows, vocab): what tokens were drawn from, if known
     length: int = 0  # tokens before it
 
 
@@ -43,12 +44,10 @@ class GreedyMatch:
         #: Whether tokens are drawn: then there has to be one that can be, as in sampling without drafts.
         self.draws = row_choice is not None
 
-    def begin(self, logits: torch.Tensor, has_draft_logits: bool) -> None:
+    def begin(self, logits: Tensor, has_draft_logits: bool) -> None:
         """Start a round whose logits are ``(rows, n_drafted + 1, vocab)``."""
 
-    def choose(
-        self, position: int, scores: torch.Tensor, draft: DraftColumn
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, position: int, scores: Tensor, draft: DraftColumn) -> tuple[Tensor, Tensor]:
         """Tokens ``(rows,)`` for ``scores (rows, vocab)``, and in which rows it is the draft's."""
         if self.row_choice is not None:
             tokens, _ = self.row_choice.choose(scores, draft.length)
@@ -77,18 +76,16 @@ class SpeculativeSampling:
     def __init__(self, weight: float | None = None, is_upstreams: bool = False) -> None:
         self.weight, self.is_upstreams = weight, is_upstreams
 
-    def begin(self, logits: torch.Tensor, has_draft_logits: bool) -> None:
+    def begin(self, logits: Tensor, has_draft_logits: bool) -> None:
         rows, n_positions, vocab = logits.shape
-        self.uniform: torch.Tensor | None = None
+        self.uniform: Tensor | None = None
         n_noise = n_positions
         if has_draft_logits or not self.is_upstreams:
             self.uniform = torch.rand(rows, n_positions - 1, device=logits.device)
             n_noise = 1
         self.noise = exponential_noise((rows * n_noise, vocab), logits).view(rows, n_noise, vocab)
 
-    def choose(
-        self, position: int, scores: torch.Tensor, draft: DraftColumn
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, position: int, scores: Tensor, draft: DraftColumn) -> tuple[Tensor, Tensor]:
         p = scores.softmax(dim=-1)
         if self.uniform is None:
             tokens = gumbel_choice(p, self.noise[:, position])
@@ -112,12 +109,12 @@ class SpeculativeSampling:
         return torch.where(is_accepted, draft.tokens, tokens), is_accepted
 
 
-def exponential_noise(shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+def exponential_noise(shape: tuple[int, int], like: Tensor) -> Tensor:
     """The noise ``(rows, vocab)`` that ``torch.multinomial`` draws for one sample of each row."""
     return torch.empty(shape, dtype=torch.float32, device=like.device).exponential_()
 
 
-def gumbel_choice(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def gumbel_choice(probabilities: Tensor, noise: Tensor) -> Tensor:
     """One sample ``(rows,)`` of ``probabilities (rows, vocab)``, as ``torch.multinomial`` draws it."""
     return (probabilities / noise).argmax(dim=-1)
 
@@ -126,9 +123,9 @@ def verify(
     run: Run,
     rows: DraftedRows,
     verification: GreedyMatch | SpeculativeSampling,
-    logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+    logits: Tensor,
+    draft_logits: Tensor | None,
+) -> tuple[Tensor, ...]:
     """Verify ``logits (rows, width, vocab)`` position by position; write the tokens that ``rows`` gain.
 
     ``draft_logits (rows, n, vocab)``: the drafter's scores, if any. Returns the processed scores.
@@ -142,7 +139,7 @@ def verify(
     if draft_logits is not None:
         draft_logits = draft_logits.to(logits.device)
     verification.begin(logits, draft_logits is not None)
-    all_scores: list[torch.Tensor] = []
+    all_scores: list[Tensor] = []
     for position in range(width):
         raw, length = logits[:, position], start + position
         is_active = is_open & (rows.device_known == length)
@@ -178,7 +175,7 @@ def verify(
     return tuple(all_scores)
 
 
-def _processed(run: Run, rows: DraftedRows, logits: torch.Tensor, length: int) -> torch.Tensor:
+def _processed(run: Run, rows: DraftedRows, logits: Tensor, length: int) -> Tensor:
     """Scores ``(rows, vocab)`` of the position after ``length`` tokens."""
     if not run.processors:
         return logits
@@ -210,14 +207,14 @@ class PlainMatch:
         eos = [c.eos_token_id.tolist() for c in criteria if isinstance(c, EosTokenCriteria)]
         self.eos = {token for tokens in eos for token in tokens}
 
-    def verify(self, run: Run, rows: DraftedRows, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def verify(self, run: Run, rows: DraftedRows, logits: Tensor) -> tuple[Tensor, ...]:
         """Write the tokens that ``rows`` gain by ``logits (rows, width, vocab)``; return the processed scores."""
         start, guesses = run.ids.shape[1], rows.guesses.tolist()
         rows.drafted = [sum(guess >= 0 for guess in row) for row in guesses]
         known, ended = [*rows.known], [*rows.has_ended]
         goes_on, invalid_at = [not has_ended for has_ended in ended], [-1] * len(known)
         gained: list[list[int]] = [[] for _ in known]
-        all_scores: list[torch.Tensor] = []
+        all_scores: list[Tensor] = []
         for scores, tokens, is_invalid in self.choices(run, rows, logits):
             length = start + len(all_scores)
             all_scores.append(scores)
@@ -245,8 +242,8 @@ class PlainMatch:
         return tuple(all_scores)
 
     def choices(
-        self, run: Run, rows: DraftedRows, logits: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, list[int], list[bool]]]:
+        self, run: Run, rows: DraftedRows, logits: Tensor
+    ) -> Iterator[tuple[Tensor, list[int], list[bool]]]:
         """Yield of each position its scores ``(rows, vocab)``, and of each row a token and whether it is none."""
         found = []
         for position, raw in enumerate(logits.unbind(dim=1)):

@@ -54,8 +54,7 @@ class Followed:
 
     prompt: int
     matcher: LLMatcher
-    #: A numpy array, which is faster than a tensor for few tokens.
-    tokens: Any
+    tokens: Any  # a numpy array, which is faster than a tensor for few tokens
     n_consumed: int = 0
     #: The row is inside a section of thoughts, which are its ``tokens``; the text has not begun.
     is_thinking: bool = False
@@ -107,12 +106,11 @@ class Follower:
         """
         first = min(self.begins)
         generated = ids[:, first:].to("cpu", copy=True).numpy()
-        n_rows, n_repeats = len(ids), len(ids) // len(self.starts)
         targets = []
-        for row in range(n_rows):
-            prompt = row // n_repeats
+        for row, new in enumerate(generated):
+            prompt = row * len(self.starts) // len(ids)
             end = None if lengths is None else max(lengths[row] - first, 0)
-            tokens = generated[row, self.begins[prompt] - first : end]
+            tokens = new[self.begins[prompt] - first : end]
             targets.append(self._target(prompt, ids[row], tokens))
         sources = [self._source(row, target) for row, target in enumerate(targets)]
         users = [0] * (len(self.rows) + 1)  # the last counts those without a source

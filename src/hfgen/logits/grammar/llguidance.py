@@ -19,16 +19,11 @@ try:
 except ImportError:  # an extra; `library_of` says so
     llguidance = None  # type: ignore[assignment]
 
-#: The number of compiled grammars that are kept per tokenizer.
-N_KEPT = 64
-
+N_KEPT = 64  # the number of compiled grammars that are kept per tokenizer
 #: llguidance's units of work for the states of a lexer: a tenth of its default. With it,
 #: ``(a{1000}){1000}`` takes 0.06 s and a megabyte; with the default, 1 s and 207 MB.
 LEXER_FUEL = 100_000
-
-#: Up to so many masks take less time than to wake threads for them.
-N_ALONE = 8
-
+N_ALONE = 8  # up to so many masks take less time than to wake threads for them
 #: The spelling of the token that llguidance takes for the end of a text. No call generates it.
 END = "<|hfgen: end of the text|>"
 

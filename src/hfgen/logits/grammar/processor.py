@@ -18,8 +18,7 @@ from ..markers import marker_ids
 from .follower import Followed, Follower, Thinking
 from .llguidance import LLGuidance, library_of
 
-#: The score of every token of a beam that has ended: it stays below all that go on.
-LOWEST = -1e30
+LOWEST = -1e30  # the score of every token of a beam that has ended: it stays below all that go on
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -127,15 +126,13 @@ class NoTokenLeft(LogitsProcessor):
 class GrammarCriterion(StoppingCriteria):
     """Ends a row without an EOS token where its grammar allows nothing more."""
 
-    #: Rows may end before others do, and are padded then.
-    ends_rows = True
+    ends_rows = True  # rows may end before others do, and are padded then
     finish_reason = "grammar"
 
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
         ends = [self.follower.has_ended(row) for row in self.follower.follow(input_ids)]
         return torch.tensor(ends, device=input_ids.device)
 

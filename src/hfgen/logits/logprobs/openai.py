@@ -8,8 +8,7 @@ from typing import Any
 
 from ...state.text import Pieces
 
-#: The least value: JSON has no infinity.
-LEAST = -9999.0
+LEAST = -9999.0  # the least value: JSON has no infinity
 
 
 def spelled(token_id: int, pieces: Pieces | None) -> str:

@@ -152,14 +152,12 @@ class PromptRecorder(Observer):
         run.body = Body.of_prefill(run)
 
     def add(self, run: Run, strategy: Strategy, step: Step) -> None:
-        """After the first step, measure the prompts' tokens."""
         if "prompt_logprobs" not in run.extras:
             run.extras["prompt_logprobs"] = self.measured(run.body)
             run.body = None
             self.prompt.kwargs.clear()
 
     def finish(self, run: Run, strategy: Strategy, result: dict[str, Tensor | None]) -> None:
-        """Measure the prompts' tokens, if there was no step."""
         if "prompt_logprobs" not in run.extras:
             run.extras["prompt_logprobs"] = self.measured()
 

@@ -86,10 +86,8 @@ class Logprobs(Sequence["list[TokenLogprob] | None"]):
         if asked_ids is None:
             asked_ids = token_ids.new_zeros(len(token_ids), 0)
         logprobs, ranks, top_ids, *tops = measures
-        logprobs, ranks = (
-            logprobs.masked_fill(~is_token, torch.nan),
-            ranks.masked_fill(~is_token, 0),
-        )
+        logprobs = logprobs.masked_fill(~is_token, torch.nan)
+        ranks = ranks.masked_fill(~is_token, 0)
         top, asked = (values.masked_fill(~is_token[..., None], torch.nan) for values in tops)
         of_tokens = token_ids, is_token, logprobs, ranks, top_ids, top
         return cls(*of_tokens, asked_ids, asked, settings, is_prompt, support)

@@ -15,8 +15,7 @@ import torch
 from ...settings.kinds import LOGPROBS_MODES as MODES
 from ...state.run import Run
 
-#: Stands for all tokens of the vocabulary.
-ALL = -1
+ALL = -1  # stands for all tokens of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,7 @@ class LogprobRequest:
 class Settings:
     """The requests of the prompts of a call, and which scores they are about."""
 
-    #: One per prompt, or a single one for all.
-    requests: Sequence[LogprobRequest]
+    requests: Sequence[LogprobRequest]  # one per prompt, or a single one for all
     mode: str = MODES[0]
 
     @property
@@ -76,7 +74,6 @@ class Settings:
 
 
 def mode_of(config: Any) -> str:
-    """The mode that a config asks for."""
     return getattr(config, "logprobs_mode", None) or MODES[0]
 
 

@@ -25,8 +25,7 @@ from .lists import LogitsProcessorList, public_type
 from .lists import merge_criteria_processor_list as merge_criteria_processor_list
 from .thinking import thinking_budget
 
-#: Not for greedy prompts.
-_warper = partial(Row, of_sampling=True)
+_warper = partial(Row, of_sampling=True)  # not for greedy prompts
 
 
 def _keeping(
@@ -55,7 +54,6 @@ DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_bre
 DYNATEMP = ("temperature", "dynatemp_exponent")
 XTC = ("xtc_threshold",)
 THINKING = ("thinking_start", "thinking_end", "thinking_message")
-
 #: Run first; the caller's own processors come after them.
 PROCESSORS: list[Builder] = [
     Row("guidance_scale", guidance, 1.0, neutral=1.0),

@@ -39,12 +39,10 @@ class Context:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     negative_prompt_ids: torch.Tensor | None = None
     negative_prompt_attention_mask: torch.Tensor | None = None
-    #: The configs of the prompts, where they differ.
-    rows: RowParams | None = None
+    rows: RowParams | None = None  # the configs of the prompts, where they differ
     #: ``(rows,)`` int64: keys of the noise of each row (``hfgen.state.seeds``), if the call has seeds.
     seeds: torch.Tensor | None = None
-    #: The call's, if it was given one.
-    tokenizer: Any = None
+    tokenizer: Any = None  # the call's, if it was given one
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -141,8 +139,7 @@ class Row:
     reads: tuple[str, ...] = ()
     #: Leaves ``min_tokens_to_keep`` tokens, whose number depends on the EOS tokens where there are beams.
     keeps_tokens: bool = False
-    #: Is not built for greedy prompts.
-    of_sampling: bool = False
+    of_sampling: bool = False  # is not built for greedy prompts
     of_all: bool = False
 
     def __call__(self, context: Context) -> Any:
@@ -226,8 +223,7 @@ class ProcessorsByRows(_OfPrompts, LogitsProcessor):
 class CriteriaByRows(_OfPrompts, StoppingCriteria):
     """Calls each criterion with the rows of its own prompts."""
 
-    #: Rows may end before the others do, and are padded then.
-    ends_rows = True
+    ends_rows = True  # rows may end before the others do, and are padded then
 
     def of_row(self, row: int, n_rows: int) -> Any:
         """The criterion of a row of ``n_rows``; ``None`` if it has none."""

@@ -18,9 +18,7 @@ from .context import Context
 
 #: Up to here a power fits into a float32.
 _LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)
-
-#: llama.cpp's and most front ends' default.
-DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's and most front ends' default
 
 
 class Breakers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ from .per_row import MinPPerRow, TemperaturePerRow, TopKPerRow, TopPPerRow, cut_
 
 #: Relative errors of torch's exponentials in float32 (20 units in the last place), and of rounding to it.
 EXP, HALF_ULP = 4e-6, 2.0**-24
-#: Smaller probabilities may be 0 in float32.
-TINY = 1e-30
-#: Torch sums a row in at least so many lanes.
-LANES = 4
-#: The number of tokens that a top-p is first tried with.
-FIRST = 64
+TINY = 1e-30  # smaller probabilities may be 0 in float32
+LANES = 4  # torch sums a row in at least so many lanes
+FIRST = 64  # the number of tokens that a top-p is first tried with
+
+
+#: ``exact(rows, scores)``: the scores of some rows as upstream's class returns them.
+Exact: TypeAlias = Callable[[list[int], Tensor], Tensor]
 
 
 @dataclass(slots=True)
@@ -45,17 +46,8 @@ class Chain:
         blocks = Blocks(self.scores, self.divisor)
         return blocks if blocks.is_finite() else None
 
-    def keep(
-        self,
-        survivors: Survivors,
-        drops: Tensor,
-        is_unsure: Tensor,
-        exact: Callable[[list[int], Tensor], Tensor],
-    ) -> None:
-        """Keep ``survivors`` without ``drops (rows, n)``.
-
-        In rows ``(rows,)`` that are unsure, drop what ``exact(rows, scores)`` drops.
-        """
+    def keep(self, survivors: Survivors, drops: Tensor, is_unsure: Tensor, exact: Exact) -> None:
+        """Keep ``survivors`` without ``drops (rows, n)``; in unsure rows ``(rows,)``, as ``exact`` does."""
         if rows := is_unsure.nonzero().flatten().tolist():
             by = self.divisor[rows] if isinstance(self.divisor, Tensor) else self.divisor
             if self.survivors is not None:
@@ -116,12 +108,11 @@ def min_p(chain: Chain, warper: Any) -> bool:
     if keep > 1 and int((~drops).sum(dim=1).min()) < keep:
         return False  # which of equal probabilities are kept is up to upstream
     is_near = ((p - share).abs() <= EXP * share + TINY) & (p > 0.0)
-    chain.keep(
-        survivors,
-        drops,
-        is_near.any(dim=1),
-        lambda rows, scores: MinPPerRow(share[rows], keep)(None, scores),
-    )
+
+    def exact(rows: list[int], scores: Tensor) -> Tensor:
+        return MinPPerRow(share[rows], keep)(None, scores)
+
+    chain.keep(survivors, drops, is_near.any(dim=1), exact)
     return True
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-import torch
 import transformers
+from torch import Tensor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from ...settings.logs import logger
@@ -19,9 +19,7 @@ from . import fused
 class LogitsProcessorList(transformers.LogitsProcessorList):
     """Processors, applied in order; those that take more get the keyword arguments of the call."""
 
-    def __call__(
-        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """Processed scores ``(rows, vocab)`` of ``input_ids (rows, length)``.
 
         ``scores`` may have a multiple of the rows, for guidance to fold. Raises ``ValueError`` if a
@@ -45,12 +43,12 @@ class LogitsProcessorList(transformers.LogitsProcessorList):
         return fused.apply(fusible, input_ids, scores) if fusible else scores
 
 
-def _check_scores(processor: Any, scores: Any, raw_scores: torch.Tensor, n_rows: int) -> None:
+def _check_scores(processor: Any, scores: Any, raw_scores: Tensor, n_rows: int) -> None:
     """Raise ``ValueError`` if a caller's processor returned something else than scores.
 
     It may return the scores of the first tokens alone; then no other token is chosen.
     """
-    if not isinstance(scores, torch.Tensor):
+    if not isinstance(scores, Tensor):
         returned = type(scores).__name__
     elif (
         scores.ndim != raw_scores.ndim

@@ -13,8 +13,7 @@ from ...state import seeds
 from .context import Context
 from .per_row import quotient
 
-#: A dynamic temperature below it is 0: scores would grow beyond float32.
-LEAST = 1e-6
+LEAST = 1e-6  # a dynamic temperature below it is 0: scores would grow beyond float32
 
 
 class DynamicTemperature(LogitsProcessor):
@@ -28,9 +27,8 @@ class DynamicTemperature(LogitsProcessor):
         self.temperature, self.span, self.exponent = temperature, span, exponent
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        t, span, exponent = (
-            scores.new_full((1, 1), value) for value in (self.temperature, self.span, self.exponent)
-        )
+        values = self.temperature, self.span, self.exponent
+        t, span, exponent = (scores.new_full((1, 1), value) for value in values)
         n_left = (scores > -math.inf).sum(dim=-1, keepdim=True)
         entropy = torch.special.entr(scores.softmax(dim=-1)).sum(dim=-1, keepdim=True)
         share = (entropy / n_left.log()).nan_to_num(nan=0.0, posinf=0.0).clamp(0.0, 1.0)
@@ -112,8 +110,7 @@ class ExcludeTopChoices(LogitsProcessor):
     generator.
     """
 
-    #: Tells this use of a row's noise from others.
-    SALT: ClassVar[int] = -2
+    SALT: ClassVar[int] = -2  # tells this use of a row's noise from others
 
     probability: float
     threshold: float
@@ -159,7 +156,6 @@ class Feedback(LogitsProcessor):
         raise NotImplementedError
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Reorder rows: row ``i`` becomes old row ``index[i]``."""
         self.states = {length: state[index] for length, state in self.states.items()}
         if self.last is not None:
             self.last = self.last[0], self.last[1][index]
@@ -265,6 +261,5 @@ def exclude_top_choices(probability: Any, context: Context) -> ExcludeTopChoices
     threshold = float(context.own("xtc_threshold"))
     if threshold > 0.5:  # two tokens cannot both be that likely
         return None
-    return ExcludeTopChoices(
-        probability, threshold, context.min_tokens_to_keep, context.seeds, context.prompt_length
-    )
+    facts = context.min_tokens_to_keep, context.seeds, context.prompt_length
+    return ExcludeTopChoices(probability, threshold, *facts)

@@ -65,8 +65,7 @@ class _NoEarlyEnd(Banning):
 
     eos_token_id: torch.Tensor
     start: int
-    #: A number, or a column ``(prompts, 1)``.
-    least: int | torch.Tensor
+    least: int | torch.Tensor  # a number, or a column ``(prompts, 1)``
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         is_short = expand(self.least, len(scores)) > input_ids.shape[-1] - self.start
@@ -117,9 +116,8 @@ def bad_words(words: str | list[str], context: Context) -> NoBadWordsLogitsProce
 def begin_suppress_tokens(tokens: Any, context: Context) -> SuppressTokensAtBeginLogitsProcessor:
     # A forced BOS takes the first place, so the sequence proper begins one token later.
     forced = context.prompt_length <= 1 and context.config.forced_bos_token_id is not None
-    return SuppressTokensAtBeginLogitsProcessor(
-        tokens, context.prompt_length + int(forced), device=context.device
-    )
+    begin = context.prompt_length + int(forced)
+    return SuppressTokensAtBeginLogitsProcessor(tokens, begin, device=context.device)
 
 
 def min_length(n: Any, context: Context) -> MinLengthLogitsProcessor | None:

@@ -105,9 +105,7 @@ def stop_regex(patterns: Any, context: Context) -> StopRegexCriteria:
     return StopRegexCriteria(*facts)
 
 
-#: Fields that hold stops back.
-HELD = ("min_tokens",)
-
+HELD = ("min_tokens",)  # fields that hold stops back
 #: Rows in the order in which the criteria are asked; the caller's own follow.
 CRITERIA: list[Builder] = [
     Row("max_length", max_length, neutral=0),

@@ -83,8 +83,7 @@ class Noted:
 
     name: str
     notes: Notes
-    #: ``None`` in a search, where candidates have no row.
-    row: int | None
+    row: int | None  # ``None`` in a search, where candidates have no row
     prompt_length: int
     rank: int
 

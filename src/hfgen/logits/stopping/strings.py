@@ -12,13 +12,13 @@ from typing import Any
 import regex
 import torch
 import transformers
+from torch import Tensor
 from transformers import StoppingCriteria
 
 from ...state.text import Pieces, decode
 from .reasons import FinishReason
 
-#: ``stop_regex`` is searched for in the text of so many tokens at the end of a row.
-WINDOW = 512
+WINDOW = 512  # ``stop_regex`` is searched for in the text of so many tokens at the end of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,15 @@ class TextCriteria(StoppingCriteria):
     first ``min_tokens`` generated ones.
     """
 
-    #: How many tokens at the end of a row can belong to a stop.
-    n_tokens: int
+    n_tokens: int  # how many tokens at the end of a row can belong to a stop
 
     def __init__(self, tokenizer: Any, prompt_length: int, min_tokens: int) -> None:
         """``prompt_length``: how many tokens of each row were not generated."""
         self.pieces = Pieces(tokenizer)
         self.prompt_length, self.min_tokens = prompt_length, min_tokens
-        #: Lengths of ``input_ids`` at which a row was ended.
-        self.hits: set[int] = set()
+        self.hits: set[int] = set()  # lengths of ``input_ids`` at which a row was ended
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         ends = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
         length = input_ids.shape[1]
         if length - self.prompt_length <= self.min_tokens:
@@ -100,18 +97,11 @@ class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
     transformers' class reads the prompt as well, and tabulates the vocabulary.
     """
 
-    #: Whether rows that have ended are padded, also where the call has no EOS.
-    ends_rows = False
+    ends_rows = False  # whether rows that have ended are padded, also where the call has no EOS
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        stop_strings: str | list[str],
-        prompt_length: int = 0,
-        min_tokens: int = 0,
-    ) -> None:
+    def __init__(self, tokenizer: Any, strings: Any, prompt_length: int = 0, min_tokens: int = 0):
         super().__init__(tokenizer, prompt_length, min_tokens)
-        strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+        strings = [strings] if isinstance(strings, str) else strings
         self.stop_strings = tuple(strings)
         self.spelled = [(string, string.encode()) for string in strings]
         #: A token has a byte at least, so no string begins further back.
@@ -156,16 +146,9 @@ class StopRegexCriteria(TextCriteria):
     """
 
     ends_rows = True
-    #: The token before the window is there for ``^`` and for lookbehinds.
-    n_tokens = WINDOW + 1
+    n_tokens = WINDOW + 1  # the token before the window is there for ``^`` and for lookbehinds
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        patterns: str | list[str],
-        prompt_length: int = 0,
-        min_tokens: int = 0,
-    ) -> None:
+    def __init__(self, tokenizer: Any, patterns: Any, prompt_length: int = 0, min_tokens: int = 0):
         """Raises ``re.error`` for a wrong pattern."""
         super().__init__(tokenizer, prompt_length, min_tokens)
         patterns = [patterns] if isinstance(patterns, str) else patterns

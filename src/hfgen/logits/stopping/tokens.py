@@ -41,7 +41,6 @@ class StopTokenCriteria(StoppingCriteria):
         self.tokens = torch.tensor(sorted(set(token_ids)), device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
         self.tokens = self.tokens.to(input_ids.device)
         return torch.isin(input_ids[:, -1], self.tokens)
 
@@ -58,12 +57,10 @@ class RepetitionCriteria(StoppingCriteria):
     def __init__(
         self, detection: RepetitionDetection, prompt_length: int = 0, min_tokens: int = 0
     ) -> None:
-        """``prompt_length``: how many tokens were not generated; ``min_tokens``: how many have to be."""
         self.detection, self.prompt_length, self.min_tokens = detection, prompt_length, min_tokens
         self.smallest = max(detection.min_pattern_size, 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """``(rows,)`` bools for ``input_ids (rows, length)``; ``scores`` are not used."""
         detection, length = self.detection, input_ids.shape[1] - self.prompt_length
         largest = min(detection.max_pattern_size, length // detection.min_count)
         if largest < self.smallest or length < self.min_tokens:
