@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, LogitsProcessor, WatermarkingConfig
 
 from hfgen.logits import processors
-from hfgen.logits.processors import ngrams, repetition, vocabulary
+from hfgen.logits.processors import repetition, vocabulary
 from hfgen.logits.processors.lists import public_type
 from tests.versions import IS_5_23
 
@@ -124,7 +124,9 @@ def test_repetition_penalty_of_packed_rows_is_upstreams() -> None:
 def test_no_repeat_ngram(
     count: int, seed: int, dtype: torch.dtype, size: int, lengths: list[int]
 ) -> None:
-    ours, theirs = (module.NoRepeatNGramLogitsProcessor(size) for module in (ngrams, transformers))
+    ours, theirs = (
+        module.NoRepeatNGramLogitsProcessor(size) for module in (repetition, transformers)
+    )
     ids = draw_ids(count, 12, seed) % 3  # so few tokens that most n-grams repeat
     for length in lengths:  # as of one call after another: longer, shorter, other rows
         assert_same(ours, theirs, ids[:, :length], draw_scores(count, seed, dtype))
@@ -139,7 +141,7 @@ def test_encoder_no_repeat_ngram(
     encoder_ids = draw_ids(count, 9, seed + 1)
     ours, theirs = (
         module.EncoderNoRepeatNGramLogitsProcessor(size, encoder_ids)
-        for module in (ngrams, transformers)
+        for module in (repetition, transformers)
     )
     ids, scores = draw_ids(n_sequences, length, seed), draw_scores(n_sequences, seed, dtype)
     if n_sequences % count == 0:

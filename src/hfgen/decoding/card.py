@@ -109,9 +109,6 @@ def card(model: nn.Module, tokenizer: Any = None) -> Card:
     return Card(**sections)
 
 
-# ------------------------------------------------------------ of a call
-
-
 class CardWriter(Observer):
     """An observer that sets ``output.card`` when a call has ended; see ``loop.begin``."""
 
@@ -206,9 +203,6 @@ def digests_of_rows(tokens: Tensor) -> list[list[str]]:
     return rows
 
 
-# ------------------------------------------------------------ decoding again
-
-
 def replay(
     card: Card, model: Any, tokenizer: Any = None, inputs: Mapping[str, Any] | None = None
 ) -> Card:
@@ -241,9 +235,6 @@ def replay(
     output = model.generate(**options | {"return_dict_in_generate": True, "output_card": True})
     found: Card = output.card
     return found
-
-
-# ------------------------------------------------------------ comparing
 
 
 def differences(expected: Card, found: Card) -> list[str]:

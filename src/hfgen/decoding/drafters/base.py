@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +200,7 @@ def _wrong(kind: type[Exception], name: str, expected: str, returned: str) -> Ex
     return kind(f"{name}.draft() has to return {expected}, but returned {returned}.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Setup:
     """The call that a drafter is made for."""
 
@@ -211,34 +211,22 @@ class Setup:
     #: The encoder's input ``(batch, …)``, for assistants that have an encoder of their own.
     encoder_input: torch.Tensor | None = None
     has_streamer: bool = False
+    max_length: int = field(init=False)  # tokens that a row may have in the end, prompt included
+    #: Whether draft lengths show, since a streamer gets the chunks of one row.
+    is_streamed_row: bool = field(init=False)
+    is_drawn: bool = field(init=False)  # whether tokens are drawn from torch's generator
+    #: Whether verification compares probabilities and not only tokens.
+    needs_logits: bool = field(init=False)
+    #: Whether drafts have to be upstream's: the draws of one row, or the tokens of an ensemble, depend on them.
+    is_exact: bool = field(init=False)
 
-    @property
-    def max_length(self) -> int:
-        """Tokens that a row may have in the end, prompt included."""
-        return int(self.run.criteria.max_length or self.run.config.max_length)
-
-    @property
-    def is_streamed_row(self) -> bool:
-        """Whether draft lengths show, since a streamer gets the chunks of one row."""
-        return self.has_streamer and len(self.run.ids) == 1
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether tokens are drawn from torch's generator."""
-        return bool(self.run.config.do_sample) and self.run.row_choice is None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether drafts have to be upstream's: the draws of one row, or its tokens, depend on them.
-
-        An ensemble of target and assistant chooses the tokens that are drafted for, and no others.
-        """
-        return self.needs_logits and len(self.run.ids) == 1
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether verification compares probabilities and not only tokens."""
-        return self.is_drawn or self.run.config.assistant_ensemble_weight is not None
+    def __post_init__(self) -> None:
+        run, config, is_one = self.run, self.run.config, len(self.run.ids) == 1
+        self.max_length = int(run.criteria.max_length or config.max_length)
+        self.is_streamed_row = self.has_streamer and is_one
+        self.is_drawn = bool(config.do_sample) and run.row_choice is None
+        self.needs_logits = self.is_drawn or config.assistant_ensemble_weight is not None
+        self.is_exact = self.needs_logits and is_one
 
     def of_assistant(self, name: str, always: bool = False) -> Any:
         """A setting of the call, unless draws have to be upstream's, or of the assistant's own config."""

@@ -142,8 +142,6 @@ class SuffixMemory(Drafter):
             memory.extend(text, part.tolist())
         return memory
 
-    # ------------------------------------------------------------ drafting
-
     def begin(self, run: Run) -> Drafter:
         """The drafter of one call. Raises ``ValueError`` if its model has another vocabulary."""
         vocab = int(run.model.config.get_text_config(decoder=True).vocab_size)

@@ -1,17 +1,19 @@
-"""The returned log-probabilities: tensors, and one object per token on access."""
+"""The returned log-probabilities: tensors, one object per token on access, and OpenAI's format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...state.text import Pieces
-from .openai import content
 from .settings import Settings
+
+LEAST = -9999.0  # the least value in OpenAI's format: JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +192,48 @@ def measure(
     ranks = (own_scores > own_scores.gather(1, index)).sum(dim=1, dtype=torch.int32) + 1
     del own_scores
     top_ids = scores.topk(k).indices
-    values = scores if settings.is_logits else scores.log_softmax(dim=-1)
+    values = scores if settings.mode.endswith("logits") else scores.log_softmax(dim=-1)
     logprobs = values.gather(1, index).squeeze(1) if rows is None else values[rows, tokens]
     asked_ids = top_ids[:, :0] if asked_ids is None else asked_ids
     top, asked = values.gather(1, top_ids), values.gather(1, asked_ids)
     return Measures(logprobs, ranks, top_ids, top, asked)
+
+
+def spelled(token_id: int, pieces: Pieces | None) -> str:
+    """The text of a token; its number if nothing spells it."""
+    return f"token_id:{token_id}" if pieces is None else pieces[token_id].decode("utf-8", "replace")
+
+
+def content(tokens: Iterable[Any], pieces: Pieces | None) -> list[dict[str, Any]]:
+    """Chat completions': one entry for each ``TokenLogprob``; positions without one are left out."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": spelled(token_id, pieces),
+            "logprob": max(logprob, LEAST),
+            "bytes": None if pieces is None else list(pieces[token_id]),
+        }
+
+    return [
+        entry(token.token_id, token.logprob)
+        | {"top_logprobs": [entry(*pair) for pair in dict.fromkeys(token.top + token.asked)]}
+        for token in tokens
+        if token is not None
+    ]
+
+
+def legacy(
+    ids: Iterable[int], tokens: Iterable[Any], pieces: Pieces | None
+) -> dict[str, list[Any]]:
+    """The tokens ``ids`` as completions have them; of ``tokens``, the first of a prompt is ``None``."""
+    texts = [spelled(token_id, pieces) for token_id in ids]
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    for token in tokens:
+        values.append(None if token is None else max(token.logprob, LEAST))
+        # Of tokens that are spelled alike, the likeliest is kept.
+        pairs = () if token is None else reversed(token.top + token.asked)
+        top = {spelled(token_id, pieces): max(value, LEAST) for token_id, value in pairs}
+        tops.append(None if token is None else top)
+    offsets = list(accumulate(map(len, texts), initial=0))[:-1]
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

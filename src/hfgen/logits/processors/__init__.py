@@ -18,7 +18,7 @@ from transformers.generation import logits_process as upstream
 
 from ...settings.sampler_order import fields_of
 from ..grammar import processor as grammar
-from . import dry, ngrams, per_row, repetition, samplers, vocabulary
+from . import dry, per_row, repetition, samplers, vocabulary
 from .context import Builder, Context, Row, built
 from .guidance import guidance
 from .lists import LogitsProcessorList, public_type
@@ -64,8 +64,8 @@ PROCESSORS: list[Builder] = [
     Row("frequency_penalty", repetition.occurrence_penalty, 0.0, neutral=0.0, reads=COUNTED),
     Row("presence_penalty", _presence, 0.0, neutral=0.0, reads=COUNTED),
     Row("dry_multiplier", dry.dry, 0.0, reads=DRY),
-    Row("no_repeat_ngram_size", ngrams.no_repeat_ngram, 0, lambda n: n < 0),
-    Row("encoder_no_repeat_ngram_size", ngrams.encoder_no_repeat_ngram, 0, lambda n: n < 0),
+    Row("no_repeat_ngram_size", repetition.no_repeat_ngram, 0, lambda n: n < 0),
+    Row("encoder_no_repeat_ngram_size", repetition.encoder_no_repeat_ngram, 0, lambda n: n < 0),
     Row("bad_words_ids", lambda ids, c: upstream.NoBadWordsLogitsProcessor(ids, c.eos), reads=EOS),
     Row("bad_words", vocabulary.bad_words, reads=EOS),
     Row("allowed_token_ids", lambda tokens, c: vocabulary.AllowedTokens(list(tokens), c.device)),

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ...logits.logprobs.openai import content, legacy
+from ...logits.logprobs.result import content, legacy
 from ...state.text import Pieces, decode
 
 #: Reasons of a text that was cut off; every other one is an end.

@@ -13,7 +13,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, response_eve
 from ...engine.errors import EngineClosedError
 from ...engine.request import EngineEvent
 from ...engine.serving import ServiceRequest
-from ...logits.logprobs.openai import legacy
+from ...logits.logprobs.result import legacy
 from ...settings.logs import logger
 from ..openai_api.responses import chat_logprobs, choice, error_body, usage
 
