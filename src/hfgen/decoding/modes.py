@@ -51,7 +51,6 @@ class Mode:
 
     @property
     def decode(self) -> Callable[..., Any]:
-        """hfgen's function behind the hook."""
         return HOOKS[self.hook]
 
     def method_of(self, cls: type) -> Any:

@@ -70,7 +70,6 @@ class Results(Observer):
     """Collects while a call decodes what can only be known then; the rest is found out at the end."""
 
     def __init__(self, run: Run) -> None:
-        self.prompt_length = run.ids.shape[1]
         self.has_metrics = bool(getattr(run.config, "output_metrics", False))
         self.started = time.perf_counter() if run.call is None else run.call.started
         self.first: float | None = None
@@ -148,7 +147,6 @@ def context(run: Run, row: int, n_rows: int) -> list[int]:
 
 
 def skips_and_includes(run: Run, row: int, n_rows: int) -> tuple[bool, bool]:
-    """``skip_special_tokens`` and ``include_stop_str_in_output`` of a returned row."""
     config: Any = run.config
     if run.rows is not None:
         config = run.rows.configs[row * len(run.rows) // n_rows]

@@ -46,7 +46,7 @@ def make_drafter(setup: Setup) -> Drafter:
 
 
 def _prompt_lookup(setup: Setup) -> PromptLookup:
-    """A lookup that drafts beyond the last token where upstream's does, and that shows: in draws and logits."""
+    """A lookup; it drafts beyond the last token where upstream's does and that shows: in draws and logits."""
     run, config = setup.run, setup.run.config
     allowed: Any = None
     if run.processors and (setup.is_exact or setup.is_streamed_row):  # draws or chunks show drafts

@@ -321,7 +321,6 @@ def first_layers(model: Any, n_layers: int) -> Any:
 
 
 def _view(module: Any, configs: dict) -> Any:
-    """``view_of`` with a config of its own."""
     view = view_of(module)
     if hasattr(module, "config"):
         view.config = config = copy.deepcopy(module.config, configs)

@@ -75,7 +75,6 @@ class UnderGrammar(Drafter):
 
 
 def under_grammar(drafter: Drafter, processors: Any) -> Drafter:
-    """``drafter``, which minds the grammar if a call has one."""
     followers = (p.follower for p in processors if isinstance(p, GrammarProcessor))
     follower = next(followers, None)
     return drafter if follower is None else UnderGrammar(drafter, follower)

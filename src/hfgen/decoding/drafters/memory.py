@@ -203,7 +203,6 @@ class SuffixMemory(Drafter):
         self._rebuild(sorted(kept, key=lambda text: text.number))
 
     def _rebuild(self, texts: list[Text]) -> None:
-        """Remember these texts alone."""
         self._texts = {text.number: text for text in texts}
         self._n_tokens = sum(len(text.tokens) for text in texts)
         self._prompts.clear()

@@ -120,7 +120,6 @@ class Depths:
             self.stopped[index] = self.DECAY * self.stopped[index] + has_stopped
 
     def rates(self, limit: int) -> list[float]:
-        """Of the first ``limit`` tokens."""
         rates, rate = list[float](), self.FIRST_GUESS
         for index, (first, end) in enumerate(pairwise((*self.BORDERS, limit + 1))):
             seen = self.went_on[index] + self.stopped[index]

@@ -99,14 +99,12 @@ class FromGenerator(Drafter):
         return kwargs
 
     def see(self, run: Run, model_outputs: Any, scores: Any, n_advanced: int) -> None:
-        """Keep the round's results for the next call of the generator."""
         self.outputs, self.n_matches = model_outputs, n_advanced - 1
         if (update := getattr(self.generator, "update_candidate_strategy", None)) is not None:
             update(run.ids, torch.stack(scores, dim=1), self.n_matches)
 
 
 def has_own_hook(model: Any) -> bool:
-    """Whether ``_get_candidate_generator`` of ``model`` is not transformers' own."""
     hook = getattr(model._get_candidate_generator, "__func__", None)
     is_inherited = hook is GenerationMixin._get_candidate_generator
     return not is_inherited or is_replaced("_get_candidate_generator")

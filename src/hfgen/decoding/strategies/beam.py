@@ -93,7 +93,6 @@ class Beam(NextToken):
 
     @staticmethod
     def beams_of(config: GenerationConfig) -> int:
-        """How many beams search together."""
         return int(config.num_beams)
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
@@ -175,7 +174,6 @@ class Beam(NextToken):
         return Hypotheses(ids, parents, scores, is_done)
 
     def end(self, searches: torch.Tensor) -> None:
-        """End ``searches (batch, 1)`` with their finished hypotheses."""
         self.is_over, self.can_improve = self.is_over | searches, self.can_improve & ~searches
 
     def likeliest(self, run: Run, totals: torch.Tensor) -> torch.Tensor:
@@ -205,7 +203,6 @@ class Beam(NextToken):
         self.finished = both.best(self.beams, n_per_prompt, self.is_over)
 
     def normalised(self, run: Run, scores: torch.Tensor, length: int) -> torch.Tensor:
-        """Scores by generated length to the power of the length penalty."""
         return scores / (length - self.prompt_length) ** float(run.config.length_penalty)
 
     def reorder_cache(self, run: Run, rows: torch.Tensor) -> None:

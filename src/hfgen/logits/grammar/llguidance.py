@@ -67,7 +67,6 @@ class LLGuidance:
 
     @cached_property
     def executor(self) -> LLExecutor:
-        """Threads that compute masks."""
         return LLExecutor()
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:

@@ -1,4 +1,4 @@
-"""Grammars as a logits processor, and as a stopping criterion if there is no EOS token; their builders and checks."""
+"""Grammars as a logits processor, and as a stopping criterion if there is no EOS token; their builders."""
 
 from __future__ import annotations
 
@@ -186,7 +186,6 @@ def grammar(_: Any, context: Any) -> GrammarProcessor | None:
 
 
 def thinking_of(config: Any, tokenizer: Any) -> Thinking | None:
-    """The section of thoughts that a prompt's config describes."""
     start, end = (marker_ids(getattr(config, f"thinking_{n}"), tokenizer) for n in ("start", "end"))
     if not start or not end:
         return None

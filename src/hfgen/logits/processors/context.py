@@ -1,4 +1,4 @@
-"""The context that builders of processors and criteria read, the rows of their tables, and functions of some rows."""
+"""What builders of processors and criteria read, the rows of their tables, and functions of some rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def n_ending_tokens(config: Any) -> int:
 class Context:
     """The facts of one ``generate`` call that decide which processors and stopping criteria it needs.
 
-    ``prompt_length``: ids that the decoder starts from, with pads. ``encoder_input_ids``: the main input, of any shape.
+    ``prompt_length``: ids that the decoder starts from, with pads. ``encoder_input_ids``: the main input.
     """
 
     model: Any

@@ -40,7 +40,6 @@ class Breakers:
         self._is_breaker.update((sequence[0], True) for sequence in sequences if len(sequence) == 1)
 
     def is_breaker(self, token: int) -> bool:
-        """Whether ``token`` alone is a breaker."""
         if token not in self._is_breaker:
             text = self.tokenizer.decode([token]) if self.strings else ""
             self._is_breaker[token] = any(string in text for string in self.strings)

@@ -79,12 +79,11 @@ def name_of(function: Any) -> str:
 
 
 def is_librarys(kind: type) -> bool:
-    """Whether a class is hfgen's or transformers' own."""
     return kind.__module__.partition(".")[0] in ("hfgen", "transformers")
 
 
 def merge_criteria_processor_list(self: Any, default_list: Any, custom_list: Any) -> Any:
-    """The defaults, but the caller's objects in place of those of the same public type; its others follow."""
+    """The defaults, with the caller's objects in place of those of the same public type; the others follow."""
     if len(custom_list) == 0:
         return default_list
     merged = type(default_list)()

@@ -1,4 +1,4 @@
-"""Samplers that transformers lacks: a dynamic temperature, smoothing, truncations, XTC, mirostat, adaptive-p."""
+"""Samplers that transformers lacks: dynamic temperature, smoothing, truncations, XTC, mirostat, adaptive-p."""
 
 from __future__ import annotations
 

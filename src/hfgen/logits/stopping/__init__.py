@@ -152,7 +152,7 @@ def get_stopping_criteria(
 
 
 def may_end_rows(criteria: Iterable[Any]) -> bool:
-    """Whether a row may end before the others, and is padded from there on; ``ends_rows`` of a criterion says so."""
+    """Whether a row may end before the others, and is padded then; ``ends_rows`` of a criterion says so."""
     return any(hasattr(c, "eos_token_id") or getattr(c, "ends_rows", False) for c in criteria)
 
 

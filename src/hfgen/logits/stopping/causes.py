@@ -125,7 +125,6 @@ class Causes:
 
     @classmethod
     def of_run(cls, run: Run, prompt_length: int) -> Causes:
-        """The causes of ``run``, made once."""
         causes = getattr(run.criteria, "causes", None)
         if causes is None:
             causes = cls(run.criteria, prompt_length)
