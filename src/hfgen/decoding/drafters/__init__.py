@@ -1,4 +1,4 @@
-"""Drafters: they guess the next tokens, and ``decoding/strategies/assisted.py`` verifies them; one file per drafter.
+"""Drafters: they guess the next tokens, and ``decoding/strategies/assisted.py`` verifies them.
 
 ``make_drafter`` says which call drafts how. To add one, write a subclass of ``Drafter`` and make it there.
 """

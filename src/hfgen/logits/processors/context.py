@@ -163,19 +163,13 @@ class Row:
         groups: list[tuple[tuple[Any, ...], list[int]]] = []
         for index, (value, config) in enumerate(zip(values, context.configs, strict=True)):
             key = (value, *(getattr(config, name, None) for name in reads))
-            for other, prompts in groups:
-                if all_equal([key, other]):
-                    prompts.append(index)
-                    break
-            else:
-                groups.append((key, [index]))
-        parts: list[tuple[Any, list[int]]] = []
-        for (value, *_), prompts in groups:
-            function = None
-            if value is not None:
-                function = self.build(value, context.of_prompts(prompts))
-            if function is not None:
-                parts.append((function, prompts))
+            same = next((prompts for other, prompts in groups if all_equal([key, other])), [])
+            if not same:
+                groups.append((key, same))
+            same.append(index)
+        wanted = [(key[0], prompts) for key, prompts in groups if key[0] is not None]
+        made = [(self.build(value, context.of_prompts(p)), p) for value, p in wanted]
+        parts = [(function, prompts) for function, prompts in made if function is not None]
         if not parts:
             return None
         is_criterion = isinstance(parts[0][0], StoppingCriteria)

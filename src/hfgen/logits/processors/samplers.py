@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -54,12 +55,10 @@ class QuadraticSmoothing(LogitsProcessor):
 class Truncation(LogitsProcessor):
     """Drops the tokens of ``drops``, but for the ``min_tokens_to_keep`` best."""
 
+    drops: Callable[[torch.Tensor], torch.Tensor]  # bools ``(rows, vocab)``, false for the best
+
     def __init__(self, value: Any, min_tokens_to_keep: int = 1) -> None:
         self.value, self.min_tokens_to_keep = value, min_tokens_to_keep
-
-    def drops(self, scores: torch.Tensor) -> torch.Tensor:
-        """Bools ``(rows, vocab)``, false for the best."""
-        raise NotImplementedError
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         drops = self.drops(scores)
@@ -138,22 +137,17 @@ class Feedback(LogitsProcessor):
     It keeps the state of each length, since a call may have fewer ids than the last (rejected drafts).
     """
 
+    #: The state before the first token, for scores ``(rows, vocab)``.
+    initial: Callable[[torch.Tensor], torch.Tensor]
+    #: The state after a token of the log-probability ``(rows, 1)``.
+    updated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    #: For scores and a state: scores to draw from, and log-probabilities that update the state.
+    shape: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
     def __init__(self) -> None:
         self.states: dict[int, torch.Tensor] = {}
         #: Of the last call: the length, and the log-probabilities ``(rows, vocab)`` that update the state.
         self.last: tuple[int, torch.Tensor] | None = None
-
-    def initial(self, scores: torch.Tensor) -> torch.Tensor:
-        """The state ``(rows, n)`` before the first token."""
-        raise NotImplementedError
-
-    def updated(self, state: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
-        """The state after a token of the log-probability ``(rows, 1)``."""
-        raise NotImplementedError
-
-    def shape(self, scores: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores ``(rows, vocab)`` to draw from, and the log-probabilities that update the state."""
-        raise NotImplementedError
 
     def reorder(self, index: torch.Tensor) -> None:
         self.states = {length: state[index] for length, state in self.states.items()}
