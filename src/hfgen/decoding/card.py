@@ -39,15 +39,13 @@ class Card:
     versions: dict[str, str]  # of hfgen, transformers, torch, Python
     machine: dict[str, str]  # processor, device, kernels' instructions, threads, precision
     model: dict[str, str]  # class, dtype, attention and configs
-    #: What ``hfgen.exact`` has probed, and what ``hfgen.optimize`` has chosen.
-    kernels: dict[str, str]
+    kernels: dict[str, str]  # what ``hfgen.exact`` has probed and ``hfgen.optimize`` has chosen
     weights: dict[str, str]  # digests by name
     tokenizer: dict[str, str]
     operations: dict[str, str]  # digests of what each layer gives for the same few tokens
     #: The resolved config of each prompt, or one for all.
     parameters: list[dict[str, Any]] = field(default_factory=list)
-    #: What the call depended on and a card cannot hold.
-    beside: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)  # what a call depended on and no card can hold
     #: ``digest``; with ``output_card="prompt"`` also ``input_ids`` and ``attention_mask``.
     prompt: dict[str, Any] = field(default_factory=dict)
     #: Of each returned row, digests up to each generated token; and one of all log-probabilities.

@@ -145,8 +145,7 @@ def compute_transition_scores(
         beam_indices = torch.arange(rows, device=sequences.device)[:, None].expand(-1, len(scores))
     n_steps = int((beam_indices >= 0).sum(-1).max())
     beam_indices = beam_indices[:, :n_steps]
-    # (rows, vocab, steps): rounds as upstream's softmax
-    last = torch.stack(scores).permute(1, 2, 0)
+    last = torch.stack(scores).permute(1, 2, 0)  # (rows, vocab, steps): rounds as upstream's
     last = last.log_softmax(dim=1) if normalize_logits else last
     flat = beam_indices.clamp(min=0) * vocab + sequences[:, sequences.shape[1] - n_steps :]
     chosen = last.reshape(rows * vocab, len(scores)).gather(0, flat)

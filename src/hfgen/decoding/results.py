@@ -25,8 +25,7 @@ class Metrics:
     """
 
     total_time: float
-    #: With all that the call prepares, and the forward of the prompt.
-    time_to_first_token: float | None
+    time_to_first_token: float | None  # with the call's preparation and the forward of the prompt
     time_per_output_token: float | None  # mean time from one token of the longest row to its next
     prefill_tokens_per_second: float | None  # of the prompts as they were given, padding included
     decode_tokens_per_second: float | None

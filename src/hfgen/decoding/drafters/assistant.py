@@ -30,8 +30,7 @@ from .base import Draft, DraftContext, Drafter, Setup
 from .checks import decoder_layers
 from .schedule import relative_cost
 
-#: The probability below which an assistant's draft ends, where no config says; upstream's default.
-DEFAULT_THRESHOLD = 0.4
+DEFAULT_THRESHOLD = 0.4  # of a draft's tokens, where no config says; upstream's default
 
 
 class Assistant(Drafter):
@@ -205,8 +204,7 @@ class Assistant(Drafter):
             "output_attentions output_hidden_states token_healing"
         ).split():
             setattr(config, name, None)
-        # hfgen's own processors come with the target's.
-        graph = getattr(target, "use_cuda_graph", False)
+        graph = getattr(target, "use_cuda_graph", False)  # hfgen's processors come from the target
         vars(config).update(OWN_FIELDS | {"use_cuda_graph": graph})
         # Chunks of a decoder's prompt are not worth it, and others would forward one of them.
         if self.model.config.is_encoder_decoder or self.process_group is not None:

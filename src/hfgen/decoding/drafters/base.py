@@ -77,14 +77,11 @@ class Drafter:
     #: Further arguments of the target model's forward: ``{"output_hidden_states": True}``.
     forward_arguments: dict[str, Any] = {}  # noqa: RUF012
     cost: float = 0.0  # time that drafting one token takes, in forwards of the target model
-    #: Whether drafts may go beyond the last token of the call, as some of upstream's do.
-    overshoots: bool = False
-    #: Whether ``draft`` is also called for the last token, for which no draft is needed.
-    is_always_asked: bool = False
+    overshoots: bool = False  # whether drafts may go beyond the last token of the call
+    is_always_asked: bool = False  # also for the last token, for which no draft is needed
     #: Models with a ``generate`` of their own may write flags to the assistant's, as Whisper does.
     generation_config: Any = SimpleNamespace()
-    #: Decides how many tokens to draft; ``None`` for the schedule that the call asks for.
-    schedule: Schedule | None = None
+    schedule: Schedule | None = None  # how many tokens to draft; ``None``: as the call asks
 
     def begin(self, run: Run) -> Drafter:
         """The drafter of one call: itself, unless it serves several calls at once."""
@@ -212,11 +209,9 @@ class Setup:
     encoder_input: torch.Tensor | None = None
     has_streamer: bool = False
     max_length: int = field(init=False)  # tokens that a row may have in the end, prompt included
-    #: Whether draft lengths show, since a streamer gets the chunks of one row.
-    is_streamed_row: bool = field(init=False)
+    is_streamed_row: bool = field(init=False)  # a streamer gets chunks: draft lengths show
     is_drawn: bool = field(init=False)  # whether tokens are drawn from torch's generator
-    #: Whether verification compares probabilities and not only tokens.
-    needs_logits: bool = field(init=False)
+    needs_logits: bool = field(init=False)  # verification compares probabilities, not tokens alone
     #: Whether drafts have to be upstream's: the draws of one row, or the tokens of an ensemble, depend on them.
     is_exact: bool = field(init=False)
 

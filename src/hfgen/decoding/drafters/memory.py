@@ -60,10 +60,8 @@ class SuffixMemory(Drafter):
         if max_bytes < 2**20:
             raise ValueError(f"`max_bytes` has to be at least {2**20} (1 MiB), but is {max_bytes}.")
         self.max_bytes = int(max_bytes)
-        #: Tokens of the vocabulary of the first model; ``None`` before it.
-        self.vocab: int | None = None
-        #: Tokens that it has drafted, and those among them that were right.
-        self.n_drafted = self.n_accepted = 0
+        self.vocab: int | None = None  # tokens of the vocabulary of the first model
+        self.n_drafted = self.n_accepted = 0  # tokens that it has drafted, and how many were right
         n_slots = 2 ** ((self.max_bytes // 4 // 8).bit_length() - 1)
         self._max_tokens = (self.max_bytes - 8 * n_slots) // BYTES_PER_TOKEN
         #: By the hash of ``KEY`` tokens, the newest place that follows them; 0 for none.

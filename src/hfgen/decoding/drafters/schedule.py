@@ -13,8 +13,7 @@ from typing import Any
 from ...families import modules_of
 from .base import Acceptance
 
-#: Tokens of a draft where neither the call nor an assistant's config says; upstream's default.
-DEFAULT_TOKENS = 20
+DEFAULT_TOKENS = 20  # of a draft, where neither the call nor an assistant's config says; upstream's
 
 #: The time of a forward of ``n`` tokens more than one in each row, in forwards of one: 1 + FIRST for the first of them,
 #: and FIRST_ROW for each further row; NEXT for each after it in all rows, by the time of a forward of
@@ -105,8 +104,7 @@ class Depths:
     """
 
     BORDERS = (1, 2, 4, 8, 16)  # tokens, from 1 on, at which another rate begins
-    #: How much a round weighs one round later; the rate before anything was seen.
-    DECAY, FIRST_GUESS = 0.98, 0.5
+    DECAY, FIRST_GUESS = 0.98, 0.5  # weight of a round one later; the rate before anything was seen
 
     def __init__(self) -> None:
         self.went_on, self.stopped = [0.0] * len(self.BORDERS), [0.0] * len(self.BORDERS)
@@ -141,8 +139,7 @@ class Adaptive(Constant):
     needs_all = True
     MARGIN = 1.05  # by how much faster drafting has to be expected to be
     START, SHARE, MOST = 2.0, 0.01, 8.0  # in forwards of the target: see above
-    #: The cost of one call of the drafter, in forwards: a search on the host, in a batch of small models.
-    ASKED = 0.02
+    ASKED = 0.02  # a call of the drafter, in forwards: a search on the host, in a batch of models
     TRIAL = 3  # the draft of a trial
     LONGEST = 64  # longer drafts are not made
 

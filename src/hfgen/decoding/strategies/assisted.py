@@ -93,8 +93,7 @@ class Assisted:
         self.plain = PlainMatch(run) if is_plain(run, self.verification) else None
         #: Whether the tokens do not depend on what is drafted.
         self.is_free_of_drafts = run.row_choice is not None or not (config.do_sample or weight)
-        #: Arguments of the model's forward that the drafter asks for.
-        self.overrides = self.drafter.forward_arguments
+        self.overrides = self.drafter.forward_arguments  # the drafter's arguments of the forward
         self.executor = Executor(run, may_record=True)
         self.cache: Any = run.model_kwargs.get("past_key_values")
         _check_cache(run, self.cache)

@@ -97,8 +97,7 @@ class InvalidScores:
     left: at once on the CPU, else at the end of the call.
     """
 
-    #: ``(rows,)``: the step, or -1; ``None`` while no row is known to be invalid.
-    since: torch.Tensor | None = None
+    since: torch.Tensor | None = None  # ``(rows,)``: the step, or -1; ``None``: no row is invalid
 
     def note(self, best: torch.Tensor, step: int, among: torch.Tensor | None = None) -> None:
         """Mark the rows of ``among (rows,)``, or of all, whose ``best (rows,)`` score is NaN."""

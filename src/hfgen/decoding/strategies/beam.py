@@ -86,10 +86,8 @@ class Beam(NextToken):
         scores[:, 0] = 0.0
         self.running = Hypotheses(ids, parents, scores, is_done)
         self.can_improve = torch.ones((self.batch, 1), dtype=torch.bool, device=device)
-        #: ``(batch, 1)``: whether the search of a prompt is over, as it would be alone.
-        self.is_over = ~self.can_improve
-        #: The number of tokens of each sequence that are settled; a streamer has them.
-        self.n_settled = self.prompt_length
+        self.is_over = ~self.can_improve  # ``(batch, 1)``: whether the search of a prompt is over
+        self.n_settled = self.prompt_length  # settled tokens of each sequence; a streamer has them
 
     @staticmethod
     def beams_of(config: GenerationConfig) -> int:

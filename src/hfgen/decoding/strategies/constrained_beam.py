@@ -29,8 +29,7 @@ from ..constraints import n_tokens, wanted
 from .group_beam import NBestBeam
 from .hypotheses import NEG_INF, Hypotheses
 
-#: Stands for the likeliest token that is no EOS, where the token is known only after the forward.
-ANY = -1
+ANY = -1  # the likeliest token that is no EOS, known only after the forward
 
 
 class Progress:

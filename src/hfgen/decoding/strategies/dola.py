@@ -16,8 +16,7 @@ from ...state.run import Run
 from .sample import Sample
 
 PLAUSIBLE = 0.1  # tokens below this share of the likeliest one's probability are never chosen
-#: Deeper models contrast with that many of their lowest or highest layers, not with half of them.
-DEEP, OF_DEEP = 40, 20
+DEEP, OF_DEEP = 40, 20  # deeper models contrast with this many layers, not with half of them
 
 
 class Dola(Sample):

@@ -27,10 +27,8 @@ class DraftedRows:
         self.is_in_step = not self.is_row_wise or not (self.has_padding or length_ends)
         #: Whether a look at a tensor after every position is free, or is asked for anyway.
         self.may_look = device.type == "cpu" or self.is_in_step
-        #: ``(rows, …)``: known tokens, then drafted ones.
-        self.tokens = run.ids.to(torch.long, copy=True)
-        #: ``(rows, n_new)``: drafted tokens of the round, -1 where there is none.
-        self.guesses = self.tokens[:, :0]
+        self.tokens = run.ids.to(torch.long, copy=True)  # ``(rows, …)``: known, then drafted ones
+        self.guesses = self.tokens[:, :0]  # ``(rows, n_new)``: drafted tokens of the round, or -1
         #: ``(rows,)``: the length known of each, and whether it ends there.
         self.device_known = torch.full((n_rows,), length, device=device)
         self.device_ended = ~stopping.may_begin(run.criteria, run.ids)

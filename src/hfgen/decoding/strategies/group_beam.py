@@ -20,8 +20,7 @@ from ...state.run import Run
 from .beam import Beam
 from .hypotheses import NEG_INF, Hypotheses, ranking
 
-#: Stands for minus infinity where an empty place has that score.
-LOWEST = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min  # minus infinity where an empty place has that score
 
 
 class NBestBeam(Beam):

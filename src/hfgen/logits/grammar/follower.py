@@ -56,8 +56,7 @@ class Followed:
     matcher: LLMatcher
     tokens: Any  # a numpy array, which is faster than a tensor for few tokens
     n_consumed: int = 0
-    #: The row is inside a section of thoughts, which are its ``tokens``; the text has not begun.
-    is_thinking: bool = False
+    is_thinking: bool = False  # the ``tokens`` are thoughts; the text has not begun
     #: The next token of the marker that opens a section of thoughts, if the row has begun to write it.
     opening: int | None = None
 

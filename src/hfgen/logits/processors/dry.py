@@ -16,8 +16,7 @@ from transformers import LogitsProcessor
 
 from .context import Context
 
-#: Up to here a power fits into a float32.
-_LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)
+_LARGEST_EXPONENT = math.log(torch.finfo(torch.float32).max)  # of powers in a float32
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's and most front ends' default
 
 

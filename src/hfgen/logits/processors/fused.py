@@ -129,8 +129,7 @@ def top_p(chain: Chain, warper: Any) -> bool:
     n = survivors.values.shape[1]
     p = survivors.weights()
     p *= (1 - outside) / p.sum(dim=1, keepdim=True)
-    # Of each token and of all that are less likely.
-    sums = p.flip(1).cumsum(dim=1).flip(1) + outside
+    sums = p.flip(1).cumsum(dim=1).flip(1) + outside  # of each token and all less likely ones
     drops = sums <= rest
     drops[:, :keep] = False
     # Each addition of upstream's rounds by at most half a unit in the last place of the sum so far.

@@ -25,8 +25,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
     ``guidance_scale`` may be a column ``(prompts, 1)``, in which 1 leaves a row as it is.
     """
 
-    #: The processes that take part in each forward, if parameters are sharded.
-    ranks: Ranks | None = None
+    ranks: Ranks | None = None  # who takes part in each forward, if parameters are sharded
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not isinstance(scale := self.guidance_scale, torch.Tensor):
@@ -55,8 +54,7 @@ class EncoderDecoderGuidance(UnbatchedClassifierFreeGuidanceLogitsProcessor):
     for a padded negative prompt, the encoder reads that prompt and the decoder the tokens so far.
     """
 
-    #: Arguments of the decoder besides ids, once the negative prompt was encoded.
-    encoded: dict[str, Any] | None = None
+    encoded: dict[str, Any] | None = None  # the decoder's arguments besides ids
     #: The decoder's cache, and the ids that it holds.
     past: Any = None
     cached_ids: Any = None

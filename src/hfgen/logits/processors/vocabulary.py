@@ -20,8 +20,7 @@ class Banning:
     Some configs have -1 for none. Models with several vocabularies have ids that a head lacks.
     """
 
-    #: Width and device of the scores that ``_inside`` fits.
-    _place: tuple[int, torch.device] | None = None
+    _place: tuple[int, torch.device] | None = None  # width and device that ``_inside`` fits
 
     def without(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """A copy of ``scores (..., vocab)`` with -inf at ``ids``, which have to be the same in each call."""

@@ -191,5 +191,4 @@ def at_end(causes: list[Any], ids: Sequence[int]) -> tuple[int, FinishReason, An
     return len(ids), FinishReason("unfinished"), None
 
 
-#: The reason of a row that no criterion ended, but the strategy itself.
-UNKNOWN = FinishReason("strategy")
+UNKNOWN = FinishReason("strategy")  # no criterion ended the row, but the strategy itself
