@@ -41,6 +41,7 @@ def hides_padding(model: Any, batch: Batch) -> bool:
     row = copy.deepcopy(batch)
     if len(row) > 1:
         row.take(torch.tensor([0]))
+    row.ids[:, -1] = _unlike(model, row.ids)  # of equal tokens, attention gives the mean at any distance
     longer, twice = copy.deepcopy(row), copy.deepcopy(row)
     twice.append(row)
     before = module_tensors(model)
@@ -59,6 +60,16 @@ def hides_padding(model: Any, batch: Batch) -> bool:
     share = max(TOLERANCE, ROUNDINGS * torch.finfo(model.dtype).eps)
     allowed = max(TIMES_OF_TWO_ROWS * noise, share * scale)
     return bool((padded - alone)[is_finite].abs().max() <= allowed)
+
+
+def _unlike(model: Any, ids: Tensor) -> int:
+    """A token that is not among ``ids``, and has no position or features of its own."""
+    embedding, others = families.token_embedding(model), {*ids.flatten().tolist()}
+    if embedding is None:
+        return int(ids[0, -1])
+    others |= {families.position_pad(model), *families.placeholder_tokens(model)}
+    n = embedding.num_embeddings
+    return next((token for token in range(n // 2, n) if token not in others), int(ids[0, -1]))
 
 
 def _decode(model: Any, batch: Batch) -> Tensor:
