@@ -25,6 +25,7 @@ CASES = [EngineCase(name, 3) for name in OF_EACH_KIND if name in FAMILIES]
 CASES += [
     EngineCase("openai-gpt", 223007),
     EngineCase("openai-gpt", 635060),
+    EngineCase("roformer", 267025),
     EngineCase("speech_to_text", 847096),
 ]
 CASES += [EngineCase("pp_formulanet", 641029)] if "pp_formulanet" in FAMILIES else []
