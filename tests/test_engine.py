@@ -18,6 +18,7 @@ from hfgen.engine.errors import (
     ResultTakenError,
     UnknownRequestError,
 )
+from hfgen.running.prefill import forward_part
 from tests import tiny
 from tests.parity.harness import FAMILIES, ours
 
@@ -422,6 +423,30 @@ def test_prompts_of_similar_length_share_a_forward(builtin: Any) -> None:
         assert output.error is None
         solo = model.generate(prompt[None], max_new_tokens=6)
         assert torch.equal(output.generate_output.sequences, solo)
+
+
+def test_chunks_behind_the_first_are_forwarded_in_parts(
+    builtin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = builtin
+    monkeypatch.setattr("hfgen.engine.decoding.PART", 6)
+    prompt = torch.randint(5, 2000, (43,), generator=torch.Generator().manual_seed(0))
+    parts: list[int] = []
+
+    def noting(run: Any, n_tokens: int) -> None:
+        parts.append(n_tokens)
+        forward_part(run, n_tokens)
+
+    monkeypatch.setattr("hfgen.engine.decoding.forward_part", noting)
+    request = Engine(model, prefill_tokens=16).add(prompt, max_new_tokens=6)
+    request.engine.step()
+    assert parts == [16]
+    request.engine.step()
+    assert parts == [16, 6, 6, 4]
+    request.engine.step()  # the last part chooses a token besides
+    assert parts == [16, 6, 6, 4, 6]
+    solo = model.generate(prompt[None], max_new_tokens=6)
+    assert torch.equal(request.result().generate_output.sequences, solo)
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "qwen3_next", "mistral"])

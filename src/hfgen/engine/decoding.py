@@ -24,6 +24,10 @@ from ..streaming.events import Rows
 if TYPE_CHECKING:
     from .request import EngineRequest
 
+#: Tokens behind a part of a prompt that a CPU forwards at once, at most: its attention skips blocks of keys
+#: that are hidden from all tokens only where it needs no mask, at the beginning.
+PART = 512
+
 
 class Decoding:
     """The call of one request: its run and strategy, with processors, criteria and observers of its own.
@@ -127,10 +131,16 @@ class Decoding:
 
     def prefill(self, n_tokens: int, is_last: bool) -> list[StreamEvent]:
         """Forward the next ``n_tokens`` of the prompt; with the last ones, choose the first token."""
+        run = self.run
+        may_need_mask = run.ids.is_cpu and n_tokens > PART and self.can_be_cut
+        if may_need_mask and self.call.cache.get_seq_length() > 0:
+            while n_tokens > PART:
+                forward_part(run, PART)
+                n_tokens -= PART
         if not is_last:
-            forward_part(self.run, n_tokens)
+            forward_part(run, n_tokens)
             return []
-        return self.step(self.strategy.prefill(self.run))
+        return self.step(self.strategy.prefill(run))
 
     def advance(self) -> list[StreamEvent]:
         """Decode one step beside the batch; returns the new events."""
