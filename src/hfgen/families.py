@@ -28,6 +28,8 @@ EXACT_ATTENTION, EXACT_KEYS = "hfgen_exact", 512
 #: Cache layers that hold nothing, since they read another layer's keys: since transformers 5.23.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
+#: Names of generation parameters, which a model's config may have in old checkpoints.
+OF_GENERATION = {*transformers.GenerationConfig._get_default_generation_params()} - {"use_cache"}
 
 _PARAMETERS: WeakKeyDictionary[Callable[..., Any], frozenset[str]] = WeakKeyDictionary()
 
@@ -41,6 +43,21 @@ def parameters(function: Callable[..., Any]) -> frozenset[str]:
     with suppress(TypeError):
         _PARAMETERS[owner] = names
     return names
+
+
+def generation_parameters(config: Any) -> dict[str, Any]:
+    """The generation parameters in a model's config; it is asked only if it may have some."""
+    kind: Any = type(config)
+    if OF_GENERATION.isdisjoint(vars(config)) and not _may_have_parameters(kind):
+        return {}
+    values: dict[str, Any] = config._get_generation_parameters()
+    return values
+
+
+@functools.cache
+def _may_have_parameters(kind: Any) -> bool:
+    """Whether the class of a model's config has attributes with names of generation parameters."""
+    return not OF_GENERATION.isdisjoint({*dir(kind), *kind.attribute_map})
 
 
 def accepted_names(model: Any) -> set[str]:
@@ -110,8 +127,8 @@ def heads_per_rank(plan: dict[str, str], heads: int | list[int], ranks: int) -> 
 
 def device_of(model: Any) -> torch.device:
     """The device that inputs belong on: ``model.device`` is "meta" if accelerate loads weights per forward."""
-    if model.device.type != "meta":
-        return torch.device(model.device)
+    if (device := torch.device(model.device)).type != "meta":  # each look at it takes a while
+        return device
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     each = (one for hook in hooks for one in getattr(hook, "hooks", [hook]))
     devices = (getattr(hook, "execution_device", None) for hook in each)

@@ -36,7 +36,8 @@ def model_inputs(prompt: Any, tokenizer: Any, device: torch.device) -> dict[str,
     elif isinstance(prompt, Tensor):
         inputs = {"input_ids": prompt}
     elif isinstance(prompt, list | tuple):
-        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+        kinds = set(map(type, prompt))
+        if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
             raise TypeError(
                 f"A prompt that is a list has to hold token ids, but is {prompt!r:.80}."
             )

@@ -250,7 +250,7 @@ def prepare_attention_mask_for_generation(
     ids = inputs_tensor if ids is None or ids.shape[1] == 0 else ids
     pad, eos = generation_config._pad_token_tensor, generation_config._eos_token_tensor
     is_ids = ids.ndim == 2 and ids.dtype in (torch.int, torch.long)
-    is_eos = pad is not None and eos is not None and torch.isin(eos, pad).any()
+    is_eos = pad is not None and eos is not None and (eos == pad).any()
     if pad is None or is_eos or not is_ids:
         return torch.ones(ids.shape[:2], dtype=torch.long, device=ids.device)
     return ids.ne(pad).long()

@@ -58,8 +58,9 @@ def prepare(
             call.record = activations.of_call(model, call)
         fans_out = call.shared_prompt is not None and shared_prompt.is_ahead(model, call, prompt)
         caches.prepare(model, call, prompt, fans_out)
-        own, device = prompt.ids.device.type, model.device.type
-        if own not in (device, "cpu"):  # from the CPU, ids are moved for each forward
+        own = prompt.ids.device.type
+        # From the CPU, ids are moved for each forward.
+        if own != "cpu" and own != (device := model.device.type):
             warnings.warn(
                 f"`input_ids` is on {own} and the model on {device}; every step copies between them. "
                 f"Call input_ids.to('{device}') first.",

@@ -115,7 +115,9 @@ def built(table: Iterable[Builder], context: Any) -> Iterator[Any]:
         field = getattr(builder, "field", None)
         if context.rows is None and field is not None:
             value = getattr(context.config, field, None)
-            if value is None or value == builder.idle:  # type: ignore[attr-defined]
+            idle = builder.idle  # type: ignore[attr-defined]
+            # A tensor of EOS tokens, whose comparison with None takes long, is never idle.
+            if value is None or (idle is not None and value == idle):
                 continue
         if (function := builder(context)) is not None:
             yield function
@@ -179,7 +181,9 @@ class Row:
     def value(self, config: Any) -> Any:
         """The value of a config; ``None`` if it asks for nothing."""
         value = getattr(config, self.field, None)
-        if value is None or value == self.idle or (self.of_sampling and not config.do_sample):
+        if value is None or (self.of_sampling and not config.do_sample):
+            return None
+        if self.idle is not None and value == self.idle:
             return None
         return None if self.is_off is not None and self.is_off(value) else value
 
