@@ -141,3 +141,27 @@ def test_nothing_of_the_callers_is_written_to():
     before = given.to_dict()
     assert resolved(given).max_new_tokens == 0
     assert given.to_dict() == before
+
+
+def test_equal_arguments_give_configs_of_their_own() -> None:
+    model = hfgen.mix_into(tiny.llama())
+
+    def merged(**kwargs: Any) -> Any:
+        return model._prepare_generation_config(None, **kwargs)[0]
+
+    tokens = [3, 4]
+    first = merged(stop_token_ids=tokens, max_new_tokens=7, seed=1)
+    first.stop_token_ids.append(5)
+    tokens.append(6)
+    second = merged(stop_token_ids=[3, 4], max_new_tokens=9, seed=2)
+    assert (second.stop_token_ids, second.max_new_tokens, second.seed) == ([3, 4], 9, 2)
+    model.generation_config.repetition_penalty = 1.5
+    assert merged(max_new_tokens=9).repetition_penalty == 1.5
+    model.generation_config.repetition_penalty = None
+    assert merged(max_new_tokens=9).repetition_penalty != 1.5
+    merged(eos_token_id=1)
+    with pytest.raises(ValueError, match="`eos_token_id`"):
+        merged(eos_token_id=True)
+    model.config.num_beams = 2
+    with pytest.raises(ValueError, match="holds generation parameters"):
+        merged(eos_token_id=1)
