@@ -7,6 +7,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
+from ..memory.batch import Batch
+from ..running import hides_padding
 from .decoding import Decoding
 from .joined import JoinedRows
 from .memory import Memory
@@ -35,11 +37,25 @@ class Classes:
     """Decides which rows decode in one batch, by the bytes that padding and one more forward pass cost."""
 
     def __init__(self, model: Any, memory: Memory) -> None:
-        self.memory = memory
+        self.model, self.memory = model, memory
+        #: Whether rows may have padding before them, by ``False``, and between their tokens, by ``True``.
+        self.hides: dict[bool, bool] = {}
         weights = sum(weight.nbytes for weight in model.parameters())
         waits = LAUNCHES if model.device.type != "cpu" else 0.0
         #: Of a forward whatever its rows are, in bytes of cells.
         self.fixed_cost = max(weights, waits) / READS
+
+    def may_join(self, decoding: Decoding, batch: Batch, rows: JoinedRows) -> bool:
+        """Whether a request, which has the rows of ``batch``, may join ``rows``; what is not known is tried out."""
+        drafts = decoding.drafts
+        if rows.is_closed or decoding.is_apart or rows.drafts is not drafts:
+            return False
+        if rows.length == decoding.length and not drafts:
+            return True
+        if drafts not in self.hides:
+            with suppress(ValueError):
+                self.hides[drafts] = hides_padding(self.model, batch, between=drafts)
+        return self.hides.get(drafts, False)
 
     def arrange(self, batches: list[JoinedRows]) -> None:
         """Split each batch that has too much padding, and merge two that have become similar."""

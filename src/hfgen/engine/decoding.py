@@ -9,8 +9,10 @@ from transformers.cache_utils import Cache
 
 from .. import families
 from ..decoding import loop
+from ..decoding.drafters.schedule import Depths
 from ..memory.batch import Batch
 from ..memory.caches import joining
+from ..memory.caches.dynamic import GrowingCache
 from ..memory.caches.layers import decoder_cache
 from ..memory.caches.quantized import QuantizedCache
 from ..prepare.stages import prepare
@@ -22,11 +24,16 @@ from ..streaming import StreamEvent
 from ..streaming.events import Rows
 
 if TYPE_CHECKING:
+    from .joined import JoinedRows
     from .request import EngineRequest
 
 #: Tokens behind a part of a prompt that a CPU forwards at once, at most: its attention skips blocks of keys
 #: that are hidden from all tokens only where it needs no mask, at the beginning.
 PART = 512
+#: Arguments of forward whose rows do not depend on each other.
+KNOWN = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+)
 
 
 class Decoding:
@@ -52,6 +59,7 @@ class Decoding:
                 # A random seed for each row, so that no draw depends on other requests.
                 n = len(prompt.ids) // config.num_beams
                 self.call.row_keys = seeds.keys_of([None], n, prompt.ids.device)
+            self.strategy: Any
             self.run, self.strategy = self.call.start(model)
         except BaseException:
             self.call.release()
@@ -63,11 +71,23 @@ class Decoding:
         cache = families.given_cache(self.run.model_kwargs)
         is_packed = isinstance(decoder_cache(cache), QuantizedCache)  # in groups of a row's tokens
         self.joins = bool(getattr(self.strategy, "joins", False)) and not is_packed
+        #: Whether it joins with its drafts, which are verified together with those of others.
+        self.drafts = (
+            getattr(self.strategy, "shares_rounds", False)
+            and self.reads_ids_alone
+            and not self.recording.recorded
+            and self.call.interventions is None
+        )
         self.joins &= self.call.interventions is None  # hooks that are for its rows alone
+        self.joins |= self.drafts
         if self.joins and getattr(self.run.config, "use_cuda_graph", False):
             graphs.warn("the rows of an engine join and leave a cache that grows")
         #: Rows of the batch that are its own, in the order of ``run.ids``; written by ``JoinedRows``.
         self.places: list[int] = []
+        #: Columns between the tokens of its rows that are none; written by ``DraftingRows``.
+        self.n_gaps = 0
+        #: How far its drafts were right.
+        self.accepted = Depths()
         self.steps: Iterator[Any] | None = None
         #: Its rows (``PlainRows``), if they choose their tokens together with those of others.
         self.plain: Any = None
@@ -110,6 +130,19 @@ class Decoding:
         joining.check_declared(cache)
 
     @property
+    def reads_ids_alone(self) -> bool:
+        """Whether its forwards depend on ids, masks and positions alone, and a cache that grows."""
+        run = self.run
+        kwargs = {name: value for name, value in run.model_kwargs.items() if value is not None}
+        return (
+            kwargs.keys() <= KNOWN
+            and kwargs.get("use_cache", False)
+            and type(kwargs.get("past_key_values")) is GrowingCache
+            and not run.is_encoder_decoder
+            and run.body is None
+        )
+
+    @property
     def is_apart(self) -> bool:
         """Whether its rows need a batch of their own: other rows would change how positions are rotated."""
         return eligibility.is_length_dependent(self.run.model, self.longest)
@@ -140,7 +173,12 @@ class Decoding:
         if not is_last:
             forward_part(run, n_tokens)
             return []
-        return self.step(self.strategy.prefill(run))
+        outputs = self.strategy.prefill(run)
+        return self.step(self.strategy.forward(run) if outputs is None else outputs)
+
+    def draft(self) -> None:
+        """Draft what the next forward verifies."""
+        self.strategy.make_draft(self.run, self.length)
 
     def advance(self) -> list[StreamEvent]:
         """Decode one step beside the batch; returns the new events."""
@@ -171,15 +209,19 @@ class Decoding:
             name: stand_in if isinstance(value, Cache) else value
             for name, value in self.run.model_kwargs.items()
         }
+        if self.drafts:
+            self.strategy.cache = stand_in
 
-    def keep_states(self, batch: Batch, rows: list[int]) -> None:
-        """Copy the states of ``rows`` of ``batch``, before they leave, if they are stored as prefixes."""
+    def keep_states(self, rows: JoinedRows) -> None:
+        """Copy the states of its rows, before they leave ``rows``, if they are stored as prefixes."""
         session = self.call.prefix_session
         if session is None or session.is_given_up or not self.run.finished:
             return
         if self.plain is not None:
             self.plain.write()
-        session.adopt(batch.caches["past_key_values"], rows, self.run.ids.shape[1] - 1)
+        rows.close_gaps()
+        cache, own = rows.batch.caches["past_key_values"], rows.rows_of(self)
+        session.adopt(cache, own, self.run.ids.shape[1] - 1)
 
     def close(self) -> None:
         """Release what the call holds."""

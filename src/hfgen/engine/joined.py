@@ -25,7 +25,8 @@ from .plain import Choice, Choices
 class Moves(Cache):
     """Replaces the cache in a request's own arguments, and records how its rows are reordered.
 
-    Beam search reorders the layers of its cache. The shared cache follows before the next forward pass.
+    Beam search reorders the layers of its cache. The shared cache follows before the next forward pass; it
+    does so too where a request takes drafts back.
     """
 
     def __init__(self) -> None:
@@ -36,9 +37,15 @@ class Moves(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.index = beam_idx if self.index is None else self.index[beam_idx]
 
+    def crop(self, max_length: int) -> None:
+        """The batch knows how many tokens the request has gained."""
+
 
 class JoinedRows(OfBatch):
     """The decoding rows of several requests, at first of ``decodings``: the rows of ``batch``."""
+
+    #: Whether a forward feeds drafts besides the newest tokens.
+    drafts = False
 
     def __init__(self, model: Any, decodings: Sequence[Decoding], batch: Batch) -> None:
         self.model, self.batch = model, batch
@@ -118,6 +125,9 @@ class JoinedRows(OfBatch):
         self.leave(decoding)
         return batch
 
+    def close_gaps(self) -> None:
+        """Make the tokens of each row consecutive; here they always are."""
+
     def _remove(self, place: int) -> None:
         """Remove the row at ``place``; the last row takes its place."""
         last = len(self.owners) - 1
@@ -138,7 +148,7 @@ class JoinedRows(OfBatch):
     def split(self, leaving: list[Decoding]) -> JoinedRows:
         """Move some of the requests, not all, to another batch, which is returned."""
         places = torch.tensor([place for decoding in leaving for place in decoding.places])
-        other = JoinedRows(self.model, leaving, self.batch.extract(places))
+        other = type(self)(self.model, leaving, self.batch.extract(places))
         other.kind = self.kind
         staying = [decoding for decoding in self.moves if decoding not in other.moves]
         self.batch.take(torch.tensor([place for each in staying for place in each.places]))
@@ -153,7 +163,7 @@ class JoinedRows(OfBatch):
 
     def _trim(self) -> None:
         """Cut off the columns that are padding in all rows."""
-        longest = max(decoding.length for decoding in self.moves)
+        longest = max(decoding.length + decoding.n_gaps for decoding in self.moves)
         if (n := self.length - longest) > 0:
             self.batch.trim(n)
 
@@ -163,7 +173,7 @@ class JoinedRows(OfBatch):
         self.batch.model_kwargs = self.model._update_model_kwargs_for_generation(
             outputs,
             self.batch.model_kwargs,
-            is_encoder_decoder=self.model.config.is_encoder_decoder,
+            is_encoder_decoder=self.is_encoder_decoder,
         )
         return outputs
 

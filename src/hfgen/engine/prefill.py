@@ -12,7 +12,6 @@ from .. import running as execution
 from ..decoding.strategies.sample import Sample
 from ..memory.batch import Batch
 from ..memory.caches import layers
-from ..memory.caches.dynamic import GrowingCache
 from .decoding import Decoding
 from .joined import JoinedRows
 from .scheduler import Chunk
@@ -20,26 +19,15 @@ from .scheduler import Chunk
 #: A prompt shares a forward with longer ones if it has at least this share of the longest's tokens.
 SHORTEST = 0.75
 
-#: Arguments of forward whose rows do not depend on each other.
-KNOWN = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-)
-
 
 def may_share(decoding: Decoding) -> bool:
     """Whether the forward pass of a prompt depends on its ids alone."""
     run, call = decoding.run, decoding.call
-    kwargs = {name: value for name, value in run.model_kwargs.items() if value is not None}
-    cache = kwargs.get("past_key_values")
     return (
         type(decoding.strategy) is Sample
         and decoding.n_rows == 1
-        and kwargs.keys() <= KNOWN
-        and kwargs.get("use_cache", False)
-        and type(cache) is GrowingCache
-        and layers.count(cache) is None
-        and not run.is_encoder_decoder
-        and run.body is None
+        and decoding.reads_ids_alone
+        and layers.count(run.model_kwargs["past_key_values"]) is None
         and call.prefixes is None
         and run.config.prefill_chunk_size is None
         and not decoding.is_apart

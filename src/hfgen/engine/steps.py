@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from .. import families
 from ..logits.stopping import FinishReason
 from ..memory.batch import Batch
-from ..running import hides_padding
 from ..settings.kinds import is_zero
 from ..streaming import StreamEvent
 from . import host
 from .classes import Classes, join_nearest
 from .decoding import Decoding
+from .drafting import DraftingRows
 from .errors import DoesNotFitError, as_exception
 from .joined import JoinedRows
 from .memory import Memory
@@ -44,8 +44,6 @@ class Steps:
         #: Requests that decode by themselves, beside the batches.
         self.alone: list[EngineRequest] = []
         self.requests: dict[Item, EngineRequest] = {}
-        #: Whether rows of different length may be in one batch; ``None`` until it matters.
-        self.hides_padding: bool | None = None
         self.lock = Lock()
         #: Some were added since the model was last looked at, which takes 1 ms.
         self.has_new_requests = False
@@ -155,7 +153,11 @@ class Steps:
             for decoding in rows.members:
                 decoding.plain = PlainRows.of(decoding.run, decoding.strategy, decoding.rows)
             rows.append_newest({})
-            others = [other for other in self.joined if not (other is rows or other.is_closed)]
+            others = [
+                other
+                for other in self.joined
+                if not (other is rows or other.is_closed or other.drafts)
+            ]
             if join_nearest(rows.members, others, lambda other: other.absorb(rows)):
                 self.joined.remove(rows)
 
@@ -209,12 +211,10 @@ class Steps:
         item.n_done = min(decoding.begin(), item.n_tokens - 1)
         return decoding
 
-    def _is_padding_hidden(self, batch: Batch) -> bool:
-        """Whether rows of different length may be in one batch, tried out when it first matters."""
-        if self.hides_padding is None:
-            with suppress(ValueError):
-                self.hides_padding = hides_padding(self.model, batch)
-        return self.hides_padding is True
+    @property
+    def hides_padding(self) -> bool | None:
+        """Whether rows of different length may be in one batch; ``None`` until it matters."""
+        return self.classes.hides.get(False)
 
     def _join(self, decoding: Decoding) -> None:
         """Move the rows of a request from its own cache to a batch."""
@@ -226,15 +226,11 @@ class Steps:
 
     def place(self, decoding: Decoding, batch: Batch) -> None:
         """Add the rows of a request, those of ``batch``, to a batch of their form or to a new one."""
-        may_join = [
-            rows
-            for rows in self.joined
-            if not (rows.is_closed or decoding.is_apart)
-            and (rows.length == decoding.length or self._is_padding_hidden(batch))
-        ]
+        may_join = [rows for rows in self.joined if self.classes.may_join(decoding, batch, rows)]
         if not join_nearest([decoding], may_join, lambda rows: rows.join(decoding, batch)):
             batch = Batch(batch.ids.clone(), dict(batch.model_kwargs))
-            rows = JoinedRows(self.model, [decoding], batch)
+            kind = DraftingRows if decoding.drafts else JoinedRows
+            rows = kind(self.model, [decoding], batch)
             rows.is_closed = decoding.is_apart
             self.joined.append(rows)
 
@@ -242,6 +238,9 @@ class Steps:
 
     def _decode(self, rows: JoinedRows) -> None:
         """Forward the newest token of each row; each request chooses its next tokens."""
+        for decoding in rows.members if rows.drafts else ():
+            with self.failures_of(decoding.request):
+                decoding.draft()
         if not len(rows):
             return
         self.stats.n_forwards += 1
@@ -264,11 +263,19 @@ class Steps:
                     raise choice
                 newest[decoding] = choice.on_device
                 self._gain(decoding.request, decoding.plain.take(choice))
+        gained = []
         for decoding, own_outputs in parts:
             with self.failures_of(decoding.request):
-                self._gain(decoding.request, decoding.step(own_outputs))
+                events = decoding.step(own_outputs)
+                if rows.drafts:  # what it has rejected is in the cache as yet
+                    gained.append((decoding.request, events))
+                else:
+                    self._gain(decoding.request, events)
         if len(rows):
             rows.append_newest(newest)
+        for request, events in gained:
+            with self.failures_of(request):
+                self._gain(request, events)
 
     # ------------------------------------------------------------ what requests gain, and how they end
 
@@ -316,7 +323,7 @@ class Steps:
     def _leave(self, decoding: Decoding) -> None:
         for rows in self.joined:
             if decoding in rows.moves:
-                decoding.keep_states(rows.batch, rows.rows_of(decoding))
+                decoding.keep_states(rows)
                 rows.leave(decoding)
         self.joined = [rows for rows in self.joined if len(rows)]
 

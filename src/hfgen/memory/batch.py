@@ -166,6 +166,19 @@ class Batch:
                 joining.move(cache, index, changed)
             self.take_arguments(index)
 
+    def move_gaps(self, is_gap: Tensor) -> None:
+        """Move the columns of each row that ``is_gap (rows, length)`` before its others, where padding is.
+
+        Masks have to hide them, the newest column is none, and caches have to be of full attention.
+        """
+        columns = is_gap.logical_not().long().argsort(dim=1, stable=True)
+        for cache in self.caches.values():
+            joining.arrange(cache, columns[:, :-1])
+        for name, value in self.model_kwargs.items():
+            if TOKEN_DIM.get(name) == -1 and isinstance(value, Tensor):
+                self.model_kwargs[name] = value.gather(-1, columns.expand_as(value))
+        self.ids = self.ids.gather(1, columns)
+
     def trim(self, n_tokens: int) -> None:
         """Drop the first ``n_tokens`` columns, padding in all rows; an encoder's stay. Nothing is copied.
 
@@ -263,3 +276,7 @@ class OfBatch:
     @property
     def model_kwargs(self) -> ModelKwargs:
         return self.batch.model_kwargs
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.model.config.is_encoder_decoder)

@@ -71,28 +71,41 @@ class Executor:
     def verify(
         self, run: Run, ids: torch.Tensor, n_new: int, *, is_first: bool, **overrides: Any
     ) -> ModelOutput:
-        """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
-
-        Logits are those of the last known token and of the ``n_new`` ones. The first forward includes
-        what the cache lacks of the prompt. ``overrides``: other arguments of forward.
-        """
-        model_kwargs = resized(run, n_new)
-        n_fed: int | None = n_new + 1
-        if is_first:
-            n_fed = uncached_length(run.model, run.ids, run.config, run.model_kwargs)
-            n_fed = None if n_fed in (None, run.ids.shape[1]) else n_fed + n_new
-        model_inputs = run.model.prepare_inputs_for_generation(
-            ids, next_sequence_length=n_fed, is_first_iteration=is_first, **model_kwargs
-        )
-        if "logits_to_keep" in model_inputs:
-            model_inputs["logits_to_keep"] = n_new + 1
+        """``verify``, by the way that was chosen; the first forward is plain."""
         execute = run.model if is_first else self.call
-        cache = model_inputs.get("past_key_values")
-        before = layers.n_keys(cache)
-        outputs = execute(**model_inputs | overrides)
-        of_images = families.layers_of_images(run.model)
-        layers.check_growth(cache, before, ids.shape[1] if n_fed is None else n_fed, of_images)
-        return outputs
+        return verify(run, execute, ids, n_new, is_first=is_first, **overrides)
+
+
+def verify(
+    run: Run,
+    execute: Callable[..., ModelOutput],
+    ids: torch.Tensor,
+    n_new: int,
+    *,
+    is_first: bool = False,
+    **overrides: Any,
+) -> ModelOutput:
+    """Forward ``ids (rows, length)``, of which ``n_new`` come after ``run.ids``.
+
+    Logits are those of the last known token and of the ``n_new`` ones. The first forward includes
+    what the cache lacks of the prompt. ``overrides``: other arguments of forward.
+    """
+    model_kwargs = resized(run, n_new)
+    n_fed: int | None = n_new + 1
+    if is_first:
+        n_fed = uncached_length(run.model, run.ids, run.config, run.model_kwargs)
+        n_fed = None if n_fed in (None, run.ids.shape[1]) else n_fed + n_new
+    model_inputs = run.model.prepare_inputs_for_generation(
+        ids, next_sequence_length=n_fed, is_first_iteration=is_first, **model_kwargs
+    )
+    if "logits_to_keep" in model_inputs:
+        model_inputs["logits_to_keep"] = n_new + 1
+    cache = model_inputs.get("past_key_values")
+    before = layers.n_keys(cache)
+    outputs = execute(**model_inputs | overrides)
+    of_images = families.layers_of_images(run.model)
+    layers.check_growth(cache, before, ids.shape[1] if n_fed is None else n_fed, of_images)
+    return outputs
 
 
 def next_token(

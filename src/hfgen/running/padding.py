@@ -24,8 +24,8 @@ TOLERANCE, ROUNDINGS, TIMES_OF_TWO_ROWS = 1e-5, 4, 8
 
 
 @torch.no_grad()
-def hides_padding(model: Any, batch: Batch) -> bool:
-    """Whether a row gets the same logits with padding before it as without.
+def hides_padding(model: Any, batch: Batch, *, between: bool = False) -> bool:
+    """Whether a row gets the same logits with padding before it, or ``between`` its tokens, as without.
 
     It does not where positions are counted by the length of the cache (BART), or states are elsewhere.
     ``batch``: rows that have begun, which stay as they are. Costs a copy of a row, and some forwards of one
@@ -50,7 +50,10 @@ def hides_padding(model: Any, batch: Batch) -> bool:
             _decode(model, longer)
         if have_changed(model, before):
             return False  # a module remembers rows
-        longer.append(row)
+        if between:
+            _hide_newest(longer, row)
+        else:
+            longer.append(row)
         padded, beside, alone = (_decode(model, rows)[-1] for rows in (longer, twice, row))
     is_finite = alone.isfinite()
     if not torch.equal(is_finite, padded.isfinite()):
@@ -70,6 +73,18 @@ def _unlike(model: Any, ids: Tensor) -> int:
     others |= {families.position_pad(model), *families.placeholder_tokens(model)}
     n = embedding.num_embeddings
     return next((token for token in range(n // 2, n) if token not in others), int(ids[0, -1]))
+
+
+def _hide_newest(longer: Batch, row: Batch) -> None:
+    """Make what ``longer`` has more than ``row`` a gap in the cache before the newest token of ``row``."""
+    length, kwargs = row.ids.shape[1], longer.model_kwargs
+    longer.ids[:, -1] = row.ids[:, -1]
+    mask = kwargs.get("attention_mask")
+    mask = torch.ones_like(longer.ids) if mask is None else mask.clone()
+    mask[:, length - 1 : -1] = 0
+    kwargs["attention_mask"] = mask
+    if (positions := kwargs.get("position_ids")) is not None:
+        kwargs["position_ids"] = positions - (longer.ids.shape[1] - length)
 
 
 def _decode(model: Any, batch: Batch) -> Tensor:

@@ -55,7 +55,9 @@ from ..drafters.base import (
     name_of,
 )
 from ..drafters.checks import has_foreign_generator
-from ..drafters.forced import under_grammar
+from ..drafters.forced import UnderGrammar, under_grammar
+from ..drafters.lookup import PromptLookup
+from ..drafters.memory import DrafterOfCall
 from ..loop import commit
 from .drafted_rows import DraftedRows
 from .verification import GreedyMatch, PlainMatch, SpeculativeSampling, is_plain, verify
@@ -109,6 +111,21 @@ class Assisted:
         self.is_first = True
         self.stats = run.speculation = Speculation()
 
+    @property
+    def shares_rounds(self) -> bool:
+        """Whether its rounds may be forwarded with those of other calls, whatever these draft.
+
+        Then no token depends on drafts, the drafter reads ids alone, and any number of columns can be taken
+        back out of the cache.
+        """
+        drafter = self.drafter.drafter if type(self.drafter) is UnderGrammar else self.drafter
+        return (
+            self.is_free_of_drafts
+            and type(drafter) in (PromptLookup, DrafterOfCall)
+            and self.position_pad is None
+            and layers.keeps_all_tokens(self.cache)
+        )
+
     def prefill(self, run: Run) -> ModelOutput | None:
         """Only of prompts that rows share, that come in chunks, are embeddings, or padding alone.
 
@@ -145,11 +162,11 @@ class Assisted:
         ranks.wait(run)
         ids, is_first = self.rows.tokens[:, : start + self.n_new], self.is_first
         self.is_first = False
-        self.stats.forwards += 1
         return self.executor.verify(run, ids, self.n_new, is_first=is_first, **self.overrides)
 
     def make_draft(self, run: Run, start: int) -> None:
         """Write drafted tokens behind the known ones; set how many tokens are new to the cache."""
+        self.stats.forwards += 1
         rows = self.rows
         self.draft, self.n_new = None, 0
         tokens = rows.tokens[:, :0]
@@ -169,8 +186,12 @@ class Assisted:
             is_pad = rows.tokens[:, start - 1 : start + self.n_new] == self.position_pad
             columns = (is_pad & ~rows.device_ended[:, None]).any(dim=0).nonzero()
             if len(columns):
-                self.n_new = min(self.n_new, int(columns[0]))
-                rows.place(tokens, start, self.n_new)
+                self.shorten(int(columns[0]))
+
+    def shorten(self, n: int) -> None:
+        """Let the round feed no more than ``n`` tokens after the last that all rows know."""
+        self.n_new = min(self.n_new, n)
+        self.rows.guesses = self.rows.guesses[:, : self.n_new]
 
     def ask(self, start: int, n: int) -> tuple[torch.Tensor, Sequence[int]]:
         """Up to ``n`` tokens a row from ``start`` on, ``(rows, …)``, and how many columns each fills."""

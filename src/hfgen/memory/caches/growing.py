@@ -284,6 +284,16 @@ class GrowableTensor:
             view.index_copy_(0, changed, view.index_select(0, index[changed]))
         self._adopt(self.buffer, self.end - length, length, len(index))
 
+    def arrange(self, columns: Tensor) -> None:
+        """Token ``j`` of row ``i`` becomes its old token ``columns[i, j]``; ``view`` has four dimensions."""
+        may_write, self.shared = self._may_write(), 0
+        index = columns.to(self.view.device)[:, None, :, None].expand_as(self.view)
+        arranged = self.view.gather(2, index)
+        if may_write:
+            self.view.copy_(arranged)
+        else:
+            self.assign(arranged)
+
     def _may_write(self) -> bool:
         """Whether there is a buffer that may be written to, and that no other tensor sees."""
         return self.buffer is not None and may_write_to(self.buffer) and not self._is_shared()

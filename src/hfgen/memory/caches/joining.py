@@ -53,6 +53,15 @@ def move(cache: Any, index: Tensor, changed: Tensor) -> None:
         slots.move(layer, index, changed)
 
 
+def arrange(cache: Any, columns: Tensor) -> None:
+    """Reorder the tokens of each row in place: token ``j`` of row ``i`` becomes its old ``columns[i, j]``.
+
+    All layers have to be of full attention (``layers.keeps_all_tokens``).
+    """
+    for layer in _layers_with_room(cache):
+        slots.arrange(layer, columns)
+
+
 def trim(cache: Any, n_tokens: int) -> None:
     """Drop the first ``n_tokens`` columns of the decoder, which masks have to hide. Nothing is copied."""
     check_declared(cache)

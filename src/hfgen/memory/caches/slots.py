@@ -151,6 +151,12 @@ def move(layer: Any, index: Tensor, changed: Tensor) -> None:
         states.move(index, changed)
 
 
+def arrange(layer: Any, columns: Tensor) -> None:
+    """Token ``j`` of row ``i`` becomes its old token ``columns[i, j]``, in a layer of full attention."""
+    for states in growables_of(layer).values():
+        states.arrange(columns)
+
+
 def extract(layer: Any, index: Tensor) -> Any:
     """A layer of the rows ``index (wanted,)`` alone, which shares no memory with ``layer``."""
     if has_methods(layer):
