@@ -48,13 +48,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 2},
     "beam sample": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
     "lookup": {"prompt_lookup_num_tokens": 3},
+    "sampled lookup": {"prompt_lookup_num_tokens": 10, "do_sample": True},
+    "memory": {"assistant_model": hfgen.SuffixMemory()},
+    "sampled memory": {"assistant_model": hfgen.SuffixMemory(), "do_sample": True},
+    "copies of memory": {
+        "assistant_model": hfgen.SuffixMemory(),
+        "do_sample": True,
+        "num_return_sequences": 2,
+    },
 }
+DRAFTING = [way for way in WAYS if "lookup" in way or "memory" in way]
 #: What rules a way out.
 OF_WAYS = {
     "copies": Limit.NUM_RETURN_SEQUENCES,
     "beams": Limit.BEAMS,
     "beam sample": Limit.BEAMS,
-    "lookup": Limit.ASSISTED,
+    **dict.fromkeys(DRAFTING, Limit.ASSISTED),
 }
 #: How a prompt is given; see ``schedules.arguments_of``.
 FORMS = ("tensor", "list", "mask", "padded")

@@ -1,0 +1,145 @@
+"""The engine's requests that draft share forwards, and each equals its solo call without drafts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, seed
+
+import hfgen
+from hfgen.engine import Engine
+from hfgen.engine.drafting import DraftingRows
+from hfgen.running import hides_padding
+from tests import tiny
+from tests.parity.harness import in_double
+from tests.schedules import Play, Schedule
+from tests.test_engine import TEXTS, alone, check
+from tests.test_engine_schedules import (
+    DRAFTING,
+    NAMES,
+    bytes_of,
+    exact_subject,
+    profile,
+    requests,
+    schedules,
+)
+from tests.test_joining import begun
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # upstream's, of tiny configs
+
+
+class Watched(Play):
+    """A schedule in which rows are looked at that have accepted different numbers of tokens."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.n_gaps: dict[Any, int] = {}
+
+    def step(self) -> None:
+        super().step()
+        for rows in self.engine.steps.joined:
+            is_gap = rows.ids < 0
+            assert rows.drafts is isinstance(rows, DraftingRows)
+            assert rows.drafts or not is_gap.any()
+            if is_gap.any():
+                assert not rows.model_kwargs["attention_mask"][is_gap].any()
+            for decoding in rows.members:
+                n_gaps = is_gap[decoding.places].sum(dim=1).tolist()
+                assert n_gaps == [decoding.n_gaps] * decoding.n_rows
+                self.counts["moved"] += decoding.n_gaps < self.n_gaps.get(decoding, 0)
+                self.n_gaps[decoding] = decoding.n_gaps
+            self.counts["shared"] += rows.drafts and len(rows.members) > 1
+            self.counts["gaps"] += bool(is_gap.any())
+
+
+SEEN = ("equal", "eos", "length", "shared", "gaps", "moved", "cancelled", "Planned", "taken out")
+
+
+def test_random_schedules_of_requests_that_draft() -> None:
+    counts: Counter[str] = Counter()
+    asked = requests([*DRAFTING, *DRAFTING, "greedy", "beams"], NAMES, True, 8)
+
+    def play(schedule: Schedule) -> None:
+        counts.update(Watched(exact_subject(), schedule).run())
+
+    for part in range(6):
+        drawn = schedules(asked, 10, bytes_of(exact_subject()))
+        seed(part)(profile(20)(given(drawn)(play)))()
+        if all(counts[name] for name in SEEN):
+            break
+    assert [name for name in SEEN if not counts[name]] == []
+
+
+#: Whether layers tell tokens apart by their positions, and not by the columns between them.
+HIDES_GAPS = {
+    "llama": True,
+    "gpt2": True,
+    "bloom": True,
+    "falcon": True,
+    "gptj": True,
+    "mpt": False,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", HIDES_GAPS)
+def test_gaps_are_made_only_where_a_model_hides_them(family: str) -> None:
+    model = in_double(family)
+    batch = begun(model, input_ids=tiny.prompt(2) % 60)
+    assert hides_padding(model, batch)
+    assert hides_padding(model, batch, between=True) is HIDES_GAPS[family]
+    memory = hfgen.SuffixMemory()
+    asked = [{"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0} for _ in range(5)]
+    for i, options in enumerate(asked):
+        if i > 1:
+            options |= {"do_sample": True, "temperature": 0.3, "seed": 0}
+    prompts = [tiny.prompt(1, 5 + i % 3, i % 2) % 60 for i in range(len(asked))]
+    pairs = list(zip(prompts, asked, strict=True))
+    plain = [model.generate(ids, **options) for ids, options in pairs]
+    memory.add(plain[0][0].tolist())
+    memory.add(plain[3][0].tolist())
+    engine = Engine(model)
+    added = [engine.add(ids, **options, assistant_model=memory) for ids, options in pairs]
+    n_rows = 0
+    while engine.has_work:
+        engine.step()
+        n_rows = max([n_rows, *map(len, engine.steps.joined)])
+    assert n_rows == (len(asked) if HIDES_GAPS[family] else 1)
+    for request, sequences in zip(added, plain, strict=True):
+        assert torch.equal(request.result().generate_output.sequences, sequences)
+
+
+WAYS_OF_EIGHT: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.7},
+}
+
+
+@pytest.fixture(scope="module")
+def builtin() -> Any:
+    model, tokenizer = hfgen.builtin_model()
+    return hfgen.mix_into(model), tokenizer
+
+
+@pytest.mark.parametrize("way", WAYS_OF_EIGHT)
+@pytest.mark.parametrize("drafter", ["lookup", "memory"])
+def test_eight_requests_that_draft_share_forwards(builtin: Any, way: str, drafter: str) -> None:
+    model, tokenizer = builtin
+    drafts: dict[str, Any] = {"prompt_lookup_num_tokens": 6}
+    if drafter == "memory":
+        drafts = {"assistant_model": hfgen.SuffixMemory()}
+    own = {"max_new_tokens": 40, **WAYS_OF_EIGHT[way]}
+    asked = [(TEXTS[i % len(TEXTS)], own | {"seed": i % 3}) for i in range(8)]
+    without = [alone(model, tokenizer, text, **options) for text, options in asked]
+    n_forwards = 0
+    for text, options in asked:
+        solo = alone(model, tokenizer, text, **options, **drafts, output_speculation=True)
+        n_forwards += solo.speculation.forwards
+    engine = Engine(model, tokenizer)
+    added = [engine.add(text, **options, **drafts) for text, options in asked]
+    for request, solo in zip(added, without, strict=True):
+        check(request.result(), solo)
+    assert engine.stats.n_forwards < min(n_forwards / 4, 40)
