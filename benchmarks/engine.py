@@ -260,8 +260,7 @@ def with_prefix(model: Any, rows: int, n: int, n_rounds: int) -> dict[str, float
 def drafting(model: Any, tokenizer: Any, n_rounds: int, n_texts: int = 8) -> dict[str, float]:
     """Seconds to edit different functions: in a batch and in the engine, plain and with prompt lookup.
 
-    In a batch, drafted rows keep step. In the engine, a request that drafts decodes by itself: its rows
-    accept what they accept, and share no forward.
+    In a batch, drafted rows keep step. In the engine they share forwards, and each accepts what it accepts.
     """
     together = editing(EDITS[:n_texts], tokenizer)
     each = [editing([edit], tokenizer) for edit in EDITS[:n_texts]]

@@ -40,7 +40,7 @@ class Decoding:
     """The call of one request: its run and strategy, with processors, criteria and observers of its own.
 
     ``joins``: its rows are forwarded together with those of other requests. Otherwise it decodes beside
-    them, because its strategy forwards more than the newest token of each row.
+    them, because its strategy forwards more than the newest token of each row and, if it ``drafts``, its draft.
     """
 
     def __init__(self, model: Any, request: EngineRequest) -> None:

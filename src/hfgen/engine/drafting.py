@@ -4,9 +4,9 @@ Each row is fed its newest token and its draft; shorter drafts are padded on the
 numbers of tokens. All keep as many columns as the row that accepts most, and where a row has accepted fewer, the
 others are gaps, which its mask hides. Two rows::
 
-           fed            accepted   next round
-    row 0  31  41 42 43   41 42      31  41 42   50     50 and 52: what the model chose
-    row 1  32  51  ·  ·   none       32   ·  ·   52
+           fed           accepted   kept        newest
+    row 0  31  41 42 43  41 42      31  41 42   50
+    row 1  32  51  ·  ·  none       32   ·  ·   52
 
 When gaps are a good part of the batch, they are moved before the rows, where padding is.
 """
