@@ -52,10 +52,15 @@ class Classes:
             return False
         if rows.length == decoding.length and not drafts:
             return True
-        if drafts not in self.hides:
+        return self._hides(batch, between=False) and (
+            not drafts or self._hides(batch, between=True)
+        )
+
+    def _hides(self, batch: Batch, between: bool) -> bool:
+        if between not in self.hides:
             with suppress(ValueError):
-                self.hides[drafts] = hides_padding(self.model, batch, between=drafts)
-        return self.hides.get(drafts, False)
+                self.hides[between] = hides_padding(self.model, batch, between=between)
+        return self.hides.get(between, False)
 
     def arrange(self, batches: list[JoinedRows]) -> None:
         """Split each batch that has too much padding, and merge two that have become similar."""
