@@ -143,3 +143,20 @@ def test_eight_requests_that_draft_share_forwards(builtin: Any, way: str, drafte
     for request, solo in zip(added, without, strict=True):
         check(request.result(), solo)
     assert engine.stats.n_forwards < min(n_forwards / 4, 40)
+
+
+def test_without_a_seed_one_is_drawn_when_a_request_is_added(builtin: Any) -> None:
+    model, tokenizer = builtin
+    drafts = {"prompt_lookup_num_tokens": 6}, {"assistant_model": hfgen.SuffixMemory()}
+    texts = []
+    for number in (1, 1, 2):
+        torch.manual_seed(number)
+        engine = Engine(model, tokenizer)
+        asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 1.5}
+        added = [engine.add(TEXTS[0], **asked, **drafts[i % 2]) for i in range(6)]
+        torch.manual_seed(3)  # nothing more is drawn
+        engine.step()
+        assert [len(rows) for rows in engine.steps.joined] == [6]
+        texts.append([request.result().text for request in added])
+    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts[0])) == 6

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from .. import families
 from ..decoding import loop
+from ..decoding.drafters.memory import SuffixMemory
 from ..decoding.drafters.schedule import Depths
 from ..memory.batch import Batch
 from ..memory.caches import joining
@@ -54,8 +55,12 @@ class Decoding:
                 raise ValueError(f"A request has one prompt, but its inputs are of {n_prompts}.")
             config: Any = self.call.config
             prompt = self.call.prompt
-            joins = getattr(self.call.strategy, "joins", False)
-            if joins and config.do_sample and self.call.row_keys is None and prompt is not None:
+            # Drafts without scores are accepted as often by a seed's choice as by speculative sampling.
+            is_drafted = config.prompt_lookup_num_tokens is not None or isinstance(
+                self.call.request.assistant_model, SuffixMemory
+            )
+            takes_seeds = is_drafted or getattr(self.call.strategy, "joins", False)
+            if takes_seeds and config.do_sample and self.call.row_keys is None and prompt:
                 # A random seed for each row, so that no draw depends on other requests.
                 n = len(prompt.ids) // config.num_beams
                 self.call.row_keys = seeds.keys_of([None], n, prompt.ids.device)
