@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+import transformers
 
 from .. import families
 from ..decoding.modes import MODES
@@ -36,15 +35,6 @@ COUNTS = [name for name, row in FIELDS.items() if row.within_sequence]
 #: Fields that an assistant's own config may set, where nobody else does: they get no default.
 WITHOUT_DEFAULTS = {name for name, row in FIELDS.items() if not row.has_default}
 
-#: Types of values that stay as they are.
-PLAIN = {type(None), bool, int, float, str}
-#: Fields in which otherwise equal calls differ, and the number below which no other field depends on them.
-FREE = {"max_new_tokens": vllm.TO_LAST_POSITION, "seed": 2**63}
-
-#: Merged configs by what they were made of, and the kwargs that are in them.
-_known: dict[Any, tuple[GenerationConfig, Collection[str]]] = {}
-MAX_KNOWN = 256
-
 
 def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
     """Return the call, and the kwargs that belong to the model and not to the config.
@@ -55,7 +45,7 @@ def resolve(model: Any, request: Request) -> tuple[Call, ModelKwargs]:
         request = rows.with_stop_strings(request)
     caller_config = request.generation_config
     values = [caller_config, *request.kwargs.values()]
-    if isinstance(caller_config, GenerationConfig):
+    if isinstance(caller_config, transformers.GenerationConfig):
         values += vars(caller_config).values()
     split = None
     for value in values:
@@ -121,9 +111,7 @@ def extract_generation_mode_kwargs(
         "streamer": streamer,
         "synced_gpus": families.is_sharded(self) if synced_gpus is None else synced_gpus,
     }
-    for name, value in list(mode_kwargs.items()):
-        if value is None:
-            del mode_kwargs[name]
+    mode_kwargs = {name: value for name, value in mode_kwargs.items() if value is not None}
     if callable(custom_generate):
         named = inspect.signature(custom_generate).parameters.keys()
         usual = inspect.signature(type(self)._sample).parameters.keys()
@@ -133,16 +121,39 @@ def extract_generation_mode_kwargs(
 
 
 def prepare_generation_config(
-    self: Any, generation_config: GenerationConfig | None, **kwargs: Any
-) -> tuple[GenerationConfig, dict[str, Any]]:
+    self: Any, generation_config: transformers.GenerationConfig | None, **kwargs: Any
+) -> tuple[transformers.GenerationConfig, dict[str, Any]]:
     """Return a private, complete config, and the kwargs that name no field of it."""
-    model_defaults = self.generation_config
-    if generation_config is None and (values := families.generation_parameters(self.config)):
-        raise ValueError(
-            f"model.config holds generation parameters ({values}), which generate() does not read: "
-            "set them on model.generation_config, or pass them to generate()."
-        )
-    config, model_kwargs = _merged_config(model_defaults, generation_config, kwargs)
+    config, model_defaults = copy.deepcopy(generation_config), self.generation_config
+    if config is None:
+        if in_model_config := families.generation_parameters(self.config):
+            raise ValueError(
+                f"model.config holds generation parameters ({in_model_config}), which generate() "
+                "does not read: set them on model.generation_config, or pass them to generate()."
+            )
+        config = transformers.GenerationConfig()
+    known = dict(vars(model_defaults))
+    for name, value in vars(config).items():
+        if value is not None:
+            known[name] = value
+    plain_values = validate.check_fields(known | kwargs)
+    defaults = model_defaults._get_default_generation_params()
+    for name in WITHOUT_DEFAULTS & defaults.keys():
+        del defaults[name]
+    has_own_values = False  # which upstream's validation refuses
+    for values in (vars(model_defaults), vars(config), kwargs):
+        cache_name = values.get("cache_implementation")
+        has_own_values |= cache_name is not None and not caches.is_upstreams(cache_name)
+        has_own_values |= bool(values.get("max_new_tokens") == 0)
+    with taking_own_values(config) if has_own_values else nullcontext():
+        config.update(**model_defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
+        config.update(**defaults, defaults_only=True)
+        for name, default in OWN_FIELDS.items():
+            value = known.get(name)
+            setattr(config, name, default if value is None else value)
+        model_kwargs = config.update(**kwargs)
+    for name, value in plain_values.items():
+        setattr(config, name, value)
     if config.do_sample and is_zero(config.temperature):
         config.do_sample, config.temperature = False, 1.0
     if config.top_k == -1:
@@ -181,86 +192,9 @@ def prepare_generation_config(
     return config, model_kwargs
 
 
-def _merged_config(
-    defaults: GenerationConfig, given: GenerationConfig | None, kwargs: dict[str, Any]
-) -> tuple[GenerationConfig, dict[str, Any]]:
-    """A new config of all three, checked, and the kwargs that name no field of it; of equal values a copy."""
-    plain, free, others = dict(kwargs), {}, dict(kwargs)
-    for name, value in kwargs.items():
-        kinds = map(type, value if type(value) is list else (value,))
-        if not PLAIN.issuperset(kinds):
-            del plain[name]
-        elif type(value) is int and 0 < value < FREE.get(name, 0):
-            free[name], plain[name] = value, 1
-    try:
-        values = json.dumps([vars(defaults), given and vars(given), plain])  # 1 is not 1.0 or true
-    except (TypeError, ValueError):  # other values may change unseen
-        return _merge(defaults, given, kwargs)
-    key = type(defaults), type(given), frozenset(kwargs.keys() - plain.keys()), values
-    if key in _known:
-        known, taken = _known[key]
-        config = copy.copy(known)
-        for name, value in vars(known).items():
-            if type(value) not in PLAIN:
-                setattr(config, name, copy.deepcopy(value))
-        vars(config).update(free)
-        for name in taken:
-            del others[name]
-        return config, others
-    config, others = _merge(defaults, given, kwargs)
-    taken = kwargs.keys() - others.keys()
-    if taken <= plain.keys() and caches.is_upstreams(config.cache_implementation):
-        if len(_known) >= MAX_KNOWN:
-            _known.clear()
-        _known[key] = copy.deepcopy(config), taken
-    return config, others
-
-
-def _merge(
-    defaults: GenerationConfig, given: GenerationConfig | None, kwargs: dict[str, Any]
-) -> tuple[GenerationConfig, dict[str, Any]]:
-    config = GenerationConfig() if given is None else copy.deepcopy(given)
-    known = dict(vars(defaults))
-    for name, value in vars(config).items():
-        if value is not None:
-            known[name] = value
-    plain_values = validate.check_fields(known | kwargs)
-    library = defaults._get_default_generation_params()
-    for name in WITHOUT_DEFAULTS & library.keys():
-        del library[name]
-    has_own_values = False  # which upstream's validation refuses
-    for values in (vars(defaults), vars(config), kwargs):
-        cache_name = values.get("cache_implementation")
-        has_own_values |= cache_name is not None and not caches.is_upstreams(cache_name)
-        has_own_values |= bool(values.get("max_new_tokens") == 0)
-    with taking_own_values(config) if has_own_values else nullcontext():
-        config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
-        config.update(**library, defaults_only=True)
-        for name, default in OWN_FIELDS.items():
-            value = known.get(name)
-            setattr(config, name, default if value is None else value)
-        others = config.update(**kwargs)
-    for name, value in plain_values.items():
-        setattr(config, name, value)
-    return config, others
-
-
-def _drop_path_of_checkpoint(config: GenerationConfig, model_settings: dict[str, Any]) -> None:
-    """Drop ``path`` of the checkpoint's own ``cache_config``: only the caller says where files go."""
-    settings = config.cache_config
-    if not isinstance(settings, dict) or "path" not in settings:
-        return
-    if (path := settings["path"]) == model_settings.get("path"):
-        config.cache_config = {k: v for k, v in settings.items() if k != "path"}
-        logger.warning_once(
-            f"`path`={path!r} in the `cache_config` of the model's generation config is not used. To "
-            "keep the cache there, pass `cache_config` to generate()."
-        )
-
-
 def prepare_special_tokens(
     self: Any,
-    generation_config: GenerationConfig,
+    generation_config: transformers.GenerationConfig,
     kwargs_has_attention_mask: bool | None = None,
     device: torch.device | str | None = None,
     batch_size: int | None = None,
@@ -314,13 +248,13 @@ def prepare_special_tokens(
 
 def prepare_generated_length(
     self: Any,
-    generation_config: GenerationConfig,
+    generation_config: transformers.GenerationConfig,
     has_default_max_length: bool,
     has_default_min_length: bool,
     model_input_name: str,
     input_ids_length: int,
     inputs_tensor: torch.Tensor,
-) -> GenerationConfig:
+) -> transformers.GenerationConfig:
     """Turn every way to say how long into ``max_length`` and ``min_length``, prompt included.
 
     ``max_new_tokens`` and ``min_new_tokens`` win. The default of 20 means 20 new tokens. The length

@@ -8,8 +8,8 @@ with probability ``q`` is accepted with probability ``min(1, p / q)``, else one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,16 +209,21 @@ class PlainMatch:
 
     def verify(self, run: Run, rows: DraftedRows, logits: Tensor) -> tuple[Tensor, ...]:
         """Write the tokens that ``rows`` gain by ``logits (rows, width, vocab)``; return the processed scores."""
-        start, guesses = run.ids.shape[1], rows.guesses.tolist()
+        start, raw = run.ids.shape[1], enumerate(logits.unbind(dim=1), run.ids.shape[1])
+        choices: Any = (self._choice(run, rows, each, length) for length, each in raw)
+        if logits.is_cpu:  # to read is free, and later positions may not matter
+            guesses = rows.guesses.tolist()
+        else:
+            choices, guesses = self._read([*choices], rows.guesses)
         rows.drafted = [sum(guess >= 0 for guess in row) for row in guesses]
         known, ended = [*rows.known], [*rows.has_ended]
         goes_on, invalid_at = [not has_ended for has_ended in ended], [-1] * len(known)
         gained: list[list[int]] = [[] for _ in known]
         all_scores: list[Tensor] = []
-        for scores, tokens, is_invalid in self.choices(run, rows, logits):
-            length = start + len(all_scores)
+        for scores, tokens, flags in choices:
+            length, is_invalid = start + len(all_scores), flags.tolist()
             all_scores.append(scores)
-            for row, token in enumerate(tokens):
+            for row, token in enumerate(tokens.tolist()):
                 if not goes_on[row] or known[row] > length:
                     continue
                 gained[row].append(token)
@@ -241,24 +246,23 @@ class PlainMatch:
         rows.end_invalid(invalid_at)
         return tuple(all_scores)
 
-    def choices(
-        self, run: Run, rows: DraftedRows, logits: Tensor
-    ) -> Iterator[tuple[Tensor, list[int], list[bool]]]:
-        """Yield of each position its scores ``(rows, vocab)``, and of each row a token and whether it is none."""
-        found = []
-        for position, raw in enumerate(logits.unbind(dim=1)):
-            length = run.ids.shape[1] + position
-            scores = _processed(run, rows, raw, length)
-            if run.row_choice is not None:
-                tokens, is_invalid = run.row_choice.choose(scores, length)
-            else:
-                tokens = scores.argmax(dim=-1)  # with a NaN: its index
-                is_invalid = scores.gather(1, tokens[:, None])[:, 0].isnan()
-            if tokens.is_cpu:  # to read is free, and later positions may not matter
-                yield scores, tokens.tolist(), is_invalid.tolist()
-            else:
-                found.append((scores, tokens, is_invalid))
-        if found:
-            pairs = torch.stack([torch.stack([t, flags.long()]) for _, t, flags in found]).tolist()
-            for (scores, _, _), (tokens, flags) in zip(found, pairs, strict=True):
-                yield scores, tokens, [bool(flag) for flag in flags]
+    @staticmethod
+    def _choice(
+        run: Run, rows: DraftedRows, logits: Tensor, length: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores ``(rows, vocab)`` behind ``length`` tokens, tokens ``(rows,)``, and which of them are none."""
+        scores = _processed(run, rows, logits, length)
+        if run.row_choice is not None:
+            return scores, *run.row_choice.choose(scores, length)
+        tokens = scores.argmax(dim=-1)  # with a NaN: its index
+        return scores, tokens, scores.gather(1, tokens[:, None])[:, 0].isnan()
+
+    @staticmethod
+    def _read(
+        choices: list[tuple[Tensor, Tensor, Tensor]], guesses: Tensor
+    ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[list[int]]]:
+        """Copy the tokens and flags of all positions, and the guesses, to the host at once."""
+        columns = [part[:, None] for _, *parts in choices for part in parts]
+        table, n = torch.cat([*columns, guesses], dim=1).cpu(), len(columns)
+        pairs = zip(choices, table[:, :n].T.split(2), strict=True)
+        return [(scores, *pair) for (scores, _, _), pair in pairs], table[:, n:].tolist()

@@ -28,7 +28,7 @@ from ...settings import cache_settings
 from ...settings.logs import logger
 from ...state.call import Call, ModelKwargs, Prompt
 from . import layers, offloaded, quantized, static
-from .dynamic import CacheRequest, GrowingCache, make_dynamic
+from .dynamic import CacheRequest, GrowingCache
 from .static import fit_to_call
 from .static import prepare_static_cache as prepare_static_cache
 
@@ -61,9 +61,12 @@ class CacheKind:
 
 
 def _dynamic(name: str, may_hold_prefix: bool = True) -> CacheKind:
-    return CacheKind(
-        name, make_dynamic, loses_rows=True, rolls_back=True, may_hold_prefix=may_hold_prefix
-    )
+    """Grows with the sequences; sliding-window and linear-attention layers keep only their state."""
+
+    def make(request: CacheRequest) -> Cache:
+        return GrowingCache(config=request.decoder_config, max_length=request.max_length)
+
+    return CacheKind(name, make, loses_rows=True, rolls_back=True, may_hold_prefix=may_hold_prefix)
 
 
 _KINDS = (

@@ -6,7 +6,6 @@ capacity of a buffer and returns a view of the filled part.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +15,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
-    get_layer_types_and_kwargs,
 )
 
 from .growing import GrowableTensor, GrowthPolicy
@@ -59,9 +56,6 @@ def grows_in_place(states: Tensor) -> bool:
     is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
     return type(states) is Tensor and not is_recorded
 
-
-#: Configs whose layers are kept, at most.
-MAX_CONFIGS = 64
 
 #: Which of upstream's classes a layer of hfgen's stands for.
 UPSTREAM_KINDS: dict[type, type] = {}
@@ -268,36 +262,6 @@ class GrowingCache(DynamicCache):
     def expect(self, max_length: int) -> None:
         """From now on, buffers get capacity for a call that ends with ``max_length`` tokens."""
         self._growth.max_length = max_length
-
-
-#: The classes of the layers, and their arguments, by what the config held.
-_layers: dict[tuple[type, str], list[tuple[type, dict[str, Any]]]] = {}
-
-
-def make_dynamic(request: CacheRequest) -> GrowingCache:
-    """Grows with the sequences; sliding-window and linear-attention layers keep only their state.
-
-    It is ``GrowingCache(config=config)``, but equal configs are read once.
-    """
-    config, max_length = request.decoder_config, request.max_length
-    try:
-        key = type(config), json.dumps(vars(config) | {"dtype": None})
-    except (TypeError, ValueError):  # values that may change unseen
-        return GrowingCache(config=config, max_length=max_length)
-    if key not in _layers:
-        if len(_layers) >= MAX_CONFIGS:
-            _layers.clear()
-        names, options = get_layer_types_and_kwargs(config)
-        _layers[key] = [
-            (DYNAMIC_LAYER_TYPE_MAPPING[n], o) for n, o in zip(names, options, strict=True)
-        ]
-    cache = GrowingCache(max_length=max_length)
-    if kinds := _layers[key]:
-        cache._growth.n_tensors = 2 * len(kinds)
-        for kind, options in kinds:
-            cache.layers.append(as_growing(kind(**options), cache._growth))
-        cache.layer_class_to_replicate = None
-    return cache
 
 
 # Code that asks for a cache by its name finds upstream's.
