@@ -45,17 +45,8 @@ def parameters(function: Callable[..., Any]) -> frozenset[str]:
     return names
 
 
-def generation_parameters(config: Any) -> dict[str, Any]:
-    """The generation parameters in a model's config; it is asked only if it may have some."""
-    kind: Any = type(config)
-    if OF_GENERATION.isdisjoint(vars(config)) and not _may_have_parameters(kind):
-        return {}
-    values: dict[str, Any] = config._get_generation_parameters()
-    return values
-
-
 @functools.cache
-def _may_have_parameters(kind: Any) -> bool:
+def may_have_parameters(kind: Any) -> bool:
     """Whether the class of a model's config has attributes with names of generation parameters."""
     return not OF_GENERATION.isdisjoint({*dir(kind), *kind.attribute_map})
 

@@ -126,7 +126,10 @@ def prepare_generation_config(
     """Return a private, complete config, and the kwargs that name no field of it."""
     config, model_defaults = copy.deepcopy(generation_config), self.generation_config
     if config is None:
-        if in_model_config := families.generation_parameters(self.config):
+        kind: Any = type(self.config)
+        names_differ = families.OF_GENERATION.isdisjoint(vars(self.config))
+        may_have_some = not names_differ or families.may_have_parameters(kind)
+        if may_have_some and (in_model_config := self.config._get_generation_parameters()):
             raise ValueError(
                 f"model.config holds generation parameters ({in_model_config}), which generate() "
                 "does not read: set them on model.generation_config, or pass them to generate()."
