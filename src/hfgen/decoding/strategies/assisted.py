@@ -99,6 +99,7 @@ class Assisted:
         self.executor = Executor(run, may_record=True)
         self.cache: Any = run.model_kwargs.get("past_key_values")
         _check_cache(run, self.cache)
+        self.keeps_all_tokens = layers.keeps_all_tokens(self.cache)
         self.max_length = setup.max_length
         self.rows = DraftedRows(run, self.max_length)
         embedding = families.token_embedding(run.model)
@@ -123,7 +124,7 @@ class Assisted:
             self.is_free_of_drafts
             and type(drafter) in (PromptLookup, DrafterOfCall)
             and self.position_pad is None
-            and layers.keeps_all_tokens(self.cache)
+            and self.keeps_all_tokens
         )
 
     def prefill(self, run: Run) -> ModelOutput | None:
@@ -236,7 +237,8 @@ class Assisted:
         is_lost = rows.invalid.step_of
         lengths = [k for row, (k, had) in pairs if not had and is_lost(row, n_rows) is None]
         n_advanced = max(min(min(lengths or [max(rows.known)]) - start, width), 1)
-        roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
+        if n_advanced < width or not self.keeps_all_tokens:
+            roll_back(self.cache, width - n_advanced, families.layers_of_images(run.model))
         self.observe(before, start + n_advanced, n_advanced)
         commit(run, model_outputs, num_new_tokens=n_advanced)
         run.ids = rows.tokens[:, : start + n_advanced]
