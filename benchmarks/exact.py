@@ -39,7 +39,7 @@ def in_bfloat16(model: Any) -> Any:
 
 
 def optimized(model: Any) -> Any:
-    return hfgen.optimize(model)
+    return hfgen.optimize(model, kernels="onednn")
 
 
 def in_int8(model: Any) -> Any:

@@ -160,3 +160,20 @@ def test_without_a_seed_one_is_drawn_when_a_request_is_added(builtin: Any) -> No
         texts.append([request.result().text for request in added])
     assert texts[0] == texts[1] != texts[2]
     assert len(set(texts[0])) == 6
+
+
+def test_drafts_of_an_exact_model_are_verified_beside_the_batch() -> None:
+    """Gaps would move the blocks of its sums; its prompts share forwards as before."""
+    with hfgen.exact(hfgen.mix_into(tiny.llama())) as model:
+        asked = {"max_new_tokens": 12, "eos_token_id": None, "logprobs": 0}
+        asked |= {"return_dict_in_generate": True}
+        solo = [model.generate(tiny.prompt(1, 5 + i), **asked) for i in range(3)]
+        engine = Engine(model)
+        lookup = asked | {"prompt_lookup_num_tokens": 3}
+        added = [engine.add(tiny.prompt(1, 5 + i), **lookup) for i in range(3)]
+        assert all(request.decoding.reads_ids_alone for request in added)
+        assert not any(request.decoding.drafts for request in added)
+        for request, alone_ in zip(added, solo, strict=True):
+            output = request.result().generate_output
+            assert torch.equal(output.sequences, alone_.sequences)
+            assert torch.equal(output.logprobs.token_logprobs, alone_.logprobs.token_logprobs)

@@ -80,6 +80,7 @@ class Decoding:
         self.drafts = (
             getattr(self.strategy, "shares_rounds", False)
             and self.reads_ids_alone
+            and not hasattr(model, "exactness")  # gaps would move the blocks of its sums
             and not self.recording.recorded
             and self.call.interventions is None
         )
@@ -145,7 +146,6 @@ class Decoding:
             and type(kwargs.get("past_key_values")) is GrowingCache
             and not run.is_encoder_decoder
             and run.body is None
-            and not hasattr(run.model, "exactness")  # gaps move the blocks of its sums
         )
 
     @property

@@ -27,7 +27,8 @@ def read_sets(folder: Path, model: Any) -> dict[str, dict[str, torch.Tensor]]:
             for name in vectors:
                 modules_named(model, name)
             edits = [Steer(name, vector) for name, vector in vectors.items()]
-            model.generate(torch.tensor([[0]]), max_new_tokens=1, interventions=edits)
+            ids = torch.tensor([[0]], device=model.device)
+            model.generate(ids, max_new_tokens=1, interventions=edits)
         except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise ValueError(f"{path} holds no steering vectors of this model: {error}") from error
         sets[path.stem] = vectors
