@@ -99,9 +99,11 @@ class StopStringCriteria(TextCriteria, transformers.StopStringCriteria):
 
     ends_rows = False  # whether rows that have ended are padded, also where the call has no EOS
 
-    def __init__(self, tokenizer: Any, strings: Any, prompt_length: int = 0, min_tokens: int = 0):
+    def __init__(
+        self, tokenizer: Any, stop_strings: Any, prompt_length: int = 0, min_tokens: int = 0
+    ) -> None:
         super().__init__(tokenizer, prompt_length, min_tokens)
-        strings = [strings] if isinstance(strings, str) else strings
+        strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         self.stop_strings = tuple(strings)
         self.spelled = [(string, string.encode()) for string in strings]
         #: A token has a byte at least, so no string begins further back.
