@@ -100,8 +100,6 @@ def verify(
     )
     if "logits_to_keep" in model_inputs:
         model_inputs["logits_to_keep"] = n_new + 1
-    if not (n_new or is_first):  # a step as without drafts
-        return execute(**model_inputs | overrides)
     cache = model_inputs.get("past_key_values")
     before = layers.n_keys(cache)
     outputs = execute(**model_inputs | overrides)
