@@ -138,7 +138,7 @@ class Adaptive(Constant):
 
     needs_all = True
     MARGIN = 1.05  # by how much faster drafting has to be expected to be
-    START, SHARE, MOST = 2.0, 0.01, 8.0  # in forwards of the target: see above
+    START, SHARE, MOST = 1.5, 0.01, 8.0  # in forwards of the target: see above
     ASKED = 0.02  # a call of the drafter, in forwards: a search on the host, in a batch of models
     TRIAL = 3  # the draft of a trial
     LONGEST = 64  # longer drafts are not made
@@ -155,6 +155,8 @@ class Adaptive(Constant):
         self.n_drafted = max(filled)
         limit = min(min(filled), self.n_tokens)
         self.filled.observe(limit, self.n_tokens)
+        if not limit:
+            return 0
         best, speed = self._best(limit, is_drafted=True)
         return best if speed > self.MARGIN else self._trial(limit)
 

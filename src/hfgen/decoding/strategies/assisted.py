@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -170,19 +171,19 @@ class Assisted:
         self.stats.forwards += 1
         rows = self.rows
         self.draft, self.n_new = None, 0
-        tokens = rows.tokens[:, :0]
         n, room = self.schedule.n_tokens, self.max_length - 1 - start
         if not self.drafter.is_always_asked and not (self.drafter.overshoots and room > 0):
             n = min(n, room)  # the last token is not forwarded
-        n = int(min(n, layers.capacity(self.cache) - start))
+        if not self.keeps_all_tokens:
+            n = int(min(n, layers.capacity(self.cache) - start))
         if all(rows.has_ended):  # known to the end, not yet in the cache
             self.n_new = 0 if run.finished else max(rows.known) - 1 - start
         elif n > 0:
-            tokens, filled = self.ask(start, n)
+            filled = self.ask(start, n)
             triples = zip(rows.known, filled, rows.has_ended, strict=True)
             ahead = [max(known - start, length) for known, length, ended in triples if not ended]
             self.n_new = min(self.schedule.width(ahead), n)
-        rows.place(tokens, start, self.n_new)
+        rows.place(None if self.draft is None else self.draft.tokens, start, self.n_new)
         if self.position_pad is not None:  # no further than the first such token of a row
             is_pad = rows.tokens[:, start - 1 : start + self.n_new] == self.position_pad
             columns = (is_pad & ~rows.device_ended[:, None]).any(dim=0).nonzero()
@@ -194,8 +195,8 @@ class Assisted:
         self.n_new = min(self.n_new, n)
         self.rows.guesses = self.rows.guesses[:, : self.n_new]
 
-    def ask(self, start: int, n: int) -> tuple[torch.Tensor, Sequence[int]]:
-        """Up to ``n`` tokens a row from ``start`` on, ``(rows, …)``, and how many columns each fills."""
+    def ask(self, start: int, n: int) -> Sequence[int]:
+        """Set the draft of up to ``n`` tokens a row from ``start`` on; return how many columns each row fills."""
         rows = self.rows
         rows.reserve(start + n)
         pairs = zip(rows.known, rows.has_ended, strict=True)
@@ -205,16 +206,17 @@ class Assisted:
         name = name_of(self.drafter)
         self.draft = check(name, self.drafter.draft(context), context)
         if self.draft is None:
-            return rows.tokens[:, :0], [0] * len(rows.known)
+            return [0] * len(rows.known)
         tokens, lengths = self.draft.tokens, self.draft.lengths
         if self.placeholders and self.is_first:  # the model would look for their features
             is_media = torch.isin(tokens, tokens.new_tensor(self.placeholders))
             tokens, lengths = tokens.masked_fill(is_media, -1), None
+            self.draft = replace(self.draft, tokens=tokens)
         if lengths is None or tokens.is_cpu:  # reading is asked for, or free
             filled = n_filled(name, tokens, context, self.vocab)
             # What a drafter says holds on all devices alike: draws depend on it.
             lengths = filled if lengths is None else lengths
-        return tokens.to(rows.tokens.device), lengths
+        return lengths
 
     def step(self, run: Run, model_outputs: ModelOutput) -> Step:
         rows, width = self.rows, self.n_new + 1
@@ -245,8 +247,9 @@ class Assisted:
         new, scores = run.ids[:, start:], verified[:n_advanced]
         if run.scores is not None:
             run.scores += scores
-        unverified = logits[:, len(verified) :].unbind(dim=1)
-        self.drafter.see(run, model_outputs, (*verified, *unverified), n_advanced)
+        if len(verified) < width:
+            verified = (*verified, *logits[:, len(verified) :].unbind(dim=1))
+        self.drafter.see(run, model_outputs, verified, n_advanced)
         return Step(
             tokens=new,
             scores=scores,

@@ -36,13 +36,14 @@ class DraftedRows:
         self.is_hit = torch.zeros_like(self.device_ended)
         # The same on the host; on the CPU the tokens are the same tensor.
         self.host_tokens = self.tokens.cpu()
+        self.host_array = self.host_tokens.numpy()  # their memory, which is quicker to write to
         self.known, self.has_ended = [length] * n_rows, [False] * n_rows
         if run.rows is not None:
             self.has_ended = self.device_ended.tolist()
         self.drafted = [0] * n_rows
 
-    def place(self, tokens: torch.Tensor, start: int, width: int) -> None:
-        """Write drafted ``tokens (rows, n)`` into ``width`` columns from ``start`` on: padding where a
+    def place(self, tokens: torch.Tensor | None, start: int, width: int) -> None:
+        """Write drafted ``tokens (rows, n)``, if any, into ``width`` columns from ``start`` on: padding where a
         row has ended, and nothing where it knows better. Sets ``guesses``.
         """
         if width == 0:
@@ -51,6 +52,7 @@ class DraftedRows:
         self.reserve(start + width)
         window = self.tokens[:, start : start + width]
         positions = torch.arange(start, start + width, device=window.device)
+        tokens = window[:, :0] if tokens is None else tokens.to(window.device)
         tokens = pad(tokens, (0, width - tokens.shape[1]), value=-1)  # a negative width cuts
         is_new = (positions >= self.device_known[:, None]) & ~self.device_ended[:, None]
         is_over = ((tokens < 0) & is_new).cumsum(dim=1) > 0  # behind the end of a draft
@@ -76,6 +78,7 @@ class DraftedRows:
             is_one = self.host_tokens is self.tokens
             self.tokens = pad(self.tokens, (0, more))
             self.host_tokens = self.tokens if is_one else pad(self.host_tokens, (0, more))
+            self.host_array = self.host_tokens.numpy()
 
     def ids(self, length: int) -> torch.Tensor:
         """All rows up to ``length``; functions of the caller's may count on ids that are contiguous."""
@@ -104,9 +107,10 @@ class DraftedRows:
 
     def set_known(self, known: list[int], has_ended: list[bool]) -> None:
         """Set how many tokens of each row are known, and which rows have ended."""
+        self.device_known = torch.tensor(known, device=self.tokens.device)
+        if has_ended != self.has_ended:
+            self.device_ended = torch.tensor(has_ended, device=self.tokens.device)
         self.known, self.has_ended = known, has_ended
-        state = torch.tensor([known, has_ended], device=self.tokens.device)
-        self.device_known, self.device_ended = state[0], state[1].bool()
 
     def end_invalid(self, invalid_at: list[int]) -> None:
         """End rows at the lengths where scores are NaN, -1 for nowhere; raise if no valid row is left."""
@@ -115,11 +119,12 @@ class DraftedRows:
             return
         if self.invalid.since is None:
             self.invalid.since = torch.full((len(self.known),), -1)
+        known, has_ended = [*self.known], [*self.has_ended]
         for row, length in invalid_rows.items():
             self.invalid.since[row] = length - self.prompt_length
-            self.known[row], self.has_ended[row] = length, True
+            known[row], has_ended[row] = length, True
         self.invalid.steps()
-        self.set_known(self.known, self.has_ended)
+        self.set_known(known, has_ended)
         self.has_padding = True
         self.pad = self.tokens.new_zeros(()) if self.pad is None else self.pad
         first = min(invalid_rows.values())

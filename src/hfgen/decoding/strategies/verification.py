@@ -237,7 +237,7 @@ class PlainMatch:
                 break
         for row, new in enumerate(gained):
             if new:
-                rows.host_tokens[row, known[row] - len(new) : known[row]] = torch.tensor(new)
+                rows.host_array[row, known[row] - len(new) : known[row]] = new
         if rows.host_tokens is not rows.tokens:
             window = slice(start, start + logits.shape[1])
             rows.tokens[:, window] = rows.host_tokens[:, window].to(rows.tokens.device)
