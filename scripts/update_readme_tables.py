@@ -88,17 +88,46 @@ def model_name(name: str) -> str:
     return (MODELS | {"1b": "random 1B model, 8 of its 16 layers"}).get(name, name)
 
 
+def columns_of(name: str, cells: list[str]) -> tuple[str, str, str]:
+    """Of a row of the table of benchmark ``name``: the row, the column and the value of the quoted table."""
+    if name == "exact":
+        kind, n_rows, prompt, _, ratio, _ = cells
+        return kind, f"{n_rows} row{'s' * (n_rows != '1')}, prompt of {prompt}", ratio
+    if name == "rollout":
+        completions, way, *_, ratio = cells
+        return way, completions, ratio
+    program, _, prompt = cells[0].rpartition(", ")  # sessions
+    forwarded = cells[2].replace(" · ", " of ")
+    return (
+        program,
+        f"prompt of {prompt}: tokens forwarded; times as fast",
+        f"{forwarded}; {cells[3]}",
+    )
+
+
 def first_table(page: Path) -> str:
-    """The title and the first table of a benchmark's own page, with a link to it."""
+    """The first table of a benchmark's own page, without quartiles, with a link to the page."""
     text = page.read_text(encoding="utf-8")
-    title = re.search(r"^# (.*)$", text, re.MULTILINE)
-    rows = re.search(r"(^\|.*\n)+", text, re.MULTILINE)
-    parts = [
-        f"### {title[1] if title else page.stem}",
-        f"`python -m benchmarks.{page.stem}`; all figures: [{page.stem}.md](benchmarks/results/{page.name}).",
-        rows[0].strip() if rows else "",
-    ]
-    return "\n\n".join(filter(None, parts))
+    found = re.search(r"(^\|.*\n)+", text, re.MULTILINE)
+    quoted = re.sub(r" \(([\d.]+ to [\d.]+|quartiles)\)", "", found[0].strip() if found else "")
+    if page.stem in ("exact", "rollout", "sessions"):
+        quoted = pivoted(page.stem, quoted)
+    source = f"`python -m benchmarks.{page.stem}`; all figures: [{page.stem}.md](benchmarks/results/{page.name})."
+    return f"{source}\n\n{quoted}"
+
+
+def pivoted(name: str, quoted: str) -> str:
+    """The table of benchmark ``name`` with one column for each setting."""
+    values: dict[str, dict[str, str]] = {}
+    for line in quoted.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        row, column, value = columns_of(name, cells)
+        values.setdefault(row, {})[column] = value
+    columns = list(dict.fromkeys(column for of_row in values.values() for column in of_row))
+    rows = (
+        [row, *(of_row.get(column, "") for column in columns)] for row, of_row in values.items()
+    )
+    return table(["", *columns], rows)
 
 
 # --- the blocks ---------------------------------------------------------------------------------
@@ -114,10 +143,10 @@ def speculation_block(raw: Raw) -> str:
         greedy = variants["greedy"]
         gains = {name: gain(found, greedy) for name, found in variants.items()}
         upstream = [g for name, g in gains.items() if re.match("upstream: (?!greedy)", name)]
-        ours = [g for n, g in gains.items() if n != "greedy" and not n.startswith("upstream")]
+        ours = next(g for n, g in gains.items() if n != "greedy" and not n.startswith("upstream"))
         best = f"{max(upstream):.2f}" if upstream else "no batches"
-        rows.append([task, f"**{ours[0]:.2f}**", f"{max(ours):.2f}", best])
-    head = ["gain", "default", "best length", "transformers, best"]
+        rows.append([task, f"**{ours:.2f}**", best])
+    head = ["gain", "default", "transformers, best"]
     text = measured_on(raw["machine"]) + "."
     target = speculation.ASSISTANT_TARGET
     exits = [(e, gain(e["result"], e["greedy"])) for e in raw.get("early_exit", ())]
@@ -235,35 +264,27 @@ def cache_speed(raw: Raw, model: str, case: str, length: int | None, n_rows: int
     return cache_report.speed(comparison)
 
 
-def quality_block(raw: Raw) -> str:
-    """The perplexity at each number of bits, with the defaults for the rest."""
-    every = [quantized_cache.Quality(**each) for each in raw["quality"]]
-    plain = ("full precision", "int8", "int4", "int2")
-    return quantized_cache.quality_table([each for each in every if each.name in plain])
-
-
 def quantized_block(raw: Raw) -> str:
-    """The costs of a step of the 135M model in bfloat16 at the context that the targets are for."""
+    """Perplexity of the built-in model; costs of a step of the 135M model in bfloat16 at the targets' context."""
     subject = (quantized_cache.TARGET_CONTEXT, "135m", "bfloat16")
     of = next(c for c in cache_costs(raw) if (c.context, c.model, c.dtype) == subject)
+    perplexity = {each["name"]: each["token_by_token"] for each in raw["quality"]}
     rows = [
         [
             cost.name,
+            f"{perplexity.get(cost.name, perplexity['full precision']):.3f}",
             f"{cost.n_bytes / 2 / of.numbers:.3f}",
             f"{cost.peak / 1e6:.1f}",
             f"{1e3 * statistics.median(cost.seconds):.1f}",
         ]
         for cost in of.costs
     ]
-    head = ["random 135M model, bfloat16", "bytes, of float16", "peak, MB", "ms per token"]
+    head = ["cache", "perplexity", "bytes, of float16", "peak, MB", "ms per token"]
     return f"{table(head, rows)}\n\n{measured_on(raw['machine'])}."
 
 
-#: Of the ways that `benchmarks.execution` measures, those that a reader chooses between.
+#: Of hfgen's ways that `benchmarks.execution` measures, those that a reader chooses between.
 EXECUTION_WAYS = (
-    "upstream, float32",
-    "upstream, bfloat16",
-    "upstream, bfloat16, static and compiled",
     "hfgen",
     "optimize",
     "optimize, int8",
@@ -274,30 +295,30 @@ EXECUTION_WAYS = (
 
 
 def execution_block(raw: Raw) -> str:
-    """Milliseconds per token at 1 and 8 rows, and the speed-up over the fastest way of upstream."""
+    """The speed-up at 1 and 8 rows over the fastest way of upstream."""
     measured = {
         name: [execution.Times(**each) for each in of["times"]]
         for name, of in raw["subjects"].items()
     }
 
     def cell(way: str, count: int, times: list[execution.Times]) -> str:
-        mine = [each for each in times if each.rows == count]
-        found = next((each for each in mine if each.way == way), None)
-        if found is None:
-            return ""
-        if way in execution.UPSTREAM:
-            return f"{found.per_token:.2f}"
-        return f"{found.per_token:.2f} · **{execution.gain(found, mine).median:.2f}**"
+        of_count = [each for each in times if each.rows == count]
+        found = next((each for each in of_count if each.way == way), None)
+        return f"{execution.gain(found, of_count).median:.2f}" if found else ""
 
     rows = [
-        [way, *(cell(way, count, times) for times in measured.values() for count in (1, 8))]
+        [
+            way,
+            *(
+                " · ".join(cell(way, count, times) for count in (1, 8))
+                for times in measured.values()
+            ),
+        ]
         for way in EXECUTION_WAYS
     ]
-    counts = ("1 row", "8 rows")
-    head = ["ms per token", *(f"{model_name(name)}, {n}" for name in measured for n in counts)]
+    head = ["speed-up, 1 row · 8 rows", *map(model_name, measured)]
     return (
-        "### Measured\n\n`python -m benchmarks.execution`: greedy decoding, and the speed-up over the fastest way to run it with "
-        f"transformers.\n\n{table(head, rows)}\n\n{measured_on(raw['machine'])}. "
+        f"{table(head, rows)}\n\n{measured_on(raw['machine'])}. "
         "All figures: [execution.md](benchmarks/results/execution.md)."
     )
 
@@ -472,8 +493,7 @@ BLOCKS: dict[str, tuple[str, Callable[[Raw], str]]] = {
     "speculation": ("speculation", speculation_block),
     "engine": ("engine", engine_block),
     "caches": ("caches", caches_block),
-    "quantized-quality": ("quantized_cache", quality_block),
-    "quantized-costs": ("quantized_cache", quantized_block),
+    "quantized": ("quantized_cache", quantized_block),
     "execution": ("execution", execution_block),
     "sampling": ("sampling", sampling_block),
     "peers": ("peers", peers.block),
