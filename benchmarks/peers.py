@@ -332,8 +332,7 @@ def block(raw: dict[str, Any]) -> str:
     )
     lines += [
         "",
-        f"Reading the weights once, ms: {floors}. {facts['processor']}, {facts['threads']} thread(s), load "
-        f"{facts['load']}, torch {facts['torch']}, transformers {facts['transformers']}. "
+        f"Reading the weights once, ms: {floors}. {facts['processor']}, {facts['threads']} thread(s). "
         "All figures: [peers.md](benchmarks/results/peers.md).",
     ]
     return "\n".join(lines)

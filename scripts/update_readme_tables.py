@@ -77,11 +77,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def measured_on(facts: Raw) -> str:
-    cores, threads = facts["cores"], facts["threads"]
-    return (
-        f"{facts['processor']}, {cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads not in (1, '1'))}, "
-        f"torch {facts['torch'].partition('+')[0]}, transformers {facts['transformers']}"
-    )
+    """The processor and its threads; README.md and the benchmark's page have the versions."""
+    threads = facts["threads"]
+    return f"{facts['processor']}, {threads} thread{'s' * (threads not in (1, '1'))}"
 
 
 def model_name(name: str) -> str:
@@ -226,15 +224,7 @@ def caches_block(raw: Raw) -> str:
         ]
         rows.append(["8 samples, peak memory in MB: transformers · hfgen", *sizes])
     head = ["speed-up (at the floor)", *map(model_name, models)]
-    text = measured_on(raw["machine"]) + "."
-    if raw["memory"]:
-        largest = max(raw["memory"], key=lambda each: each["peaks"]["upstream dynamic"])
-        each_kind = ", ".join(f"{kind} {n / 1e6:,.1f}" for kind, n in largest["peaks"].items())
-        text += (
-            f" Peak memory of one step of the {model_name(largest['model'])} after {largest['context']:,} tokens, in MB: "
-            f"{each_kind}."
-        )
-    return f"{table(head, rows)}\n\n{text}"
+    return f"{table(head, rows)}\n\n{measured_on(raw['machine'])}."
 
 
 def cache_result(raw: Raw) -> Result:
@@ -485,7 +475,11 @@ def summary_block(results: Path) -> str:
     threads = sorted({facts["threads"] for facts in machines})
     facts = machines[0] | {"threads": " or ".join(map(str, threads))}
     head = ["hfgen", "beside", *map(model_name, MODELS)]
-    return f"{table(head, rows)}\n\n{measured_on(facts)}."
+    cores, torch = facts["cores"], facts["torch"].partition("+")[0]
+    return (
+        f"{table(head, rows)}\n\n{facts['processor']}, {cores} core{'s' * (cores != 1)}, {facts['threads']} "
+        f"thread{'s' * (facts['threads'] != '1')}, torch {torch}, transformers {facts['transformers']}."
+    )
 
 
 #: Name of a block → the file of results, and the function that writes the block.
