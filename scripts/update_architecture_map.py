@@ -36,15 +36,13 @@ def summary(path: Path) -> str:
 
 
 def rows() -> str:
-    """The table: each room or loose module; a room's packages stand behind its sentence."""
+    """The table of rooms and loose modules."""
     lines = ["| floor | room | what it is |", "|--:|---|---|"]
     for floor, names in reversed([*enumerate(FLOORS, 1)]):
         for name in names:
             path = SOURCE / f"{name}.py"
             if (start := SOURCE / name / "__init__.py").exists():
-                packages = sorted(p.parent.name for p in start.parent.glob("*/__init__.py"))
-                inside = f" In it: {', '.join(f'`{p}/`' for p in packages)}." if packages else ""
-                lines.append(f"| {floor} | `{name}/` | {summary(start)}{inside} |")
+                lines.append(f"| {floor} | `{name}/` | {summary(start)} |")
             elif name != "__main__":
                 lines.append(f"| {floor} | `{name}.py` | {summary(path)} |")
     return "\n".join(lines) + "\n"
