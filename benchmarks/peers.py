@@ -327,16 +327,9 @@ def block(raw: dict[str, Any]) -> str:
         lines.append(
             f"| {result.way} | {one:.1f} | {eight:.1f} | {prompt:.0f} | {result.held_bytes / 1e6:,.0f} |"
         )
-    facts, size = raw["machine"], raw["bytes_per_bit"]
-    floors = ", ".join(
-        f"{bits} bits {1e3 * size * bits / raw['bandwidth']:.1f}" for bits in (32, 16, 8)
-    )
-    lines += [
-        "",
-        f"Reading the weights once, ms: {floors}. {facts['processor']}, {facts['threads']} thread(s). "
-        "All figures: [peers.md](benchmarks/results/peers.md).",
-    ]
-    return "\n".join(lines)
+    facts = raw["machine"]
+    more = "All figures: [peers.md](benchmarks/results/peers.md)."
+    return "\n".join([*lines, "", f"{facts['processor']}, {facts['threads']} thread(s). {more}"])
 
 
 def plot(results: list[Result], path: Path) -> None:

@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 if str(ROOT) not in sys.path:  # run as a file
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import cache_report, execution, peers, quantized_cache, speculation  # noqa: E402
+from benchmarks import cache_report, execution, peers, quantized_cache  # noqa: E402
 from benchmarks.cache_cases import Floor, Result  # noqa: E402
 from benchmarks.side_by_side import Comparison, Spread  # noqa: E402
 
@@ -145,16 +145,8 @@ def speculation_block(raw: Raw) -> str:
         best = f"{max(upstream):.2f}" if upstream else "no batches"
         rows.append([task, f"**{ours:.2f}**", best])
     head = ["gain", "default", "transformers, best"]
-    text = measured_on(raw["machine"]) + "."
-    target = speculation.ASSISTANT_TARGET
-    exits = [(e, gain(e["result"], e["greedy"])) for e in raw.get("early_exit", ())]
-    if met := [(e, g) for e, g in exits if g >= target]:
-        e, found = min(met, key=lambda each: (each[0]["agreement"], -each[0]["ratio"]))
-        text += (
-            f" The draft agrees on {raw['agreement']:.0%} of the tokens. The random 135M model gains {found:.2f} from a draft "
-            f"that costs {e['ratio']:.2f} of a step and agrees on {e['agreement']:.0%}."
-        )
-    return f"{table(head, rows)}\n\n{text}"
+    agreement = f"The draft agrees with the model on {raw['agreement']:.0%} of the tokens."
+    return f"{table(head, rows)}\n\n{measured_on(raw['machine'])}. {agreement}"
 
 
 def engine_block(raw: Raw) -> str:
