@@ -7,11 +7,13 @@ The operating system keeps in memory what fits of the mapped files.
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import math
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 from typing import Any
 
@@ -25,6 +27,10 @@ from .dynamic import CacheRequest, GrowingCache, GrowingLayer
 from .growing import GrowableTensor, GrowthPolicy, Spare
 
 HOST = torch.device("cpu")
+
+
+#: Linux's advice to write pages back and drop them. Older kernels refuse it, and nothing happens.
+MADV_PAGEOUT = 21
 
 
 class Folder:
@@ -52,7 +58,7 @@ class Folder:
         try:
             with tempfile.TemporaryFile(dir=self.path) as file:
                 _reserve(file.fileno(), n_bytes)
-                return _mapped(file.fileno(), n_bytes, shape, dtype)
+                return _tensor(mmap.mmap(file.fileno(), n_bytes), shape, dtype)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -62,16 +68,35 @@ class Folder:
             ) from error
 
     def holding(self, values: Tensor) -> Tensor:
-        """A copy of ``values`` in a new file, not in memory yet. Raises ``OSError`` if there is no space."""
+        """A copy of ``values`` in a new file, of which only pages that are read come into memory.
+
+        Raises ``OSError`` if there is no space.
+        """
         with tempfile.TemporaryFile(dir=self.path) as file:
             file.write(values.detach().view(torch.uint8).numpy().data)
             file.flush()
-            return _mapped(file.fileno(), values.nbytes, tuple(values.shape), values.dtype)
+            if hasattr(os, "posix_fadvise"):
+                # Else pages of the system's cache come with each that is read, as many as it has there.
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            memory = mmap.mmap(file.fileno(), values.nbytes)
+            memory.madvise(mmap.MADV_RANDOM)  # nor those behind it
+            _page_out(values)
+            return _tensor(memory, tuple(values.shape), values.dtype)
 
 
-def _mapped(file: int, n_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _page_out(values: Tensor) -> None:
+    """Take a mapped checkpoint's ``values`` out of memory, on Linux; other memory is freed with them."""
+    if values.untyped_storage().resizable() or sys.platform != "linux":
+        return
+    start = -(-values.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    n_bytes = max(values.data_ptr() + values.nbytes - start, 0)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), MADV_PAGEOUT)
+
+
+def _tensor(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     # Detached, so that no tensor but this one holds the storage.
-    return torch.frombuffer(mmap.mmap(file, n_bytes), dtype=dtype).view(shape).detach()
+    return torch.frombuffer(memory, dtype=dtype).view(shape).detach()
 
 
 def _reserve(file: int, n_bytes: int) -> None:
