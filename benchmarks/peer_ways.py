@@ -158,11 +158,20 @@ WAYS: dict[str, Way] = {
     "hfgen.optimize, int8": Way(
         8, partial(torch_model, dtype="float32", options={"weights": "int8"})
     ),
-    "hfgen.optimize, int8, weights in files": Way(
-        8, partial(torch_model, dtype="float32", options={"weights": "int8"}, offloads=True)
-    ),
     "hfgen.optimize, int8, compiled": Way(
         8, partial(torch_model, dtype="float32", options={"weights": "int8", "compile": True})
+    ),
+    "hfgen.optimize, compiled, weights in files": Way(
+        16, partial(torch_model, dtype="float32", options={"compile": True}, offloads=True)
+    ),
+    "hfgen.optimize, int8, compiled, weights in files": Way(
+        8,
+        partial(
+            torch_model,
+            dtype="float32",
+            options={"weights": "int8", "compile": True},
+            offloads=True,
+        ),
     ),
 }
 

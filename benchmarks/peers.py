@@ -309,7 +309,7 @@ UNQUOTED = (
     "hfgen, float32",
     "hfgen.optimize, bfloat16 model",
     "hfgen.optimize, bfloat16 model, compiled",
-    "hfgen.optimize, int8, weights in files",
+    "hfgen.optimize, int8",
 )
 
 
