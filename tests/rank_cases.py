@@ -17,7 +17,6 @@ from transformers.distributed import DistributedConfig
 
 import hfgen
 from hfgen.running import ranks
-from hfgen.running.ranks import agreement
 from tests import tiny
 
 N_NEW = 12
@@ -173,7 +172,7 @@ def fsdp_errors(rank: int) -> dict[str, Any]:
     attempt("another mode", num_beams=1 + rank)
     attempt("chunks", prefill_chunk_size=7)
     attempt("room", max_new_tokens=4 + 8 * rank, cache_implementation="static")
-    with unittest.mock.patch.object(agreement, "__version__", f"0.{rank}"):
+    with unittest.mock.patch.object(ranks, "__version__", f"0.{rank}"):
         attempt("versions")
     attempt("guided contrastive search", guidance_scale=2.0, penalty_alpha=0.5, top_k=3)
     attempt("guided drafts", guidance_scale=2.0, assistant_early_exit=1)

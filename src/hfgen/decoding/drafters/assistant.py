@@ -128,7 +128,7 @@ class Assistant(Drafter):
         length = run.ids.shape[1]
         run.model_kwargs = execution.resized(run, length - self.length)
         if self.process_group is not None:
-            ranks.announce(self.process_group)
+            self.process_group.announce()
         if self.cached == 0:
             outputs = execution.prefill(run.model, run.ids, run.config, run.model_kwargs, False)
         else:

@@ -12,7 +12,7 @@ from transformers.generation import logits_process as upstream
 from transformers.modeling_outputs import BaseModelOutput
 
 from ... import running as execution
-from ...running.ranks import Ranks, announce, of_config
+from ...running.ranks import Ranks, of_config
 from .context import Context
 from .per_row import expand
 
@@ -42,7 +42,7 @@ class UnbatchedClassifierFreeGuidanceLogitsProcessor(
             if context[name] is not None:
                 context[name] = _expand(context[name], len(input_ids))
         if self.ranks is not None:
-            announce(self.ranks)
+            self.ranks.announce()
         return super().get_unconditional_logits(input_ids)
 
 
