@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfgen.running import recorders
+from hfgen.running import graphs
 from tests.simulated_accelerator import Operation, Recorder
 
 
@@ -18,7 +18,7 @@ class HostRecorder(Recorder):
 
     def record(self, function: Any, reset: Any) -> Any:
         reset()
-        with recorders.NoReads("cpu"):
+        with graphs.NoReads("cpu"):
             function()
         reset()
         with _Noting(self):
@@ -56,10 +56,10 @@ class Reads(nn.Module):
 @contextmanager
 def recording_on_the_cpu() -> Iterator[None]:
     """Within, calls with ``use_cuda_graph=True`` record their steps on a CPU, too."""
-    before = dict(recorders.RECORDERS)
-    recorders.RECORDERS["cpu"] = HostRecorder
+    before = dict(graphs.RECORDERS)
+    graphs.RECORDERS["cpu"] = HostRecorder
     try:
         yield
     finally:
-        recorders.RECORDERS.clear()
-        recorders.RECORDERS.update(before)
+        graphs.RECORDERS.clear()
+        graphs.RECORDERS.update(before)

@@ -28,7 +28,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from hfgen.running.recorders import reads
+from hfgen.running.graphs import reads
 
 
 class Backend(_DummyBackendModule):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hfgen
 from hfgen.decoding.strategies.sample import Sample
-from hfgen.running import ahead, graphs, recorders
+from hfgen.running import ahead, graphs
 from tests import tiny
 from tests.drafting_models import whisper
 from tests.host_recorder import Reads
@@ -33,7 +33,7 @@ STATIC = {"cache_implementation": "static", "pad_token_id": 0, "eos_token_id": N
 
 @pytest.fixture(autouse=True)
 def _recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(recorders.RECORDERS, DEVICE.type, Recorder)
+    monkeypatch.setitem(graphs.RECORDERS, DEVICE.type, Recorder)
     monkeypatch.setattr(Recorder, "count", 0)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfgen.running import recorders
-from hfgen.running.recorders import WARM_UPS, CudaRecorder, NoReads
+from hfgen.running import graphs
+from hfgen.running.graphs import WARM_UPS, CudaRecorder, NoReads
 from tests.simulated_accelerator import DEVICE, Accelerator, to_device
 
 
@@ -137,7 +137,7 @@ def test_a_function_that_reads_is_not_captured(gpu: Gpu) -> None:
 
 
 def test_the_recorder_of_cuda_takes_a_device_and_a_sibling() -> None:
-    assert recorders.RECORDERS["cuda"] is CudaRecorder
+    assert graphs.RECORDERS["cuda"] is CudaRecorder
 
 
 # ---------------------------------------------------------------- what would wait

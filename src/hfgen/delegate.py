@@ -16,14 +16,12 @@ from .state.call import Request
 
 
 def run(model: Any, request: Request) -> Any:
-    """Run a call whose ``request.runs_elsewhere``; returns what that code returns."""
-    if isinstance(request.custom_generate, str):
-        return generate_from_repository(model, request)
-    return generate_paged(model, request)
+    """Run a call whose ``request.runs_elsewhere``; returns what that code returns.
 
-
-def generate_from_repository(model: Any, request: Request) -> Any:
-    """Run ``custom_generate/generate.py`` of a repository, if ``trust_remote_code=True`` allows that."""
+    ``custom_generate/generate.py`` of a repository runs only with ``trust_remote_code=True``.
+    """
+    if not isinstance(request.custom_generate, str):
+        return generate_paged(model, request)
     kwargs = dict(request.kwargs)
     # Never None, for which transformers asks on standard input.
     trust = {"trust_remote_code": bool(kwargs.pop("trust_remote_code", False))}
@@ -55,16 +53,10 @@ def session(self: Any, *args: Any, **kwargs: Any) -> Any:
     return Session(self, *args, **kwargs)
 
 
-#: Arguments of ``generate`` that continuous batching does not take: they know the rows of a batch.
+#: Arguments that continuous batching does not take: they know the rows of a batch, or ask for more than ids.
 NOT_BATCHED = (
-    "prefix_allowed_tokens_fn streamer negative_prompt_ids negative_prompt_attention_mask "
-    "interventions record"
-).split()
-
-#: Fields of which a tensor of ids has nothing.
-NOT_IDS = (
-    "logprobs logprob_token_ids prompt_logprobs logprobs_support output_speculation output_metrics "
-    "output_card"
+    "prefix_allowed_tokens_fn streamer negative_prompt_ids negative_prompt_attention_mask interventions record "
+    "logprobs logprob_token_ids prompt_logprobs logprobs_support output_speculation output_metrics output_card"
 ).split()
 
 
@@ -73,8 +65,8 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
 
     Returns ``(1, rows, length)``, as upstream does, without masked tokens and padded on the right.
 
-    Raises ``NotImplementedError`` for encoder-decoders, arguments in ``NOT_BATCHED`` and fields in
-    ``NOT_IDS``; ``RuntimeError`` if decoding a prompt fails.
+    Raises ``NotImplementedError`` for encoder-decoders and what is in ``NOT_BATCHED``; ``RuntimeError`` if
+    decoding a prompt fails.
     """
     logger.warning(
         "`cache_implementation='paged'` uses continuous batching; generate_batch() does this directly."
@@ -95,7 +87,7 @@ def generate_paged(model: Any, request: Request) -> torch.Tensor:
     names = request.__slots__[1:-1]
     given = {name: value for name in names if (value := getattr(request, name)) is not None}
     asked = vars(request.generation_config or model.generation_config) | kwargs | given
-    for name in (*NOT_BATCHED, *NOT_IDS):
+    for name in NOT_BATCHED:
         if (value := asked.get(name)) is not None and value is not False:
             raise NotImplementedError(f"Continuous batching does not take `{name}` (={value}).")
     if given.pop("synced_gpus", None) is not None:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -32,8 +32,6 @@ from .running import exact, executor, step_inputs
 from .settings.versions import warn_if_untested
 from .state.call import Request
 from .streaming import AsyncStream, Stream
-
-T = TypeVar("T")
 
 
 def mixed_view(model: Any) -> Any:
@@ -91,23 +89,6 @@ def _new(cls: Any) -> Any:
     return mixed.__new__(mixed)
 
 
-def _is_model(cls: type) -> bool:
-    """Whether ``cls`` is a class of models that generate, and may have hooks of its own."""
-    return issubclass(cls, transformers.GenerationMixin) and cls is not transformers.GenerationMixin
-
-
-def _signature_of(function: Callable) -> Callable[[T], T]:
-    """Decorate with the signature of ``function``; what is returned stays."""
-
-    def decorate(decorated: Any) -> Any:
-        returned = inspect.signature(decorated).return_annotation
-        signature = inspect.signature(function).replace(return_annotation=returned)
-        decorated.__signature__ = signature
-        return decorated
-
-    return decorate
-
-
 class GenerationMixin(transformers.GenerationMixin):
     """Generation for any transformers model: ``class Mine(LlamaForCausalLM, hfgen.GenerationMixin)``.
 
@@ -117,12 +98,13 @@ class GenerationMixin(transformers.GenerationMixin):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        behind = cls.__mro__[cls.__mro__.index(GenerationMixin) + 1 :]
-        if (name := next((c.__name__ for c in behind if _is_model(c)), None)) is not None:
-            raise TypeError(
-                f"{cls.__name__} has hfgen.GenerationMixin before {name}, whose own methods would not be "
-                f"called: write class {cls.__name__}({name}, hfgen.GenerationMixin)."
-            )
+        upstream = transformers.GenerationMixin
+        for behind in cls.__mro__[cls.__mro__.index(GenerationMixin) + 1 :]:
+            if issubclass(behind, upstream) and behind is not upstream:
+                raise TypeError(
+                    f"{cls.__name__} has hfgen.GenerationMixin before {behind.__name__}, whose own methods would "
+                    f"not be called: write class {cls.__name__}({behind.__name__}, hfgen.GenerationMixin)."
+                )
         warn_if_untested()
         models = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
         if models and not any(issubclass(base, GenerationMixin) for base in models):
@@ -217,7 +199,6 @@ class GenerationMixin(transformers.GenerationMixin):
                     streamer.end()  # type: ignore[union-attr]
             raise
 
-    @_signature_of(generate)
     def stream(self: Any, *args: Any, **kwargs: Any) -> Stream:
         """``generate``, as an iterator over ``StreamEvent``s: what each row gains, step by step.
 
@@ -230,7 +211,6 @@ class GenerationMixin(transformers.GenerationMixin):
         """
         return Stream(self, driven(self, Request.of(*args, **kwargs)))
 
-    @_signature_of(generate)
     def astream(self: Any, *args: Any, **kwargs: Any) -> AsyncStream:
         """``stream``, for ``async for``: the call is prepared and decodes in a thread of its own.
 
@@ -308,6 +288,11 @@ class GenerationMixin(transformers.GenerationMixin):
     _group_beam_search = HOOKS["_group_beam_search"]
     _constrained_beam_search = HOOKS["_constrained_beam_search"]
 
+
+_signature = inspect.signature(GenerationMixin.generate)
+for _method in (GenerationMixin.stream, GenerationMixin.astream):  # they take what generate takes
+    _returned = inspect.signature(_method).return_annotation
+    _method.__signature__ = _signature.replace(return_annotation=_returned)  # type: ignore[attr-defined]
 
 #: hfgen's methods; see ``modes.Method``.
 OWN = {name: value for name, value in vars(GenerationMixin).items() if not name.startswith("__")}

@@ -5,7 +5,7 @@ rows) and steps (``step_inputs.py`` makes their arguments). A step is launched
 
 * kernel by kernel, by the model's own call;
 * by a compiled forward, on a cache of fixed length;
-* as a recorded CUDA graph (``graphs.py``, ``recorders.py``), with ``use_cuda_graph``.
+* as a recorded CUDA graph (``graphs.py``), with ``use_cuda_graph``.
 
 ``hfgen.optimize`` changes what is launched: kernels of ``linears/``, and one graph for all decoder layers
 (``compiled_layers.py``, ``layer_graphs.py``). ``ahead.py`` launches the next step before the host reads

@@ -56,7 +56,7 @@ class Ahead:
 @contextmanager
 def decided(run: Run, strategy: Any) -> Iterator[None]:
     """Enclose the prefill: set ``run.ahead`` behind it if checking late pays and changes nothing."""
-    if not (_is_wanted(run, strategy) and _may_be(run, strategy)):
+    if not (_pays(run, strategy) and _changes_nothing(run, strategy)):
         yield
         return
     before = generator_states(run.ids.device)
@@ -74,25 +74,21 @@ def forward_ahead(run: Run, strategy: Any) -> ModelOutput | None:
     return None if run.finished else outputs
 
 
-def _is_wanted(run: Run, strategy: Any) -> bool:
-    """Whether checking late pays: the host is ahead of the device, and no stream waits for each token.
+def _pays(run: Run, strategy: Any) -> bool:
+    """Whether the host is ahead of the device, and no stream waits for each token.
 
-    It is not where the host launches each kernel: an EOS would cost one more forward.
+    The host is behind where it launches each kernel: an EOS would cost one more forward.
     """
-    if ALWAYS:
-        return True
-    device = run.ids.device.type
-    if run.is_streamed or device not in ASYNCHRONOUS:
-        return False
-    executor = getattr(strategy, "executor", None)
-    return device == "mps" or bool(getattr(executor, "is_quick_to_launch", False))
+    device, executor = run.ids.device.type, getattr(strategy, "executor", None)
+    is_ahead = device == "mps" or getattr(executor, "is_quick_to_launch", False)
+    return ALWAYS or (is_ahead and device in ASYNCHRONOUS and not run.is_streamed)
 
 
-def _may_be(run: Run, strategy: Any) -> bool:
+def _changes_nothing(run: Run, strategy: Any) -> bool:
     """Whether the forward that is dropped changes nothing but a cache that is not seen."""
     cache = families.given_cache(run.model_kwargs)
     return (
-        bool(getattr(type(strategy), "checks_late", False))
+        getattr(type(strategy), "checks_late", False)
         and not run.config.return_dict_in_generate  # the cache is returned
         and not (run.call is not None and run.call.prefix_session is not None)  # it is stored
         and not getattr(cache, "_is_user_defined", False)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,16 +105,15 @@ class Ablate(Edit):
 
     def __init__(self, module: str, direction: Tensor | None = None, **where: Any) -> None:
         unit = None if direction is None else _vector("direction", direction)
-        if unit is not None:
-            if not unit.any():
-                raise ValueError("`direction` is zero: there is nothing to remove.")
-            unit = unit / unit.norm()
+        if unit is not None and not unit.any():
+            raise ValueError("`direction` is zero: there is nothing to remove.")
+        unit = None if unit is None else unit / unit.norm()
 
         def ablate(hidden: Tensor, _: Where) -> Tensor:
             if unit is None:
                 return torch.zeros_like(hidden)
-            own = _like(unit, hidden, module)
-            return hidden - (hidden @ own)[..., None] * own
+            along = _like(unit, hidden, module)
+            return hidden - (hidden @ along)[..., None] * along
 
         super().__init__(module, ablate, **where)
 
@@ -279,17 +279,16 @@ class Interventions:
             if threading.get_ident() != thread:
                 return
             names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-            ids: Any = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
-            ids = args[0] if ids is None else ids
-            n_rows, n = ids.shape[:2]
+            passed = [*(kwargs[n] for n in names if kwargs.get(n) is not None), *args[:1]]
+            (n_rows, n), device = passed[0].shape[:2], passed[0].device
             cache, past = decoder_cache(kwargs.get("past_key_values")), 0
             if any(hasattr(layer, "keys") for layer in getattr(cache, "layers", ())):
                 past = int(cache.get_seq_length())
             elif known is not None:  # recurrent states, or no cache
                 past = max(known.ids.shape[1] - n, 0)
-            columns = past + torch.arange(n, device=ids.device)
-            prompts = torch.arange(n_rows, device=ids.device) // max(n_rows // len(padding), 1)
-            positions = columns - padding.to(ids.device)[prompts][:, None]
+            columns = past + torch.arange(n, device=device)
+            prompts = torch.arange(n_rows, device=device) // max(n_rows // len(padding), 1)
+            positions = columns - padding.to(device)[prompts][:, None]
             self.where = Where(prompts + first_prompt, positions, columns >= prompt_length)
 
         with ExitStack() as stack:
@@ -297,25 +296,22 @@ class Interventions:
             stack.callback(handle.remove)
             for edit, modules in self.placed:
                 for module in modules:
-                    handle = hook(module, edit.module, self._edited(edit, thread))
+                    handle = hook(module, edit.module, partial(self._apply, edit, thread))
                     stack.callback(handle.remove)
             yield
 
-    def _edited(self, edit: Edit, thread: int) -> Callable[[Tensor], Tensor]:
-        def edited(hidden: Tensor) -> Tensor:
-            if threading.get_ident() != thread:  # another call, of the same model
-                return hidden
-            self.unused.discard(edit)
-            assert self.where is not None
-            expected = self.where.positions.shape
-            if hidden.ndim < 3 or hidden.shape[:2] != expected:
-                raise ValueError(
-                    f"{edit.module!r} has a tensor {tuple(hidden.shape)}, but interventions need (rows, tokens, "
-                    f"width), with rows and tokens = {tuple(expected)}."
-                )
-            return edit(hidden, self.where)
-
-        return edited
+    def _apply(self, edit: Edit, thread: int, hidden: Tensor) -> Tensor:
+        if threading.get_ident() != thread:  # another call, of the same model
+            return hidden
+        self.unused.discard(edit)
+        assert self.where is not None
+        expected = self.where.positions.shape
+        if hidden.ndim < 3 or hidden.shape[:2] != expected:
+            raise ValueError(
+                f"{edit.module!r} has a tensor {tuple(hidden.shape)}, but interventions need (rows, tokens, "
+                f"width), with rows and tokens = {tuple(expected)}."
+            )
+        return edit(hidden, self.where)
 
 
 def hook(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> Any:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin as UpstreamMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import ModelOutput
 
 from .. import families
 from ..memory import buffers
@@ -160,13 +159,6 @@ def restored(model: Any) -> Iterator[None]:
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update({n: v for n, v in attributes.items() if now.get(n) is not v})
-
-
-def has_other_caches(outputs: ModelOutput) -> bool:
-    """Whether a forward returns states besides those of ``past_key_values``."""
-    known = (torch.Tensor, tuple, ModelOutput, type(None))
-    others = (value for name, value in outputs.items() if name != "past_key_values")
-    return not all(isinstance(value, known) for value in others)
 
 
 #: Devices that have generators of their own, and copy to the host while they compute.

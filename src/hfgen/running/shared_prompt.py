@@ -7,7 +7,7 @@ as they were before that; its outputs and cache are expanded instead.
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 from weakref import WeakSet
 
 import torch
@@ -23,7 +23,6 @@ from ..state.run import Run
 from .row_states import (
     generator_states,
     has_list_of_rows,
-    has_other_caches,
     have_changed,
     module_tensors,
     set_generator_states,
@@ -43,9 +42,8 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     shared, run.call.shared_prompt = run.call.shared_prompt, None
     cache, device = run.model_kwargs.get("past_key_values"), run.ids.device
 
-    def forward(ids: torch.Tensor, kwargs: ModelKwargs) -> ModelOutput:
-        outputs = run.model._prefill(ids, run.config, kwargs, is_first_iteration=is_first_iteration)
-        return cast(ModelOutput, outputs)
+    def forward(ids: torch.Tensor, kwargs: ModelKwargs) -> Any:
+        return run.model._prefill(ids, run.config, kwargs, is_first_iteration=is_first_iteration)
 
     if not _can_fan_out(shared, run.model, run.ids, cache):
         return forward(run.ids, run.model_kwargs)
@@ -55,8 +53,12 @@ def prefill(run: Run, is_first_iteration: bool) -> ModelOutput:
     kwargs = run.model_kwargs | shared.model_kwargs | {"past_key_values": cache}
     outputs = forward(shared.ids, with_own_states(kwargs))
     after = generator_states(device)
-    is_quiet = all(map(torch.equal, before, after))
-    if is_quiet and not (have_changed(run.model, states) or has_other_caches(outputs)):
+    others = (value for name, value in outputs.items() if name != "past_key_values")
+    if (
+        all(map(torch.equal, before, after))
+        and not have_changed(run.model, states)
+        and all(isinstance(value, torch.Tensor | tuple | ModelOutput | None) for value in others)
+    ):
         del spare
         if (cache := outputs.get("past_key_values")) is not None:
             layers.repeat(cache, prompts)

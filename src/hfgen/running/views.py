@@ -7,8 +7,6 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from torch import nn
-
 from .row_states import is_of
 
 #: Where a module keeps its forward hooks.
@@ -46,39 +44,18 @@ def without_own_hooks(module: Any) -> Any:
     return view
 
 
-class Instead(nn.Module):
-    """Calls ``called`` in place of ``module``, and has the module's attributes and parameters."""
-
-    def __init__(self, module: nn.Module, called: Callable[..., Any]) -> None:
-        super().__init__()
-        self._modules["module"] = module
-        self.__dict__["called"] = called
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.called(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._modules["module"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "module" in self.__dict__.get("_modules", {}):  # what models leave on their parts
-            setattr(self._modules["module"], name, value)
-        else:
-            super().__setattr__(name, value)
-
-
 def replaced(model: Any, path: str, called: Callable[..., Any], is_copied: bool = False) -> Any:
     """A view of ``model`` in which ``called`` is called in place of the module at ``path``.
 
-    Attributes that the model sets on that module stay there afterwards, unless ``is_copied``.
+    It is not called by the module's hooks. Attributes that the model sets on that module stay there
+    afterwards, unless ``is_copied``.
     """
     *parents, name = path.split(".")
     view = part = view_of(model)
     for parent in parents:
         part._modules[parent] = part = view_of(part._modules[parent])
-    module = part._modules[name]
-    part._modules[name] = Instead(view_of(module) if is_copied else module, called)
+    kind, attributes = type(part._modules[name]), vars(part._modules[name])
+    subclass = type(kind)(kind.__name__, (kind,), {"__call__": staticmethod(called)})
+    part._modules[name] = instead = object.__new__(subclass)
+    instead.__dict__ = dict(attributes) if is_copied else attributes
     return view
