@@ -292,7 +292,7 @@ class GenerationMixin(transformers.GenerationMixin):
 _signature = inspect.signature(GenerationMixin.generate)
 for _method in (GenerationMixin.stream, GenerationMixin.astream):  # they take what generate takes
     _returned = inspect.signature(_method).return_annotation
-    _method.__signature__ = _signature.replace(return_annotation=_returned)  # type: ignore[attr-defined]
+    _method.__signature__ = _signature.replace(return_annotation=_returned)  # type: ignore[union-attr]
 
 #: hfgen's methods; see ``modes.Method``.
 OWN = {name: value for name, value in vars(GenerationMixin).items() if not name.startswith("__")}

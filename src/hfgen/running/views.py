@@ -54,8 +54,9 @@ def replaced(model: Any, path: str, called: Callable[..., Any], is_copied: bool 
     view = part = view_of(model)
     for parent in parents:
         part._modules[parent] = part = view_of(part._modules[parent])
-    kind, attributes = type(part._modules[name]), vars(part._modules[name])
-    subclass = type(kind)(kind.__name__, (kind,), {"__call__": staticmethod(called)})
-    part._modules[name] = instead = object.__new__(subclass)
-    instead.__dict__ = dict(attributes) if is_copied else attributes
+    module: Any = part._modules[name]
+    kind: Any = type(module)
+    kind = type(kind)(kind.__name__, (kind,), {"__call__": staticmethod(called)})
+    part._modules[name] = instead = object.__new__(kind)
+    instead.__dict__ = dict(vars(module)) if is_copied else vars(module)
     return view
