@@ -53,7 +53,6 @@ def may_have_parameters(kind: Any) -> bool:
 
 def accepted_names(model: Any) -> set[str]:
     """The keyword arguments that the model takes, through its forward or a hook."""
-
     known = set(parameters(model.prepare_inputs_for_generation))
     if known & {"kwargs", "model_kwargs"}:  # it passes on whatever forward takes
         known |= parameters(model.forward)
@@ -300,8 +299,3 @@ def max_positions(model: Any) -> int | None:
 def cache_name(model_kwargs: dict[str, Any]) -> str | None:
     """The name of the cache in ``model_kwargs``, which may be ``None`` there; ``None`` without one."""
     return next((name for name in ALL_CACHE_NAMES if name in model_kwargs), None)
-
-
-def returned_cache(model_kwargs: dict[str, Any]) -> Any:
-    """The cache after decoding, for the output."""
-    return next((model_kwargs[name] for name in ALL_CACHE_NAMES if name in model_kwargs), None)

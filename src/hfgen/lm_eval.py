@@ -164,10 +164,8 @@ class HfgenLM(HFLM):
         ids, _ = self.tok_batch_encode(
             [context], left_truncate_len=room, truncation=self.truncation
         )
-        temperature = kwargs.setdefault("temperature", 0.0)
-        if temperature == 0.0 and kwargs.get("do_sample") is None:
+        if kwargs.setdefault("temperature", 0.0) == 0.0 and not kwargs.get("do_sample"):
             kwargs["do_sample"] = False
-        if temperature == 0.0 and kwargs["do_sample"] is False:
             del kwargs["temperature"]
         length = {} if "max_length" in kwargs else {"max_new_tokens": n_new}
         if "" in stop:  # for `hf`, it is in any text

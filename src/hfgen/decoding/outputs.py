@@ -109,8 +109,8 @@ class Recording(Observer):
         prefix = "decoder_" if run.is_encoder_decoder else ""
         fields = {prefix + n: recorded.get(n) for n in ("attentions", "hidden_states")} | result
         fields |= {"scores": run.scores, "logits": recorded.get("logits")}
-        cache = None if run.rows_have_left else families.returned_cache(run.model_kwargs)
-        fields["past_key_values"] = cache
+        name = None if run.rows_have_left else families.cache_name(run.model_kwargs)
+        fields["past_key_values"] = None if name is None else run.model_kwargs[name]
         if run.is_encoder_decoder:
             encoder = run.model_kwargs.get("encoder_outputs") or {}
             fields["cross_attentions"] = recorded.get("cross_attentions")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -100,17 +101,14 @@ def _tokenizer(tokenizer: Any) -> dict[str, str]:
 
 def _operations(model: Any) -> dict[str, str]:
     """Digests of the outputs of layers without layers inside, for ``TRIED_IDS``; none of other models."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
 
-    def note(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                found[name] = digest(output)
-
-        return hook
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            digests[name] = digest(output)
 
     leaves = [(name, leaf) for name, leaf in model.named_modules() if not any(leaf.children())]
-    handles = [leaf.register_forward_hook(note(name)) for name, leaf in leaves]
+    handles = [leaf.register_forward_hook(partial(note, name)) for name, leaf in leaves]
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.tensor([[token % vocab for token in TRIED_IDS]], device=model.device)
     training = model.training
@@ -123,7 +121,7 @@ def _operations(model: Any) -> dict[str, str]:
         model.train(training)
         for handle in handles:
             handle.remove()
-    return found
+    return digests
 
 
 def digest(tensor: Tensor) -> str:

@@ -202,13 +202,11 @@ class Compiled:
                     for dim in DYNAMIC_DIMS.get(tensor.ndim, ()):
                         if tensor.shape[dim] > 1:  # one row or one token is a graph of its own
                             torch._dynamo.maybe_mark_dynamic(tensor, dim)
-        ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), None)
-        several_rows: Any = nullcontext()
+        ids = next((inputs[n] for n in IDS if inputs.get(n) is not None), ())
         # A graph for several rows takes a single one, too. An older torch compiles again.
-        if ids is not None and len(ids) > 1 and hasattr(fx_config, "backed_size_oblivious"):
-            several_rows = fx_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        is_general = len(ids) > 1 and hasattr(fx_config, "backed_size_oblivious")
         n_graphs = counters["stats"]["unique_graphs"]
-        with several_rows:
+        with fx_config.patch(backed_size_oblivious=True) if is_general else nullcontext():  # type: ignore[attr-defined]
             outputs = self.forward(**inputs)
         if counters["stats"]["unique_graphs"] != n_graphs:
             gc.collect()  # the compiler leaves cycles behind, and the cache would wait in them

@@ -41,9 +41,8 @@ def hides_padding(model: Any, batch: Batch, *, between: bool = False) -> bool:
     row = copy.deepcopy(batch)
     if len(row) > 1:
         row.take(torch.tensor([0]))
-    row.ids[:, -1] = _unlike(
-        model, row.ids
-    )  # of equal tokens, attention gives the mean at any distance
+    # Of equal tokens, attention gives the mean at any distance.
+    row.ids[:, -1] = _unlike(model, row.ids)
     longer, twice = copy.deepcopy(row), copy.deepcopy(row)
     twice.append(row)
     before = module_tensors(model)
