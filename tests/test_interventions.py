@@ -243,6 +243,28 @@ def test_an_ablated_direction_is_gone_and_a_function_is_told_where(model: Any) -
     assert seen[1:] == [([0, 1], [[7 + i], [7 - n + i]], [True]) for i in range(5)]
 
 
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_embeddings_are_a_prompt_with_padding(name: str) -> None:
+    model, seen = ours(name), []
+
+    def note(hidden: Tensor, where: hfgen.Where) -> Tensor:
+        seen.append((where.positions.tolist(), where.is_generated.tolist()))
+        return hidden
+
+    inputs = inputs_of(name)
+    calls = []
+    for prompt in inputs["input_ids"], model.get_input_embeddings()(inputs["input_ids"]):
+        kind = "inputs_embeds" if prompt.is_floating_point() else "input_ids"
+        edit = Edit(layer_of(model), note)
+        model.generate(**inputs | {"input_ids": None, kind: prompt}, **ASKED, interventions=[edit])
+        calls.append([*seen])
+        seen.clear()
+    assert calls[0] == calls[1]
+    positions, is_generated = calls[0][0]
+    assert min(map(min, positions)) < 0
+    assert is_generated == [False] * 9
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_rows_and_records_have_equal_bits(dtype: torch.dtype) -> None:
     model = hfgen.mix_into(tiny.llama().to(dtype))

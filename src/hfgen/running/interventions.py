@@ -234,13 +234,18 @@ class Interventions:
         mask = run.model_kwargs.get(
             "decoder_attention_mask" if run.is_encoder_decoder else "attention_mask"
         )
-        padding = torch.zeros(len(run.ids), dtype=torch.long, device=run.ids.device)
-        if mask is not None and mask.shape == run.ids.shape:
-            padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
-        copies = len(padding) // self.n_prompts
+        if mask is None or mask.ndim != 2:
+            mask = torch.ones_like(run.ids)
+        padding = (mask[:: len(mask) // self.n_prompts].cumsum(dim=1) == 0).sum(dim=1)
+        n_without_ids = mask.shape[1] - run.ids.shape[1]  # embeddings, or what a cache holds
+        prompt_length = run.prompts.shape[1] + n_without_ids
+
+        def n_columns() -> int:
+            return run.ids.shape[1] + n_without_ids
+
         try:
             while True:
-                with self.on(run.model, padding[::copies], run.prompts.shape[1], run):
+                with self.on(run.model, padding, prompt_length, n_columns):
                     try:
                         step = next(steps)
                     except StopIteration:
@@ -264,13 +269,13 @@ class Interventions:
         model: Any,
         padding: Tensor,
         prompt_length: int,
-        known: Any = None,
+        n_columns: Callable[[], int] | None = None,
         first_prompt: int = 0,
     ) -> Iterator[None]:
         """Put the hooks on ``model``, whose rows continue the prompts from ``first_prompt`` on.
 
-        ``padding (prompts,)``: columns before each of them. ``known``: what has the ``ids (rows, columns)`` up to
-        those that are forwarded, such as the run; only caches without columns need it.
+        ``padding (prompts,)``: columns before each of them. ``n_columns``: returns how many there are up to those
+        that are forwarded; only caches without columns need it.
         """
         thread = threading.get_ident()
 
@@ -284,8 +289,8 @@ class Interventions:
             cache, past = decoder_cache(kwargs.get("past_key_values")), 0
             if any(hasattr(layer, "keys") for layer in getattr(cache, "layers", ())):
                 past = int(cache.get_seq_length())
-            elif known is not None:  # recurrent states, or no cache
-                past = max(known.ids.shape[1] - n, 0)
+            elif n_columns is not None:  # recurrent states, or no cache
+                past = max(n_columns() - n, 0)
             columns = past + torch.arange(n, device=device)
             prompts = torch.arange(n_rows, device=device) // max(n_rows // len(padding), 1)
             positions = columns - padding.to(device)[prompts][:, None]

@@ -202,7 +202,8 @@ def edited(row: Row, known: Any, n: int) -> Iterator[None]:
         yield
         return
     n_padding = known.ids.new_tensor([known.ids.shape[1] - n])
-    with edits.on(row.model, n_padding, int(n_padding) + row.n_prompt, known):
+    prompt_length = int(n_padding) + row.n_prompt
+    with edits.on(row.model, n_padding, prompt_length, lambda: known.ids.shape[1]):
         yield
     edits.check_used()
 
