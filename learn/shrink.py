@@ -51,7 +51,7 @@ IDEAS = [
         ["transformers.generation.logits_process", f"{MIXIN}._get_logits_processor"],
         ["hfgen.logits.processors"],
     ),
-    Idea("prefill once", [], ["hfgen.running.shared_prompt", "hfgen.running.shared_prefix"]),
+    Idea("prefill once", [], ["hfgen.running.prompts", "hfgen.running.shared_prefix"]),
     Idea(
         "growing cache",
         ["transformers.cache_utils.DynamicLayer"],

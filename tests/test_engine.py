@@ -18,7 +18,7 @@ from hfgen.engine.errors import (
     ResultTakenError,
     UnknownRequestError,
 )
-from hfgen.running.prefill import forward_part
+from hfgen.running.prompts import forward_part
 from tests import tiny
 from tests.parity.harness import FAMILIES, ours
 

@@ -63,14 +63,14 @@ def test_prompts_are_forwarded_once(mode: str, cache: str) -> None:
 
 @pytest.mark.parametrize("mode", ["beams", "samples"])
 def test_tokens_are_those_of_expanded_prompts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfgen.running import shared_prompt
+    from hfgen.running import prompts
 
     model = hfgen.mix_into(tiny.llama())
     kwargs = MODES[mode] | {"attention_mask": MASK, "return_dict_in_generate": True}
     outputs = []
     for allowed in (True, False):
         if not allowed:
-            monkeypatch.setattr(shared_prompt, "_can_fan_out", lambda *_: False)
+            monkeypatch.setattr(prompts, "_can_fan_out", lambda *_: False)
         torch.manual_seed(0)
         shapes, output = rows_and_lengths(model, IDS, output_scores=True, **kwargs)
         assert (shapes[0][0] == 2) is allowed
@@ -91,9 +91,9 @@ def test_the_decoder_of_an_encoder_decoder_is_shared_too() -> None:
 
 
 def test_models_that_remember_rows_elsewhere_are_not_shared(monkeypatch) -> None:
-    from hfgen.running import shared_prompt
+    from hfgen.running import prompts
 
-    monkeypatch.setattr(shared_prompt, "_NOT_SHARED", WeakSet())  # other tests have found out
+    monkeypatch.setattr(prompts, "_NOT_SHARED", WeakSet())  # other tests have found out
     upstream = FAMILIES["recurrent_gemma"].build()
     model, ids = hfgen.mix_into(FAMILIES["recurrent_gemma"].build()), IDS[:1] % 60 + 5
     expected = upstream.generate(ids, num_beams=2, max_new_tokens=4)
@@ -505,9 +505,9 @@ OWN: dict[str, Callable[[], Any]] = {
 def test_what_is_not_known_to_be_row_wise_is_not_shared(
     make: Callable[[], Any], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hfgen.running import shared_prompt
+    from hfgen.running import prompts
 
-    monkeypatch.setattr(shared_prompt, "_NOT_SHARED", WeakSet())
+    monkeypatch.setattr(prompts, "_NOT_SHARED", WeakSet())
     kwargs = {"attention_mask": MASK, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
     kwargs |= {"return_dict_in_generate": True, "output_logits": True} | MODES.get(mode, {})
     results = []

@@ -35,7 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 import hfgen
 from hfgen.families import position_pad
 from hfgen.memory.caches.dynamic import upstream_kind
-from hfgen.running import shared_prompt
+from hfgen.running import prompts
 from tests.parity.bare_families import BARE_FAMILIES
 from tests.parity.decoder_families import DECODER_FAMILIES
 from tests.parity.encoder_families import ENCODER_FAMILIES
@@ -489,12 +489,12 @@ def is_expanded(case: Case) -> bool:
 @contextmanager
 def prefill_of_each_row() -> Iterator[None]:
     """Within, beams and samples forward their prompt each for itself, as upstream's do."""
-    can_fan_out = shared_prompt._can_fan_out
-    shared_prompt._can_fan_out = lambda *_: False
+    can_fan_out = prompts._can_fan_out
+    prompts._can_fan_out = lambda *_: False
     try:
         yield
     finally:
-        shared_prompt._can_fan_out = can_fan_out
+        prompts._can_fan_out = can_fan_out
 
 
 def check(case: Case) -> Report:

@@ -18,8 +18,8 @@ from ..memory.caches.layers import decoder_cache
 from ..memory.caches.quantized import QuantizedCache
 from ..prepare.stages import prepare
 from ..running import graphs, prefix
-from ..running.prefill import forward_part
 from ..running.prefix import eligibility
+from ..running.prompts import forward_part
 from ..state import seeds
 from ..streaming import StreamEvent
 from ..streaming.events import Rows

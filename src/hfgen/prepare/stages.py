@@ -11,7 +11,7 @@ from .. import families
 from ..decoding import activations, modes
 from ..logits.grammar import processor as grammar
 from ..memory import caches
-from ..running import interventions, prefix, shared_prompt
+from ..running import interventions, prefix, prompts
 from ..running.ranks import Ranks
 from ..state.call import Call, Prompt, Request
 from . import config, inputs, rows, validate
@@ -56,7 +56,9 @@ def prepare(
         if "interventions" in request.kwargs or "record" in request.kwargs:
             call.interventions = interventions.of_call(model, call)
             call.record = activations.of_call(model, call)
-        fans_out = call.shared_prompt is not None and shared_prompt.is_ahead(model, call, prompt)
+        fans_out = call.shared_prompt is not None and prompts.will_share_prefill(
+            model, call, prompt
+        )
         caches.prepare(model, call, prompt, fans_out)
         own = prompt.ids.device.type
         # From the CPU, ids are moved for each forward.

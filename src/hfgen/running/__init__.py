@@ -1,7 +1,7 @@
 """Running the model: prompts, steps, and how a step is launched. No other package calls the model.
 
-Read ``executor.py`` first: it forwards prompts (``prefill.py`` in parts, ``shared_prompt.py`` once for many
-rows) and steps (``step_inputs.py`` makes their arguments). A step is launched
+Read ``executor.py`` first: it forwards prompts (``prompts.py``: once for many rows, or in parts) and steps
+(``step_inputs.py`` makes their arguments). A step is launched
 
 * kernel by kernel, by the model's own call;
 * by a compiled forward, on a cache of fixed length;

@@ -21,9 +21,8 @@ from ..memory.caches import layers
 from ..memory.caches.static import visible_length
 from ..state.call import ModelKwargs
 from ..state.run import Run
-from . import shared_prompt
+from . import prompts
 from .graphs import Recorded, recorded_forward
-from .prefill import prefill_in_chunks
 from .step_inputs import resized
 
 #: Bound here, since ``hfgen.patch`` sets hfgen's in its place.
@@ -59,7 +58,7 @@ class Executor:
         """Forward the prompt of each row, once where rows have the same one."""
         with nullcontext() if run.body is None else run.body.watching(run):
             if run.call is not None and run.call.shared_prompt is not None:
-                return shared_prompt.prefill(run, is_first_iteration)
+                return prompts.prefill(run, is_first_iteration)
             return run.model._prefill(
                 run.ids, run.config, run.model_kwargs, is_first_iteration=is_first_iteration
             )
@@ -141,7 +140,7 @@ def forward_prompt(
     if generation_config.prefill_chunk_size is not None:
         execute = fastest_forward(self, generation_config, model_kwargs)
         prompt = input_ids, embeds, new_length, is_first_iteration
-        return prefill_in_chunks(self, execute, generation_config, model_kwargs, *prompt)
+        return prompts.prefill_in_chunks(self, execute, generation_config, model_kwargs, *prompt)
     model_inputs = self.prepare_inputs_for_generation(
         input_ids,
         next_sequence_length=new_length,

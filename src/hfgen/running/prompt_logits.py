@@ -23,8 +23,8 @@ from ..memory.caches.dynamic import GrowingCache
 from ..state.run import Run
 from ..state.vocabularies import n_scores
 from .executor import forward_prompt
+from .prompts import with_own_states
 from .row_states import restored
-from .shared_prompt import with_own_states
 from .views import replaced
 
 #: Positions of a row that go through the head together, at most, and bytes of their logits in float32.

@@ -39,7 +39,7 @@ from transformers.utils import ModelOutput
 from ... import families
 from ...memory.caches import layers
 from ...memory.caches.layers import roll_back
-from ...running import Executor, prefill, ranks, shared_prompt
+from ...running import Executor, prefill, prompts, ranks
 from ...running.row_states import has_own_hooks
 from ...state.call import Call
 from ...state.run import Run, Speculation, Step
@@ -133,7 +133,7 @@ class Assisted:
 
         Devices that forward in step do so with any prompt.
         """
-        is_shared = shared_prompt.is_possible(run) and not self.overrides
+        is_shared = prompts.can_share_prefill(run) and not self.overrides
         has_chunks = run.config.prefill_chunk_size is not None and not self.overrides
         has_embeds = run.model_kwargs.get("inputs_embeds") is not None
         has_embeds = has_embeds and not run.is_encoder_decoder

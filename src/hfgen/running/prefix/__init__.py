@@ -10,7 +10,7 @@ from typing import Any
 
 from ...settings.kinds import is_zero
 from ...state.call import Call, ModelKwargs, Prompt, Request
-from .. import shared_prompt
+from .. import prompts
 from . import eligibility
 from .cache import PrefixCache, PrefixStats
 from .eligibility import Reason
@@ -67,7 +67,7 @@ def begin(model: Any, call: Call, prompt: Prompt) -> None:
     prefix_request: PrefixRequest | None = call.prefixes
     if prefix_request is None:
         return
-    rows: Any = call.shared_prompt if shared_prompt.is_ahead(model, call, prompt) else prompt
+    rows: Any = call.shared_prompt if prompts.will_share_prefill(model, call, prompt) else prompt
     layout: Any = eligibility.of_prompt(model, call, prompt)
     if layout is None:
         layout = Layout.of(rows.ids, rows.model_kwargs)
