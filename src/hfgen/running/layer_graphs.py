@@ -128,26 +128,20 @@ class Graph:
         #: Of a call: these inputs, and whether its sizes are the graph's. None if that is not known.
         self.look: Callable[[Arguments], tuple[list[Any], bool]] | None = None
         with suppress(Exception):  # another torch has other names: its own guards are checked then
+            from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # takes time: sympy
+
             sources = [node.meta["grapharg"].source for node in nodes]
-            self._find(sources, [node.meta["example_value"] for node in nodes])
-
-    def _find(self, sources: list[Any], values: list[Any]) -> None:
-        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # takes time: sympy
-
-        names = [s.name if isinstance(s.name, str) else s.name() for s in sources]
-        places = [i for i, n in enumerate(names) if n.startswith("L[") and OF_LAYER not in n]
-        tensors = [i for i in places if isinstance(values[i], Tensor)]
-        guards = ["True"]
-        if (shapes := values[tensors[0]].fake_mode.shape_env) is not None:
-            guards += shapes.produce_guards(
-                [values[i] for i in tensors], [sources[i] for i in tensors], ignore_static=False
-            )
-        self.places, self.layer_places = (
-            places,
-            {name: names.index(f"L['{name}']") for name in OF_EACH},
-        )
-        read, holds = ", ".join(names[i] for i in places), " and ".join(f"({g})" for g in guards)
-        self.look = eval(f"lambda L: ([{read}], {holds})", dict(SYMPY_INTERP))
+            names = [s.name if isinstance(s.name, str) else s.name() for s in sources]
+            places = [i for i, n in enumerate(names) if n.startswith("L[") and OF_LAYER not in n]
+            read, guards = ", ".join(names[i] for i in places), ["True"]
+            values = {i: nodes[i].meta["example_value"] for i in places}
+            tensors: dict[int, Any] = {i: v for i, v in values.items() if isinstance(v, Tensor)}
+            if (shapes := next(iter(tensors.values())).fake_mode.shape_env) is not None:
+                of_tensors = [*tensors.values()], [sources[i] for i in tensors]
+                guards += shapes.produce_guards(*of_tensors, ignore_static=False)
+            self.layer_places = {name: names.index(f"L['{name}']") for name in OF_EACH}
+            self.places, holds = places, " and ".join(f"({guard})" for guard in guards)
+            self.look = eval(f"lambda L: ([{read}], {holds})", dict(SYMPY_INTERP))
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.run(*inputs)

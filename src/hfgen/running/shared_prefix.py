@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,16 +80,9 @@ class Forwarded:
     """The results of a forward of texts: ``ids (rows, length)`` are padded on the right."""
 
     ids: Tensor
-    #: The states that logits are made of; or all logits, ``(rows, length, vocab)``.
-    source: Body | Tensor
+    #: Returns logits ``(n, vocab)`` of the positions ``rows (m,)``, ``columns (m,)``, some after another.
+    logits: Callable[[Tensor, Tensor], Iterator[Tensor]]
     prefixes: Prefixes | None
-
-    def logits(self, rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
-        """Logits ``(n, vocab)`` of the positions ``rows (m,)``, ``columns (m,)``, some after another."""
-        if isinstance(self.source, Body):
-            yield from self.source.logits_at(self.ids, rows, columns)
-        else:
-            yield self.source[rows, columns]
 
 
 @torch.no_grad()
@@ -112,15 +105,17 @@ def forward(
     if model._supports_logits_to_keep():
         kwargs["logits_to_keep"] = 0
     with restored(model):
-        source: Any = Body.of_model(model)
-        if source is not None:
-            source.view()(**kwargs, return_dict=True)
-            if not source.covers(ids):
-                source = None
+        if (body := Body.of_model(model)) is not None:
+            body.view()(**kwargs, return_dict=True)
+            if not body.covers(ids):
+                body = None
                 if prefixes is not None:
                     layers.roll_back(prefixes.cache, n)
-        if source is None:
-            source = model(**kwargs, return_dict=True).logits
+        logits: Any = None if body is not None else model(**kwargs, return_dict=True).logits
     if prefixes is not None:
         prefixes = Prefixes(prefixes.cache, prefixes.lengths + n)
-    return Forwarded(ids, source, prefixes)
+
+    def logits_at(rows: Tensor, columns: Tensor) -> Iterator[Tensor]:
+        return iter([logits[rows, columns]]) if body is None else body.logits_at(ids, rows, columns)
+
+    return Forwarded(ids, logits_at, prefixes)
