@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -44,6 +44,17 @@ def without_own_hooks(module: Any) -> Any:
     return view
 
 
+@cache
+def _instead_of(kind: Any) -> Any:
+    """A subclass of ``kind`` whose instances call what is in their slot; it takes a while to make."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.called_instead(*args, **kwargs)
+
+    namespace = {"__slots__": ("called_instead",), "__call__": call}
+    return type(kind)(kind.__name__, (kind,), namespace)
+
+
 def replaced(model: Any, path: str, called: Callable[..., Any], is_copied: bool = False) -> Any:
     """A view of ``model`` in which ``called`` is called in place of the module at ``path``.
 
@@ -56,7 +67,7 @@ def replaced(model: Any, path: str, called: Callable[..., Any], is_copied: bool 
         part._modules[parent] = part = view_of(part._modules[parent])
     module: Any = part._modules[name]
     kind: Any = type(module)
-    kind = type(kind)(kind.__name__, (kind,), {"__call__": staticmethod(called)})
-    part._modules[name] = instead = object.__new__(kind)
+    part._modules[name] = instead = object.__new__(_instead_of(kind))
     instead.__dict__ = dict(vars(module)) if is_copied else vars(module)
+    instead.called_instead = called
     return view
