@@ -156,7 +156,7 @@ def test_a_users_metric(
 
 def test_wrong_input_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = write(tmp_path / "in.jsonl", {"prompt": "abc", "reference": "x"})
-    assert "no file at" in run(tmp_path / "none").stderr
+    assert "does not exist" in run(tmp_path / "none").stderr
     assert "has no line that can be used: line 1" in run(write(tmp_path / "b", "{")).stderr
     assert "no such folder" in run(source, "-o", tmp_path / "no" / "out").stderr
     assert "the file that is read" in run(source, "-o", source).stderr

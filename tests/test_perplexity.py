@@ -144,7 +144,7 @@ def test_wrong_input_is_named(tmp_path: Path, arguments: list[Any], message: str
 
 
 def test_missing_files_and_encoders_are_refused(tmp_path: Path):
-    assert "no file at" in run(tmp_path / "none.txt").stderr
+    assert "does not exist" in run(tmp_path / "none.txt").stderr
     with pytest.raises(ValueError, match="encoder-decoder"):
         sizes(tiny.t5())
 

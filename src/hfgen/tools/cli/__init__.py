@@ -45,23 +45,16 @@ def describe(error: Exception, arguments: Sequence[str]) -> tuple[int, str]:
     if hasattr(error, "format_message"):  # a usage error, whose class depends on typer's version
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "hfgen"
-        message = error.format_message().rstrip(".") + wrong_value(error, arguments)
+        message = error.format_message().rstrip(".")
+        names = getattr(getattr(error, "param", None), "opts", ())
+        pairs = pairwise("=".join(arguments).split("="))  # "--name value" or "--name=value"
+        for value in [value for name, value in pairs if name in names and value not in message]:
+            message += f", but {value!r} was given"
         if "extra argument" in message and command == "hfgen generate":
             message += ": a prompt of several words needs quotes"
         return 2, f"{one_line(message)}; see {command} --help"
     message = f"unexpected {type(error).__name__}: {one_line(str(error))}"
     return 1, f"{message} (--debug shows the traceback)"
-
-
-def wrong_value(error: Any, arguments: Sequence[str]) -> str:
-    """The value of the option that ``error``, a usage error, is about, if its message lacks it."""
-    for option in getattr(getattr(error, "param", None), "opts", ()):
-        for argument, following in pairwise([*arguments, ""]):
-            name, equals, value = argument.partition("=")
-            value = value if equals else following
-            if name == option and value not in error.format_message():
-                return f", but {value!r} was given"
-    return ""
 
 
 app = typer.Typer(

@@ -6,15 +6,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from . import options
 from .field_options import FieldsWithoutAssistant, generation_config
-from .files import check_input, check_output
+from .files import check_output
 from .job_files import Line, Output, Requests
 from .loading import Loaded
 from .report import duration, err, note, say
@@ -31,7 +32,7 @@ def batch(
     source: options.ModelOptions,
     engine: options.EngineOptions,
     fields: FieldsWithoutAssistant,
-    requests: Path = Argument(metavar="IN.jsonl", help="Requests, one JSON object on each line."),
+    requests: Path = options.input_file("IN.jsonl", "Requests, one JSON object on each line."),
     output: Path = Option(..., "--output", "-o", metavar="OUT.jsonl", help="Append answers here."),
     shard: str | None = Option(None, metavar="i/n", help="Only every n-th line, from the i-th."),
     policy: str = options.choice(
@@ -46,7 +47,6 @@ def batch(
     requests have an answer, 1 if some have an error, 2 for wrong input.
     """
     lines = Requests.of(requests, shard)
-    check_input(requests)
     check_output(output, requests)
     if card is not None:
         check_output(card, option="--card")
@@ -84,14 +84,6 @@ def batch(
 
 
 @dataclass(slots=True)
-class Request:
-    """A line that is being answered: the outputs of its prompts, as they finish."""
-
-    line: Line
-    outputs: list[Any]  # of each prompt; None before it ends
-
-
-@dataclass(slots=True)
 class Job:
     """Feeds the lines that are not done to an engine, and writes what becomes of them."""
 
@@ -102,8 +94,8 @@ class Job:
     progress: JobProgress
     n_answered: int = 0
     n_failed: int = 0
-    #: Number of a prompt → its request, and its place among the prompts of that.
-    requests: dict[int, tuple[Request, int]] = field(default_factory=dict)
+    #: Number of a prompt → its line, the outputs of the line's prompts (None: not ended), its place in them.
+    running: dict[int, tuple[Line, list[Any], int]] = field(default_factory=dict)
 
     def run(self, engine: Engine) -> None:
         """Answer all lines."""
@@ -112,16 +104,16 @@ class Job:
         on_tokens = self.progress.add_tokens
         outputs = many.outputs(engine, self.prompts(), {}, in_order=False, on_tokens=on_tokens)
         for number, output in outputs:
-            request, place = self.requests.pop(number)
-            request.outputs[place] = output
-            if None not in request.outputs:
-                self.finish(request.line, request.outputs)
+            line, of_line, place = self.running.pop(number)
+            of_line[place] = output
+            if None not in of_line:
+                self.finish(line, of_line)
 
     def prompts(self) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """The prompts of the lines that are not done, and their arguments; wrong lines are written."""
         from ..openai_api.requests import default_length
 
-        number = 0
+        numbers = count()
         for line in self.lines:
             if line.key in self.output.done:
                 continue
@@ -132,11 +124,10 @@ class Job:
             except BaseException as error:  # a panic of Rust is no Exception; other lines go on
                 self.fail(line, error)
                 continue
-            request = Request(line, [None] * len(prompts))
+            outputs = [None] * len(prompts)
             has_length = {"max_new_tokens", "max_length"} & (self.defaults | kwargs).keys()
             for place, prompt in enumerate(prompts):
-                self.requests[number] = request, place
-                number += 1
+                self.running[next(numbers)] = line, outputs, place
                 if not has_length:
                     kwargs["max_new_tokens"] = default_length(self.loaded.model, len(prompt))
                 yield prompt, dict(kwargs)

@@ -34,9 +34,11 @@ def bench(
     n_new = numbers("--new-tokens", new_tokens)
     n_rows = numbers("--batch-sizes", batch_sizes)
     with source.loaded() as loaded:
+        from ...families import max_positions
+
         if loaded.model.config.is_encoder_decoder:
             raise CliError("hfgen bench takes decoders, but the model is an encoder-decoder")
-        limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = max_positions(loaded.model)
         longest = max(n_prompts) + max(n_new)
         if limit is not None and longest > limit:
             raise CliError(f"the model has {limit} positions, but {longest} tokens were asked for")

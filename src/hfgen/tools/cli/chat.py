@@ -12,7 +12,7 @@ from typer import Option
 from . import measure, options
 from .field_options import FieldsWithoutResults, generation_config, note_idle
 from .loading import Loaded
-from .report import Answers, CliError, end_reason, err, note, one_line, say
+from .report import Answers, CliError, end_reason, err, note, one_line, refused, say
 
 NEW_TOKENS = 256
 NO_MODEL = (
@@ -31,22 +31,17 @@ class Conversation:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    @property
-    def has_template(self) -> bool:
-        return bool(getattr(self.loaded.tokenizer, "chat_template", None))
-
     def inputs(self) -> dict[str, Any]:
         """Model inputs ``(1, length)`` for the next answer; plain lines without a chat template."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
-        messages = opening + self.messages
-        if not self.has_template:
+        messages, tokenizer = opening + self.messages, self.loaded.tokenizer
+        if not tokenizer.chat_template:
             text = "".join(message["content"] + "\n" for message in messages)
             return measure.encode(self.loaded, [text])
         settings = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        try:
-            encoded = self.loaded.tokenizer.apply_chat_template(messages, **settings)
-        except Exception as error:  # the template's own: no system message, roles out of turn
-            raise CliError(f"the chat template fails: {error}") from error
+        # A template raises errors of its own: no system message, roles out of turn.
+        with refused(Exception, before="the chat template fails: "):
+            encoded = tokenizer.apply_chat_template(messages, **settings)
         device = self.loaded.model.device
         return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
@@ -76,7 +71,7 @@ def chat(
         conversation = Conversation(loaded, system)
         if sys.stdin.isatty():
             say(HELP)
-        if not conversation.has_template:
+        if not loaded.tokenizer.chat_template:
             reason = "this tokenizer has no chat template"
             note(f"{reason}, so the model continues the conversation as plain text")
         while (line := read_line()) is not None:
@@ -96,16 +91,14 @@ def chat(
 def read_line() -> str | None:
     """The next line of the user without spaces around it; None at the end of the input."""
     if not sys.stdin.isatty():
-        line = sys.stdin.readline()
-        return line.strip() if line else None
+        return next((line.strip() for line in sys.stdin), None)
     with suppress(ImportError):
         import readline  # noqa: F401  line editing and history for input()
     while True:
         try:
             return input("> ").strip()
         except EOFError:
-            print()
-            return None
+            return print()
         except KeyboardInterrupt:
             print()
             say(HELP)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from . import files as paths
 from . import options
@@ -25,7 +25,7 @@ SEED = options.seed("Seed of the bootstrap resamples.", "--bootstrap-seed")
 
 def perplexity(
     source: options.ModelOptions,
-    files: list[Path] = Argument(metavar="FILE…", help="UTF-8 texts."),
+    files: list[Path] = options.input_file("FILE…", "UTF-8 texts."),
     window: int | None = Option(None, min=2, help="Tokens per window; default: up to 2048."),
     stride: int | None = Option(None, min=1, help="Tokens between windows; default: half of one."),
     batch_size: int = Option(4, min=1, help="Windows forwarded at once."),
@@ -40,8 +40,6 @@ def perplexity(
     The exit code is 0 if all files were scored, 1 if some could not be, 2 for wrong input.
     """
     files = list(dict.fromkeys(files))  # a text that is given twice counts once
-    for file in files:
-        paths.check_input(file)
     if window is not None and stride is not None and stride >= window:
         raise CliError(f"--stride has to be below --window {window}, but is {stride}")
     with source.loaded() as loaded:
@@ -50,8 +48,8 @@ def perplexity(
 
         with refused(ValueError):
             window, stride = sizes(loaded.model, window, stride)
-        settings: dict[str, Any] = {"window": window, "stride": stride, "batch_size": batch_size}
         progress, scores, failed = JobProgress(len(files)), [], []
+        settings: dict[str, Any] = {"window": window, "stride": stride, "batch_size": batch_size}
         with progress if err.is_terminal else nullcontext():
             for file in files:
                 try:
@@ -84,7 +82,7 @@ def perplexity(
 def generate(
     source: options.ModelOptions,
     fields: FieldsWithoutAssistant,
-    file: Path = Argument(metavar="FILE.jsonl", help='Lines of {"prompt": …, "reference": …}.'),
+    file: Path = options.input_file("FILE.jsonl", 'Lines of {"prompt": …, "reference": …}.'),
     metric: list[str] | None = Option(
         None,
         help="exact_match, bleu, chrf, rouge or module:function; repeatable. Default: all installed.",
@@ -101,7 +99,6 @@ def generate(
     Fields of GenerationConfig are options, as --temperature 0.7; those of a line are in its "options".
     The exit code is 0 if all lines were scored, 1 if some could not be, 2 for wrong input.
     """
-    paths.check_input(file)
     if output is not None:
         paths.check_output(output, file)
     if (fields.get("num_return_sequences") or 1) > 1:
@@ -125,12 +122,12 @@ def generate(
         failed = [{"line": row["line"], "error": row["error"]} for row in rows if "error" in row]
         if not scored:
             raise CliError(f"no line was generated: line {failed[0]['line']}: {failed[0]['error']}")
-        predictions = [row["prediction"] for row in scored]
-        references = [row["references"] for row in scored]
-        scores, failed_metrics = [], {}
+        texts = [row["prediction"] for row in scored], [row["references"] for row in scored]
+        scores: dict[str, metrics.Score] = {}
+        failed_metrics = {}
         for each in chosen:
             try:
-                scores += metrics.score([each], predictions, references, bootstrap_seed)
+                [scores[each.name]] = metrics.score([each], *texts, bootstrap_seed)
             except Exception as error:  # a user's function may fail; the other metrics go on
                 failed_metrics[each.name] = str(error) or type(error).__name__
     if output is not None:
@@ -138,15 +135,16 @@ def generate(
     if as_json:
         from ...decoding.card import card
 
-        intervals = [score.interval and asdict(score.interval) for score in scores]
-        pairs = zip(scores, intervals, strict=True)
         report = {
             "model": loaded.name,
             "options": fields.as_json(),
             "lines": len(rows),
             "scored": len(scored),
             "tokens": sum(row["n_tokens"] for row in scored),
-            "metrics": {s.name: {"value": s.value, "interval": each} for s, each in pairs},
+            "metrics": {
+                name: {n: v for n, v in asdict(score).items() if n in ("value", "interval")}
+                for name, score in scores.items()
+            },
             "failed": failed,
             "failed_metrics": failed_metrics,
             "card": asdict(card(loaded.model, loaded.tokenizer)),
@@ -154,32 +152,32 @@ def generate(
         print_json(report)
     else:
         values = table("metric", numbers=("value", "interval"))
-        for score in scores:
-            between = interval_text(score.interval, ".4g")
-            values.add_row(one_line(score.name), f"{score.value:.4g}", between)
+        for name, score in scores.items():
+            values.add_row(
+                one_line(name), f"{score.value:.4g}", interval_text(score.interval, ".4g")
+            )
         out.print(values)
         counts = f"{len(scored):,} of {len(rows):,} lines"
         out.print(f"[dim]{counts}; 95% bootstrap interval over lines[/]")
-    for failure in failed[:SHOWN]:
-        note(f"line {failure['line']}: {failure['error']}")
-    if len(failed) > SHOWN:
-        note(f"{len(failed) - SHOWN} more lines failed")
-    for name, reason in failed_metrics.items():
-        note(f"{name} failed: {reason}")
+    notes = [f"line {failure['line']}: {failure['error']}" for failure in failed]
+    if len(notes) > SHOWN:
+        notes[SHOWN:] = [f"{len(notes) - SHOWN} more lines failed"]
+    for line in [*notes, *(f"{name} failed: {why}" for name, why in failed_metrics.items())]:
+        note(line)
     raise typer.Exit(1 if failed or failed_metrics else 0)
 
 
-def write(path: Path, rows: list[dict[str, Any]], scores: list[Any]) -> None:
+def write(path: Path, rows: list[dict[str, Any]], scores: dict[str, Any]) -> None:
     """Write each row of a file as a line of JSON, with its scores or its error; raises ``CliError``."""
     names = ("line", "prompt", "prediction", "references", "finish_reason")
-    values = zip(*(score.of_lines for score in scores), strict=True) if scores else iter(())
+    values = {name: iter(score.of_lines) for name, score in scores.items()}
     try:
         with path.open("w", encoding="utf-8") as file:
             for row in rows:
-                record: dict[str, Any] = {n: row[n] for n in ("line", "error") if n in row}
+                record = {"line": row["line"], "error": row.get("error")}
                 if "error" not in row:
-                    of_line = zip((score.name for score in scores), next(values, ()), strict=True)
-                    record = {name: row[name] for name in names} | {"scores": dict(of_line)}
+                    of_line = {name: next(value) for name, value in values.items()}
+                    record = {name: row[name] for name in names} | {"scores": of_line}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
     except OSError as error:
         raise CliError(f"cannot write to {str(path)!r}: {error.strerror}") from error

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 
 from .report import CliError, refused
-
-#: The tags of chat templates that only transformers knows.
-GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 def read_text(path: Path) -> str:
@@ -27,14 +23,14 @@ def read_template(path: str | None) -> str | None:
     """The chat template in a file; ``None`` without one. Raises ``CliError`` for what is no template."""
     if path is None:
         return None
-    import jinja2
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     with refused(ValueError, before="--chat-template: "):
         template = read_text(Path(path))
     try:
-        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-        environment.parse(GENERATION.sub("", template))
-    except jinja2.TemplateSyntaxError as error:
+        _compile_jinja_template(template)
+    except TemplateSyntaxError as error:
         place = f"line {error.lineno} of {path!r}"
         raise CliError(f"--chat-template: {place} is wrong: {error.message}") from error
     return template
@@ -56,12 +52,6 @@ def check_output(
         raise CliError(f"{name} is the file that is read: give another one")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise CliError(f"{name} may not be written")
-
-
-def check_input(path: Path) -> None:
-    """Raise ``CliError`` if ``path`` is no file."""
-    if not path.is_file():
-        raise CliError(f"no file at {str(path)!r}")
 
 
 def read_prompt(prompt: str | None) -> str:

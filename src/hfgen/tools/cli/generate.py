@@ -52,22 +52,23 @@ def generate(
     if compile and not optimize:
         raise CliError("--compile is a part of --optimize: give both")
     if compile and source.exact:
-        why = "--exact probes operations one by one, and --compile fuses them"
-        raise CliError(f"{why}: leave one out")
+        raise CliError(
+            "--exact probes operations one by one, and --compile fuses them: leave one out"
+        )
     text = files.read_prompt(prompt)
     with source.loaded(fields.assistant, optimize, compile) as loaded:
+        from ...families import max_positions
+
         model = loaded.model
         config = generation_config(fields, model, NEW_TOKENS)
         config.return_dict_in_generate = True
         note_idle(fields, config, loaded)
         inputs = measure.encode(loaded, [text])
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limit = max_positions(model)
         n_tokens = inputs["input_ids"].shape[1] + (config.max_new_tokens or 0)
-        if isinstance(limit, int) and n_tokens > limit and not model.config.is_encoder_decoder:
-            takes = (
-                f"prompt and answer may take {n_tokens:,}: what comes after is worse, or an error"
-            )
-            note(f"the model has {limit:,} positions, and {takes}")
+        if limit is not None and n_tokens > limit and not model.config.is_encoder_decoder:
+            has = f"the model has {limit:,} positions, and prompt and answer may take {n_tokens:,}"
+            note(f"{has}: what comes after is worse, or an error")
         n_rows = config.num_return_sequences or model.generation_config.num_return_sequences or 1
         answers = Answers(n_rows)
         if stream:
@@ -91,40 +92,49 @@ def generate(
         for name, values in counts_and_times(result).items():
             say(f"[dim]{name}:[/] " + " · ".join(f"{k} {number(v)}" for k, v in values.items()))
         if err.is_terminal:
-            say(f"[dim]{summary(result)}[/]")
+            reasons = ", ".join(dict.fromkeys(map(end_reason, result.reasons)))
+            memory = measure.peak_memory()
+            say(
+                f"[dim]{result.n_tokens} tokens · {reasons} · first after {duration(result.first)} · "
+                f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
+                f"peak {'-' if memory is None else f'{memory / 2**20:,.0f} MiB'}[/]"
+            )
 
 
 def as_object(loaded: Loaded, result: measure.Generated, texts: list[str]) -> dict[str, Any]:
     """What ``--json`` prints of the answers; times in seconds, memory in bytes."""
-    pairs = zip(texts, result.rows, strict=True)
-    sequences: list[dict[str, Any]] = [{"text": text, "tokens": row} for text, row in pairs]
-    for sequence, reason in zip(sequences, result.reasons, strict=False):
-        sequence["finish_reason"] = reason
-        sequence["stopped_by"] = getattr(reason, "stop", None)
+    rows = zip(texts, result.rows, result.reasons, strict=True)
+    sequences: list[dict[str, Any]] = [
+        {
+            "text": text,
+            "tokens": row,
+            "finish_reason": why,
+            "stopped_by": getattr(why, "stop", None),
+        }
+        for text, row, why in rows
+    ]
     if (logprobs := getattr(result.output, "logprobs", None)) is not None:
         for sequence, row in zip(sequences, logprobs.to_openai(loaded.tokenizer), strict=True):
             sequence["logprobs"] = row
-    report = {**sequences[0], "sequences": sequences}
+    report: dict[str, Any] = {**sequences[0], "sequences": sequences, **counts_and_times(result)}
     if (logprobs := getattr(result.output, "prompt_logprobs", None)) is not None:
         report["prompt_logprobs"] = logprobs.to_openai(loaded.tokenizer)[0]
-    timings = {
+    report["timings"] = {
         "total": result.seconds,
         "time_to_first_token": result.first,
         "time_per_output_token": result.per_token,
         "tokens_per_second": result.per_second,
     }
-    measured = {"timings": timings, "peak_memory": measure.peak_memory()}
-    return report | counts_and_times(result) | measured
+    return report | {"peak_memory": measure.peak_memory()}
 
 
 def counts_and_times(result: measure.Generated) -> dict[str, dict[str, Any]]:
     """What ``--output-speculation`` and ``--output-metrics`` ask for."""
-    named: dict[str, dict[str, Any]] = {}
-    if (speculation := getattr(result.output, "speculation", None)) is not None:
-        rates = ("acceptance_rate", "tokens_per_forward")
-        named["speculation"] = asdict(speculation) | {n: getattr(speculation, n) for n in rates}
-    if (metrics := getattr(result.output, "metrics", None)) is not None:
-        named["metrics"] = asdict(metrics)
+    named = {}
+    for name in ("speculation", "metrics"):
+        if (counts := getattr(result.output, name, None)) is not None:
+            rates = ("acceptance_rate", "tokens_per_forward") if name == "speculation" else ()
+            named[name] = asdict(counts) | {rate: getattr(counts, rate) for rate in rates}
     return named
 
 
@@ -133,25 +143,14 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.4f}".rstrip("0").rstrip(".")
 
 
-def summary(result: measure.Generated) -> str:
-    """One line: how many tokens, why they ended, how fast they came, and the memory."""
-    reasons = ", ".join(dict.fromkeys(map(end_reason, result.reasons)))
-    memory = measure.peak_memory()
-    return (
-        f"{result.n_tokens} tokens · {reasons} · first after {duration(result.first)} · "
-        f"{duration(result.per_token)} per token · {result.per_second:,.0f} tokens/s · "
-        f"peak {'-' if memory is None else f'{memory / 2**20:,.0f} MiB'}"
-    )
-
-
 def print_logprobs(loaded: Loaded, result: measure.Generated) -> None:
     """Tables of log-probabilities, if they were asked for: of the prompt, and of each answer."""
     from ...state.text import Pieces
 
     pieces = Pieces(loaded.tokenizer)
     for field, kind in ("prompt_logprobs", "prompt"), ("logprobs", "answer"):
-        logprobs: Any = getattr(result.output, field, None)
-        n = 0 if logprobs is None else 1 if kind == "prompt" else len(logprobs)
+        logprobs: Any = getattr(result.output, field, None) or []
+        n = min(len(logprobs), 1 if kind == "prompt" else len(logprobs))
         for row in range(n):
             out.print(f"\n[bold]{kind} {row + 1} of {n}[/]" if n > 1 else f"\n[bold]{kind}[/]")
             out.print(logprobs_table(logprobs[row], pieces, logprobs.settings.is_logits))

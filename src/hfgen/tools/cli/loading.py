@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def load(
     try:
         if name in BUILTIN:
             model, tokenizer = hfgen.builtin_model(draft=BUILTIN[name])
-            model = model if dtype == "auto" else model.to(getattr(torch, dtype))
+            model = model.to(None if dtype == "auto" else getattr(torch, dtype))
             model = model if device == "auto" else model.to(device)
         else:
             model, tokenizer = _load(name, dtype, device, trusts_code)
@@ -123,10 +124,8 @@ def change(loaded: Loaded, optimize: bool, exact: bool, compile: bool = False) -
         if err.is_terminal:
             say(f"[dim]{one_line(str(part.model.optimization), 2000)}[/]")
     if exact:
-        try:
+        with refused(ValueError, before="--"):  # the message begins with "exact: "
             hfgen.exact(loaded.model)
-        except ValueError as error:
-            raise CliError(f"--exact: {str(error).removeprefix('exact: ')}") from error
     return loaded
 
 
@@ -152,11 +151,7 @@ def check_source(name: str) -> Path | None:
 
 def cause(error: BaseException, name: str) -> str:
     """Why a model could not be loaded, and what to do: the first cause that is known."""
-    words, link = str(error), error.__cause__ or error.__context__
-    words += type(error).__name__
-    while link is not None:
-        words += type(link).__name__
-        link = link.__cause__ or link.__context__
+    words = "".join(traceback.format_exception(error, limit=0))
     known = next((reason for sign, reason in CAUSES.items() if sign in words), None)
     if known is None and name not in BUILTIN and check_source(name) is None and offline():
         known = OFFLINE

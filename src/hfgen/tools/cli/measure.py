@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .field_options import with_options
 from .loading import Loaded, upstream
-from .report import CliError
+from .report import CliError, refused
 
 T = TypeVar("T")
 
@@ -20,22 +18,17 @@ T = TypeVar("T")
 LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
 
 
-@dataclass(slots=True)
 class Clock:
-    """A streamer that notes when the first new token arrives."""
+    """Notes the times of a call: its start, the prompt, and the new tokens of each step. A streamer."""
 
-    started: float = field(default_factory=time.perf_counter)
-    first: float | None = None  # seconds from the start to the first new token
-    has_begun: bool = False
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
 
-    def put(self, value: Any) -> None:
-        """Take the prompt ``(rows, length)`` first, then the new tokens ``(rows,)`` of each step."""
-        if self.has_begun:
-            self.first = self.first or time.perf_counter() - self.started
-        self.has_begun = True
+    def put(self, value: Any = None) -> None:
+        self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to note."""
+        """Nothing comes after the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +64,11 @@ class Generated:
 
 
 def encode(loaded: Loaded, prompts: list[str]) -> dict[str, Any]:
-    """Inputs ``(prompts, longest)``, padded on the left; ``CliError`` for a prompt without tokens."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
+    """Inputs ``(prompts, longest)``, padded; ``CliError`` for a prompt without tokens."""
+    from .. import prompts as texts
 
-    ids = [torch.tensor(loaded.tokenizer(prompt).input_ids) for prompt in prompts]
-    for prompt, row in zip(prompts, ids, strict=True):
-        if not len(row):
-            raise CliError(f"the prompt {prompt!r} has no tokens: give some text")
-    pad, device = loaded.tokenizer.pad_token_id or 0, loaded.model.device
-    padded = pad_sequence(ids, True, pad, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in ids], True, padding_side="left")
-    return {"input_ids": padded.to(device), "attention_mask": mask.to(device)}
+    with refused(ValueError):
+        return texts.encode(prompts, loaded.tokenizer, loaded.model)
 
 
 def generate(
@@ -91,8 +77,7 @@ def generate(
     """Generate once with torch's generator at ``seed``, and time it; errors become ``CliError``."""
     import torch
 
-    defaults = loaded.model.generation_config
-    n_beams = config.num_beams or defaults.num_beams or 1
+    n_beams = config.num_beams or loaded.model.generation_config.num_beams or 1
     is_streamed = n_beams == 1 and not config.force_words_ids
     kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
     if seed is not None:
@@ -100,8 +85,30 @@ def generate(
     with named_errors():
         clock = Clock()
         output = loaded.model.generate(**kwargs, **({"streamer": clock} if is_streamed else {}))
-    padded = new_tokens(loaded, inputs, output)
-    seconds = time.perf_counter() - clock.started
+    return measured(loaded, inputs, config, output, clock)
+
+
+def stream(
+    loaded: Loaded, inputs: dict[str, Any], config: Any, show: Callable[[Any], None]
+) -> Generated:
+    """``generate``, and ``show`` each ``StreamEvent`` as it comes."""
+    kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
+    clock = Clock()
+    clock.put()
+    with named_errors(), loaded.model.stream(**kwargs, return_dict_in_generate=True) as events:
+        for event in events:
+            clock.put()
+            show(event)
+    return measured(loaded, inputs, config, events.result, clock)
+
+
+def measured(
+    loaded: Loaded, inputs: dict[str, Any], config: Any, output: Any, clock: Clock
+) -> Generated:
+    """The tokens and times of a call that returned ``output``."""
+    defaults, padded = loaded.model.generation_config, new_tokens(loaded, inputs, output)
+    seconds = time.perf_counter() - clock.times[0]
+    first = clock.times[2] - clock.times[0] if len(clock.times) > 2 else None
     reasons = getattr(output, "finish_reasons", None) or [None] * len(padded)
     eos, pad = (
         getattr(defaults if getattr(config, name) is None else config, name)
@@ -110,7 +117,7 @@ def generate(
     eos = eos if isinstance(eos, list) else [eos]
     rows = [without_padding(row, why, eos, pad) for row, why in zip(padded, reasons, strict=True)]
     named = [reason for reason in reasons if reason is not None]
-    return Generated(padded, rows, seconds, clock.first, output, named)
+    return Generated(padded, rows, seconds, first, output, named)
 
 
 def without_padding(row: list[int], reason: Any, eos: list[Any], pad: int | None) -> list[int]:
@@ -122,26 +129,6 @@ def without_padding(row: list[int], reason: Any, eos: list[Any], pad: int | None
         return row
     n_pads = next((n for n, token in enumerate(reversed(row)) if token != pad), len(row))
     return row[: len(row) - n_pads]
-
-
-def stream(
-    loaded: Loaded, inputs: dict[str, Any], config: Any, show: Callable[[Any], None]
-) -> Generated:
-    """``generate``, and ``show`` each ``StreamEvent`` as it comes."""
-    kwargs = {**inputs, **loaded.mode_kwargs(), "generation_config": config}
-    first, rows = None, defaultdict[int, list[int]](list)
-    reasons: dict[int, str] = {}
-    started = time.perf_counter()
-    with named_errors(), loaded.model.stream(**kwargs) as events:
-        for event in events:
-            first = first or time.perf_counter() - started
-            rows[event.row] += event.token_ids
-            reasons[event.row] = event.finish_reason or ""
-            show(event)
-    padded = new_tokens(loaded, inputs, events.result)
-    seconds, order = time.perf_counter() - started, sorted(rows)
-    tokens, why = [rows[row] for row in order], [reasons[row] for row in order]
-    return Generated(padded, tokens, seconds, first, events.result, why)
 
 
 def race(loaded: Loaded, call: Callable[[str], T], repeat: int) -> dict[str, list[T]]:
@@ -184,11 +171,7 @@ def peak_memory() -> int | None:
     """Largest memory of the process so far, in bytes: of the GPU where one is used."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    from ...decoding.results import peak_bytes
+
+    is_cuda = torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 0
+    return peak_bytes(torch.device("cuda" if is_cuda else "cpu"))

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
-from typing import Any, TypeVar, get_type_hints
+from itertools import groupby
+from typing import Any, get_type_hints
 
 from rich.panel import Panel
-from rich.table import Table
-from typer import Option
+from rich.table import Column, Table
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from . import loading
@@ -21,34 +22,32 @@ from .files import read_template
 from .report import CliError, out, refused
 from .topics import TOPICS
 
-T = TypeVar("T")
-
-
-def checked(check: Callable[[T], object]) -> Callable[[T | None], T | None]:
-    """A callback that checks the value of an option before torch is imported."""
-
-    def callback(value: T | None) -> T | None:
-        if value is not None:
-            check(value)
-        return value
-
-    return callback
-
 
 def choice(default: str, names: Collection[str], help: str, option: str) -> Any:
-    """An option that takes one of ``names``."""
+    """An option that takes one of ``names``, which is checked before torch is imported."""
 
-    def check(value: str) -> None:
+    def check(value: str) -> str:
         if value not in names:
             raise CliError(f"{option} takes one of {', '.join(names)}, but {value!r} was given")
+        return value
 
-    return Option(default, option, help=help, callback=checked(check))
+    return Option(default, option, help=help, callback=check)
 
 
 def model_source(default: str | None, help: str, option: str) -> Any:
-    """An option that takes a model."""
-    check = checked(loading.check_source)
+    """An option that takes a model, which is checked before torch is imported."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None:
+            loading.check_source(value)
+        return value
+
     return Option(default, option, metavar="ID_OR_PATH", help=help, callback=check)
+
+
+def input_file(metavar: str, help: str) -> Any:
+    """An argument that takes a file, or several, which has to be there."""
+    return Argument(metavar=metavar, help=help, exists=True, dir_okay=False)
 
 
 def seed(help: str, option: str) -> Any:
@@ -170,8 +169,9 @@ class FlagsWithoutType:
 
     def get_params(self, ctx: Any) -> list[Any]:
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for flag in (each for each in parameters if getattr(each, "is_flag", False)):
-            flag.metavar = ""
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
         return parameters
 
 
@@ -192,16 +192,12 @@ class Command(FlagsWithoutType, TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        grids: dict[str, Table] = {}
         parameters: list[Any] = self.params
-        for parameter in parameters:
-            if (topic := getattr(parameter, "rich_help_panel", "")) in TOPICS:
-                if topic not in grids:
-                    grids[topic] = Table.grid(padding=(0, 2, 0, 0))
-                    grids[topic].add_column(style="cyan", no_wrap=True)
-                option = f"{parameter.opts[0]} {parameter.metavar or ''}".rstrip()
-                grids[topic].add_row(option, parameter.help)
-        for topic, grid in grids.items():
+        of_topics = [p for p in parameters if getattr(p, "rich_help_panel", None) in TOPICS]
+        for topic, options in groupby(of_topics, key=lambda p: p.rich_help_panel):
+            grid = Table.grid(Column(style="cyan", no_wrap=True), "", padding=(0, 2, 0, 0))
+            for option in options:
+                grid.add_row(f"{option.opts[0]} {option.metavar or ''}".rstrip(), option.help)
             out.print(Panel(grid, title=topic, title_align="left", border_style="dim"))
-        if grids:
+        if of_topics:
             out.print(LEGEND, style="dim")

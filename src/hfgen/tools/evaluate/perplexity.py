@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from ... import families
+from ...families import max_positions
 from ...state.text import Pieces
+from ..prompts import padded
 from .bootstrap import Interval, interval
 
 WINDOW = 2048  # tokens of a window where none are given and the model allows more
@@ -80,12 +80,9 @@ def sizes(model: Any, window: int | None = None, stride: int | None = None) -> t
     Raises ``ValueError`` for a model with an encoder, and for sizes that do not fit it or each other.
     """
     if model.config.is_encoder_decoder:
-        kind = type(model).__name__
-        raise ValueError(
-            f"Perplexity needs a decoder-only model, but {kind} is an encoder-decoder."
-        )
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
+        is_wrong = f"{type(model).__name__} is an encoder-decoder"
+        raise ValueError(f"Perplexity needs a decoder-only model, but {is_wrong}.")
+    limit = max_positions(model) or math.inf
     window = int(min(limit, WINDOW)) if window is None else window
     if not 2 <= window <= limit:
         raise ValueError(f"`window` has to be from 2 to {limit} tokens, but is {window}.")
@@ -133,23 +130,21 @@ def score(
     if len(ids) < 2:
         raise ValueError(f"{name!r} has {len(ids)} tokens, but perplexity needs at least 2.")
     lead = Pieces(tokenizer)[ids[0]] if ids[0] not in tokenizer.all_special_ids else b""
-    found = TextScore(name, len(text.encode()) - len(lead))
-    tokens, rest = torch.tensor(ids), windows(len(ids), window, stride)
-    while batch := list(islice(rest, batch_size)):
+    result = TextScore(name, len(text.encode()) - len(lead))
+    tokens, remaining = torch.tensor(ids), windows(len(ids), window, stride)
+    while batch := list(islice(remaining, batch_size)):
         logprobs = _logprobs(model, [tokens[w.start : w.end] for w in batch])
         for row, each in zip(logprobs, batch, strict=True):
             n = each.end - each.first
-            found.nats.append(-float(row[-n:].sum(dtype=torch.float64)))
-            found.counts.append(n)
+            result.nats.append(-float(row[-n:].sum(dtype=torch.float64)))
+            result.counts.append(n)
             on_tokens(n)
-    return found
+    return result
 
 
 def _logprobs(model: Any, rows: list[Tensor]) -> Tensor:
     """Log-probabilities ``(rows, longest)`` of ``rows`` of tokens, padded on the left."""
-    both, device = (rows, [torch.ones_like(row) for row in rows]), families.device_of(model)
-    ids, mask = (pad_sequence(each, True, 0, padding_side="left").to(device) for each in both)
     settings = {"max_new_tokens": 0, "do_sample": False, "num_beams": 1, "prompt_logprobs": 0}
-    output = model.generate(ids, attention_mask=mask, **settings, return_dict_in_generate=True)
-    found: Tensor = output.prompt_logprobs.token_logprobs.cpu()
-    return found
+    output = model.generate(**padded(rows, model), **settings, return_dict_in_generate=True)
+    logprobs: Tensor = output.prompt_logprobs.token_logprobs.cpu()
+    return logprobs

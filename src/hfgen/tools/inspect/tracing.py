@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ... import families
 from ...decoding import loop
@@ -29,6 +28,7 @@ from ...state.call import Call
 from ...state.call import Request as GenerateRequest
 from ...state.run import Run
 from ...state.text import Pieces, decode
+from ..prompts import encode
 from .records import Prompt, Sequence, Trace
 from .stages import Watched
 from .tracer import Tracer
@@ -139,15 +139,7 @@ def model_inputs(prompt: Any, tokenizer: Any, model: Any) -> dict[str, Any]:
     if isinstance(texts, list | tuple) and texts and all(isinstance(t, str) for t in texts):
         if tokenizer is None:
             raise ValueError("A prompt that is text needs a `tokenizer`.")
-        rows = [torch.tensor(tokenizer(text).input_ids, dtype=torch.long) for text in texts]
-        if empty := [text for text, ids in zip(texts, rows, strict=True) if not len(ids)]:
-            raise ValueError(f"The prompt {empty[0]!r} has no tokens.")
-        side = "right" if model.config.is_encoder_decoder else "left"
-        pad, masks = getattr(tokenizer, "pad_token_id", None) or 0, map(torch.ones_like, rows)
-        prompt = {
-            "input_ids": pad_sequence(rows, True, pad, side),
-            "attention_mask": pad_sequence(list(masks), True, 0, side),
-        }
+        prompt = encode(texts, tokenizer, model)
     elif isinstance(prompt, list | tuple):
         with suppress(TypeError, ValueError):  # rows of several lengths, or no ids
             prompt = torch.tensor(prompt, dtype=torch.long)
