@@ -353,7 +353,7 @@ def test_lines_are_read_as_they_are(tmp_path: Path):
     path.write_bytes(
         b'\xef\xbb\xbf{"custom_id": "a"}\r\n\n  \n{"custom_id": "\xff"}\n{"custom_id": "c"}'
     )
-    lines = list(Requests.of(path, None))
+    lines = list(Requests(path))
     assert [line.number for line in lines] == [1, 4, 5]
     assert [line.key for line in lines] == ["a", 4, "c"]
     assert lines[0] == Line(1, lines[0].digest, {"custom_id": "a"}, "a")
@@ -489,11 +489,11 @@ def test_random_lines_are_answered_once_and_harm_no_other(
     lines = [*good, *bad]
     rng.shuffle(lines)
     source, output = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
-    numbered = list(Requests.of(source, None))
+    numbered = list(Requests(source))
     keys = Counter(line.key for line in numbered)
     while duplicates := [line.number for line in numbered if keys[line.key] > 1]:
         lines = [line for number, line in enumerate(lines, 1) if number not in duplicates]
-        numbered = list(Requests.of(write(source, *lines), None))
+        numbered = list(Requests(write(source, *lines)))
         keys = Counter(line.key for line in numbered)
 
     def answered() -> Counter[str | int]:

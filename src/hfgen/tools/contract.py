@@ -11,9 +11,8 @@ SOURCE = Path(__file__).parents[1]  # where hfgen's own source lies
 
 #: Names of the mixin that are hfgen's own, or of modes that transformers has moved to repositories.
 OWN = frozenset(
-    "stream astream session generate_batch "
-    "_prepare_call _mixed_view _contrastive_search _dola_decoding _group_beam_search "
-    "_constrained_beam_search".split()
+    "stream astream session generate_batch _prepare_call _mixed_view _contrastive_search _dola_decoding "
+    "_group_beam_search _constrained_beam_search".split()
 )
 
 #: Private attribute → the file of transformers that has it, and what hfgen reads it for.
@@ -53,24 +52,24 @@ def hooks() -> dict[str, list[str]]:
     """The methods that take the place of transformers', and the names of their parameters."""
     from .. import mixin  # imports much of transformers, which may have moved
 
-    found = {}
-    for name, attribute in mixin.OWN.items():
-        function = getattr(attribute, "__func__", attribute)
-        if callable(function) and name not in OWN:
-            found[name] = list(inspect.signature(function).parameters)
-    return found
+    functions = {n: getattr(each, "__func__", each) for n, each in mixin.OWN.items()}
+    return {
+        name: list(inspect.signature(function).parameters)
+        for name, function in functions.items()
+        if callable(function) and name not in OWN
+    }
 
 
 def imports() -> dict[tuple[str, str], str]:
     """Return ``(module, name)`` of transformers → the first file that imports it; without documented names."""
-    found: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str], str] = {}
     for path in sorted(SOURCE.rglob("*.py")):
+        place = path.relative_to(SOURCE).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers."):
                 for each in node.names:
-                    place = path.relative_to(SOURCE).as_posix()
-                    found.setdefault((str(node.module), each.name), place)
-    return found
+                    places.setdefault((str(node.module), each.name), place)
+    return places
 
 
 def moved_names(folder: Path) -> list[str]:
@@ -99,7 +98,11 @@ def moved_hooks(folder: Path) -> list[str]:
     tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else ast.Module([], [])
     classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
     body = next((node.body for node in classes if node.name == "GenerationMixin"), [])
-    theirs = {node.name: _parameters(node) for node in body if isinstance(node, ast.FunctionDef)}
+    theirs = {
+        node.name: [p.arg for p in ast.iter_child_nodes(node.args) if isinstance(p, ast.arg)]
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+    }
     lines = []
     for name, ours in hooks().items():
         if name not in theirs:
@@ -108,9 +111,3 @@ def moved_hooks(folder: Path) -> list[str]:
             takes, our = ", ".join(theirs[name]), ", ".join(ours)
             lines.append(f"GenerationMixin.{name}: takes ({takes}), and hfgen's ({our})")
     return lines
-
-
-def _parameters(function: ast.FunctionDef) -> list[str]:
-    own = function.args
-    positional, keywords = [*own.posonlyargs, *own.args, own.vararg], [*own.kwonlyargs, own.kwarg]
-    return [argument.arg for argument in (*positional, *keywords) if argument is not None]

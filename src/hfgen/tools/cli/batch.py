@@ -46,7 +46,7 @@ def batch(
     GenerationConfig, as --temperature 0.7, hold where a request says nothing. The exit code is 0 if all
     requests have an answer, 1 if some have an error, 2 for wrong input.
     """
-    lines = Requests.of(requests, shard)
+    lines = Requests(requests, shard)
     check_output(output, requests)
     if card is not None:
         check_output(card, option="--card")

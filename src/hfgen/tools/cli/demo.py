@@ -54,6 +54,9 @@ PROPERTIES: dict[str, Any] = {
 SCHEMA: dict[str, Any] = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES)}
 SCHEMA["additionalProperties"] = False
 
+#: Whether tokens are the same → how that is shown.
+SAME = {True: "[green]same[/]", False: "[bold red]differs[/]"}
+
 Run = tuple[Any, float]  # tokens of a call with one of the libraries, and the seconds that count
 
 
@@ -97,19 +100,14 @@ def config_of(**fields: Any) -> Any:
     return hfgen.GenerationConfig(return_dict_in_generate=True, **fields)
 
 
-def same(is_equal: bool) -> str:
-    """Whether tokens are the same, in colour."""
-    return "[green]same[/]" if is_equal else "[bold red]differs[/]"
-
-
 def show_stream(loaded: Loaded) -> None:
     """Complete ``PROMPT``, token by token."""
     heading("A stream", "for event in model.stream(**inputs, stop_strings='\\n\\n'): …")
     config = config_of(do_sample=False, max_new_tokens=NEW_TOKENS, stop_strings="\n\n")
     out.print(f"[dim]{escape(PROMPT)}[/]", end="")
     result = measure.stream(loaded, measure.encode(loaded, [PROMPT]), config, show=Answers())
-    times = duration(result.first), duration(result.per_token)
-    out.print("[dim]first token after {}, then {} each[/]".format(*times))
+    first, each = duration(result.first), duration(result.per_token)
+    out.print(f"[dim]first token after {first}, then {each} each[/]")
 
 
 def show_rows(loaded: Loaded) -> bool:
@@ -130,7 +128,7 @@ def show_rows(loaded: Loaded) -> bool:
         are_equal.append(texts([prompt], config) == [text])
         parameters = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         text = escape((prompt + text).strip())
-        rows.add_row(escape(parameters), text, same(are_equal[-1]), end_section=True)
+        rows.add_row(escape(parameters), text, SAME[are_equal[-1]], end_section=True)
     out.print(rows)
     return all(are_equal)
 
@@ -161,12 +159,12 @@ def show_races(loaded: Loaded) -> bool:
     for name, call in calls(loaded).items():
         with out.status(name):
             runs = measure.race(loaded, call, ROUNDS)
-        tokens = {library: [run[0] for run in of_library] for library, of_library in runs.items()}
-        seconds = {lib: [run[1] for run in of_library[1:]] for lib, of_library in runs.items()}
-        are_equal.append(tokens["transformers"] == tokens["hfgen"])
-        ratios = [slow / fast for slow, fast in zip(*seconds.values(), strict=True)]
-        medians = (duration(statistics.median(values)) for values in seconds.values())
-        times.add_row(name, *medians, spread(ratios, 2), same(are_equal[-1]))
+        pairs = list(zip(*runs.values(), strict=True))  # of transformers and hfgen
+        are_equal.append(all(theirs[0] == ours[0] for theirs, ours in pairs))
+        seconds = [(theirs[1], ours[1]) for theirs, ours in pairs[1:]]
+        medians = (duration(statistics.median(values)) for values in zip(*seconds, strict=True))
+        ratios = spread([slow / fast for slow, fast in seconds], 2)
+        times.add_row(name, *medians, ratios, SAME[are_equal[-1]])
     out.print(times)
     out.print(
         f"[dim]Samples and beams have a prompt of {LONG} tokens. The second turn has it and 16 more: "
@@ -184,6 +182,8 @@ def calls(loaded: Loaded) -> dict[str, Callable[[str], Run]]:
     import torch
 
     import hfgen
+
+    from ..prompts import padded
 
     model = loaded.model
     model.generation_config.eos_token_id = None  # each request has the tokens that it asks for
@@ -214,8 +214,7 @@ def calls(loaded: Loaded) -> dict[str, Callable[[str], Run]]:
         rows = []
         for start in range(0, REQUESTS, PADDED_ROWS):
             part = requests[start : start + PADDED_ROWS]
-            texts = [{"input_ids": prompt} for prompt, _ in part]
-            inputs = loaded.tokenizer.pad(texts, padding_side="left", return_tensors="pt")
+            inputs = padded([torch.tensor(prompt) for prompt, _ in part], model)
             output = model.generate(**inputs, max_new_tokens=max(n for _, n in part))
             new = output[:, inputs["input_ids"].shape[1] :].tolist()
             rows += [row[:n] for row, (_, n) in zip(new, part, strict=True)]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 from typer import Option
 
 from ...settings.versions import TESTED
@@ -76,17 +77,15 @@ def doctor(
     n_broken = sum(finding.state == "broken" for finding in findings)
     if as_json:
         print_json({"works": not n_broken, "findings": [asdict(each) for each in findings]})
-        raise typer.Exit(min(n_broken, 1))
-    grid = table("", "")
-    grid.show_header = False
-    for topic, some in groupby(findings, key=lambda finding: finding.topic):
-        grid.add_row(f"[bold]{topic}[/]")
-        for finding in some:
-            style = STYLES[finding.state]
-            grid.add_row(f"  {escape(finding.name)}", f"[{style}]{escape(finding.value)}[/]")
-    out.print(grid)
-    works = "[bold green]hfgen works here.[/]"
-    out.print(f"[bold red]{n_broken} broken.[/]" if n_broken else works)
+    else:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for topic, of_topic in groupby(findings, key=lambda finding: finding.topic):
+            grid.add_row(f"[bold]{topic}[/]")
+            for each in of_topic:
+                value = f"[{STYLES[each.state]}]{escape(each.value)}[/]"
+                grid.add_row(f"  {escape(each.name)}", value)
+        works = "[bold green]hfgen works here.[/]"
+        out.print(grid, f"[bold red]{n_broken} broken.[/]" if n_broken else works, sep="\n")
     raise typer.Exit(min(n_broken, 1))
 
 
@@ -105,14 +104,13 @@ def print_exactness(name: str, dtype: str, as_json: bool, debug: bool) -> int:
     if as_json:
         rows = [asdict(operation) for operation in operations]
         print_json({"exact": refusal is None, "refusal": refusal, "operations": rows})
-        return int(refusal is not None)
-    grid = table("operation", "shape", "type", "rows")
-    for each in operations:
-        result = f"[bold red]{each.differs}[/]" if each.differs else "[green]exact[/]"
-        grid.add_row(escape(each.name), each.shape, each.dtype, result)
-    out.print(grid)
-    is_exact = "[bold green]The model is exact here.[/]"
-    out.print(is_exact if refusal is None else f"[bold red]Refused:[/] {escape(refusal)}")
+    else:
+        grid = table("operation", "shape", "type", "rows")
+        for each in operations:
+            result = f"[bold red]{each.differs}[/]" if each.differs else "[green]exact[/]"
+            grid.add_row(escape(each.name), each.shape, each.dtype, result)
+        words = f"[bold red]Refused:[/] {escape(refusal or '')}"
+        out.print(grid, words if refusal else "[bold green]The model is exact here.[/]", sep="\n")
     return int(refusal is not None)
 
 
@@ -128,20 +126,17 @@ def versions() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             yield Finding("versions", package, f"missing: pip install {package}", "broken")
             continue
-        if package == "transformers" and version not in TESTED:
-            words = f"{version}, not tested: hfgen's are {TESTED}"
-            yield Finding("versions", package, words, "note")
-        else:
-            yield Finding("versions", package, version)
+        is_tested = package != "transformers" or version in TESTED
+        words = version if is_tested else f"{version}, not tested: hfgen's are {TESTED}"
+        yield Finding("versions", package, words, "ok" if is_tested else "note")
 
 
 def parts() -> Iterator[Finding]:
     """Optional packages: installed, or the line that installs them."""
     for name, (modules, line) in OPTIONAL.items():
-        if missing := [module for module in modules if find_spec(module) is None]:
-            yield Finding("optional", name, f"{line}, for {', '.join(missing)}", "note")
-        else:
-            yield Finding("optional", name, "installed")
+        missing = [module for module in modules if find_spec(module) is None]
+        words = f"{line}, for {', '.join(missing)}" if missing else "installed"
+        yield Finding("optional", name, words, "note" if missing else "ok")
 
 
 def devices() -> Iterator[Finding]:
@@ -205,9 +200,9 @@ def self_check(debug: bool) -> Iterator[Finding]:
             except Exception as error:
                 yield Finding(topic, mode, f"{type(error).__name__}: {error}", "broken")
                 continue
-            seconds = duration(time.perf_counter() - before)
+            words = f"same tokens as transformers, {duration(time.perf_counter() - before)}"
             if differences:
-                words = described(differences[0], loaded.tokenizer)
-                yield Finding(topic, mode, f"transformers' tokens differ: {words}", "broken")
-            else:
-                yield Finding(topic, mode, f"same tokens as transformers, {seconds}")
+                words = (
+                    f"transformers' tokens differ: {described(differences[0], loaded.tokenizer)}"
+                )
+            yield Finding(topic, mode, words, "broken" if differences else "ok")

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -128,7 +128,7 @@ class Fields(dict[str, Any]):
             loading.check_source(self.assistant)
         options: dict[str, str] = {}  # field → the option that sets it
         for parameter, text in texts.items():
-            if text is None or text is False or text == []:
+            if text in (None, False, []):
                 continue
             option = option_name(parameter)
             if text == "" or (isinstance(text, list) and "" in text):
@@ -169,10 +169,8 @@ class Fields(dict[str, Any]):
         """Raise ``CliError`` for a value out of a range that holds beside the others, and for idle pairs."""
         for name, value in self.items():
             row = FIELDS[name]
-            try:
+            with option_errors(TypeError, ValueError):
                 row.check(name, value, row.needs is None or is_on(row.needs, self.get(row.needs)))
-            except (TypeError, ValueError) as error:
-                raise CliError(with_options(str(error))) from error
         modes = {name: self.get(name) for name in MODES.split()} | {"--assistant": self.assistant}
         if not is_on("num_beams", self.get("num_beams")):
             del modes["num_beams"]
@@ -263,6 +261,18 @@ def with_options(message: str) -> str:
     return re.sub(r"`(\w+)(?:=([^`]+))?`", option, message).rstrip(".")
 
 
+@contextmanager
+def option_errors(*kinds: type[Exception], before: str = "") -> Iterator[None]:
+    """Turn errors of these ``kinds`` inside the context into ``CliError`` about options."""
+    try:
+        yield
+    except BrokenPipeError:  # the reader of the streamed text has closed the pipe
+        raise
+    except kinds as error:
+        message = with_options(str(error)) or type(error).__name__
+        raise CliError(f"{before}{message}") from error
+
+
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
     """The config of ``fields``, with a length if nobody has set one. Raises ``CliError``."""
     import transformers
@@ -285,10 +295,8 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
             keys = ", ".join(inspect.signature(transformers.CompileConfig).parameters)
             takes = f"--compile-config takes a JSON object with some of {keys}"
             raise CliError(f"{takes}, but {settings!r} was given") from error
-    try:
+    with option_errors(AttributeError, TypeError, ValueError):
         return hfgen.GenerationConfig(**values)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CliError(with_options(str(error))) from error
 
 
 def note_idle(fields: dict[str, Any], config: Any, loaded: loading.Loaded) -> None:

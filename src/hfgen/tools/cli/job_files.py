@@ -53,22 +53,18 @@ class Line:
         return cls(number, digest, request, custom_id)
 
 
-@dataclass(frozen=True, slots=True)
 class Requests:
-    """The lines of a file that are those of one shard of several: every ``n``-th, from the ``i``-th."""
+    """The lines of a file that are those of one ``shard``: of ``"2/4"``, every 4th from the 2nd on.
 
-    path: Path
-    i: int = 1
-    n: int = 1
+    Raises ``CliError`` for another text.
+    """
 
-    @classmethod
-    def of(cls, path: Path, shard: str | None) -> Requests:
-        """``shard`` as ``"2/4"``. Raises ``CliError`` for another one."""
+    def __init__(self, path: Path, shard: str | None = None) -> None:
         i, _, n = ("1/1" if shard is None else shard).partition("/")
         if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
             takes = "--shard takes 1/4, 2/4, 3/4 or 4/4, and the like"
             raise CliError(f"{takes}, but {shard!r} was given")
-        return cls(path, int(i), int(n))
+        self.path, self.i, self.n = path, int(i), int(n)
 
     def __iter__(self) -> Iterator[Line]:
         return (line for line in self.lines() if line.number % self.n == self.i % self.n)
@@ -145,9 +141,8 @@ class Output:
                     key = error["line"] if custom_id is None else custom_id
                     self.done[key] = record.get("request_digest")
                 except (KeyError, TypeError, ValueError):
-                    place = f"line {number} of {str(self.path)!r}"
-                    advice = "give another file to -o"
-                    raise CliError(f"{place} is not one of an output: {advice}") from None
+                    wrong = f"line {number} of {str(self.path)!r} is not one of an output"
+                    raise CliError(f"{wrong}: give another file to -o") from None
                 self.n_failed += error is not None
                 n_bytes += len(line)
         if self.was_cut:

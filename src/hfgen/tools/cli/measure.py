@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .field_options import with_options
+from .field_options import option_errors
 from .loading import Loaded, upstream
 from .report import CliError, refused
 
@@ -150,13 +150,8 @@ def race(loaded: Loaded, call: Callable[[str], T], repeat: int) -> dict[str, lis
 @contextmanager
 def named_errors() -> Iterator[None]:
     """Turn errors inside the context into ``CliError``."""
-    try:
+    with option_errors(Exception, before="generate() failed: "):
         yield
-    except BrokenPipeError:  # the reader of the streamed text has closed the pipe
-        raise
-    except Exception as error:
-        message = with_options(str(error)) or type(error).__name__
-        raise CliError(f"generate() failed: {message}") from error
 
 
 def new_tokens(loaded: Loaded, inputs: dict[str, Any], output: Any) -> list[list[int]]:

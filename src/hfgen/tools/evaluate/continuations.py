@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
 
@@ -48,12 +48,6 @@ class Text:
         """Tokens of the shortest context."""
         return len(self.tokens) + 1 - max(map(len, self.continuations.values()))
 
-    def wanted(self) -> Iterator[tuple[int, int, int]]:
-        """Columns whose logits are wanted, the token that follows there, the number of the continuation."""
-        for number, tokens in self.continuations.items():
-            for place, token in enumerate(tokens, len(self.tokens) - len(tokens)):
-                yield place, token, number
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -92,16 +86,16 @@ class Likelihoods:
         least = WORTH * self._cost
         for n_shared, some in clusters(groups, least) if may_share else [(0, groups)]:
             some.sort(key=lambda group: -len(group.prefix))
-            start, prefixes = 0, None
+            prefixes = None
             if n_shared:
                 first = [some[0].prefix[:n_shared]]
                 prefixes = shared_prefix.forward(self.model, first, keeps=True).prefixes
-            while start < len(some):
-                longest, sizes = len(some[start].prefix), (len(g.prefix) for g in some[start:])
+            while some:
+                longest = len(some[0].prefix)
                 most = self.batch_size or _rows(longest, longest - n_shared, prefixes)
-                n = self._n_alike(sizes, most)
-                yield self._of_groups(some[start : start + n], n_shared, prefixes)
-                start += n
+                n = self._n_alike([len(group.prefix) for group in some[:most]], most)
+                yield self._of_groups(some[:n], n_shared, prefixes)
+                del some[:n]
 
     def _of_groups(self, groups: list[Group], n_shared: int, shared: Prefixes | None) -> Found:
         """Score the continuations of ``groups``; their first ``n_shared`` tokens are the row of ``shared``."""
@@ -129,10 +123,9 @@ class Likelihoods:
     def _cost(self) -> int:
         return ON_CPU if self.model.device.type == "cpu" else ON_ACCELERATOR
 
-    def _n_alike(self, sizes: Iterable[int], most: int) -> int:
+    def _n_alike(self, sizes: list[int], most: int) -> int:
         """How many rows of ``sizes``, the largest first, to forward at once: at most ``most``."""
-        some = list(islice(sizes, most))
-        padding = accumulate(some[0] - size for size in some)
+        padding = accumulate(sizes[0] - size for size in sizes[:most])
         return sum(n <= self._cost for n in padding)
 
     def _add(
@@ -145,27 +138,26 @@ class Likelihoods:
             prefixes = prefixes.expand(self.model, rows, starts, max(map(len, new_tokens)))
         forwarded = shared_prefix.forward(self.model, new_tokens, prefixes, keeps=keeps)
         wanted = [
-            (row, column - start, *others)
+            (row, column - start, token, number)
             for row, (_, start, tokens, texts) in enumerate(parts)
             for text in texts
-            for column, *others in text.wanted()
+            for number, continuation in text.continuations.items()
+            for column, token in enumerate(continuation, len(text.tokens) - len(continuation))
             if start <= column < len(tokens)
         ]
         row, column, token, number = torch.tensor(wanted).T
         width = forwarded.ids.shape[1]
         places, index = (row * width + column).unique(return_inverse=True)
-        start = 0
         for logits in forwarded.logits(places // width, places % width):
-            end = start + len(logits)
-            here = (index >= start) & (index < end)
-            at, tokens = (each[here].to(logits.device) for each in (index - start, token))
+            here = (index >= 0) & (index < len(logits))
+            at, tokens = index[here].to(logits.device), token[here].to(logits.device)
             logprobs = logits.log_softmax(dim=-1, dtype=self.dtype or torch.float32)[at, tokens]
             is_best = logits.argmax(dim=-1)[at] == tokens
-            start = end
-            columns = number[here], logprobs, is_best
-            for which, *values in zip(*(each.tolist() for each in columns), strict=True):
-                value, is_greedy = found[which]
-                found[which] = value + values[0], is_greedy and values[1]
+            index = index - len(logits)
+            columns = number[here].tolist(), logprobs.tolist(), is_best.tolist()
+            for which, logprob, is_likeliest in zip(*columns, strict=True):
+                total, is_greedy = found[which]
+                found[which] = total + logprob, is_greedy and is_likeliest
         return forwarded.prefixes
 
 
@@ -198,23 +190,21 @@ def clusters(groups: Iterable[Group], least: int) -> Iterator[tuple[int, list[Gr
 
     Those of which too few begin alike to save ``least`` tokens come first, with 0.
     """
-    found: list[tuple[Any, list[Group]]] = []
+    merged: list[tuple[Any, list[Group]]] = [((), [])]
     for group in sorted(groups, key=lambda group: group.prefix):
-        context = group.context
-        if found:
-            prefix, some = found[-1]
-            n = len(some)
-            common: Any = commonprefix([prefix, context])  # noqa: RUF071 - of any sequences
-            # Two have to be alike; another one is taken in if together they save no less.
-            longer = SHARE * max(len(prefix), len(context))
-            if 0 < len(common) >= (longer if n == 1 else (n - 1) / n * len(prefix)):
-                some.append(group)
-                found[-1] = common, some
-                continue
-        found.append((context, [group]))
+        context, (prefix, some) = group.context, merged[-1]
+        n = len(some)
+        common: Any = commonprefix([prefix, context])  # noqa: RUF071 - of any sequences
+        # Two have to be alike; another one is taken in if together they save no less.
+        longer = SHARE * max(len(prefix), len(context))
+        if 0 < len(common) >= (longer if n < 2 else (n - 1) / n * len(prefix)):
+            some.append(group)
+            merged[-1] = common, some
+        else:
+            merged.append((context, [group]))
     alone: list[Group] = []
     alike = []
-    for prefix, some in found:
+    for prefix, some in merged[1:]:
         if len(prefix) * (len(some) - 1) >= max(least, 1):
             alike.append((len(prefix), some))
         else:

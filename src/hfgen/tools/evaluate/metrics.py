@@ -23,10 +23,6 @@ NAMES = ("exact_match", *PACKAGES)
 References = Sequence[Sequence[str]]
 
 
-class MissingMetricError(ImportError):
-    """A metric needs a package that is not installed."""
-
-
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A value of sums over lines, so that it can be computed of any resample of them."""
@@ -56,8 +52,8 @@ def metrics_of(name: str) -> list[Metric]:
 
     A function gets a prediction and its list of references, and returns a number; its metric is the mean.
 
-    Raises ``ValueError`` for another name, ``MissingMetricError`` without its package, and ``ImportError``
-    for a module that cannot be imported, or that has no such function.
+    Raises ``ValueError`` for another name, ``ImportError`` for a package that is not installed, for a module
+    that cannot be imported, and for one that has no such function.
     """
     if ":" in name:
         return [_mean(name, _users(name))]
@@ -66,7 +62,7 @@ def metrics_of(name: str) -> list[Metric]:
         raise ValueError(f"A metric is one of {known}, but is {name!r}.")
     if name in PACKAGES and find_spec(PACKAGES[name]) is None:
         package = PACKAGES[name].replace("_", "-")
-        raise MissingMetricError(
+        raise ImportError(
             f"The metric {name!r} needs {package}: pip install {package}, or pip install 'hfgen[eval]'."
         )
     if name == "rouge":
@@ -85,13 +81,13 @@ def score(
         raise ValueError("`predictions` is empty, but at least one prediction is needed.")
     if empty := [number for number, each in enumerate(references) if not each]:
         raise ValueError(f"`references[{empty[0]}]` has to have at least one, but is empty.")
-    found = []
+    scores = []
     for metric in metrics:
         parts, statistic = metric.parts(predictions, references).double(), metric.statistic
         of_lines, of_all = map(statistic, parts.tolist()), statistic(parts.sum(dim=0).tolist())
         between = interval(parts, statistic, seed)
-        found.append(Score(metric.name, of_all, between, list(of_lines)))
-    return found
+        scores.append(Score(metric.name, of_all, between, list(of_lines)))
+    return scores
 
 
 def exact_match(prediction: str, references: Sequence[str]) -> float:
@@ -142,16 +138,16 @@ def _users(name: str) -> Callable[[str, list[str]], float]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = getattr(import_module(module), function)
+        users = getattr(import_module(module), function)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise ImportError(f"The metric {name!r} cannot be loaded: {why}") from error
-    if not callable(found):
-        raise ValueError(f"A metric module:function has to be callable, but {name!r} is {found!r}.")
+    if not callable(users):
+        raise ValueError(f"A metric module:function has to be callable, but {name!r} is {users!r}.")
 
     def of_line(prediction: str, references: list[str]) -> float:
         try:
-            value = float(found(prediction, references))
+            value = float(users(prediction, references))
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise ValueError(f"no score for the prediction {prediction!r:.80}: {why}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,52 +14,35 @@ from .records import Candidate, Token
 LOWEST = -1e29  # a token is ruled out below this score; grammars give it to beams that have ended
 
 
-@dataclass(frozen=True, slots=True)
 class Position:
     """The numbers of one generated position, on the host: of scored ``rows`` and ``m`` chosen tokens.
 
     Rows are those of the loop; of beams, those that the step began with.
     """
 
-    step: int
-    ids: Tensor  # (rows, c): likely tokens, some of them twice
-    scores: Tensor  # (stages, rows, c)
-    probabilities: Tensor  # (2, rows, c): the model's and the final ones
-    entropies: Tensor  # (2, rows): of both, in bits
-    left: Tensor  # (stages, rows)
-    mass: Tensor  # (stages, rows)
-    chosen: dict[tuple[int, int], int]  # (row, token) → its number among the chosen
-    ranks: Tensor  # (m,)
-    chosen_scores: Tensor  # (stages, m)
-    chosen_probabilities: Tensor  # (2, m)
-
-    @classmethod
-    def of(
-        cls, step: int, stages: list[Tensor], rows: Tensor, tokens: Tensor, top: int
-    ) -> Position:
+    def __init__(
+        self, step: int, stages: list[Tensor], rows: Tensor, tokens: Tensor, top: int
+    ) -> None:
         """Measure scores ``(rows, vocab)`` of each stage; ``tokens (m,)`` were chosen in ``rows (m,)``."""
-        logits, final = stages[0].float(), stages[-1].float()
-        both = torch.stack([logits.softmax(dim=-1), final.softmax(dim=-1)])
-        entropies = torch.special.entr(both).sum(dim=-1) / math.log(2)
+        scores = torch.stack([stage.float() for stage in stages])
+        logits, is_left = scores[0], scores > LOWEST
+        both = scores[[0, -1]].softmax(dim=-1)  # the model's probabilities and the final ones
         top = min(top, logits.shape[-1])
-        ids = torch.cat([logits.topk(top).indices, final.topk(top).indices], dim=1)
-        is_left = [stage.float() > LOWEST for stage in stages]
+        ids = torch.cat([logits.topk(top).indices, scores[-1].topk(top).indices], dim=1)
         of_chosen = logits[rows]
-        ranks = (of_chosen > of_chosen.gather(1, tokens[:, None])).sum(dim=1) + 1
         pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
-        return cls(
-            step,
-            ids.cpu(),
-            torch.stack([stage.float().gather(1, ids) for stage in stages]).cpu(),
-            torch.stack([p.gather(1, ids) for p in both]).cpu(),
-            entropies.cpu(),
-            torch.stack([mask.sum(dim=1) for mask in is_left]).cpu(),
-            torch.stack([both[0].masked_fill(~mask, 0.0).sum(dim=1) for mask in is_left]).cpu(),
-            {pair: number for number, pair in enumerate(pairs)},
-            ranks.cpu(),
-            torch.stack([stage.float()[rows, tokens] for stage in stages]).cpu(),
-            both[:, rows, tokens].cpu(),
-        )
+        self.step = step
+        self.ids = ids.cpu()  # (rows, c): likely tokens, some of them twice
+        self.scores = scores.take_along_dim(ids[None], dim=-1).cpu()  # (stages, rows, c)
+        self.probabilities = both.take_along_dim(ids[None], dim=-1).cpu()  # (2, rows, c)
+        self.entropies = torch.special.entr(both).sum(dim=-1).cpu() / math.log(2)  # (2, rows): bits
+        self.left = is_left.sum(dim=-1).cpu()  # (stages, rows)
+        self.mass = both[0].masked_fill(~is_left, 0.0).sum(dim=-1).cpu()  # (stages, rows)
+        #: (row, token) → its number among the chosen
+        self.chosen = {pair: number for number, pair in enumerate(pairs)}
+        self.ranks = (of_chosen > of_chosen.gather(1, tokens[:, None])).sum(dim=1).cpu() + 1  # (m,)
+        self.chosen_scores = scores[:, rows, tokens].cpu()  # (stages, m)
+        self.chosen_probabilities = both[:, rows, tokens].cpu()  # (2, m)
 
     def token(self, row: int, token: int, is_drafted: bool = False) -> Token:
         """The record of a token chosen in ``row``; NaN where it was never scored (a caller's processor wrote it)."""

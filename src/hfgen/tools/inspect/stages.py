@@ -71,9 +71,9 @@ class Watched(LogitsProcessorList):
 
     def take(self, length: int) -> list[Tensor] | None:
         """The notes of ``length``, and forget those of shorter ids."""
-        found = self.notes.get(length)
-        self.notes = {n: notes for n, notes in self.notes.items() if n > length}
-        return found
+        notes = self.notes.get(length)
+        self.notes = {n: scores for n, scores in self.notes.items() if n > length}
+        return notes
 
 
 def stage_of(processor: Any, configs: Sequence[Any]) -> Stage:
@@ -86,8 +86,7 @@ def stage_of(processor: Any, configs: Sequence[Any]) -> Stage:
     if isinstance(processor, OccurrencePenalty):
         name = "presence penalty" if processor.of_presence else "frequency penalty"
     name = NAMES.get(name, name)
-    settings = fields_of(name, configs) if is_librarys(type(processor)) else {}
-    settings = settings or {
+    settings = (is_librarys(type(processor)) and fields_of(name, configs)) or {
         name: value
         for name, value in getattr(processor, "__dict__", {}).items()
         if isinstance(value, int | float) and not name.startswith("_")

@@ -79,7 +79,6 @@ class Tracer(Observer):
         if isinstance(strategy, Assisted):
             self.watch_drafts(strategy)
         self.since = self.forward.now()
-        self.result: dict[str, Any] = {}
 
     def replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Replace a method of one object by ``function``, until ``finish``."""
@@ -103,8 +102,7 @@ class Tracer(Observer):
         if step.logits is None:
             name = type(strategy).__name__
             raise ValueError(f"A trace needs `Step.logits`, which {name} does not set.")
-        told = getattr(strategy, "is_token", None)
-        is_token = None if told is None else told(run, step)
+        is_token = strategy.is_token(run, step) if hasattr(strategy, "is_token") else None
         length = run.ids.shape[1] - n_new
         for place in range(n_new):
             tokens = step.tokens[:, place]
@@ -112,7 +110,7 @@ class Tracer(Observer):
             if self.tree is not None:
                 rows, tokens = strategy.scored()
             stages = self.scores(length + place, step.logits[place], len(step.tokens))
-            self.positions.append(Position.of(len(self.steps), stages, rows, tokens, self.top))
+            self.positions.append(Position(len(self.steps), stages, rows, tokens, self.top))
             self.is_token.append(None if is_token is None else is_token[:, place].tolist())
         drafts = self.drafts(strategy, length) if isinstance(strategy, Assisted) else ()
         self.steps.append(Step(n_new, seconds, self.forward.take(), draft, tuple(drafts)))
@@ -153,7 +151,6 @@ class Tracer(Observer):
         self.guesses = []
 
     def finish(self, run: Run, strategy: Any, result: dict[str, Any]) -> None:
-        """Keep the result, of which ``tracing.trace`` makes the trace."""
-        self.result = result
+        """Give the watched methods back to their objects."""
         for owner, name in self.replaced:  # what refers to itself would keep the cache in memory
             delattr(owner, name)

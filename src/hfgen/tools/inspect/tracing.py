@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,21 +99,18 @@ def trace(
             run.observers.append(Results(run))  # why rows ended
         run.observers.append(tracer)
         with explaining_misfit(model, call.cache):
-            with closing(loop.drive(run, strategy)) as steps:
-                for _ in steps:
-                    pass
-            loop.conclude(run, strategy, recording)
+            for _ in loop.drive(run, strategy):
+                pass
+            result, _ = loop.conclude(run, strategy, recording)
         pieces = Pieces(tokenizer) if hasattr(tokenizer, "convert_ids_to_tokens") else None
 
         def text(ids: list[int]) -> str | None:
             return None if pieces is None else decode(tokenizer, ids)
 
-        unedited = unedited_probabilities(run, call, tracer.result["sequences"])
-        sequences = tuple(sequences_of(run, tracer, len(prompts), text, unedited))
+        sequences = tuple(sequences_of(run, tracer, result, len(prompts), text))
         beams: Any = ()
         if tracer.tree is not None:
-            paths = tracer.result["beam_indices"]
-            beams = tracer.tree.result(paths, tracer.result["sequences"])
+            beams = tracer.tree.result(result["beam_indices"], result["sequences"])
         ids = all_ids(prompts, sequences, beams, tracer.steps)
         return Trace(
             mode=call.who,
@@ -170,11 +166,13 @@ def prompts_of(run: Run, call: Call) -> Iterable[list[int]]:
         yield row[kept].tolist()
 
 
-def unedited_probabilities(run: Run, call: Call, sequences: Tensor) -> list[list[float]] | None:
+def unedited_probabilities(run: Run, sequences: Tensor) -> list[list[float]] | None:
     """Return the probability of each generated token without ``interventions``, by a forward of each text.
 
     ``None`` if there are none, and for encoder-decoders and prompts with images or sound.
     """
+    call = run.call
+    assert call is not None
     assert call.prompt is not None
     kwargs, prompt_length = call.prompt.model_kwargs, run.prompts.shape[1]
     has_media = any(kwargs.get(name) is not None for name in MEDIA)
@@ -191,24 +189,23 @@ def unedited_probabilities(run: Run, call: Call, sequences: Tensor) -> list[list
 def sequences_of(
     run: Run,
     tracer: Tracer,
+    result: Mapping[str, Any],
     n_prompts: int,
     text_of: Callable[[list[int]], str | None],
-    unedited: list[list[float]] | None,
 ) -> Iterable[Sequence]:
     """The sequences that are returned, with what is known of their tokens."""
-    found: Any = tracer.result["sequences"]
-    paths, reasons = tracer.result.get("beam_indices"), run.extras["finish_reasons"]
-    texts = run.extras.get("texts", [None] * len(found))
-    scores: Any = [None] * len(found)
+    rows, paths = result["sequences"], result.get("beam_indices")
+    unedited = unedited_probabilities(run, rows)
+    texts, scores = run.extras.get("texts", [None] * len(rows)), [None] * len(rows)
     if tracer.search is not None:
-        scores = tracer.search.finished.scores[:, : len(found) // n_prompts].flatten().tolist()
+        scores = tracer.search.finished.scores[:, : len(rows) // n_prompts].flatten().tolist()
     drafted = {
         (draft.sequence, draft.position + place)
         for step in tracer.steps
         for draft in step.drafts
         for place in range(draft.n_accepted)
     }
-    for index, ids in enumerate(found[:, tracer.prompt_length :].tolist()):
+    for index, ids in enumerate(rows[:, tracer.prompt_length :].tolist()):
         tokens = []
         for place, (position, token) in enumerate(zip(tracer.positions, ids, strict=False)):
             row = index if paths is None else int(paths[index, place])
@@ -219,7 +216,7 @@ def sequences_of(
             if unedited is not None:
                 record = replace(record, unedited_probability=unedited[index][place])
             tokens.append(record)
-        prompt, reason = index * n_prompts // len(found), reasons[index]
+        prompt, reason = index * n_prompts // len(rows), run.extras["finish_reasons"][index]
         stop = getattr(reason, "stop", None)
         text = texts[index] if texts[index] is not None else text_of(ids[: len(tokens)])
         yield Sequence(prompt, tuple(tokens), text, str(reason), stop, score=scores[index])
@@ -227,9 +224,8 @@ def sequences_of(
 
 def settings_of(call: Call, model: Any) -> dict[str, Any]:
     """The fields of the config that the call, or the model's own config, has set."""
-    request = call.request
-    own = vars(request.generation_config or SimpleNamespace())
-    sources = request.kwargs, own, vars(model.generation_config)
+    configs = call.request.generation_config, model.generation_config
+    sources = call.request.kwargs, *(vars(each) for each in configs if each is not None)
     names = [n for source in sources for n, v in source.items() if n in FIELDS and v is not None]
     settings = {}
     for name in dict.fromkeys(n for n in names if n != "transformers_version"):
@@ -250,7 +246,8 @@ def spelled(piece: bytes) -> str:
 def all_ids(prompts: Any, sequences: Any, beams: Any, steps: Any) -> set[int]:
     """The ids that occur in a trace."""
     ids = {token for prompt in prompts for token in prompt}
-    for token in (token for sequence in sequences for token in sequence.tokens):
-        ids |= {token.token_id, *(candidate.token_id for candidate in token.candidates)}
+    for sequence in sequences:
+        for token in sequence.tokens:
+            ids |= {token.token_id, *(candidate.token_id for candidate in token.candidates)}
     ids |= {beam.token_id for each in beams for nodes in each for beam in nodes}
     return ids | {token for step in steps for draft in step.drafts for token in draft.token_ids}

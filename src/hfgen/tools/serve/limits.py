@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 MEBIBYTE = 2**20
@@ -48,8 +50,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and not 0 < value < math.inf:
+            if type(value) in (int, float) and not 0 < value < math.inf:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} takes a number above 0, but is {value:g}")
 
@@ -66,30 +67,29 @@ class Limits:
         """
         if sum(body.count(sign) for sign in (b",", b"[", b"{")) > self.max_values:
             raise ValueError(f"The body has more than {self.max_values:,} values.")
+        too_deep = f"The body has more than {self.max_depth} nested lists or objects."
         try:
             fields = json.loads(body, object_pairs_hook=_object)
         except RecursionError:
-            raise ValueError(self._too_deep) from None
+            raise ValueError(too_deep) from None
         except ValueError as error:
             raise ValueError(f"The body has to be a JSON object: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError("The body has to be a JSON object.")
         for name, value in fields.items():
-            check_unicode(name, name)
-            for leaf, depth in leaves(value):
+            for leaf, depth in chain([(name, 0)], leaves(value)):
+                wrong = None
                 if depth >= self.max_depth:
-                    raise ValueError(f"`{printable(name)}`: {self._too_deep}")
-                if isinstance(leaf, str) and not leaf.isascii():
-                    check_unicode(name, leaf)
+                    wrong = f": {too_deep}"
+                elif isinstance(leaf, str) and re.search("[\ud800-\udfff]", leaf):
+                    wrong = " has a lone surrogate: no Unicode text."
                 elif isinstance(leaf, float) and not math.isfinite(leaf):
-                    raise ValueError(f"`{printable(name)}` has a number that is not finite.")
+                    wrong = " has a number that is not finite."
                 elif type(leaf) is int and not -LARGEST < leaf < LARGEST:
-                    raise ValueError(f"`{printable(name)}` has a number of more than 64 bits.")
+                    wrong = " has a number of more than 64 bits."
+                if wrong is not None:
+                    raise ValueError(f"`{printable(name)}`{wrong}")
         return fields
-
-    @property
-    def _too_deep(self) -> str:
-        return f"The body has more than {self.max_depth} nested lists or objects."
 
     def check(self, body: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for fields that are too large."""
@@ -138,14 +138,6 @@ def leaves(value: Any) -> Iterator[tuple[Any, int]]:
             waiting += [(part, depth + 1) for part in each]
         if not each or not isinstance(each, dict | list):
             yield each, depth
-
-
-def check_unicode(name: str, text: str) -> None:
-    """Raise ``ValueError`` for a lone surrogate, which JSON can write and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"`{printable(name)}` has a lone surrogate: no Unicode text.") from None
 
 
 def printable(name: str) -> str:

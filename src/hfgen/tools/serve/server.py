@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -48,13 +49,11 @@ class Settings:
 def bound(host: str, port: int) -> socket.socket:
     """A socket that is bound, and does not listen yet. Raises ``OSError`` for an address that is taken."""
     (family, kind, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    listener = socket.socket(family, kind)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+    with ExitStack() as failing:
+        listener = failing.enter_context(socket.socket(family, kind))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
+        failing.pop_all()
     return listener
 
 
@@ -93,16 +92,16 @@ class Server(uvicorn.Server):
         faulthandler.dump_traceback_later(self.grace + 2 * PARTING, exit=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.ensure_future(self.end_answers())
+        async def end_answers() -> None:
+            await asyncio.sleep(self.grace)
+            await self.service.close()
+
+        closing = asyncio.ensure_future(end_answers())
         await super().shutdown(sockets)
         closing.cancel()
         faulthandler.cancel_dump_traceback_later()
 
-    async def end_answers(self) -> None:
-        await asyncio.sleep(self.grace)
-        await self.service.close()
-
-    async def watch(self) -> None:
+    async def stop_with_engine(self) -> None:
         """Stop when the engine's thread has ended."""
         await self.service.ended.wait()
         self.should_exit = True
@@ -143,7 +142,7 @@ async def serve(
             timeout_graceful_shutdown=round(limits.grace_seconds + PARTING),
         )
         server = Server(config, service, limits.grace_seconds, on_start)
-        watching = asyncio.ensure_future(server.watch())
+        watching = asyncio.ensure_future(server.stop_with_engine())
         await server.serve([listener])
         watching.cancel()
     if service.error is not None:

@@ -48,9 +48,11 @@ def steers_of(scales: Any, sets: Mapping[str, Mapping[str, torch.Tensor]]) -> li
         raise ValueError(f"`interventions` {has_to}. Names: {names}.")
     for name, scale in scales.items():
         if type(scale) not in (int, float) or not abs(scale) <= MAX_SCALE:
-            has_to = (
-                f"has to be a number from {-MAX_SCALE:g} to {MAX_SCALE:g}, but is {scale!r:.80}"
-            )
-            raise ValueError(f"`interventions`: the scale of {name!r} {has_to}.")
-    pairs = [(float(scale), sets[name].items()) for name, scale in scales.items()]
-    return [Steer(module, vector, scale) for scale, some in pairs for module, vector in some]
+            numbers = f"a number from {-MAX_SCALE:g} to {MAX_SCALE:g}"
+            has_to = f"the scale of {name!r} has to be {numbers}, but is {scale!r:.80}"
+            raise ValueError(f"`interventions`: {has_to}.")
+    return [
+        Steer(module, vector, float(scale))
+        for name, scale in scales.items()
+        for module, vector in sets[name].items()
+    ]
