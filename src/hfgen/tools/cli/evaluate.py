@@ -103,21 +103,39 @@ def generate(
         paths.check_output(output, file)
     if (fields.get("num_return_sequences") or 1) > 1:
         raise CliError("one completion of each line is scored: leave --num-return-sequences out")
-    from ..evaluate import completions, metrics
+    from ..evaluate import metrics
 
     names = metrics.installed() if metric is None else dict.fromkeys(metric)
     with refused(ImportError, ValueError, before="--metric: "):
         chosen = [each for name in names for each in metrics.metrics_of(name)]
-    rows = completions.read(file)
+    rows: list[dict[str, Any]] = []
+    for number, content in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            rows.append({"line": number, **parse_line(content.removeprefix(b"\xef\xbb\xbf"))})
+        except ValueError as error:
+            rows.append({"line": number, "error": str(error)})
     usable = [row for row in rows if "error" not in row]
     if not usable:
         why = f": line {rows[0]['line']}: {rows[0]['error']}" if rows else ""
         raise CliError(f"{str(file)!r} has no line that can be used{why}")
     with source.loaded() as loaded:
+        from ...engine.many import generate_many
+
         config = generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
-        settings = {"generation_config": config, "max_rows": max_rows, "progress": err.is_terminal}
-        completions.complete(loaded.model, loaded.tokenizer, usable, **settings)
+        settings: Any = {
+            "generation_config": config,
+            "max_rows": max_rows,
+            "progress": err.is_terminal,
+        }
+        prompts = [(row["prompt"], row["options"]) for row in usable]
+        outputs = generate_many(loaded.model, prompts, loaded.tokenizer, **settings)
+        for row, answer in zip(usable, outputs, strict=True):
+            if answer.error is not None:
+                row["error"] = str(answer.error) or type(answer.error).__name__
+                continue
+            row |= {"prediction": answer.text or "", "finish_reason": str(answer.finish_reason)}
+            row["n_tokens"] = len(answer.token_ids)
         scored = [row for row in rows if "error" not in row]
         failed = [{"line": row["line"], "error": row["error"]} for row in rows if "error" in row]
         if not scored:
@@ -181,3 +199,33 @@ def write(path: Path, rows: list[dict[str, Any]], scores: dict[str, Any]) -> Non
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
     except OSError as error:
         raise CliError(f"cannot write to {str(path)!r}: {error.strerror}") from error
+
+
+def parse_line(content: bytes) -> dict[str, Any]:
+    """A line as ``{"prompt": …, "reference": …}``. Raises ``ValueError`` that says what is wrong."""
+    if not content.strip():
+        raise ValueError("the line is empty")
+    try:
+        value = json.loads(content)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for halves of surrogate pairs
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+        raise ValueError(f"it is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"it has to be a JSON object, but is {value!r:.80}")
+    prompt, references = value.get("prompt"), value.get("reference")
+    if not (isinstance(prompt, str) or _is_list_of(prompt, dict)) or not prompt:
+        raise ValueError(f"`prompt` has to be text or a list of messages, but is {prompt!r}")
+    references = [references] if isinstance(references, str) else references
+    if not _is_list_of(references, str) or not references:
+        raise ValueError(f"`reference` has to be text or a list of texts, but is {references!r}")
+    options = value.get("options", {})
+    if not isinstance(options, dict):
+        raise ValueError(f"`options` has to be a JSON object, but is {options!r}")
+    if (n := options.get("num_return_sequences", 1)) != 1:
+        why = "one completion is scored"
+        raise ValueError(f"{why}: `num_return_sequences` has to be 1, but is {n!r}")
+    return {"prompt": prompt, "references": references, "options": options}
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)

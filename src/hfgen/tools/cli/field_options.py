@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,11 +17,8 @@ from ...settings import grammar
 from ...settings.fields import FIELDS, OWN_FIELDS, is_on
 from . import loading
 from .files import read_text
-from .report import CliError, note, refused
+from .report import KNOWN_FIELDS, CliError, note, option_name, refused
 from .topics import TOPICS
-
-#: The fields that can be given as text, and the kind of value that each takes.
-KNOWN_FIELDS = {name: row.kind for name, row in FIELDS.items() if row.kind.option is not None}
 
 #: Those of them that may stand without a value, and those of these that take a word, too.
 FLAG_WORDS = {"early_stopping": "never", "output_card": "prompt"}
@@ -169,7 +166,7 @@ class Fields(dict[str, Any]):
         """Raise ``CliError`` for a value out of a range that holds beside the others, and for idle pairs."""
         for name, value in self.items():
             row = FIELDS[name]
-            with option_errors(TypeError, ValueError):
+            with refused(TypeError, ValueError):
                 row.check(name, value, row.needs is None or is_on(row.needs, self.get(row.needs)))
         modes = {name: self.get(name) for name in MODES.split()} | {"--assistant": self.assistant}
         if not is_on("num_beams", self.get("num_beams")):
@@ -242,37 +239,6 @@ def parse_value(name: str, text: str) -> Any:
     return text if kind.accepts(text) and not kind.accepts(value) and value is not None else value
 
 
-def option_name(field: str) -> str:
-    """The option of a field; one that is no field has its own name."""
-    return field if field.startswith("--") else "--" + field.replace("_", "-")
-
-
-def with_options(message: str) -> str:
-    """An error's ``message`` with options for fields: ``--no-use-cache`` for "`use_cache=False`"."""
-
-    def option(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
-        if name not in KNOWN_FIELDS:
-            return match[0]
-        if value == "False":
-            return f"--no-{option_name(name)[2:]}"
-        return option_name(name) + ("" if value in (None, "True") else f" {value.strip(chr(39))}")
-
-    return re.sub(r"`(\w+)(?:=([^`]+))?`", option, message).rstrip(".")
-
-
-@contextmanager
-def option_errors(*kinds: type[Exception], before: str = "") -> Iterator[None]:
-    """Turn errors of these ``kinds`` inside the context into ``CliError`` about options."""
-    try:
-        yield
-    except BrokenPipeError:  # the reader of the streamed text has closed the pipe
-        raise
-    except kinds as error:
-        message = with_options(str(error)) or type(error).__name__
-        raise CliError(f"{before}{message}") from error
-
-
 def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: int) -> Any:
     """The config of ``fields``, with a length if nobody has set one. Raises ``CliError``."""
     import transformers
@@ -295,7 +261,7 @@ def generation_config(fields: dict[str, Any], model: Any, default_new_tokens: in
             keys = ", ".join(inspect.signature(transformers.CompileConfig).parameters)
             takes = f"--compile-config takes a JSON object with some of {keys}"
             raise CliError(f"{takes}, but {settings!r} was given") from error
-    with option_errors(AttributeError, TypeError, ValueError):
+    with refused(AttributeError, TypeError, ValueError):
         return hfgen.GenerationConfig(**values)
 
 

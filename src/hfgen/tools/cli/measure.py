@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from .field_options import option_errors
 from .loading import Loaded, upstream
 from .report import CliError, refused
 
 T = TypeVar("T")
+
+#: Turns errors of a call inside the context into ``CliError``.
+named_errors = partial(refused, Exception, before="generate() failed: ")
 
 #: Library → the context in which a model generates with it.
 LIBRARIES: dict[str, Callable[[Loaded], Any]] = {"transformers": upstream, "hfgen": nullcontext}
@@ -145,13 +148,6 @@ def race(loaded: Loaded, call: Callable[[str], T], repeat: int) -> dict[str, lis
                 except CliError as error:
                     raise CliError(f"{library}: {error}") from error
     return results
-
-
-@contextmanager
-def named_errors() -> Iterator[None]:
-    """Turn errors inside the context into ``CliError``."""
-    with option_errors(Exception, before="generate() failed: "):
-        yield
 
 
 def new_tokens(loaded: Loaded, inputs: dict[str, Any], output: Any) -> list[list[int]]:

@@ -15,6 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from ...settings.fields import FIELDS
+
+#: The fields that can be given as text, and the kind of value that each takes.
+KNOWN_FIELDS = {name: row.kind for name, row in FIELDS.items() if row.kind.option is not None}
+
 #: C0 and C1 controls but tab and line feed: without them, a terminal obeys no text (ECMA-48).
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -32,11 +37,33 @@ class CliError(Exception):
 
 @contextmanager
 def refused(*kinds: type[Exception], before: str = "") -> Iterator[None]:
-    """Turn errors of these ``kinds`` inside the context into ``CliError``."""
+    """Turn errors of these ``kinds`` inside the context into ``CliError``, which names options for fields."""
     try:
         yield
+    except (BrokenPipeError, CliError):  # the former: the reader of the output has closed the pipe
+        raise
     except kinds as error:
-        raise CliError(f"{before}{error}") from error
+        message = with_options(str(error)) or type(error).__name__
+        raise CliError(f"{before}{message}") from error
+
+
+def option_name(field: str) -> str:
+    """The option of a field; one that is no field has its own name."""
+    return field if field.startswith("--") else "--" + field.replace("_", "-")
+
+
+def with_options(message: str) -> str:
+    """An error's ``message`` with options for fields: ``--no-use-cache`` for "`use_cache=False`"."""
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        if name not in KNOWN_FIELDS:
+            return match[0]
+        if value == "False":
+            return f"--no-{option_name(name)[2:]}"
+        return option_name(name) + ("" if value in (None, "True") else f" {value.strip(chr(39))}")
+
+    return re.sub(r"`(\w+)(?:=([^`]+))?`", option, message).rstrip(".")
 
 
 class Answers:
