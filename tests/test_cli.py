@@ -500,7 +500,8 @@ def coded(monkeypatch: pytest.MonkeyPatch) -> None:
             for character in CODED:
                 show(StreamEvent(0, (), character))
             show(StreamEvent(0, (), "", None, "eos"))
-        return measure.Generated([row], [row], 1.0, 0.1, None, ["eos"])
+        output = SimpleNamespace(texts=[CODED])
+        return measure.Generated([row], [row], 1.0, 0.1, output, ["eos"])
 
     monkeypatch.setattr(measure, "generate", answer)
     monkeypatch.setattr(measure, "stream", answer)

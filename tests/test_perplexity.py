@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import hfgen
 from hfgen.tools.cli import app
-from hfgen.tools.evaluate.bootstrap import interval
+from hfgen.tools.evaluate.metrics import interval
 from hfgen.tools.evaluate.perplexity import Perplexity, score, sizes, windows
 from tests import tiny
 

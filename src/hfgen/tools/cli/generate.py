@@ -75,9 +75,7 @@ def generate(
             result = measure.stream(loaded, inputs, config, show=answers)
         else:
             result = measure.generate(loaded, inputs, config)
-        texts = getattr(result.output, "texts", None)
-        if texts is None:
-            texts = loaded.tokenizer.batch_decode(result.rows, skip_special_tokens=True)
+        texts = result.output.texts
         if as_json:
             report = {"model": loaded.name, "prompt": text, "options": fields.as_json()}
             if optimize:

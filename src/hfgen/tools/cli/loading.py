@@ -72,8 +72,8 @@ def load(
     try:
         torch.empty(1, device="cpu" if device == "auto" else device).item()
     except (AssertionError, RuntimeError) as error:  # the former without CUDA in torch's build
-        why = f"it cannot be used here ({first_line(error)})"
-        raise CliError(f"--device {device}: {why}") from error
+        cannot = f"--device {device}: it cannot be used here"
+        raise CliError(f"{cannot} ({first_line(error)})") from error
     drafts = None if assistant is None else load(assistant, None, dtype, device, trusts_code)
     try:
         if name in BUILTIN:
@@ -92,8 +92,7 @@ def load(
 def _load(name: str, dtype: str, device: str, trusts_code: bool) -> tuple[Any, Any]:
     import transformers
 
-    path = check_source(name)
-    source = name if path is None else str(path)
+    source = str(check_source(name) or name)
     shared = {"local_files_only": offline(), "trust_remote_code": trusts_code}
     config = transformers.AutoConfig.from_pretrained(source, **shared)
     kinds = transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM

@@ -1,4 +1,4 @@
-"""Metrics of predictions: BLEU, chrF, ROUGE, exact match, or your own function."""
+"""Metrics of predictions: BLEU, chrF, ROUGE, exact match, or your own function; bootstrap intervals of sums."""
 
 from __future__ import annotations
 
@@ -14,13 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bootstrap import Interval, interval
-
 #: Metric → the module that computes it, which has the name of its package but for hyphens.
 PACKAGES = {"bleu": "sacrebleu", "chrf": "sacrebleu", "rouge": "rouge_score"}
 NAMES = ("exact_match", *PACKAGES)
 
 References = Sequence[Sequence[str]]
+
+DRAWS, LEVEL = 1000, 0.95  # resamples of an interval, and the share of them that lies within it
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The middle ``LEVEL`` of a statistic's values over ``DRAWS`` resamples."""
+
+    low: float
+    high: float
+
+
+def interval(
+    parts: Tensor, statistic: Callable[[list[float]], float], seed: int = 0
+) -> Interval | None:
+    """The percentile bootstrap interval (Efron 1979) of ``statistic(parts.sum(dim=0))``.
+
+    ``parts (units, k)``: what each unit adds to the ``k`` sums that ``statistic`` is computed from. Units
+    are drawn with replacement, by a generator with ``seed``. ``None`` for fewer than two units.
+    """
+    n = len(parts)
+    if n < 2:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    values = []
+    for _ in range(DRAWS):
+        drawn = torch.randint(n, (n,), generator=generator).bincount(minlength=n)
+        values.append(statistic((drawn.double() @ parts.double()).tolist()))
+    quantiles = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
+    return Interval(*torch.tensor(values, dtype=torch.float64).quantile(quantiles).tolist())
 
 
 @dataclass(frozen=True, slots=True)

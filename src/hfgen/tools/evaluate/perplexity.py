@@ -14,7 +14,7 @@ from torch import Tensor
 from ...families import max_positions
 from ...state.text import Pieces
 from ..prompts import padded
-from .bootstrap import Interval, interval
+from .metrics import Interval, interval
 
 WINDOW = 2048  # tokens of a window where none are given and the model allows more
 

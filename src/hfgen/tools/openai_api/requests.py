@@ -178,7 +178,7 @@ def generate_kwargs(
 
     Raises ``ValueError`` for an unknown field, an unsupported field, and a wrong value.
     """
-    defaults = {} if defaults is None else defaults
+    defaults = defaults or {}
     set_fields = {name: value for name, value in body.items() if value is not None}
     fields: dict[str, Any] = {}
     for name, value in set_fields.items():

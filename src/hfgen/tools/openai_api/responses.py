@@ -85,8 +85,8 @@ def completion_response(
             if echo:
                 text = echoed(output.prompt_token_ids, tokenizer) + (text or "")
                 ids = [*output.prompt_token_ids, *ids]
-            if echo and output.prompt_logprobs is not None:
-                tokens = [*output.prompt_logprobs[0], *(tokens or ())]
+                if output.prompt_logprobs is not None:
+                    tokens = [*output.prompt_logprobs[0], *(tokens or ())]
             logprobs = None if tokens is None else legacy(ids, tokens, pieces)
             choices.append(choice(len(choices), row.finish_reason, text=text, logprobs=logprobs))
     return _response(head("text_completion", **names), choices, outputs)

@@ -89,8 +89,8 @@ def inline_media(messages: list[dict[str, Any]], limits: Limits, name: str) -> N
         except (OSError, ValueError) as error:
             raise ValueError(f"`{name}`: {url!r:.80} is refused: {error}") from error
         kind = url[5:].partition(";")[0] if url.startswith("data:") else ""
-        kind = kind or f"{part['type']}/unknown"
-        part["url"] = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        encoded = base64.b64encode(data).decode()
+        part["url"] = f"data:{kind or part['type'] + '/unknown'};base64,{encoded}"
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):

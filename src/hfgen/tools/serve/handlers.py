@@ -97,9 +97,8 @@ class Handler:
         self.served.limits.check(self.body)
         self.body = body = unfolded(self.body)
         of_server = ("priority", "interventions")
-        self.fields = fields = self.parameters(
-            {n: v for n, v in body.items() if n not in of_server}
-        )
+        of_generate = {n: v for n, v in body.items() if n not in of_server}
+        self.fields = fields = self.parameters(of_generate)
         if (scales := body.get("interventions")) is not None:
             fields["interventions"] = steers_of(scales, self.served.steering)
         if not 0 <= (fields.get("logprobs") or 0) <= MAX_LOGPROBS:
@@ -193,15 +192,14 @@ class Handler:
 
 def unfolded(body: dict[str, Any]) -> dict[str, Any]:
     """The body with the fields of its ``generation_config``, JSON text, which ``transformers chat`` sends."""
-    rest = dict(body)
-    if (config := rest.pop("generation_config", None)) is None:
-        return body
+    body = dict(body)
+    config = body.pop("generation_config", None)
     try:
-        fields = dict(json.loads(config))
+        fields = {} if config is None else dict(json.loads(config))
     except (TypeError, ValueError):
         message = "`generation_config` has to be the JSON text of one, but is not."
         raise ValueError(message) from None
-    return {name: value for name, value in fields.items() if name not in OF_THE_MODEL} | rest
+    return {name: value for name, value in fields.items() if name not in OF_THE_MODEL} | body
 
 
 class Chat(Handler):

@@ -69,9 +69,8 @@ class Tools:
             return None
         is_whole = self.is_required or (answer is not None and answer.kind == "json")
         is_strict = {name: is_whole or bool(f.get("strict")) for name, f in self.functions.items()}
-        if answer is not None and not is_whole:
-            return None  # a regular expression or a grammar of the client's own
-        if not (is_whole or self.is_single or any(is_strict.values())):
+        has_own = answer is not None and not is_whole  # a regular expression, or another grammar
+        if has_own or not (is_whole or self.is_single or any(is_strict.values())):
             return None
         calls = "call" if self.is_single else "call (SPACE? call)*"
         if self.is_required:
