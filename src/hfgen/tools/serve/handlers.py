@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from transformers.cli.serving.utils import build_response_parser, get_response_template
 
 from ...engine.errors import DoesNotFitError, EngineClosedError, QueueFullError
-from ...engine.serving import ServiceRequest
+from ...engine.serving import Service, ServiceRequest
 from ...families import max_positions
 from ...logits.grammar.llguidance import library_of
 from ...settings.grammar import Grammar
@@ -24,7 +27,7 @@ from ..openai_api.requests import default_length, generate_kwargs, in_words_of
 from ..openai_api.responses import chat_response, completion_response, echoed, head
 from .answers import ChatChoices, Message, TextChoices, check_open, chunks
 from .chats import has_media, inputs_of
-from .served import Served
+from .limits import Limits
 from .steering import steers_of
 from .tools import USUAL, Tools, reader_of
 
@@ -33,6 +36,50 @@ OF_THE_MODEL = ("bos_token_id", "pad_token_id", "transformers_version", "use_cac
 MAX_LOGPROBS = 20  # of the likeliest tokens that an answer tells of in each place, as OpenAI has it
 ANSWER_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
 RETRY_AFTER = 1  # seconds after which a client that was refused may come again
+N_WORKERS = 4  # requests of a kind that are prepared at once
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of the server, the engine that decodes with it, and arguments by which all requests draft."""
+
+    name: str
+    model: Any
+    processor: Any
+    service: Service
+    drafts: Mapping[str, Any]
+    limits: Limits
+    #: Steering vectors by name and module, which requests ask for.
+    steering: Mapping[str, Any] = field(default_factory=dict)
+    #: Threads for templates, tokenizers and grammars, and for media, which may come slowly.
+    pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
+    media_pool: Executor = field(default_factory=partial(ThreadPoolExecutor, N_WORKERS))
+
+    @property
+    def tokenizer(self) -> Any:
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The model's own generation config, as far as it says something."""
+        config = vars(self.model.generation_config)
+        return {name: value for name, value in config.items() if value is not None}
+
+    def check_name(self, body: dict[str, Any]) -> None:
+        """Raise ``ValueError`` if ``body`` is for another model."""
+        if (name := body.get("model")) not in (None, self.name):
+            raise ValueError(f"`model` has to be {self.name!r}, but is {name!r}.")
+
+    async def prepared(self, prepare: Callable[..., Any], *args: Any, is_slow: bool = False) -> Any:
+        """Run ``prepare`` in a worker thread and return its result; ``ValueError`` if it takes too long."""
+        pool = self.media_pool if is_slow else self.pool
+        running = asyncio.get_running_loop().run_in_executor(pool, prepare, *args)
+        seconds = self.limits.prepare_seconds
+        try:
+            return await asyncio.wait_for(running, seconds)
+        except asyncio.TimeoutError:
+            limit = f"{seconds:g} seconds (--prepare-seconds)"
+            raise ValueError(f"The request took more than {limit} to prepare.") from None
 
 
 @contextmanager
@@ -108,8 +155,8 @@ class Handler:
             advice = "a completion with `echo` and `logprobs` has the prompt's"
             raise ValueError(f"`prompt_logprobs` is not supported: {advice}.")
         most = self.served.service.engine.scheduler.max_rows
-        for name, field in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
-            if (n_rows := fields.get(field) or 1) > most:
+        for name, argument in ("n", "num_return_sequences"), ("num_beams", "num_beams"):
+            if (n_rows := fields.get(argument) or 1) > most:
                 raise ValueError(f"`{name}` is at most {most} (--max-rows), but is {n_rows}.")
         self.compile()
 

@@ -18,11 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ...engine.engine import Engine
 from ...engine.errors import EngineError
 from ...engine.serving import Service
-from .app import application
+from .app import Metrics, application
 from .guard import Guard
+from .handlers import Served
 from .limits import Limits
-from .metrics import Metrics
-from .served import Served
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
