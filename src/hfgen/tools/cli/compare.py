@@ -32,7 +32,7 @@ def compare(
     source: options.ModelOptions,
     fields: CompareFields,
     prompts: list[str] | None = Argument(None, help="Prompts; - or a pipe: of standard input."),
-    batch: bool = Option(False, "--batch", help="All prompts in one call, padded on the left."),
+    batch: bool = Option(False, "--batch", help="All prompts in one call, padded to one length."),
     repeat: int = options.REPEAT,
     seed: int = options.seed("Seed of each call.", "--seed"),
     as_json: bool = options.JSON,

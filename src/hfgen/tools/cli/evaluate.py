@@ -123,13 +123,10 @@ def generate(
 
         config = generation_config(fields, loaded.model, NEW_TOKENS)
         note_idle(fields, config, loaded)
-        settings: Any = {
-            "generation_config": config,
-            "max_rows": max_rows,
-            "progress": err.is_terminal,
-        }
+        settings: Any = {"max_rows": max_rows, "progress": err.is_terminal}
         prompts = [(row["prompt"], row["options"]) for row in usable]
-        outputs = generate_many(loaded.model, prompts, loaded.tokenizer, **settings)
+        call = loaded.model, prompts, loaded.tokenizer
+        outputs = generate_many(*call, generation_config=config, **settings)
         for row, answer in zip(usable, outputs, strict=True):
             if answer.error is not None:
                 row["error"] = str(answer.error) or type(answer.error).__name__
@@ -189,16 +186,14 @@ def write(path: Path, rows: list[dict[str, Any]], scores: dict[str, Any]) -> Non
     """Write each row of a file as a line of JSON, with its scores or its error; raises ``CliError``."""
     names = ("line", "prompt", "prediction", "references", "finish_reason")
     values = {name: iter(score.of_lines) for name, score in scores.items()}
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            for row in rows:
-                record = {"line": row["line"], "error": row.get("error")}
-                if "error" not in row:
-                    of_line = {name: next(value) for name, value in values.items()}
-                    record = {name: row[name] for name in names} | {"scores": of_line}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise CliError(f"cannot write to {str(path)!r}: {error.strerror}") from error
+    cannot = refused(OSError, before=f"cannot write to {str(path)!r}: ")
+    with cannot, path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            record = {"line": row["line"], "error": row.get("error")}
+            if "error" not in row:
+                of_line = {name: next(value) for name, value in values.items()}
+                record = {name: row[name] for name in names} | {"scores": of_line}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def parse_line(content: bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typer import Argument, Option
 from . import files, options
 from .field_options import FieldsWithoutResults, generation_config, note_idle
 from .measure import named_errors
-from .report import CliError, one_line, say
+from .report import one_line, refused, say
 
 NEW_TOKENS = 48
 
@@ -43,10 +43,8 @@ def inspect(
         kwargs = {**loaded.mode_kwargs(), "generation_config": config}
         with named_errors():
             trace = hfgen.trace(loaded.model, texts, top=top, **kwargs)
-    try:
+    with refused(OSError, before=f"-o: cannot write {str(output)!r}: "):
         trace.save(output)
-    except OSError as error:
-        raise CliError(f"-o: cannot write {str(output)!r}: {error.strerror}") from error
     size = output.stat().st_size
     n_tokens = sum(len(sequence.tokens) for sequence in trace.sequences)
     answers = "1 answer" if len(trace.sequences) == 1 else f"{len(trace.sequences)} answers"

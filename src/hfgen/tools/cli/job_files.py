@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .report import CliError
+from .report import CliError, refused
 
 PREFIX = b'{"id": "batch_req_'  # what each line of an output begins with
 
@@ -101,10 +101,8 @@ class Output:
         self.done: dict[str | int, str | None] = {}  # key of a line with an output → its digest
         self.n_failed = 0  # how many of these are errors
         self.was_cut = False  # whether an unfinished line was cut off
-        try:
+        with refused(OSError, before=f"cannot write to {str(path)!r}: "):
             self._file = open(path, "a+b", buffering=0)  # noqa: SIM115 (closed by __exit__)
-        except OSError as error:
-            raise CliError(f"cannot write to {str(path)!r}: {error.strerror}") from error
         try:
             self._lock()
             self._read()

@@ -46,8 +46,7 @@ def replay(
     if as_json:
         print_json({"same": place is None, "first_token": place, "differences": differing})
     else:
-        is_same = place is None
-        out.print("[bold green]The same bytes.[/]" if is_same else "[bold red]Other bytes.[/]")
+        out.print("[bold red]Other bytes.[/]" if place else "[bold green]The same bytes.[/]")
         for line in [*differing, *filter(None, [place])]:
             out.print(line, markup=False, highlight=False)
         if place is not None and not differing:

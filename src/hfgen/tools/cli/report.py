@@ -37,14 +37,18 @@ class CliError(Exception):
 
 @contextmanager
 def refused(*kinds: type[Exception], before: str = "") -> Iterator[None]:
-    """Turn errors of these ``kinds`` inside the context into ``CliError``, which names options for fields."""
+    """Turn errors of these ``kinds`` inside the context into ``CliError``.
+
+    It names options instead of fields, and of ``OSError``, if that is the only kind, what went wrong.
+    """
     try:
         yield
     except (BrokenPipeError, CliError):  # the former: the reader of the output has closed the pipe
         raise
     except kinds as error:
-        message = with_options(str(error)) or type(error).__name__
-        raise CliError(f"{before}{message}") from error
+        is_of_system = kinds == (OSError,)
+        message = getattr(error, "strerror", None) if is_of_system else with_options(str(error))
+        raise CliError(f"{before}{message or type(error).__name__}") from error
 
 
 def option_name(field: str) -> str:

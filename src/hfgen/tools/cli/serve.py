@@ -67,11 +67,8 @@ def serve(
         from ..serve.server import LOCAL, Settings, bound, serve
         from ..serve.steering import read_sets
 
-        try:
+        with refused(OSError, before=f"cannot listen on {host}:{port}: "):
             listener = bound(host, port)
-        except OSError as error:
-            raise CliError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-
         settings = source.dtype, source.device, source.trust_remote_code
         model, processor = load_served(source.model, *settings)
         if engine.chat_template is not None:
